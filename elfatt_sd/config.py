@@ -1,0 +1,286 @@
+"""What is approximated when: phases of the denoising run, presets of the published methods, validation.
+
+A configuration is data: frozen, comparable, and equal to itself after a round trip through JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ATTENTIONS = ("softmax", "agent", "block", "elfatt")
+BLOCK_ORDERS = ("sequence", "raster", "windows", "curve", "strided", "spread")
+AGENT_SOURCES = ("pooled", "merged")
+SPLITS = ("auto", "heads", "channels")
+BACKENDS = ("auto", "native", "flash", "flash_hub", "_flash_3", "flex", "sage", "xformers")
+
+
+class ElfattError(ValueError):
+    """An error that a user can cause; the message names the value and what is accepted."""
+
+
+def _choice(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ElfattError(f"{name}={value!r} is not known; accepted: {', '.join(accepted)}.")
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    if not valid:
+        span = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ElfattError(f"{name}={value!r} is not accepted; give a whole number {span}.")
+
+
+def _real(name: str, value: object, low: float, high: float, *, open_high: bool = False) -> None:
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not valid or not low <= value <= high or (open_high and value == high):  # type: ignore[operator]
+        span = f"from {low:g} to less than {high:g}" if open_high else f"from {low:g} to {high:g}"
+        raise ElfattError(f"{name}={value!r} is not accepted; give a number {span}.")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ElfattError(f"{name}={value!r} is not accepted; give True or False.")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of the denoising run and the self-attention used in it.
+
+    Attributes:
+        until: share of the denoising steps at which the phase ends, in (0, 1].
+        attention: `softmax` (exact), `agent`, `block`, or `elfatt` (agents and blocks, half of the heads each).
+        ratio: share of the tokens that are merged before attention (ToMe); 0 merges nothing.
+        stride: one destination token for each `stride x stride` cell of the grid.
+        block_size: tokens in a block, to the nearest size that tiles the sequence.
+        block_order: which tokens share a block: `sequence` (as they come: after merging, by similarity), `raster`,
+            `windows` (squares), `curve` (Hilbert curve), `strided` (every n-th token) or `spread` (stratified random
+            sample of the picture, drawn anew from seed, step and layer).
+        agents: number of agent tokens when they are pooled.
+        agent_source: `pooled` averages neighbouring queries (ELFATT); `merged` projects tokens that are merged at
+            `agent_ratio` (Agent-SD).
+        agent_ratio: share of tokens merged away to form the agents, for `agent_source="merged"`.
+        agent_scale: the second softmax has scale `head_dim ** (-0.5 * agent_scale)`; 1 is the usual scale.
+        value_shortcut: share of the values that is added to the output of agent attention.
+        agent_share: share of the heads (or channels) that attend through agents in `elfatt`.
+        split: `heads` gives each half its own heads (eq. lepe2sd), `channels` half of every head's channels
+            (eq. lepe1sd), `auto` splits heads where their number allows it.
+    """
+
+    until: float = 1.0
+    attention: str = "softmax"
+    ratio: float = 0.0
+    stride: int = 2
+    block_size: int = 128
+    block_order: str = "sequence"
+    agents: int = 64
+    agent_source: str = "pooled"
+    agent_ratio: float = 0.95
+    agent_scale: float = 1.0
+    value_shortcut: float = 0.0
+    agent_share: float = 0.5
+    split: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ElfattError: a field is out of range; the message says what is accepted.
+        """
+        _real("until", self.until, 0.0, 1.0)
+        if self.until == 0:
+            raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
+        _choice("attention", self.attention, ATTENTIONS)
+        _real("ratio", self.ratio, 0.0, 1.0, open_high=True)
+        _whole("stride", self.stride, 2, 64)
+        _whole("block_size", self.block_size, 1)
+        _choice("block_order", self.block_order, BLOCK_ORDERS)
+        _whole("agents", self.agents, 1)
+        _choice("agent_source", self.agent_source, AGENT_SOURCES)
+        _real("agent_ratio", self.agent_ratio, 0.0, 1.0, open_high=True)
+        _real("agent_scale", self.agent_scale, 0.0, 2.0)
+        _real("value_shortcut", self.value_shortcut, 0.0, 1.0)
+        _real("agent_share", self.agent_share, 0.0, 1.0)
+        _choice("split", self.split, SPLITS)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the untouched attention runs in this phase."""
+        return self.attention == "softmax" and self.ratio == 0
+
+    @property
+    def uses_blocks(self) -> bool:
+        """Whether any head attends inside blocks."""
+        return self.attention == "block" or (self.attention == "elfatt" and self.agent_share < 1)
+
+    @property
+    def uses_agents(self) -> bool:
+        """Whether any head attends through agents."""
+        return self.attention == "agent" or (self.attention == "elfatt" and self.agent_share > 0)
+
+
+@dataclass(frozen=True)
+class PatchConfig:
+    """A method: its phases in order, and what holds for the whole run.
+
+    Attributes:
+        method: the name that tables show.
+        phases: in order of `until`; what follows the last one is exact attention.
+        max_downsample: deepest level to patch, as the factor by which its grid is smaller than the latent (1, 2, 4,
+            8); None takes the finest level that has self-attention (1 on SD 1.5, 2 on SDXL).
+        seed: seed of the random destinations and blocks, drawn from `(seed, step, layer)`.
+        use_rand: draw the merge destinations at random (True) or take the first token of each cell (False).
+        reuse_steps: number of steps that share one token matching; 1 computes it anew in every step.
+        attention_backend: `auto`, or the name of a backend of diffusers' attention dispatcher.
+        fp32_logits: compute the attention logits of approximated layers in float32 (advised for SD 2.1).
+    """
+
+    method: str = "custom"
+    phases: tuple[Phase, ...] = ()
+    max_downsample: int | None = None
+    seed: int = 0
+    use_rand: bool = True
+    reuse_steps: int = 1
+    attention_backend: str = "auto"
+    fp32_logits: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ElfattError: a field is out of range; the message says what is accepted.
+        """
+        if not isinstance(self.method, str) or not self.method:
+            raise ElfattError(f"method={self.method!r} is not accepted; give a name.")
+        if not isinstance(self.phases, tuple) or not all(isinstance(phase, Phase) for phase in self.phases):
+            raise ElfattError(f"phases={self.phases!r} is not accepted; give a tuple of Phase.")
+        ends = [phase.until for phase in self.phases]
+        if any(later <= earlier for earlier, later in zip(ends, ends[1:], strict=False)):
+            raise ElfattError(f"phases end at {ends}; each must end later than the one before it.")
+        if self.max_downsample is not None and (
+            isinstance(self.max_downsample, bool) or self.max_downsample not in (1, 2, 4, 8)
+        ):
+            raise ElfattError(f"max_downsample={self.max_downsample!r} is not accepted; give 1, 2, 4, 8 or None.")
+        _whole("seed", self.seed, 0, 2**63 - 1)
+        _flag("use_rand", self.use_rand)
+        _whole("reuse_steps", self.reuse_steps, 1)
+        _choice("attention_backend", self.attention_backend, BACKENDS)
+        _flag("fp32_logits", self.fp32_logits)
+
+    @classmethod
+    def preset(cls, method: str, **settings: Any) -> PatchConfig:
+        """Build the configuration of a named method, with some settings changed.
+
+        Args:
+            method: one of `PRESETS`.
+            **settings: any field of `Phase` but `until` and `attention`, applied to the phases where it has a
+                meaning; any field of `PatchConfig`; or `active_fraction`, the share of the run in which the method's
+                own attention is active.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ElfattError: unknown method or setting, or a value out of range.
+        """
+        if method not in PRESETS:
+            raise ElfattError(f"method={method!r} is not known; accepted: {', '.join(PRESETS)}.")
+        unknown = sorted(settings.keys() - SETTINGS)
+        if unknown:
+            raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(sorted(SETTINGS))}.")
+        own = {name: value for name, value in settings.items() if name in _RUN_SETTINGS}
+        per_phase = {name: value for name, value in settings.items() if name in _PHASE_SETTINGS}
+        base = PRESETS[method]
+        Phase(**per_phase)  # a setting that no phase of this method uses is still checked
+        phases = tuple(_with_settings(phase, per_phase) for phase in base.phases)
+        if "active_fraction" in settings:
+            _real("active_fraction", settings["active_fraction"], 0.0, 1.0)
+            phases = _with_active_fraction(phases, float(settings["active_fraction"]))
+        return dataclasses.replace(base, phases=phases, **own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        data = dataclasses.asdict(self)
+        data["phases"] = [dict(phase) for phase in data["phases"]]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:
+        """Build a configuration from what `to_dict` gave.
+
+        Raises:
+            ElfattError: a key is unknown, or a value is out of range.
+        """
+        _known_keys("configuration", data, cls)
+        phases = data.get("phases", ())
+        if not isinstance(phases, list | tuple) or not all(isinstance(phase, Mapping) for phase in phases):
+            raise ElfattError(f"phases={phases!r} is not accepted; give a list of objects.")
+        for phase in phases:
+            _known_keys("phase", phase, Phase)
+        return cls(**{**data, "phases": tuple(Phase(**phase) for phase in phases)})
+
+    def phase_at(self, step: int, steps: int) -> Phase:
+        """Return the phase of a step; exact attention past the last phase.
+
+        Args:
+            step: index of the UNet call in the schedule, from 0.
+            steps: number of UNet calls of the whole schedule.
+        """
+        for phase in self.phases:
+            if step < phase.until * steps - 1e-9:
+                return phase
+        return EXACT
+
+
+EXACT = Phase()
+
+_PHASE_SETTINGS = frozenset(field.name for field in dataclasses.fields(Phase)) - {"until", "attention"}
+_RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(PatchConfig)) - {"method", "phases"}
+SETTINGS = _PHASE_SETTINGS | _RUN_SETTINGS | {"active_fraction"}
+
+
+def _known_keys(what: str, data: Mapping[str, Any], kind: type) -> None:
+    accepted = [field.name for field in dataclasses.fields(kind)]
+    unknown = sorted(set(data) - set(accepted))
+    if unknown:
+        raise ElfattError(f"{what} key {unknown[0]!r} is not known; accepted: {', '.join(accepted)}.")
+
+
+def _with_settings(phase: Phase, settings: Mapping[str, Any]) -> Phase:
+    """Change the settings of a phase; exact phases have none."""
+    return phase if phase.exact else dataclasses.replace(phase, **settings)
+
+
+def _with_active_fraction(phases: tuple[Phase, ...], fraction: float) -> tuple[Phase, ...]:
+    """Move the border between the method's own phase and the rest of the run."""
+    if not phases:
+        return phases
+    first, *rest = phases
+    border = 1 - fraction if first.exact else fraction
+    if border == 0:
+        return tuple(rest)
+    return (dataclasses.replace(first, until=border), *(phase for phase in rest if phase.until > border))
+
+
+_TOME = Phase(1.0, "softmax", ratio=0.5, stride=2)
+
+PRESETS: dict[str, PatchConfig] = {
+    "sd": PatchConfig("sd"),
+    "tome": PatchConfig("tome", (_TOME,)),
+    # Agent-SD as published: agents in steps 0-19 of 50, then ToMe.
+    "agent": PatchConfig(
+        "agent",
+        (
+            Phase(0.4, "agent", ratio=0.4, stride=4, agent_source="merged", agent_scale=0.3, value_shortcut=0.075),
+            dataclasses.replace(_TOME, ratio=0.4),
+        ),
+    ),
+    # The paper: ELFATT in the first 20 % of the steps, blocks of 128 (its table tabSDa1), then ToMe.
+    "elfatt": PatchConfig("elfatt", (Phase(0.2, "elfatt", ratio=0.5), _TOME)),
+    # Beyond the paper: exact early steps, then blocks that are stratified random samples, without merging.
+    "elfatt-fast": PatchConfig("elfatt-fast", (Phase(0.2), Phase(1.0, "block", block_order="spread"))),
+}
+METHODS = tuple(PRESETS)

@@ -1,0 +1,87 @@
+"""A small classifier of a picture's four attributes; its penultimate features carry the Frechet distance `FD-toy`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elfatt_sd.toy.renderer import ATTRIBUTES
+
+CLASSIFIER_FILE = Path(__file__).parent / "weights-classifier" / "classifier.safetensors"
+FEATURES = 64
+
+
+class ToyClassifier(nn.Module):
+    """Convolutions with group normalisation (so that no picture depends on its batch), pooled to 64 features."""
+
+    def __init__(self) -> None:
+        """Build with random weights; `load_feature_extractor` loads the trained ones."""
+        super().__init__()
+        widths = (3, 16, 32, 64, 96, 128)
+        layers: list[nn.Module] = []
+        for before, after in zip(widths, widths[1:], strict=False):
+            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GroupNorm(8, after), nn.SiLU()]
+        layers += [nn.Conv2d(128, 128, 3, padding=1), nn.GroupNorm(8, 128), nn.SiLU()]
+        self.body = nn.Sequential(*layers)
+        self.neck = nn.Linear(2 * 128, FEATURES)
+        self.heads = nn.ModuleDict({name: nn.Linear(FEATURES, len(values)) for name, values in ATTRIBUTES.items()})
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Compute penultimate features.
+
+        Args:
+            images: `[n, 3, height, width]`, uint8 in 0..255 or floating in [0, 1]; trained at 256x256.
+
+        Returns:
+            float32 features `[n, 64]`.
+        """
+        pixels = images.float() / 255 if images.dtype == torch.uint8 else images
+        maps = self.body(2 * pixels - 1)
+        pooled = torch.cat([maps.mean((2, 3)), maps.amax((2, 3))], 1)
+        return functional.silu(self.neck(pooled)).float()
+
+    def logits(self, images: Tensor) -> dict[str, Tensor]:
+        """Scores `[n, values]` per attribute; see `forward` for the images."""
+        features = self(images)
+        return {name: head(features) for name, head in self.heads.items()}
+
+    @torch.no_grad()
+    def classify(self, images: Tensor) -> dict[str, Tensor]:
+        """Predicted indices `[n]` per attribute, in the order of `ATTRIBUTES`; see `forward` for the images."""
+        return {name: scores.argmax(1) for name, scores in self.logits(images).items()}
+
+
+def load_feature_extractor(device: str | torch.device = "cpu", path: str | Path = CLASSIFIER_FILE) -> ToyClassifier:
+    """The trained classifier, in evaluation mode and float32.
+
+    Raises:
+        ElfattError: if the file is missing.
+    """
+    from safetensors.torch import load_file
+
+    from elfatt_sd.config import ElfattError
+
+    if not Path(path).is_file():
+        raise ElfattError(f"no classifier at {path}; accepted is a file that `python -m elfatt_sd.toy.recipe` writes")
+    model = ToyClassifier()
+    model.load_state_dict({name: value.float() for name, value in load_file(path).items()})
+    return model.requires_grad_(False).eval().to(device)
+
+
+def augment(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Blur, tint and noise that training adds so that slightly imperfect pictures are still read right.
+
+    Args:
+        images: `[n, 3, s, s]` in [0, 1].
+        generator: the source of randomness, on the images' device.
+    """
+    draw = torch.rand(6, len(images), 1, 1, 1, generator=generator, device=images.device)
+    noise = torch.randn(images.shape, generator=generator, device=images.device)
+    tint = torch.rand(2, len(images), 3, 1, 1, generator=generator, device=images.device) - 0.5
+    blurred = functional.avg_pool2d(functional.pad(images, (2, 2, 2, 2), mode="replicate"), 5, stride=1)
+    images = images + draw[0] * (blurred - images)
+    images = images * (1 + 0.16 * tint[0]) + 0.1 * tint[1]
+    return images + 0.12 * draw[1] * draw[2] * noise

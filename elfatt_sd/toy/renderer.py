@@ -1,0 +1,258 @@
+"""Endless labelled pictures: one object on a patterned background, drawn with signed distance functions.
+
+The work is batched torch, so it runs on a CPU (milliseconds a picture) and on a GPU (thousands a second). Lengths are shares of
+the picture's side; angles are in radians; the y axis points down. Legend for shapes: n scenes, s the side in pixels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+COLORS: dict[str, tuple[float, float, float]] = {
+    "red": (0.90, 0.12, 0.14),
+    "orange": (1.00, 0.55, 0.05),
+    "yellow": (1.00, 0.90, 0.15),
+    "green": (0.13, 0.62, 0.22),
+    "cyan": (0.20, 0.82, 0.90),
+    "blue": (0.13, 0.25, 0.85),
+    "purple": (0.52, 0.15, 0.72),
+    "pink": (1.00, 0.55, 0.78),
+}
+PATTERNS = ("plain", "striped", "checkered", "dotted")
+PALE = 0.8  # a pattern's second tone: this share of white in the background's colour
+GEOMETRY = ("x", "y", "radius", "rotation", "period", "phase_u", "phase_v", "angle")
+
+
+def _circle(x: Tensor, y: Tensor) -> Tensor:
+    return torch.hypot(x, y) - 0.95
+
+
+def _square(x: Tensor, y: Tensor) -> Tensor:
+    return torch.maximum(x.abs(), y.abs()) - 0.8
+
+
+def _triangle(x: Tensor, y: Tensor) -> Tensor:
+    return torch.maximum(y, math.sqrt(0.75) * x.abs() - 0.5 * y) - 0.52
+
+
+def _star(x: Tensor, y: Tensor) -> Tensor:
+    sector, outer, inner = math.pi / 5, 1.1, 0.55
+    length = torch.hypot(x, y)
+    angle = (torch.remainder(torch.atan2(x, -y) + sector, 2 * sector) - sector).abs()
+    normal_x, normal_y = inner * math.sin(sector), outer - inner * math.cos(sector)
+    distance = (length * angle.cos() - outer) * normal_x + length * angle.sin() * normal_y
+    return distance / math.hypot(normal_x, normal_y)
+
+
+def _heart(x: Tensor, y: Tensor) -> Tensor:
+    x, y = x.abs() / 1.75, 0.55 - y / 1.75
+    lobe = torch.hypot(x - 0.25, y - 0.75) - math.sqrt(2) / 4
+    along = 0.5 * (x + y).clamp_min(0)
+    edge = torch.minimum(torch.hypot(x, y - 1), torch.hypot(x - along, y - along)) * torch.sign(x - y)
+    return 1.75 * torch.where(x + y > 1, lobe, edge)
+
+
+def _cross(x: Tensor, y: Tensor) -> Tensor:
+    x, y = x.abs(), y.abs()
+    return torch.minimum(torch.maximum(x - 0.95, y - 0.34), torch.maximum(x - 0.34, y - 0.95))
+
+
+def _ring(x: Tensor, y: Tensor) -> Tensor:
+    return (torch.hypot(x, y) - 0.68).abs() - 0.27
+
+
+def _moon(x: Tensor, y: Tensor) -> Tensor:
+    return torch.maximum(torch.hypot(x, y) - 0.95, 0.72 - torch.hypot(x - 0.48, y + 0.1))
+
+
+_DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "circle": _circle,
+    "square": _square,
+    "triangle": _triangle,
+    "star": _star,
+    "heart": _heart,
+    "cross": _cross,
+    "ring": _ring,
+    "moon": _moon,
+}
+SHAPES = tuple(_DISTANCES)
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "shape": SHAPES,
+    "color": tuple(COLORS),
+    "pattern": PATTERNS,
+    "background": tuple(COLORS),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """One picture's labels and geometry.
+
+    Attributes:
+        shape: the object's shape, of `SHAPES`.
+        color: the object's colour, of `COLORS`.
+        pattern: the background's pattern, of `PATTERNS`.
+        background: the background's colour, of `COLORS`, another one than the object's.
+        x: horizontal position of the object's centre.
+        y: vertical position of the object's centre.
+        radius: about half the object's extent.
+        rotation: the object's rotation.
+        period: length after which the pattern repeats.
+        phase_u: shift of the pattern across, in periods.
+        phase_v: shift of the pattern along, in periods.
+        angle: the pattern's rotation.
+    """
+
+    shape: str
+    color: str
+    pattern: str
+    background: str
+    x: float = 0.5
+    y: float = 0.5
+    radius: float = 0.22
+    rotation: float = 0.0
+    period: float = 0.18
+    phase_u: float = 0.0
+    phase_v: float = 0.0
+    angle: float = 0.0
+
+
+def sample_parameters(count: int, generator: torch.Generator, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Draw scenes as tensors, on the generator's device.
+
+    Args:
+        count: how many, n.
+        generator: the only source of randomness.
+        scale: enlarges objects and periods; 1.4 for pictures of half the side keeps them near the same size in pixels.
+
+    Returns:
+        labels `[n, 4]` (int64 indices in the order of `ATTRIBUTES`) and geometry `[n, 8]` (float32, in the order of `GEOMETRY`).
+    """
+    uniform = torch.rand(count, 12, generator=generator, device=generator.device)
+    sizes = torch.tensor([len(SHAPES), len(COLORS), len(PATTERNS), len(COLORS) - 1], device=uniform.device)
+    labels = (uniform[:, :4] * sizes).long().minimum(sizes - 1)
+    labels[:, 3] = (labels[:, 1] + 1 + labels[:, 3]) % len(COLORS)
+    x, y, radius, rotation, period, phase_u, phase_v, angle = uniform[:, 4:].unbind(1)
+    radius = scale * (0.19 + 0.08 * radius)
+    room = 0.5 - 1.12 * radius
+    turn = torch.where(labels[:, 2] == PATTERNS.index("striped"), math.pi, 0.7)
+    columns = (
+        0.5 + room * (2 * x - 1),
+        0.5 + room * (2 * y - 1),
+        radius,
+        0.7 * (rotation - 0.5),
+        scale * (0.15 + 0.09 * period),
+        phase_u,
+        phase_v,
+        turn * (angle - 0.5),
+    )
+    return labels, torch.stack(columns, 1)
+
+
+def sample_scenes(count: int, seed: int, scale: float = 1.0) -> list[Scene]:
+    """Draw `count` scenes; the same seed gives the same scenes on every machine."""
+    labels, geometry = sample_parameters(count, torch.Generator().manual_seed(seed), scale)
+    names = [[values[i] for values, i in zip(ATTRIBUTES.values(), row, strict=True)] for row in labels.tolist()]
+    return [Scene(*name, *numbers) for name, numbers in zip(names, geometry.tolist(), strict=True)]
+
+
+def scene_labels(scenes: Sequence[Scene]) -> Tensor:
+    """Labels as indices, `[n, 4]` int64 in the order of `ATTRIBUTES`."""
+    rows = [[values.index(getattr(scene, name)) for name, values in ATTRIBUTES.items()] for scene in scenes]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, len(ATTRIBUTES))
+
+
+def render(scenes: Sequence[Scene], size: int = 256, device: str | torch.device = "cpu") -> Tensor:
+    """Draw scenes.
+
+    Args:
+        scenes: what to draw, n of them.
+        size: the side of the pictures, s, in pixels.
+        device: where to draw.
+
+    Returns:
+        float32 pictures `[n, 3, s, s]` in [0, 1].
+    """
+    geometry = [[getattr(scene, name) for name in GEOMETRY] for scene in scenes]
+    numbers = torch.tensor(geometry, dtype=torch.float32, device=device).view(-1, len(GEOMETRY))
+    return render_parameters(scene_labels(scenes).to(device), numbers, size)
+
+
+def render_parameters(labels: Tensor, geometry: Tensor, size: int = 256) -> Tensor:
+    """Draw scenes given as tensors, as `sample_parameters` returns them; see `render`."""
+    x0, y0, radius, rotation, period, phase_u, phase_v, angle = geometry[:, :, None, None].unbind(1)
+    shape, color, pattern, background = labels.unbind(1)
+    ticks = (torch.arange(size, device=labels.device, dtype=torch.float32) + 0.5) / size
+    x, y = ticks[None, None, :], ticks[None, :, None]
+    palette = torch.tensor(list(COLORS.values()), device=labels.device)
+    u, v = _rotate(x - 0.5, y - 0.5, angle)
+    tone = _coverage(_pattern(pattern, u / period + phase_u, v / period + phase_v) * period * size)
+    picture = _blend(palette[background], palette[background] * (1 - PALE) + PALE, tone)
+    u, v = _rotate((x - x0) / radius, (y - y0) / radius, rotation)
+    distance = _select(shape, [function(u, v) for function in _DISTANCES.values()])
+    return _blend(picture, palette[color], _coverage(-distance * radius * size))
+
+
+def _rotate(x: Tensor, y: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = angle.cos(), angle.sin()
+    return x * cos + y * sin, y * cos - x * sin
+
+
+def _select(index: Tensor, candidates: Sequence[Tensor]) -> Tensor:
+    """Take candidate `index[i]` for scene i without waiting for the device."""
+    chosen = candidates[0]
+    for number, candidate in enumerate(candidates[1:], 1):
+        chosen = torch.where(index[:, None, None] == number, candidate, chosen)
+    return chosen
+
+
+def _pattern(pattern: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """Signed distance into the second tone, in periods (positive inside)."""
+    across, along = torch.remainder(u, 1) - 0.5, torch.remainder(v, 1) - 0.5
+    stripe_u, stripe_v = across.abs() - 0.25, along.abs() - 0.25
+    checker = -torch.sign(stripe_u * stripe_v) * torch.minimum(stripe_u.abs(), stripe_v.abs())
+    return _select(pattern, [torch.full_like(u, -1.0), stripe_u, checker, 0.3 - torch.hypot(across, along)])
+
+
+def _coverage(distance: Tensor) -> Tensor:
+    """Anti-aliased share of each pixel that is inside, from the signed distance in pixels."""
+    return (0.5 + distance).clamp(0, 1)
+
+
+def _blend(below: Tensor, above: Tensor, coverage: Tensor) -> Tensor:
+    """Lay the colour `above` `[n, 3]` over `below`, a colour or pictures."""
+    below = below if below.dim() == 4 else below[:, :, None, None]
+    return below + (above[:, :, None, None] - below) * coverage[:, None]
+
+
+def describe(shape: str, color: str, pattern: str, background: str) -> str:
+    """The prompt for a combination of labels."""
+    article = "an" if color[0] in "aeiou" else "a"
+    return f"{article} {color} {shape} on a {pattern} {background} background"
+
+
+def caption(scene: Scene) -> str:
+    """The prompt that describes a scene, such as "a red star on a striped blue background"."""
+    return describe(scene.shape, scene.color, scene.pattern, scene.background)
+
+
+CLASSES: tuple[tuple[str, str, str, str], ...] = tuple(
+    labels for labels in itertools.product(*ATTRIBUTES.values()) if labels[1] != labels[3]
+)
+CLASS_PROMPTS: tuple[str, ...] = tuple(describe(*labels) for labels in CLASSES)
+
+_GRAMMAR = "a an the of on in with and background high quality photograph photo picture"
+VOCABULARY: tuple[str, ...] = tuple(dict.fromkeys([*_GRAMMAR.split(), *SHAPES, *COLORS, *PATTERNS]))
+
+
+def unknown_words(prompt: str) -> list[str]:
+    """Words of a prompt that the toy never saw in training, in order and once each."""
+    words = re.findall(r"\w+", prompt.lower())
+    return [word for word in dict.fromkeys(words) if word not in VOCABULARY]
