@@ -1,0 +1,102 @@
+"""Write trained parts as a diffusers directory that old and new libraries load, with its classifier and model card."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elfatt_sd.toy import models
+
+DIFFUSERS_VERSION = "0.32.1"  # the oldest release whose settings these files use
+
+
+def export(
+    sizes: models.Sizes,
+    parts: dict[str, nn.Module],
+    classifier: nn.Module,
+    records: dict[str, Any],
+    out: Path,
+    seed: int,
+    device: str,
+) -> Path:
+    """Write `out/pipeline`, `out/weights-classifier`, and the training record.
+
+    Args:
+        sizes: the networks' sizes.
+        parts: trained `vae`, `unet` and `text_encoder`.
+        classifier: the trained classifier.
+        records: what `train` returned, by stage.
+        out: the folder to write into.
+        seed: the recipe's seed, for the record.
+        device: where training ran, for the record.
+
+    Returns:
+        The pipeline's folder.
+    """
+    folder, settings = out / "pipeline", models.configurations(sizes)
+    settings["vae"]["scaling_factor"] = parts["vae"].config.scaling_factor
+    common = {"_diffusers_version": DIFFUSERS_VERSION}
+    for name, kind in (("unet", "UNet2DConditionModel"), ("vae", "AutoencoderKL")):
+        models.write_json(folder / name / "config.json", {"_class_name": kind, **common, **settings[name]})
+        save_half(parts[name].state_dict(), folder / name / "diffusion_pytorch_model.safetensors")
+    scheduler = {"_class_name": "PNDMScheduler", **common, **settings["scheduler"]}
+    models.write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+    save_text_encoder(parts["text_encoder"], settings["text_encoder"], folder / "text_encoder")
+    models.save_tokenizer(folder / "tokenizer")
+    models.write_json(folder / "model_index.json", {**pipeline_index(), **common})
+    save_half(classifier.state_dict(), out / "weights-classifier" / "classifier.safetensors")
+    models.write_json(out / "record.json", {**environment(), "device": device, "seed": seed, "stages": records})
+    return folder
+
+
+def pipeline_index() -> dict[str, Any]:
+    """The content of `model_index.json`, without the version."""
+    return {
+        "_class_name": "StableDiffusionPipeline",
+        "feature_extractor": [None, None],
+        "image_encoder": [None, None],
+        "requires_safety_checker": False,
+        "safety_checker": [None, None],
+        "scheduler": ["diffusers", "PNDMScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+
+
+def save_text_encoder(model: nn.Module, settings: dict[str, Any], folder: Path) -> None:
+    """Write the text encoder with the names that every transformers release reads (the newest ones drop `text_model.`)."""
+    config = {
+        "architectures": ["CLIPTextModel"],
+        "model_type": "clip_text_model",
+        "hidden_act": "quick_gelu",
+        "torch_dtype": "float32",
+        **settings,
+    }
+    models.write_json(folder / "config.json", config)
+    state = {"text_model." + name.removeprefix("text_model."): value for name, value in model.state_dict().items()}
+    state.pop("text_model.embeddings.position_ids", None)
+    save_half(state, folder / "model.safetensors")
+
+
+def save_half(state: dict[str, Tensor], path: Path) -> None:
+    """Write a state in float16."""
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.detach().cpu().half().contiguous() for name, value in state.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine for the record."""
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    packages = {name: version(name) for name in ("torch", "diffusers", "transformers", "safetensors")}
+    return {"date": datetime.date.today().isoformat(), "machine": accelerator, "packages": packages}
