@@ -129,21 +129,25 @@ class PatchConfig:
     Attributes:
         method: the name that tables show.
         phases: in order of `until`; what follows the last one is exact attention.
-        max_downsample: deepest level to patch, as the factor by which its grid is smaller than the latent (1, 2, 4,
-            8); None takes the finest level that has self-attention (1 on SD 1.5, 2 on SDXL).
+        levels: number of levels to patch, counted from the finest one that has self-attention.
+        max_downsample: deepest level to patch instead, as the factor by which its grid is smaller than the latent (1,
+            2, 4, 8), as tomesd counts; None goes by `levels`.
         seed: seed of the random destinations and blocks, drawn from `(seed, step, layer)`.
         use_rand: draw the merge destinations at random (True) or take the first token of each cell (False).
         reuse_steps: number of steps that share one token matching; 1 computes it anew in every step.
+        reuse_layers: layers on the same grid share the matching of the first of them.
         attention_backend: `auto`, or the name of a backend of diffusers' attention dispatcher.
         fp32_logits: compute the attention logits of approximated layers in float32 (advised for SD 2.1).
     """
 
     method: str = "custom"
     phases: tuple[Phase, ...] = ()
+    levels: int = 1
     max_downsample: int | None = None
     seed: int = 0
     use_rand: bool = True
     reuse_steps: int = 1
+    reuse_layers: bool = False
     attention_backend: str = "auto"
     fp32_logits: bool = False
 
@@ -165,7 +169,9 @@ class PatchConfig:
         ):
             raise ElfattError(f"max_downsample={self.max_downsample!r} is not accepted; give 1, 2, 4, 8 or None.")
         _whole("seed", self.seed, 0, 2**63 - 1)
+        _whole("levels", self.levels, 1)
         _flag("use_rand", self.use_rand)
+        _flag("reuse_layers", self.reuse_layers)
         _whole("reuse_steps", self.reuse_steps, 1)
         _choice("attention_backend", self.attention_backend, BACKENDS)
         _flag("fp32_logits", self.fp32_logits)
@@ -176,9 +182,7 @@ class PatchConfig:
 
         Args:
             method: one of `PRESETS`.
-            **settings: any field of `Phase` but `until` and `attention`, applied to the phases where it has a
-                meaning; any field of `PatchConfig`; or `active_fraction`, the share of the run in which the method's
-                own attention is active.
+            **settings: as for `with_settings`.
 
         Returns:
             The configuration.
@@ -188,18 +192,30 @@ class PatchConfig:
         """
         if method not in PRESETS:
             raise ElfattError(f"method={method!r} is not known; accepted: {', '.join(PRESETS)}.")
+        return PRESETS[method].with_settings(**settings)
+
+    def with_settings(self, **settings: Any) -> PatchConfig:
+        """Return a copy with some settings changed.
+
+        Args:
+            **settings: any field of `Phase` but `until` and `attention`, applied to every phase that is not exact;
+                any field of `PatchConfig` but `method` and `phases`; or `active_fraction`, the share of the run in
+                which the method's own attention is active.
+
+        Raises:
+            ElfattError: unknown setting, or a value out of range.
+        """
         unknown = sorted(settings.keys() - SETTINGS)
         if unknown:
             raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(sorted(SETTINGS))}.")
         own = {name: value for name, value in settings.items() if name in _RUN_SETTINGS}
         per_phase = {name: value for name, value in settings.items() if name in _PHASE_SETTINGS}
-        base = PRESETS[method]
         Phase(**per_phase)  # a setting that no phase of this method uses is still checked
-        phases = tuple(_with_settings(phase, per_phase) for phase in base.phases)
+        phases = tuple(phase if phase.exact else dataclasses.replace(phase, **per_phase) for phase in self.phases)
         if "active_fraction" in settings:
             _real("active_fraction", settings["active_fraction"], 0.0, 1.0)
             phases = _with_active_fraction(phases, float(settings["active_fraction"]))
-        return dataclasses.replace(base, phases=phases, **own)
+        return dataclasses.replace(self, phases=phases, **own)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -247,11 +263,6 @@ def _known_keys(what: str, data: Mapping[str, Any], kind: type) -> None:
     unknown = sorted(set(data) - set(accepted))
     if unknown:
         raise ElfattError(f"{what} key {unknown[0]!r} is not known; accepted: {', '.join(accepted)}.")
-
-
-def _with_settings(phase: Phase, settings: Mapping[str, Any]) -> Phase:
-    """Change the settings of a phase; exact phases have none."""
-    return phase if phase.exact else dataclasses.replace(phase, **settings)
 
 
 def _with_active_fraction(phases: tuple[Phase, ...], fraction: float) -> tuple[Phase, ...]:

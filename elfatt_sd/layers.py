@@ -1,0 +1,119 @@
+"""Find the self-attention layers of a pipeline: which there are, and on which grid they work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from diffusers.models.attention_processor import Attention
+from torch import nn
+
+from elfatt_sd.config import ElfattError, PatchConfig
+
+_TEMPORAL = ("motion_modules", "temp_attentions", "transformer_in")
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    """A self-attention layer over the tokens of a picture.
+
+    Attributes:
+        name: its path in the denoiser, `down_blocks.0.attentions.0.transformer_blocks.0.attn1`.
+        attention: the module.
+        norm: the normalisation before it, whose input is the block's input; None where the layer normalises itself.
+        downsample: how many times smaller than the latent its grid is, on each side.
+    """
+
+    name: str
+    attention: Attention
+    norm: nn.Module | None
+    downsample: int
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the layer's grid for a latent of `height x width`; odd sizes are rounded up at every level."""
+        factor = self.downsample
+        while factor > 1:
+            height, width, factor = -(-height // 2), -(-width // 2), factor // 2
+        return height, width
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside a `torch.compile` wrapper."""
+    return getattr(module, "_orig_mod", module)
+
+
+def is_denoiser(module: object) -> bool:
+    """Tell whether a module has the parts of a diffusers UNet or ControlNet."""
+    return isinstance(module, nn.Module) and all(
+        hasattr(unwrap(module), name) for name in ("down_blocks", "mid_block", "set_attn_processor")
+    )
+
+
+def find_denoisers(target: Any) -> dict[str, nn.Module]:
+    """Return the UNet of a pipeline and its ControlNets, by name.
+
+    Args:
+        target: a diffusers pipeline, or a bare UNet.
+
+    Raises:
+        ElfattError: there is no UNet.
+    """
+    if is_denoiser(target):
+        return {"unet": target}
+    unet = getattr(target, "unet", None)
+    if not is_denoiser(unet):
+        parts = ", ".join(getattr(target, "components", {})) or "none"
+        raise ElfattError(
+            f"{type(target).__name__} has no UNet (its parts: {parts}); give a diffusers pipeline with a UNet, or a UNet."
+        )
+    controlnet = getattr(target, "controlnet", None)
+    nets = list(controlnet) if isinstance(controlnet, list | tuple) else list(getattr(controlnet, "nets", [controlnet]))
+    named = {f"controlnet.{index}": net for index, net in enumerate(nets) if is_denoiser(net)}
+    return {"unet": unet, **(named if len(named) > 1 else {"controlnet": net for net in named.values()})}
+
+
+def find_layers(denoiser: nn.Module) -> list[SelfAttention]:
+    """Return the self-attention layers over picture tokens, in the order of the modules."""
+    denoiser = unwrap(denoiser)
+    factors = dict(_block_factors(denoiser))
+    modules = dict(denoiser.named_modules())
+    layers = []
+    for name, module in modules.items():
+        block = next((prefix for prefix in factors if name.startswith(prefix + ".")), None)
+        if block is None or any(part in name for part in _TEMPORAL):
+            continue
+        if isinstance(module, Attention) and not module.is_cross_attention:
+            layers.append(SelfAttention(name, module, _norm_before(name, modules), factors[block]))
+    return layers
+
+
+def select_layers(layers: list[SelfAttention], config: PatchConfig, finest: list[int]) -> list[SelfAttention]:
+    """Return the layers that a configuration patches.
+
+    Args:
+        layers: of one denoiser.
+        config: its `levels` or `max_downsample` decide.
+        finest: the downsampling factors at which the pipeline's UNet has self-attention, rising.
+    """
+    limit = config.max_downsample
+    if limit is None:
+        limit = finest[: config.levels][-1] if finest else 0
+    return [layer for layer in layers if layer.downsample <= limit]
+
+
+def _block_factors(denoiser: nn.Module) -> Iterator[tuple[str, int]]:
+    factor = 1
+    for index, block in enumerate(denoiser.down_blocks):  # type: ignore[arg-type]
+        yield f"down_blocks.{index}", factor
+        factor *= 2 if getattr(block, "downsamplers", None) else 1
+    yield "mid_block", factor
+    for index, block in enumerate(getattr(denoiser, "up_blocks", ())):
+        yield f"up_blocks.{index}", factor
+        factor //= 2 if getattr(block, "upsamplers", None) else 1
+
+
+def _norm_before(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
+    parent, _, own = name.rpartition(".")
+    return modules.get(f"{parent}.{own.replace('attn', 'norm')}") if own in ("attn1", "attn2") else None
+

@@ -1,0 +1,228 @@
+"""Install a method in a pipeline and take it out again; the only file that changes a pipeline."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, select_layers, unwrap
+from elfatt_sd.planning import Plan, make_plan
+from elfatt_sd.processor import STATE, Denoiser, ElfattProcessor, LayerState, warn_displaced
+from elfatt_sd.schedule import Position, Schedule, unknown_position
+
+Pipeline = TypeVar("Pipeline")
+_PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
+
+
+def apply_patch(pipe: Pipeline, method: str | PatchConfig = "elfatt", **settings: Any) -> Pipeline:
+    """Make a pipeline use a method's self-attention; a patch that is there already is replaced.
+
+    Args:
+        pipe: a diffusers pipeline with a UNet, or a bare UNet. Its ControlNets are patched too.
+        method: the name of a preset, or a configuration.
+        **settings: changes to it, such as `ratio=0.5` or `block_size=128`; see `PatchConfig.with_settings`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ElfattError: unknown method or setting, no UNet, or no layer that the method could patch.
+    """
+    config = resolve(method, settings)
+    denoisers = find_denoisers(pipe)
+    chosen = choose_layers(denoisers, config)
+    remove_patch(pipe)
+    if config.phases:
+        schedule = Schedule(_scheduler_finder(pipe))
+        for name, denoiser in denoisers.items():
+            _Patch(config, schedule, denoiser, *chosen[name]).install()
+    return pipe
+
+
+def remove_patch(pipe: Pipeline) -> Pipeline:
+    """Put back the processors that were there before; a pipeline without a patch stays as it is.
+
+    Args:
+        pipe: what `apply_patch` was given.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ElfattError: there is no UNet.
+    """
+    for denoiser in find_denoisers(pipe).values():
+        patch: _Patch | None = getattr(unwrap(denoiser), _PATCH, None)
+        if patch is not None:
+            patch.remove()
+    return pipe
+
+
+@contextmanager
+def patched(pipe: Any, method: str | PatchConfig = "elfatt", **settings: Any) -> Iterator[Plan]:
+    """Patch a pipeline for the length of a `with` block, and give its plan.
+
+    What was patched before is patched again afterwards, also after an exception.
+
+    Args:
+        pipe: as for `apply_patch`.
+        method: as for `apply_patch`.
+        **settings: as for `apply_patch`.
+    """
+    before = current_config(pipe)
+    apply_patch(pipe, method, **settings)
+    try:
+        yield plan(pipe, method, **settings)
+    finally:
+        remove_patch(pipe)
+        if before is not None:
+            apply_patch(pipe, before)
+
+
+def plan(
+    pipe: Any, method: str | PatchConfig = "elfatt", *, height: int | None = None, width: int | None = None, **settings: Any
+) -> Plan:
+    """Tell what a patch would do, layer by layer and phase by phase, without changing anything.
+
+    Args:
+        pipe: as for `apply_patch`.
+        method: as for `apply_patch`.
+        height: of the picture in pixels (of the latent, for a bare UNet); the model's own by default.
+        width: likewise.
+        **settings: as for `apply_patch`.
+
+    Raises:
+        ElfattError: as `apply_patch`, or a size that does not fit the model.
+    """
+    config = resolve(method, settings)
+    denoisers = find_denoisers(pipe)
+    chosen = {name: layers for name, (_, layers) in choose_layers(denoisers, config).items()}
+    return make_plan(pipe, config, {name: find_layers(net) for name, net in denoisers.items()}, chosen, height, width)
+
+
+def current_config(pipe: Any) -> PatchConfig | None:
+    """Return the configuration that a pipeline is patched with, or None."""
+    patch: _Patch | None = getattr(unwrap(find_denoisers(pipe)["unet"]), _PATCH, None)
+    return None if patch is None else patch.config
+
+
+def resolve(method: str | PatchConfig, settings: dict[str, Any]) -> PatchConfig:
+    """Return the configuration that a method and settings stand for.
+
+    Raises:
+        ElfattError: unknown method or setting, or a value out of range.
+    """
+    if isinstance(method, PatchConfig):
+        return method.with_settings(**settings)
+    return PatchConfig.preset(method, **settings)
+
+
+def choose_layers(
+    denoisers: dict[str, nn.Module], config: PatchConfig
+) -> dict[str, tuple[list[SelfAttention], list[SelfAttention]]]:
+    """Return, for each denoiser, its self-attention layers and those of them that the method patches.
+
+    Raises:
+        ElfattError: the UNet has none that the method could patch.
+    """
+    found = {name: find_layers(denoiser) for name, denoiser in denoisers.items()}
+    levels = sorted({layer.downsample for layer in found["unet"]})
+    chosen = {name: (layers, select_layers(layers, config, levels)) for name, layers in found.items()}
+    if config.phases and not chosen["unet"][1]:
+        seen = ", ".join(f"{layer.name} (downsample {layer.downsample})" for layer in found["unet"]) or "none"
+        raise ElfattError(
+            f"no self-attention layer matches max_downsample={config.max_downsample}; looked at: {seen}. "
+            "Give max_downsample=None to take the finest level that has self-attention."
+        )
+    return chosen
+
+
+def _scheduler_finder(pipe: Any) -> Any:
+    """Return a function that looks up the pipeline's scheduler anew, without keeping the pipeline alive."""
+    alive = weakref.ref(pipe)
+    return lambda: getattr(alive(), "scheduler", None)
+
+
+class _Patch:
+    """A method installed in one UNet or ControlNet."""
+
+    def __init__(
+        self,
+        config: PatchConfig,
+        schedule: Schedule,
+        denoiser: nn.Module,
+        layers: list[SelfAttention],
+        chosen: list[SelfAttention],
+    ) -> None:
+        self.config = config
+        self._schedule = schedule
+        self._outer = denoiser
+        self._module = unwrap(denoiser)
+        self._shared = Denoiser(config)
+        indices = {layer.name: index for index, layer in enumerate(layers)}
+        self._shared.layers = [
+            LayerState(layer, indices[layer.name], layer.attention.processor, self._shared) for layer in chosen
+        ]
+        self._handles: list[Any] = []
+        self._warned = False
+
+    def install(self) -> None:
+        processor = ElfattProcessor()
+        for state in self._shared.layers:
+            setattr(state.layer.attention, STATE, state)
+            if state.layer.norm is not None and any(_matches_tokens(phase) for phase in self.config.phases):
+                self._handles.append(state.layer.norm.register_forward_pre_hook(state.remember_block_input))
+        self._set_processors({state.layer.name: processor for state in self._shared.layers})
+        self._handles.append(self._outer.register_forward_pre_hook(self._before_call, with_kwargs=True))
+        setattr(self._module, _PATCH, self)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        originals = {}
+        for state in self._shared.layers:
+            if isinstance(state.layer.attention.processor, ElfattProcessor):
+                originals[state.layer.name] = state.original
+            delattr(state.layer.attention, STATE)
+        self._set_processors(originals)
+        delattr(self._module, _PATCH)
+
+    def _set_processors(self, changed: dict[str, Any]) -> None:
+        if changed:
+            named = {f"{name}.processor": processor for name, processor in changed.items()}
+            self._module.set_attn_processor({**self._module.attn_processors, **named})  # type: ignore[operator,dict-item]
+
+    @torch.compiler.disable
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the UNet: find the step and tell the layers."""
+        sample = args[0] if args else kwargs["sample"]
+        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
+        position = self._schedule.locate(timestep)
+        if position is None:
+            if len(self.config.phases) > 1 or self.config.phases[0].until < 1:
+                raise unknown_position(len(self.config.phases))
+            position = Position(0, 1)
+        self._warn_if_displaced()
+        self._shared.begin(position, self._schedule.runs, *map(int, sample.shape[-2:]), device=sample.device)
+
+    def _warn_if_displaced(self) -> None:
+        if self._warned:
+            return
+        others = {
+            state.layer.name: type(state.layer.attention.processor).__name__
+            for state in self._shared.layers
+            if not isinstance(state.layer.attention.processor, ElfattProcessor)
+        }
+        if others:
+            self._warned = True
+            warn_displaced(list(others), ", ".join(sorted(set(others.values()))))
+
+
+def _matches_tokens(phase: Phase) -> bool:
+    return phase.ratio > 0 or (phase.uses_agents and phase.agent_source == "merged")

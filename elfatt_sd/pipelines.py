@@ -1,0 +1,175 @@
+"""Load a pipeline from the package, a directory, the hub or a single file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elfatt_sd.config import ElfattError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+_PICKLES = {".ckpt", ".pt", ".pth", ".bin"}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def load_pipeline(
+    model: str | Path = "toy", *, device: str = "auto", dtype: str | torch.dtype = "auto", allow_pickle: bool = False, **options: Any
+) -> Any:
+    """Load a text-to-image pipeline.
+
+    Args:
+        model: `toy` (the pipeline in this package), a diffusers directory, a `.safetensors` checkpoint, or a hub id.
+        device: `auto` (CUDA, then MPS, then the CPU) or a torch device.
+        dtype: `auto` (float16 on an accelerator, float32 on the CPU), `float32`, `float16` or `bfloat16`.
+        allow_pickle: load pickled weights too; they can run any code.
+        **options: passed on to diffusers.
+
+    Returns:
+        The diffusers pipeline, on the device.
+
+    Raises:
+        ElfattError: device, dtype or model that is not there, a pickle, or a directory that lacks a part.
+    """
+    place = pick_device(device)
+    options = {"torch_dtype": pick_dtype(dtype, place), **options}
+    if str(model) == "toy":
+        from elfatt_sd.toy import WEIGHTS
+
+        model = WEIGHTS
+    path = Path(model)
+    if path.suffix in _PICKLES and not allow_pickle:
+        raise ElfattError(
+            f"model={str(model)!r} is a pickle, which can run any code when it is loaded; convert it to .safetensors, or "
+            "allow it with allow_pickle=True (--allow-pickle)."
+        )
+    if path.is_dir():
+        pipe = _from_directory(path, options, allow_pickle)
+    elif path.is_file():
+        pipe = _from_file(path, options)
+    elif _HUB_ID.fullmatch(str(model)):
+        pipe = _from_hub(str(model), options, allow_pickle)
+    else:
+        raise ElfattError(
+            f"model={str(model)!r} does not exist; give 'toy', a diffusers directory, a .safetensors file, or a hub id "
+            "such as 'owner/name'."
+        )
+    return pipe.to(place)
+
+
+def pick_device(device: str) -> torch.device:
+    """Return the torch device that a name stands for.
+
+    Raises:
+        ElfattError: the device is not known or not there.
+    """
+    mps = torch.backends.mps.is_available()
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ElfattError(f"device={device!r} is not known; accepted: auto, cpu, cuda, cuda:N, mps.") from error
+    there = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(mps)}.get(place.type, 0)
+    if (place.index or 0) >= there:
+        raise ElfattError(f"device={device!r} is not on this machine; there is: {_devices()}.")
+    return place
+
+
+def _devices() -> str:
+    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return ", ".join(["cpu", *cuda, *(["mps"] if torch.backends.mps.is_available() else [])])
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the torch dtype that a name stands for on a device.
+
+    Raises:
+        ElfattError: the dtype is not known, or the device does not have it.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.float16
+    found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(dtype)
+    if found not in _DTYPES.values() or found is None:
+        raise ElfattError(f"dtype={str(dtype)!r} is not known; accepted: auto, {', '.join(_DTYPES)}.")
+    if found == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise ElfattError(f"dtype={str(dtype)!r} is not there on {torch.cuda.get_device_name(device)}; give float16.")
+    return found
+
+
+def _from_directory(path: Path, options: dict[str, Any], allow_pickle: bool) -> Any:
+    from diffusers import DiffusionPipeline
+
+    index = path / "model_index.json"
+    if not index.is_file():
+        raise ElfattError(f"model={str(path)!r} has no model_index.json; give a diffusers pipeline directory.")
+    try:
+        parts = json.loads(index.read_text())
+    except json.JSONDecodeError as error:
+        raise ElfattError(f"{index} is not valid JSON ({error}); the model directory is damaged.") from error
+    wanted = [name for name, kind in parts.items() if isinstance(kind, list) and kind[0]]
+    missing = [name for name in wanted if not (path / name).is_dir() and name not in options]
+    if missing:
+        raise ElfattError(f"model={str(path)!r} lacks a part: {', '.join(missing)} (named in its model_index.json).")
+    if not allow_pickle and (path / "unet").is_dir() and not any((path / "unet").glob("*.safetensors")):
+        raise ElfattError(
+            f"model={str(path)!r} has no .safetensors weights in unet; convert it, or allow pickles with "
+            "allow_pickle=True (--allow-pickle)."
+        )
+    try:
+        return DiffusionPipeline.from_pretrained(path, use_safetensors=None if allow_pickle else True, **options)
+    except (OSError, ValueError) as error:
+        raise ElfattError(f"model={str(path)!r} could not be loaded: {_first_line(error)}") from error
+
+
+def _from_file(path: Path, options: dict[str, Any]) -> Any:
+    import diffusers
+
+    kind = _single_file_kind(path) if path.suffix == ".safetensors" else "StableDiffusionPipeline"
+    try:
+        return getattr(diffusers, kind).from_single_file(str(path), **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise ElfattError(f"model={str(path)!r} could not be loaded: {_first_line(error)}") from error
+
+
+def _single_file_kind(path: Path) -> str:
+    """Tell SD, SDXL and the SDXL refiner apart by the text encoders that a checkpoint holds."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as weights:
+            names = set(weights.keys())
+    except (SafetensorError, OSError) as error:
+        raise ElfattError(f"model={str(path)!r} is not a readable .safetensors file: {_first_line(error)}") from error
+    if any(name.startswith("conditioner.embedders.1.") for name in names):
+        return "StableDiffusionXLPipeline"
+    if any(name.startswith("conditioner.embedders.0.model.") for name in names):
+        return "StableDiffusionXLImg2ImgPipeline"
+    if any(name.startswith("model.diffusion_model.") for name in names):
+        return "StableDiffusionPipeline"
+    raise ElfattError(
+        f"model={str(path)!r} is not a Stable Diffusion checkpoint (no weights under 'model.diffusion_model.')."
+    )
+
+
+def _from_hub(name: str, options: dict[str, Any], allow_pickle: bool) -> Any:
+    from diffusers import DiffusionPipeline
+
+    try:
+        return DiffusionPipeline.from_pretrained(name, use_safetensors=None if allow_pickle else True, **options)
+    except (OSError, ValueError) as error:
+        raise ElfattError(f"model={name!r} could not be loaded from the hub: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

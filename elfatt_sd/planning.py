@@ -1,0 +1,209 @@
+"""What a patch would do: layers, tokens, phases, and multiply-adds before and after."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
+from elfatt_sd.layers import SelfAttention, find_denoisers, unwrap
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One self-attention layer in a plan.
+
+    Attributes:
+        denoiser: `unet`, `controlnet`, `controlnet.0`, ...
+        name: path of the layer in it.
+        downsample: how many times smaller than the latent its grid is.
+        height: rows of its grid.
+        width: columns of its grid.
+        heads: attention heads.
+        channels: channels over all heads.
+        patched: whether the method takes it over.
+        reason: why, or why not.
+        multiply_adds: of one call for one picture, untouched.
+        multiply_adds_by_phase: the same in each phase.
+    """
+
+    denoiser: str
+    name: str
+    downsample: int
+    height: int
+    width: int
+    heads: int
+    channels: int
+    patched: bool
+    reason: str
+    multiply_adds: int
+    multiply_adds_by_phase: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its grid."""
+        return self.height * self.width
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """A phase in a plan: its share of the run, and the self-attention's multiply-adds of one call in it."""
+
+    start: float
+    until: float
+    what: str
+    multiply_adds: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a patch does to a pipeline at one picture size.
+
+    Attributes:
+        config: the method.
+        height: of the latent.
+        width: of the latent.
+        layers: every self-attention layer over picture tokens.
+        phases: in order, up to the end of the run.
+        multiply_adds_before: of all those layers in one call for one picture, untouched.
+        multiply_adds_after: the same with the patch, averaged over the run.
+    """
+
+    config: PatchConfig
+    height: int
+    width: int
+    layers: tuple[PlannedLayer, ...]
+    phases: tuple[PlannedPhase, ...]
+    multiply_adds_before: int
+    multiply_adds_after: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        layers = [{**dataclasses.asdict(layer), "tokens": layer.tokens} for layer in self.layers]
+        return {**dataclasses.asdict(self), "config": self.config.to_dict(), "layers": layers}
+
+    def __str__(self) -> str:
+        """Return the plan as text."""
+        rows = [f"{self.config.method}: {sum(layer.patched for layer in self.layers)} of {len(self.layers)} layers"]
+        rows += [
+            f"  {layer.denoiser}.{layer.name}: {layer.tokens} tokens, {layer.heads} heads: {layer.reason}"
+            for layer in self.layers
+        ]
+        rows += [
+            f"  {phase.start:.0%} to {phase.until:.0%} of the steps: {phase.what}, {phase.multiply_adds / 1e9:.2f} G multiply-adds"
+            for phase in self.phases
+        ]
+        share = self.multiply_adds_after / self.multiply_adds_before if self.multiply_adds_before else 1.0
+        rows.append(
+            f"  self-attention of a call: {self.multiply_adds_before / 1e9:.2f} G multiply-adds before, "
+            f"{self.multiply_adds_after / 1e9:.2f} G after on average ({share:.0%})"
+        )
+        return "\n".join(rows)
+
+
+def make_plan(
+    pipe: Any,
+    config: PatchConfig,
+    found: Mapping[str, Sequence[SelfAttention]],
+    chosen: Mapping[str, Sequence[SelfAttention]],
+    height: int | None,
+    width: int | None,
+) -> Plan:
+    """Work out a plan from the layers found and chosen in each denoiser; see `elfatt_sd.plan`.
+
+    Raises:
+        ElfattError: a size that does not fit the model.
+    """
+    rows, columns = latent_grid(pipe, height, width)
+    phases = [*config.phases, EXACT] if not config.phases or config.phases[-1].until < 1 else list(config.phases)
+    layers = [
+        _plan_layer(name, layer, phases, rows, columns, layer in chosen[name])
+        for name, present in found.items()
+        for layer in present
+    ]
+    starts = [0.0, *(phase.until for phase in phases[:-1])]
+    planned = tuple(
+        PlannedPhase(start, phase.until, describe(phase), sum(layer.multiply_adds_by_phase[index] for layer in layers))
+        for index, (start, phase) in enumerate(zip(starts, phases, strict=True))
+    )
+    after = sum((phase.until - phase.start) * phase.multiply_adds for phase in planned)
+    before = sum(layer.multiply_adds for layer in layers)
+    return Plan(config, rows, columns, tuple(layers), planned, before, round(after))
+
+
+def latent_grid(pipe: Any, height: int | None, width: int | None) -> tuple[int, int]:
+    """Return height and width of the latent for a picture size in pixels (for a bare UNet: of the latent itself).
+
+    Raises:
+        ElfattError: the size is not a positive multiple of the VAE's factor.
+    """
+    scale = int(getattr(pipe, "vae_scale_factor", 1))
+    own = unwrap(find_denoisers(pipe)["unet"]).config.sample_size or 64
+    sides = list(own) if isinstance(own, list | tuple) else [own, own]
+    for side, (name, pixels) in enumerate((("height", height), ("width", width))):
+        if pixels is not None:
+            if pixels <= 0 or pixels % scale:
+                raise ElfattError(f"{name}={pixels} is not accepted; give a positive multiple of {scale}.")
+            sides[side] = pixels // scale
+    return int(sides[0]), int(sides[1])
+
+
+def describe(phase: Phase) -> str:
+    """Say in a few words what happens in a phase."""
+    if phase.exact:
+        return "exact attention"
+    merge = f"{phase.ratio:.0%} merged (stride {phase.stride}), " if phase.ratio else ""
+    blocks = f"{phase.block_order} blocks of {phase.block_size}"
+    agents = f"{phase.agents} agents" if phase.agent_source == "pooled" else f"agents merged at {phase.agent_ratio:.0%}"
+    how = {"softmax": "softmax attention", "agent": agents, "block": blocks, "elfatt": f"{agents} and {blocks}"}
+    return merge + how[phase.attention]
+
+
+def _plan_layer(
+    denoiser: str, layer: SelfAttention, phases: Sequence[Phase], height: int, width: int, patched: bool
+) -> PlannedLayer:
+    rows, columns = layer.grid(height, width)
+    channels = _channels(layer.attention)
+    before = multiply_adds(EXACT, rows, columns, channels)
+    by_phase = tuple(multiply_adds(phase, rows, columns, channels) if patched else before for phase in phases)
+    own = [phase for phase in phases if not phase.exact]
+    reason = describe(own[0]) if patched and own else f"left alone: its grid is 1/{layer.downsample} of the latent's"
+    return PlannedLayer(
+        denoiser, layer.name, layer.downsample, rows, columns, layer.attention.heads, channels, patched, reason, before, by_phase
+    )
+
+
+def _channels(attention: nn.Module) -> int:
+    return int(attention.inner_dim)  # type: ignore[arg-type]
+
+
+def multiply_adds(phase: Phase, height: int, width: int, channels: int) -> int:
+    """Multiply-adds of a self-attention layer for one picture: matching, projections and attention.
+
+    Args:
+        phase: what it does.
+        height: rows of its grid.
+        width: columns of its grid.
+        channels: over all heads.
+    """
+    tokens = height * width
+    destinations = (height // phase.stride) * (width // phase.stride)
+    merged = min(tokens - destinations, int(tokens * phase.ratio))
+    kept = tokens - merged
+    matching = (tokens - destinations) * destinations * channels if merged else 0
+    projections = 4 * kept * channels**2
+    agents = min(phase.agents, kept)
+    if phase.agent_source == "merged" and phase.uses_agents:
+        agents = tokens - min(tokens - destinations, int(tokens * phase.agent_ratio))
+        projections += agents * channels**2
+    pairs = {
+        "softmax": float(kept),
+        "agent": 2.0 * agents,
+        "block": float(min(phase.block_size, kept)),
+        "elfatt": phase.agent_share * 2 * agents + (1 - phase.agent_share) * min(phase.block_size, kept),
+    }[phase.attention]
+    return matching + projections + round(2 * kept * pairs * channels)

@@ -1,0 +1,277 @@
+"""The attention processor: one page that shows the method.
+
+    tokens -> merge -> block order -> q, k, v -> attention -> output projection -> order back -> unmerge
+
+The processor itself holds nothing: diffusers rebuilds processors without arguments when an IP-Adapter is loaded, and
+`torch.compile` specialises on every processor object. What a layer needs is kept on its attention module.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor
+
+from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
+from elfatt_sd.config import EXACT, PatchConfig, Phase
+from elfatt_sd.layers import SelfAttention
+from elfatt_sd.merging import Matching, match_tokens
+from elfatt_sd.ordering import block_permutation, order_merged
+from elfatt_sd.schedule import Position
+
+STATE = "elfatt_state"  # attribute of a patched attention module
+
+
+class Denoiser:
+    """What the patched layers of one UNet or ControlNet share during a call.
+
+    Args:
+        config: the method.
+    """
+
+    def __init__(self, config: PatchConfig) -> None:
+        self.config = config
+        self.phase: Phase = EXACT
+        self.layers: list[LayerState] = []
+        self.matchings: dict[object, Matching | None] = {}
+        self._matched: tuple[int, int, int, int] | None = None
+
+    def begin(self, position: Position, run: int, height: int, width: int, device: torch.device) -> None:
+        """Prepare the layers for a call: phase, grids, and what is drawn at random.
+
+        Args:
+            position: of the call in the schedule.
+            run: number of the run, so that nothing is carried over from another one.
+            height: of the latent.
+            width: of the latent.
+            device: of the hidden states.
+        """
+        self.phase = self.config.phase_at(*position)
+        matched = (run, position.step // self.config.reuse_steps, height, width)
+        if matched != self._matched or self.config.reuse_steps == 1:
+            self.matchings.clear()
+        self._matched = matched
+        for layer in self.layers:
+            layer.begin(self.phase, position.step, height, width, device)
+
+
+class LayerState:
+    """What one patched layer knows.
+
+    Args:
+        layer: where it is.
+        index: its number among all layers of the denoiser that have self-attention.
+        original: the processor to call in exact phases and to put back.
+        denoiser: what it shares with the other layers.
+    """
+
+    def __init__(self, layer: SelfAttention, index: int, original: Callable[..., Tensor], denoiser: Denoiser) -> None:
+        self.layer = layer
+        self.index = index
+        self.original = original
+        self.denoiser = denoiser
+        self.active = True
+        self.grid = (0, 0)
+        self.block_input: Tensor | None = None  # of the transformer block, before its normalisation: ToMe's metric
+        self.choice: Tensor | None = None
+        self.permutation: Tensor | None = None
+        self.inverse: Tensor | None = None
+
+    def begin(self, phase: Phase, step: int, height: int, width: int, device: torch.device) -> None:
+        """Set the grid, draw the merge destinations and the blocks of this step."""
+        config = self.denoiser.config
+        self.grid = self.layer.grid(height, width)
+        self.block_input = self.choice = self.permutation = self.inverse = None
+        if phase.exact or not self.active:
+            return
+        rows, columns = self.grid
+        merges = phase.ratio > 0 or (phase.uses_agents and phase.agent_source == "merged")
+        if merges and config.use_rand:
+            cells = (rows // phase.stride) * (columns // phase.stride)
+            group = step // config.reuse_steps * config.reuse_steps
+            draws = self._uniform("destinations", group, cells, device)
+            self.choice = (draws * phase.stride**2).long()
+        if phase.uses_blocks:
+            if phase.block_order == "spread":
+                noise = self._uniform("blocks", step, rows * columns, device)
+                self.permutation = block_permutation("spread", rows, columns, phase.block_size, noise)
+            else:
+                self.permutation = _fixed_permutation(phase.block_order, rows, columns, phase.block_size, device)
+            self.inverse = None if self.permutation is None else self.permutation.argsort()
+
+    def _uniform(self, what: str, step: int, count: int, device: torch.device) -> Tensor:
+        """Draw `count` numbers in [0, 1) that depend on seed, step and layer alone, without moving any global RNG."""
+        key = f"{self.denoiser.config.seed}/{step}/{self.index}/{what}".encode()
+        seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
+        draws = torch.rand(count, generator=torch.Generator().manual_seed(seed))
+        return draws.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else draws.to(device)
+
+    def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the normalisation before the layer: keep the block's input for the matching."""
+        self.block_input = inputs[0]
+
+    def matching(self, tokens: Tensor, phase: Phase) -> Matching | None:
+        """Return which tokens are merged in this call (None: nothing is)."""
+        if phase.ratio == 0:
+            return None
+        config = self.denoiser.config
+        reused = config.reuse_layers or config.reuse_steps > 1
+        key = (self.grid if config.reuse_layers else self.index, tokens.shape[0])
+        if reused and key in self.denoiser.matchings:
+            return self.denoiser.matchings[key]
+        in_sequence = phase.uses_blocks and phase.block_order == "sequence"
+        matching = match_tokens(self.metric(tokens), *self.grid, phase.ratio, phase.stride, self.choice, ordered=in_sequence)
+        if reused:
+            self.denoiser.matchings[key] = matching
+        return matching
+
+    def metric(self, tokens: Tensor) -> Tensor:
+        """Return what similarity is measured on: the block's input where it is known."""
+        known = self.block_input
+        return known if known is not None and known.shape == tokens.shape else tokens
+
+
+@functools.lru_cache(maxsize=64)
+def _fixed_permutation(order: str, rows: int, columns: int, block_size: int, device: torch.device) -> Tensor | None:
+    permutation = block_permutation(order, rows, columns, block_size, None)
+    return None if permutation is None else permutation.to(device)
+
+
+class ElfattProcessor:
+    """Self-attention by the phase of the denoising run; eq. lepe1sd and lepe2sd of the paper for `elfatt`."""
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Apply the layer to hidden states `[batch, tokens, channels]` or `[batch, channels, height, width]`."""
+        state: LayerState | None = getattr(attn, STATE, None)
+        if state is None:  # a layer that is not patched: what diffusers does by default
+            return AttnProcessor2_0()(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
+        phase = state.denoiser.phase
+        if (
+            not state.active
+            or (phase.exact and state.denoiser.config.attention_backend == "auto")
+            or encoder_hidden_states is not None
+            or attention_mask is not None
+            or not state_fits(state, hidden_states)
+        ):
+            return state.original(attn, hidden_states, encoder_hidden_states, attention_mask, temb, **kwargs)
+        residual = hidden_states
+        if attn.spatial_norm is not None:
+            hidden_states = attn.spatial_norm(hidden_states, temb)
+        image_like = hidden_states.ndim == 4
+        if image_like:
+            hidden_states = hidden_states.flatten(2).transpose(1, 2)
+        if attn.group_norm is not None:
+            hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
+        hidden_states = approximate(attn, state, phase, hidden_states)
+        if image_like:
+            hidden_states = hidden_states.transpose(1, 2).reshape(residual.shape)
+        if attn.residual_connection:
+            hidden_states = hidden_states + residual
+        return hidden_states / attn.rescale_output_factor
+
+
+def state_fits(state: LayerState, hidden_states: Tensor) -> bool:
+    """Tell whether the tokens are those of the layer's grid; something else may have changed them."""
+    tokens = hidden_states.shape[2] * hidden_states.shape[3] if hidden_states.ndim == 4 else hidden_states.shape[1]
+    return bool(tokens == state.grid[0] * state.grid[1])
+
+
+def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor:
+    """Merge, order, attend, project, and put every token back in its place; `[batch, tokens, channels]`."""
+    matching = state.matching(tokens, phase)
+    permutation = state.permutation
+    if matching is not None:
+        if permutation is not None:
+            matching = matching.reordered(order_merged(permutation, matching.positions))
+        merged = matching.merge(tokens)
+    else:
+        merged = tokens if permutation is None else tokens.index_select(1, permutation)
+    mixed = attend(attn, state, phase, tokens, merged)
+    mixed = attn.to_out[1](attn.to_out[0](mixed))
+    if matching is not None:
+        return matching.unmerge(mixed)
+    return mixed if state.inverse is None else mixed.index_select(1, state.inverse)
+
+
+def attend(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor, merged: Tensor) -> Tensor:
+    """Self-attention among merged tokens by the phase's approximation, `[batch, merged tokens, channels]`."""
+    config = state.denoiser.config
+    query, key, value = project(attn, merged)
+    options: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
+    query_scale = query.shape[-1] ** (-0.5 * phase.agent_scale) if phase.agent_scale != 1 else None
+    if phase.attention == "softmax":
+        mixed = softmax_attention(query, key, value, **options)
+    elif phase.attention == "block":
+        mixed = block_attention(query, key, value, phase.block_size, **options)
+    elif phase.attention == "agent":
+        agents = _agents(attn, state, phase, tokens)
+        mixed = agent_attention(
+            query,
+            key,
+            value,
+            pool_agents(query, phase.agents) if agents is None else agents,
+            query_scale=query_scale,
+            value_shortcut=phase.value_shortcut,
+            **options,
+        )
+    else:
+        agents = _agents(attn, state, phase, tokens)
+        mixed = elfatt_attention(
+            query,
+            key,
+            value,
+            agents=phase.agents if agents is None else agents,
+            block_size=phase.block_size,
+            agent_share=phase.agent_share,
+            split=phase.split,
+            query_scale=query_scale,
+            value_shortcut=phase.value_shortcut,
+            **options,
+        )
+    return mixed.flatten(2).to(query.dtype)
+
+
+def _agents(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor | None:
+    """Agent-SD's agents: the queries of tokens merged at `agent_ratio`; None where queries are pooled."""
+    if phase.agent_source == "pooled":
+        return None
+    metric = state.metric(tokens)
+    matching = match_tokens(metric, *state.grid, phase.agent_ratio, phase.stride, state.choice, ordered=False)
+    return _heads(attn, attn.to_q(tokens if matching is None else matching.merge(tokens)), attn.norm_q)
+
+
+def project(attn: Attention, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, each `[batch, tokens, heads, head_dim]`."""
+    if getattr(attn, "fused_projections", False):
+        query, key, value = attn.to_qkv(tokens).chunk(3, dim=-1)
+    else:
+        query, key, value = attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens)
+    return _heads(attn, query, attn.norm_q), _heads(attn, key, attn.norm_k), _heads(attn, value, None)
+
+
+def _heads(attn: Attention, projected: Tensor, norm: torch.nn.Module | None) -> Tensor:
+    split = projected.unflatten(-1, (attn.heads, -1))
+    return split if norm is None else norm(split)
+
+
+def warn_displaced(names: list[str], by: str) -> None:
+    """Say that something replaced our processors after patching."""
+    warnings.warn(
+        f"elfatt-sd: {len(names)} patched layers now have another attention processor ({by}), the first is {names[0]}; "
+        "they are not accelerated. Call apply_patch again after whatever replaced them.",
+        stacklevel=2,
+    )
