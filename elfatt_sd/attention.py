@@ -1,0 +1,264 @@
+"""Agent, block and ELFATT attention. Pure tensors.
+
+Shapes: q, k, v and every result are `[batch, tokens, heads, head_dim]`, so that blocks and groups of heads are views.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elfatt_sd.config import ElfattError
+
+_GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
+_INSTALL = {
+    "flash": "pip install flash-attn",
+    "flash_hub": "pip install kernels",
+    "_flash_3": "build flash-attention's `hopper` package from source",
+    "sage": "pip install sageattention",
+    "xformers": "pip install xformers",
+}
+
+
+def partition(tokens: int, block_size: int) -> tuple[int, int, int]:
+    """Cut a sequence in blocks of nearly equal size, none dropped.
+
+    Args:
+        tokens: length of the sequence.
+        block_size: wanted tokens in a block.
+
+    Returns:
+        The number of blocks, their base size, and how many (the first ones) have one token more.
+    """
+    blocks = max(1, round(tokens / block_size))
+    base, larger = divmod(tokens, blocks)
+    return blocks, base, larger
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    fp32_logits: bool = False,
+    backend: str = "native",
+) -> Tensor:
+    """Exact attention through a fused kernel: `softmax(scale * q k^T + mask) v`.
+
+    Args:
+        q: queries `[batch, queries, heads, head_dim]`.
+        k: keys `[batch, keys, heads, head_dim]`.
+        v: values, shaped as the keys.
+        scale: None is `head_dim ** -0.5`.
+        mask: boolean (True attends) or additive, broadcastable to `[batch, heads, queries, keys]`.
+        fp32_logits: compute in float32 and return the dtype of `q`.
+        backend: `native` (PyTorch), `auto` (flash-attn where it is installed and takes these tensors, else native), or
+            the name of a backend of diffusers' attention dispatcher.
+
+    Returns:
+        As the queries.
+
+    Raises:
+        ElfattError: the backend is not there or rejects these tensors.
+    """
+    if fp32_logits and q.dtype != torch.float32:
+        mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+        out = softmax_attention(q.float(), k.float(), v.float(), scale=scale, mask=mask, backend=backend)
+        return out.to(q.dtype)
+    if backend == "auto":
+        backend = "flash" if mask is None and _flash_takes(q) else "native"
+    if backend != "native":
+        return _dispatch(q, k, v, scale, mask, backend)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, **kernel: Any) -> Tensor:
+    """Softmax attention inside each block of consecutive tokens; the blocks tile the sequence (`partition`).
+
+    Args:
+        q: queries `[batch, tokens, heads, head_dim]`.
+        k: keys, shaped as the queries.
+        v: values, shaped as the queries.
+        block_size: wanted tokens in a block.
+        **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
+
+    Returns:
+        As the queries.
+    """
+    _no_mask(kernel)
+    blocks, base, larger = partition(q.shape[1], block_size)
+    if blocks == 1:
+        return softmax_attention(q, k, v, **kernel)
+    cut = larger * (base + 1)
+    parts = [(slice(0, cut), base + 1), (slice(cut, None), base)] if larger else [(slice(None), base)]
+    done = [_equal_blocks(q[:, part], k[:, part], v[:, part], size, kernel) for part, size in parts]
+    return done[0] if len(done) == 1 else torch.cat(done, dim=1)
+
+
+def pool_agents(q: Tensor, agents: int) -> Tensor:
+    """Average neighbouring queries (ELFATT's `Pooling(Q)`); the neighbourhoods tile any length.
+
+    Args:
+        q: queries `[batch, tokens, heads, head_dim]`.
+        agents: number of agents; with more agents than tokens, every token is one.
+
+    Returns:
+        Agents `[batch, agents, heads, head_dim]`.
+    """
+    tokens = q.shape[1]
+    if agents >= tokens:
+        return q
+    base, larger = divmod(tokens, agents)
+    if not larger:
+        return q.reshape(q.shape[0], agents, base, *q.shape[2:]).mean(dim=2)
+    cut = larger * (base + 1)
+    return torch.cat([pool_agents(q[:, :cut], larger), pool_agents(q[:, cut:], agents - larger)], dim=1)
+
+
+def agent_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    agents: Tensor,
+    *,
+    query_scale: float | None = None,
+    value_shortcut: float = 0.0,
+    **kernel: Any,
+) -> Tensor:
+    """Attention through agents: `softmax(s2 Q A^T) softmax(s A K^T) V + value_shortcut * V`.
+
+    Args:
+        q: queries `[batch, tokens, heads, head_dim]`.
+        k: keys, shaped as the queries.
+        v: values, shaped as the queries.
+        agents: `[batch, agents, heads, head_dim]`.
+        query_scale: scale `s2` of the queries' softmax over agents; None is the same as the first one.
+        value_shortcut: share of the values that is added.
+        **kernel: `scale` (s), `fp32_logits`, `backend` of `softmax_attention`.
+
+    Returns:
+        As the queries.
+    """
+    _no_mask(kernel)
+    gathered = softmax_attention(agents, k, v, **kernel)
+    if query_scale is not None:
+        kernel = {**kernel, "scale": query_scale}
+    out = softmax_attention(q, agents, gathered, **kernel)
+    return torch.add(out, v, alpha=value_shortcut) if value_shortcut else out
+
+
+def elfatt_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    agents: int | Tensor,
+    block_size: int,
+    agent_share: float = 0.5,
+    split: str = "auto",
+    query_scale: float | None = None,
+    value_shortcut: float = 0.0,
+    **kernel: Any,
+) -> Tensor:
+    """ELFATT: one part of the heads or channels attends through agents, the other inside blocks.
+
+    Args:
+        q: queries `[batch, tokens, heads, head_dim]`.
+        k: keys, shaped as the queries.
+        v: values, shaped as the queries.
+        agents: number of agents pooled from the queries, or the agents `[batch, agents, heads, head_dim]`.
+        block_size: wanted tokens in a block.
+        agent_share: share of the heads or channels that attend through agents.
+        split: `heads` (eq. lepe2sd), `channels` of every head (eq. lepe1sd; each part is scaled by its own size), or
+            `auto`: heads where the share of them is a whole number.
+        query_scale: see `agent_attention`.
+        value_shortcut: see `agent_attention`.
+        **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
+
+    Returns:
+        As the queries.
+
+    Raises:
+        ElfattError: the split is not known.
+    """
+    heads, head_dim = q.shape[2:]
+    if split == "auto":
+        split = "heads" if float(heads * agent_share).is_integer() else "channels"
+    if split == "heads":
+        dim, first = 2, round(heads * agent_share)
+    elif split == "channels":
+        dim, first = 3, _channels_for_agents(head_dim, agent_share)
+    else:
+        raise ElfattError(f"split={split!r} is not known; accepted: auto, heads, channels.")
+    sizes = [first, q.shape[dim] - first]
+    (qa, qb), (ka, kb), (va, vb) = (torch.split(x, sizes, dim=dim) for x in (q, k, v))
+    done = []
+    if sizes[0]:
+        own = agents.narrow(dim, 0, first) if isinstance(agents, Tensor) else pool_agents(qa, agents)
+        done.append(agent_attention(qa, ka, va, own, query_scale=query_scale, value_shortcut=value_shortcut, **kernel))
+    if sizes[1]:
+        done.append(block_attention(qb, kb, vb, block_size, **kernel))
+    return done[0] if len(done) == 1 else torch.cat(done, dim=dim)
+
+
+def _channels_for_agents(head_dim: int, share: float) -> int:
+    """Split a head's channels, both parts a multiple of 8 (what fused kernels need) where there is room for two."""
+    unit = 8 if head_dim % 8 == 0 and head_dim >= 16 else 1
+    if share in (0, 1):
+        return int(head_dim * share)
+    units = head_dim // unit
+    return unit * min(max(round(units * share), min(1, units - 1)), max(units - 1, 1))
+
+
+def _equal_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, kernel: dict[str, Any]) -> Tensor:
+    """Attend inside blocks of one size, all in one call with the blocks in the batch dimension."""
+    shape = q.shape
+    q, k, v = (x.reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
+    if q.shape[0] <= _GRID_LIMIT or q.device.type == "cpu":
+        return softmax_attention(q, k, v, **kernel).reshape(shape)
+    parts = zip(*(torch.split(x, _GRID_LIMIT) for x in (q, k, v)), strict=True)
+    return torch.cat([softmax_attention(*part, **kernel) for part in parts]).reshape(shape)
+
+
+def _no_mask(kernel: dict[str, Any]) -> None:
+    if kernel.get("mask") is not None:
+        raise ElfattError("mask is not accepted by approximate attention; use softmax_attention for masked layers.")
+
+
+def _flash_takes(q: Tensor) -> bool:
+    """Whether flash-attn is installed and takes tensors like this one."""
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 256:
+        return False
+    try:
+        from diffusers.models import attention_dispatch
+    except ImportError:  # diffusers before 0.35
+        return False
+    return bool(attention_dispatch._CAN_USE_FLASH_ATTN)
+
+
+def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, backend: str) -> Tensor:
+    """Attend through a backend of diffusers' dispatcher."""
+    try:
+        from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+    except ImportError as error:
+        raise ElfattError(f"attention_backend={backend!r} needs diffusers 0.35; pip install -U diffusers.") from error
+    try:
+        name = AttentionBackendName(backend)
+    except ValueError as error:
+        accepted = ", ".join(known.value for known in AttentionBackendName)
+        raise ElfattError(f"attention_backend={backend!r} is not known; accepted: native, auto, {accepted}.") from error
+    try:
+        return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=name)
+    except Exception as error:
+        install = f" Is it installed ({_INSTALL[backend]})?" if backend in _INSTALL else ""
+        shape = f"{q.dtype} tensors with head size {q.shape[-1]} on {q.device.type}"
+        reason = " ".join(str(error).split())[:200]
+        raise ElfattError(
+            f"attention_backend={backend!r} does not run {shape}: {reason}.{install} 'auto' and 'native' always run."
+        ) from error

@@ -1,0 +1,181 @@
+"""Token merging (ToMe): which tokens are merged, and the merge and unmerge themselves. Pure tensors.
+
+Shapes: B batch, N tokens of the grid, M tokens after merging, C channels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Elements of one chunk of the similarity matrix: it stays in cache on a CPU and small beside the model on a GPU.
+_CHUNK_ELEMENTS = {"cpu": 1 << 19, "other": 1 << 26}
+
+
+class Matching:
+    """Groups of tokens that are merged into one each.
+
+    Attributes:
+        positions: grid position `[B, M]` of each merged token: its own where it stands alone, else its destination's.
+        groups: index `[B, N]` of the merged token that each grid token belongs to.
+    """
+
+    def __init__(self, groups: Tensor, positions: Tensor) -> None:
+        """Store the groups; see the attributes."""
+        self.groups = groups
+        self.positions = positions
+        self._members: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def merge(self, x: Tensor) -> Tensor:
+        """Average every group: `[B, N, C]` to `[B, M, C]`."""
+        batch, tokens, channels = x.shape
+        merged = self.positions.shape[1]
+        if self._members is None:
+            self._members = _members(self.groups, merged)
+        order, starts, _ = self._members
+        bags = F.embedding_bag(order, x.reshape(batch * tokens, channels), starts, mode="mean")
+        return bags.view(batch, merged, channels)
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        """Give every token its group's value: `[B, M, C]` to `[B, N, C]`."""
+        batch, merged, channels = y.shape
+        tokens = self.groups.shape[1]
+        rows = (self.groups + _row_offsets(self.groups, merged)).flatten()
+        return y.reshape(batch * merged, channels).index_select(0, rows).view(batch, tokens, channels)
+
+    def reordered(self, permutation: Tensor) -> Matching:
+        """Return the same merge with the merged sequence permuted.
+
+        Args:
+            permutation: `[B, M]`; token i of the new sequence is token `permutation[:, i]` of this one.
+        """
+        new_place = torch.empty_like(permutation).scatter_(1, permutation, _arange_like(permutation))
+        return Matching(new_place.gather(1, self.groups), self.positions.gather(1, permutation))
+
+
+def match_tokens(
+    metric: Tensor,
+    height: int,
+    width: int,
+    ratio: float,
+    stride: int,
+    choice: Tensor | None = None,
+    *,
+    ordered: bool = True,
+) -> Matching | None:
+    """Match the most similar tokens, as ToMe for Stable Diffusion (Bolya and Hoffman, 2023) does.
+
+    One token of every `stride x stride` cell is a destination, all others are sources, those right of and below the
+    last whole cell too. The `int(ratio * N)` sources that are most similar (cosine) to a destination are merged into
+    it. The merged sequence is `[sources that stay, destinations]`.
+
+    Args:
+        metric: `[B, N, C]`, what the similarity is measured on.
+        height: rows of the grid.
+        width: columns of the grid; `N = height * width`.
+        ratio: share of the tokens that are merged away, in [0, 1).
+        stride: side of a cell.
+        choice: `[cells]` in `[0, stride ** 2)`: which token of each cell is its destination, for the whole batch;
+            None takes the first.
+        ordered: put the sources that stay in the order of falling similarity; False leaves their order open, which
+            is faster.
+
+    Returns:
+        The matching, or None where nothing is to be merged.
+    """
+    with torch.no_grad():
+        batch, tokens, _ = metric.shape
+        rows, columns = height // stride, width // stride
+        cells = rows * columns
+        sources = tokens - cells
+        merged_away = min(sources, int(tokens * ratio))
+        if merged_away <= 0 or cells == 0:
+            return None
+        source_positions, destination_positions, slot = _split_grid(height, width, stride, choice, metric.device)
+        similarity, nearest = _most_similar(metric, source_positions, destination_positions)
+
+        staying = sources - merged_away
+        if ordered:
+            stay = similarity.argsort(dim=1, descending=True)[:, merged_away:]
+        else:
+            stay = similarity.topk(staying, dim=1, largest=False, sorted=False).indices
+        source_groups = (nearest + staying).scatter_(1, stay, _arange_like(stay))
+        destination_groups = torch.arange(staying, staying + cells, device=metric.device).expand(batch, -1)
+        groups = torch.cat([source_groups, destination_groups], dim=1).index_select(1, slot)
+        positions = torch.cat([source_positions[stay], destination_positions.expand(batch, -1)], dim=1)
+        return Matching(groups, positions)
+
+
+def _split_grid(
+    height: int, width: int, stride: int, choice: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the grid in sources and destinations, both in raster order.
+
+    Returns:
+        The positions of the sources and of the destinations, and the place `[N]` of each token in
+        `[sources, destinations]`.
+    """
+    tokens, rows, columns = height * width, height // stride, width // stride
+    corner = (torch.arange(rows, device=device)[:, None] * width + torch.arange(columns, device=device)) * stride
+    destinations = corner.flatten()
+    if choice is not None:
+        choice = choice.to(device)
+        destinations = (destinations + choice // stride * width + choice % stride).sort().values
+    is_destination = torch.zeros(tokens, dtype=torch.int64, device=device).index_fill_(0, destinations, 1)
+    before = is_destination.cumsum(0)  # destinations up to and including each token
+    everything = torch.arange(tokens, device=device)
+    sources = tokens - rows * columns
+    slot = torch.where(is_destination.bool(), sources + before - 1, everything - before)
+    place = torch.empty_like(everything).scatter_(0, slot, everything)
+    return place[:sources], place[sources:], slot
+
+
+def _most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tuple[Tensor, Tensor]:
+    """Find each source's most similar destination.
+
+    Returns:
+        The cosine similarity and the index among the destinations, both `[B, sources]`.
+    """
+    batch = metric.shape[0]
+    keys = _normalised(metric.index_select(1, destinations)).transpose(1, 2)
+    kind = "cpu" if metric.device.type == "cpu" else "other"
+    rows = max(1, _CHUNK_ELEMENTS[kind] // (keys.shape[2] * batch))
+    chunks = math.ceil(sources.shape[0] / rows)
+    found = [
+        (_normalised(metric.index_select(1, some)) @ keys).max(dim=2)
+        for some in torch.split(sources, math.ceil(sources.shape[0] / chunks))
+    ]
+    return torch.cat([best.values for best in found], dim=1), torch.cat([best.indices for best in found], dim=1)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Divide by the L2 norm; a zero vector stays zero."""
+    return x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+
+
+def _members(groups: Tensor, merged: int) -> tuple[Tensor, Tensor, Tensor]:
+    """List the tokens group by group.
+
+    Returns:
+        Rows of the flattened `[B * N, C]` tokens sorted by group, the start of each group in that list, and the sizes
+        of the groups.
+    """
+    batch, tokens = groups.shape
+    flat = (groups + _row_offsets(groups, merged)).flatten()
+    order = flat.argsort()
+    ordered = flat[order]
+    starts = torch.searchsorted(ordered, torch.arange(batch * merged, device=groups.device))
+    return order, starts, torch.diff(starts, append=starts.new_full((1,), batch * tokens))
+
+
+def _row_offsets(like: Tensor, length: int) -> Tensor:
+    """Return `[B, 1]`: where each batch element starts among the flattened rows."""
+    return torch.arange(like.shape[0], device=like.device)[:, None] * length
+
+
+def _arange_like(index: Tensor) -> Tensor:
+    """Return 0, 1, 2, ... along the last dimension, in the shape of `index`."""
+    return torch.arange(index.shape[-1], device=index.device).expand_as(index)
