@@ -1,0 +1,115 @@
+"""Configurations: presets, validation, round trips."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from elfatt_sd.config import EXACT, METHODS, ElfattError, PatchConfig, Phase
+
+
+def shape(config: PatchConfig) -> list[tuple[float, str, float, int]]:
+    return [(phase.until, phase.attention, phase.ratio, phase.stride) for phase in config.phases]
+
+
+def test_presets_are_the_published_methods() -> None:
+    assert shape(PatchConfig.preset("sd")) == []
+    assert shape(PatchConfig.preset("tome")) == [(1.0, "softmax", 0.5, 2)]
+    assert shape(PatchConfig.preset("agent")) == [(0.4, "agent", 0.4, 4), (1.0, "softmax", 0.4, 2)]
+    assert shape(PatchConfig.preset("elfatt")) == [(0.2, "elfatt", 0.5, 2), (1.0, "softmax", 0.5, 2)]
+    agent = PatchConfig.preset("agent").phases[0]
+    assert (agent.agent_source, agent.agent_ratio, agent.agent_scale, agent.value_shortcut) == ("merged", 0.95, 0.3, 0.075)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_json_round_trip(method: str) -> None:
+    config = PatchConfig.preset(method, ratio=0.3, seed=7, block_size=56, active_fraction=0.5)
+    assert PatchConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert hash(config) == hash(PatchConfig.from_dict(config.to_dict()))
+
+
+def test_settings_reach_every_phase_that_is_not_exact() -> None:
+    config = PatchConfig.preset("elfatt", ratio=0.25, stride=4, block_size=81, agents=16, block_order="curve")
+    assert [(phase.ratio, phase.stride) for phase in config.phases] == [(0.25, 4)] * 2
+    assert (config.phases[0].block_size, config.phases[0].agents, config.phases[0].block_order) == (81, 16, "curve")
+    fast = PatchConfig.preset("elfatt-fast", block_size=512)
+    assert fast.phases[0].exact
+    assert fast.phases[1].block_size == 512
+
+
+@pytest.mark.parametrize(
+    ("method", "fraction", "expected"),
+    [
+        ("elfatt", 0.0, [(1.0, "softmax")]),
+        ("elfatt", 0.4, [(0.4, "elfatt"), (1.0, "softmax")]),
+        ("elfatt", 1.0, [(1.0, "elfatt")]),
+        ("tome", 0.5, [(0.5, "softmax")]),
+        ("tome", 0.0, []),
+        ("elfatt-fast", 0.5, [(0.5, "softmax"), (1.0, "block")]),
+        ("elfatt-fast", 1.0, [(1.0, "block")]),
+        ("elfatt-fast", 0.0, [(1.0, "softmax")]),
+    ],
+)
+def test_active_fraction(method: str, fraction: float, expected: list[tuple[float, str]]) -> None:
+    config = PatchConfig.preset(method, active_fraction=fraction)
+    assert [(phase.until, phase.attention) for phase in config.phases] == expected
+
+
+def test_phase_at_covers_the_run() -> None:
+    config = PatchConfig.preset("elfatt")
+    assert [config.phase_at(step, 50).attention for step in (0, 9, 10, 49)] == ["elfatt", "elfatt", "softmax", "softmax"]
+    assert config.phase_at(0, 1).attention == "elfatt"
+    assert PatchConfig.preset("tome", active_fraction=0.5).phase_at(25, 50) == EXACT
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"ratio": 1.0}, "ratio=1.0"),
+        ({"ratio": -0.1}, "ratio=-0.1"),
+        ({"ratio": float("nan")}, "ratio=nan"),
+        ({"ratio": "half"}, "ratio='half'"),
+        ({"ratio": True}, "ratio=True"),
+        ({"stride": 1}, "stride=1"),
+        ({"stride": 2.0}, "stride=2.0"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"agents": 0}, "agents=0"),
+        ({"active_fraction": 1.5}, "active_fraction=1.5"),
+        ({"block_order": "spiral"}, "block_order='spiral'"),
+        ({"agent_source": "x"}, "agent_source='x'"),
+        ({"split": "x"}, "split='x'"),
+        ({"max_downsample": 3}, "max_downsample=3"),
+        ({"levels": 0}, "levels=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"use_rand": 1}, "use_rand=1"),
+        ({"reuse_steps": 0}, "reuse_steps=0"),
+        ({"attention_backend": "warp"}, "attention_backend='warp'"),
+        ({"ration": 0.5}, "'ration'"),
+        ({"until": 0.5}, "'until'"),
+    ],
+)
+@pytest.mark.parametrize("method", ["sd", "elfatt"])
+def test_bad_settings_are_named(method: str, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ElfattError) as caught:
+        PatchConfig.preset(method, **settings)
+    message = str(caught.value)
+    assert named in message
+    assert "accepted" in message or "give" in message
+    assert "\n" not in message
+
+
+def test_unknown_method_and_keys() -> None:
+    with pytest.raises(ElfattError, match="accepted: sd, tome, agent, elfatt"):
+        PatchConfig.preset("flash")
+    with pytest.raises(ElfattError, match="configuration key 'phase'"):
+        PatchConfig.from_dict({"phase": []})
+    with pytest.raises(ElfattError, match="phase key 'size'"):
+        PatchConfig.from_dict({"phases": [{"size": 3}]})
+    with pytest.raises(ElfattError, match="phases="):
+        PatchConfig.from_dict({"phases": [3]})
+    with pytest.raises(ElfattError, match="later"):
+        PatchConfig("x", (Phase(0.5), Phase(0.5)))
+    with pytest.raises(ElfattError, match="until=0"):
+        Phase(0)

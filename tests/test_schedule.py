@@ -1,0 +1,256 @@
+"""Which call of a run is which step: every scheduler, through pipelines and by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tiny_pipelines as tiny
+import torch
+
+import elfatt_sd
+from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.processor import Denoiser
+from elfatt_sd.schedule import Position, Schedule
+
+KARRAS = {"use_karras_sigmas": True}
+SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
+    ("DDIMScheduler", {}),
+    ("DDPMScheduler", {}),
+    ("PNDMScheduler", {"skip_prk_steps": True, "steps_offset": 1}),
+    ("EulerDiscreteScheduler", {}),
+    ("EulerDiscreteScheduler", KARRAS),
+    ("EulerAncestralDiscreteScheduler", {}),
+    ("HeunDiscreteScheduler", {}),
+    ("HeunDiscreteScheduler", KARRAS),
+    ("KDPM2DiscreteScheduler", {}),
+    ("KDPM2DiscreteScheduler", KARRAS),
+    ("DPMSolverMultistepScheduler", {}),
+    ("DPMSolverMultistepScheduler", KARRAS),
+    ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
+    ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++", **KARRAS}),
+    ("UniPCMultistepScheduler", {}),
+    ("UniPCMultistepScheduler", KARRAS),
+    ("LCMScheduler", {}),
+]
+IDS = [name + "".join(f"-{value}" for value in extra.values()) for name, extra in SCHEDULERS]
+
+
+
+
+def scheduler(name: str, extra: dict[str, Any]) -> Any:
+    return getattr(diffusers, name)(**tiny.SD15_SCHEDULE, **extra)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Position, str]]:
+    """Positions and phases of all UNet calls, as the patch sees them."""
+    calls: list[tuple[Position, str]] = []
+    begin = Denoiser.begin
+
+    def record(self: Denoiser, position: Position, *args: Any, **kwargs: Any) -> None:
+        begin(self, position, *args, **kwargs)
+        calls.append((position, self.phase.attention))
+
+    monkeypatch.setattr(Denoiser, "begin", record)
+    return calls
+
+
+TWO_PHASES = PatchConfig("two", (Phase(0.2, "block", block_size=64), Phase(1.0, "softmax", ratio=0.5)))
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Any:
+    return tiny.sd15(folder, sample_size=8)
+
+
+@pytest.fixture(autouse=True)
+def put_back(pipe: Any) -> Any:
+    before = pipe.scheduler
+    yield
+    elfatt_sd.remove_patch(pipe)
+    pipe.scheduler = before
+
+
+def run(pipe: Any, steps: int, **options: Any) -> None:
+    pipe("a", num_inference_steps=steps, guidance_scale=1.0, output_type="latent", **options)
+
+
+@pytest.mark.parametrize(("name", "extra"), SCHEDULERS, ids=IDS)
+@pytest.mark.parametrize("steps", [1, 4, 7])
+def test_every_call_has_its_index(pipe: Any, recorded: Any, name: str, extra: dict[str, Any], steps: int) -> None:
+    pipe.scheduler = scheduler(name, extra)
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    run(pipe, steps)
+    run(pipe, steps)
+    calls = len(pipe.scheduler.timesteps)
+    once = [Position(index, calls) for index in range(calls)]
+    assert [position for position, _ in recorded] == once * 2
+    early = [attention for _, attention in recorded].count("block")
+    assert early == 2 * -(-calls * 2 // 10)  # the first 20 %, rounded up
+
+
+@pytest.mark.parametrize(("name", "extra"), SCHEDULERS, ids=IDS)
+def test_fifty_steps(name: str, extra: dict[str, Any]) -> None:
+    chosen = scheduler(name, extra)
+    schedule = Schedule(lambda: chosen)
+    chosen.set_timesteps(50)
+    positions = [schedule.locate(timestep) for timestep in chosen.timesteps]
+    calls = {"PNDMScheduler": 51, "HeunDiscreteScheduler": 99, "KDPM2DiscreteScheduler": 99}.get(name, 50)
+    assert positions == [Position(index, calls) for index in range(calls)]
+    elfatt = [PatchConfig.preset("elfatt").phase_at(*position).attention for position in positions if position]
+    agent = [PatchConfig.preset("agent").phase_at(*position).attention for position in positions if position]
+    assert elfatt.count("elfatt") == {50: 10, 51: 11, 99: 20}[calls]  # of 51, two calls share the second timestep
+    assert agent.count("agent") == {50: 20, 51: 21, 99: 40}[calls]
+
+
+def test_plms_first_fifth_is_ten_steps() -> None:
+    chosen = scheduler("PNDMScheduler", {"skip_prk_steps": True, "steps_offset": 1})
+    chosen.set_timesteps(50)
+    config = PatchConfig.preset("elfatt")
+    early = {
+        int(timestep)
+        for index, timestep in enumerate(chosen.timesteps)
+        if config.phase_at(index, len(chosen.timesteps)).attention == "elfatt"
+    }
+    assert len(early) == 10
+
+
+@pytest.mark.parametrize("strength", [0.2, 0.5, 0.9, 1.0])
+def test_image_to_image_starts_inside_the_schedule(pipe: Any, recorded: Any, strength: float) -> None:
+    other = tiny.quiet(diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False))
+    other.scheduler = scheduler("DDIMScheduler", {})
+    elfatt_sd.apply_patch(other, TWO_PHASES)
+    picture = torch.zeros(1, 3, 16, 16)
+    other("a", image=picture, strength=strength, num_inference_steps=20, output_type="latent")
+    first = 20 - int(20 * strength)
+    assert [position for position, _ in recorded] == [Position(index, 20) for index in range(first, 20)]
+    assert [attention for _, attention in recorded].count("block") == max(0, 4 - first)
+
+
+def test_a_pipeline_that_shares_the_unet_is_followed_too(pipe: Any, recorded: Any) -> None:
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    other = tiny.quiet(diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False))
+    other.scheduler = scheduler("EulerDiscreteScheduler", {})
+    other("a", image=torch.zeros(1, 3, 16, 16), strength=0.5, num_inference_steps=10, output_type="latent")
+    assert [position for position, _ in recorded] == [Position(index, 10) for index in range(5, 10)]
+
+
+def test_inpainting(pipe: Any, recorded: Any) -> None:
+    other = tiny.quiet(diffusers.StableDiffusionInpaintPipeline(**pipe.components, requires_safety_checker=False))
+    elfatt_sd.apply_patch(other, TWO_PHASES)
+    image, mask = torch.zeros(1, 3, 16, 16), torch.ones(1, 1, 16, 16)
+    other("a", image=image, mask_image=mask, num_inference_steps=4, height=16, width=16, output_type="latent")
+    calls = len(other.scheduler.timesteps)
+    assert [position.step for position, _ in recorded] == list(range(calls - len(recorded), calls))
+
+
+def test_sdxl_base_and_refiner_share_one_schedule(folder: Path, recorded: Any) -> None:
+    base = tiny.sdxl(folder)
+    refiner = tiny.quiet(
+        diffusers.StableDiffusionXLImg2ImgPipeline(**tiny.sdxl_parts(folder, refiner=True), requires_aesthetics_score=True)
+    )
+    elfatt_sd.apply_patch(base, TWO_PHASES)
+    elfatt_sd.apply_patch(refiner, TWO_PHASES)
+    latents = base("a", num_inference_steps=10, denoising_end=0.8, output_type="latent").images
+    base_steps = [position for position, _ in recorded]
+    recorded.clear()
+    refiner("a", image=latents, num_inference_steps=10, denoising_start=0.8, output_type="latent")
+    refiner_steps = [position for position, _ in recorded]
+    assert base_steps == [Position(index, 10) for index in range(8)]
+    assert refiner_steps == [Position(index, 10) for index in range(8, 10)]
+    assert {attention for _, attention in recorded} == {"softmax"}
+
+
+def test_after_an_exception_a_new_run_starts_at_the_beginning(pipe: Any, recorded: Any) -> None:
+    pipe.scheduler = scheduler("DDIMScheduler", {})
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+
+    def stop(pipe: Any, step: int, timestep: Any, kwargs: Any) -> Any:
+        if step == 2:
+            raise KeyboardInterrupt
+        return kwargs
+
+    with pytest.raises(KeyboardInterrupt):
+        run(pipe, 10, callback_on_step_end=stop)
+    recorded.clear()
+    run(pipe, 5)
+    assert [position for position, _ in recorded] == [Position(index, 5) for index in range(5)]
+
+
+def test_scheduler_swapped_after_patching(pipe: Any, recorded: Any) -> None:
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    pipe.scheduler = scheduler("HeunDiscreteScheduler", {})
+    run(pipe, 6)
+    assert [position for position, _ in recorded] == [Position(index, 11) for index in range(11)]
+
+
+def call(unet: Any, timestep: Any, batch: int = 1) -> torch.Tensor:
+    with torch.no_grad():
+        return unet(torch.zeros(batch, 4, 8, 8), timestep, torch.zeros(batch, 3, tiny.TEXT_WIDTH)).sample
+
+
+def test_a_bare_unet_in_a_loop_of_ones_own(pipe: Any, recorded: Any) -> None:
+    chosen = scheduler("DDIMScheduler", {})
+    chosen.set_timesteps(10)
+    elfatt_sd.apply_patch(pipe.unet, TWO_PHASES)
+    for timestep in chosen.timesteps:
+        call(pipe.unet, timestep)
+        call(pipe.unet, timestep.expand(2), batch=2)
+    assert [position for position, _ in recorded] == [Position(index // 2, 10) for index in range(20)]
+
+
+def test_a_bare_unet_with_plain_numbers(pipe: Any, recorded: Any) -> None:
+    elfatt_sd.apply_patch(pipe.unet, TWO_PHASES)
+    for timestep in (999, 800, 799, 500, 0, torch.tensor(900), torch.tensor([900, 900])):
+        call(pipe.unet, timestep, batch=2)
+    assert [attention for _, attention in recorded] == ["block", "block", "softmax", "softmax", "softmax", "block", "block"]
+
+
+def test_copied_timesteps_are_found_by_value_in_order(pipe: Any) -> None:
+    chosen = scheduler("PNDMScheduler", {"skip_prk_steps": True, "steps_offset": 1})
+    chosen.set_timesteps(5)
+    schedule = Schedule(lambda: chosen)
+    for _ in range(2):
+        located = [schedule.locate(int(timestep)) for timestep in chosen.timesteps]
+        assert located == [Position(index, 6) for index in range(6)]  # one value occurs twice
+
+
+def test_an_unknown_step_is_an_error_only_if_it_matters(pipe: Any) -> None:
+    mixed = torch.tensor([10, 900])
+    elfatt_sd.apply_patch(pipe.unet, "elfatt")
+    with pytest.raises(ElfattError, match="scheduler.timesteps"):
+        call(pipe.unet, mixed, batch=2)
+    elfatt_sd.apply_patch(pipe.unet, "tome")
+    assert call(pipe.unet, mixed, batch=2).isfinite().all()
+
+
+def test_runs_are_told_apart() -> None:
+    chosen = scheduler("DDIMScheduler", {})
+    schedule = Schedule(lambda: chosen)
+    seen = []
+    for _ in range(2):
+        chosen.set_timesteps(3)
+        for timestep in chosen.timesteps:
+            schedule.locate(timestep)
+            schedule.locate(timestep)
+            seen.append(schedule.runs)
+    for timestep in chosen.timesteps:  # the same schedule once more
+        schedule.locate(timestep)
+        seen.append(schedule.runs)
+    assert seen == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_the_device_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = scheduler("DDIMScheduler", {})
+    chosen.set_timesteps(4)
+    schedule = Schedule(lambda: chosen)
+
+    def forbidden(*args: Any) -> Any:
+        raise AssertionError("a value was read off the device")
+
+    for name in ("item", "tolist", "__int__", "__float__", "__bool__", "cpu", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, forbidden)
+    assert [schedule.locate(timestep) for timestep in chosen.timesteps.unbind()] == [Position(i, 4) for i in range(4)]
