@@ -1,0 +1,56 @@
+# Every target makes what it needs: `make demo` and `make test` work on a bare machine with Python 3.10 or newer.
+PYTHON ?= python3
+PIP := -m pip install -qq --disable-pip-version-check
+PROMPT ?= a red star on a striped blue background
+JOBS ?= auto
+# What works without torchvision, on the oldest versions that are supported.
+OLDEST_TESTS ?= tests --ignore=tests/evaluation --ignore=tests/test_packaging.py
+
+.PHONY: help demo test test-oldest lint format notebooks clean
+
+help:
+	@echo "make demo         one picture, untouched and patched, side by side"
+	@echo "make test         the tests"
+	@echo "make test-oldest  the core tests on diffusers 0.32.1"
+	@echo "make lint         ruff and mypy;  make format mends what ruff can"
+	@echo "make notebooks    execute the notebooks in place"
+
+demo: .venv/.installed
+	.venv/bin/elfatt-sd generate "$(PROMPT)" --compare --out outputs/demo
+
+test: .venv/.installed-dev
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+test-oldest: .venv-oldest/.installed
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(JOBS) $(OLDEST_TESTS)
+
+lint: .venv/.installed-dev
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+format: .venv/.installed-dev
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+notebooks: .venv/.installed-dev
+	.venv/bin/jupyter-nbconvert --to notebook --execute --inplace --ExecutePreprocessor.timeout=900 notebooks/*.ipynb
+
+clean:
+	rm -rf .venv .venv-oldest build dist .mypy_cache .ruff_cache .pytest_cache
+
+.venv/.installed: pyproject.toml constraints.txt
+	@echo "Installing into .venv (once; PyTorch is large) ..."
+	$(PYTHON) -m venv .venv
+	.venv/bin/python $(PIP) -c constraints.txt -e .
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	.venv/bin/python $(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv-oldest/.installed: pyproject.toml constraints-oldest.txt
+	@echo "Installing into .venv-oldest (once; PyTorch is large) ..."
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python $(PIP) -c constraints-oldest.txt -e . peft pytest pytest-timeout pytest-xdist mpmath
+	@touch $@
