@@ -1,0 +1,103 @@
+"""`tome` is what tomesd 0.1.3 computes, through a whole UNet with the layout of SD 1.5."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import tomesd
+import torch
+
+import elfatt_sd
+from elfatt_sd.processor import LayerState
+
+# A UNet of SD 1.5's layout, but narrower and with fewer heads and layers, so that CI has time for it.
+NARROW: dict[str, Any] = {
+    "block_out_channels": (32, 64, 64, 64),
+    "layers_per_block": 1,
+    "sample_size": 64,
+    "norm_num_groups": 8,
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    "attention_head_dim": 2,
+}
+GRIDS = [(64, 64), (96, 64), (65, 49)]
+RATIOS = [0.1, 0.25, 0.5, 0.75]
+
+
+@pytest.fixture(scope="module")
+def unet() -> Any:
+    return tiny.unet(**NARROW)
+
+
+def run(unet: Any, size: tuple[int, int]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    sample = torch.randn(2, 4, *size, generator=generator)
+    text = torch.randn(2, 7, tiny.TEXT_WIDTH, generator=generator)
+    with torch.no_grad():
+        return unet(sample, 501, text).sample
+
+
+def peer(unet: Any, size: tuple[int, int], **settings: Any) -> torch.Tensor:
+    tomesd.apply_patch(unet, **settings)
+    try:
+        return run(unet, size)
+    finally:
+        tomesd.remove_patch(unet)
+
+
+def ours(unet: Any, size: tuple[int, int], **settings: Any) -> torch.Tensor:
+    with elfatt_sd.patched(unet, "tome", **settings):
+        return run(unet, size)
+
+
+def check(own: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within 1e-5; where a float32 near-tie flips a single merge, 99 % of the output within 1e-4."""
+    difference = (own - expected).abs()
+    if difference.max() > 1e-5:
+        within = (difference < 1e-4).float().mean().item()
+        assert within >= 0.99, f"largest difference {difference.max():.1e}, {within:.2%} within 1e-4"
+
+
+@pytest.mark.parametrize("stride", [2, 4])
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("size", GRIDS, ids=str)
+def test_fixed_destinations(unet: Any, size: tuple[int, int], ratio: float, stride: int) -> None:
+    expected = peer(unet, size, ratio=ratio, sx=stride, sy=stride, use_rand=False)
+    own = ours(unet, size, ratio=ratio, stride=stride, use_rand=False)
+    check(own, expected)
+
+
+@pytest.mark.parametrize("stride", [2, 4])
+@pytest.mark.parametrize("size", GRIDS, ids=str)
+def test_the_same_random_destinations(
+    unet: Any, size: tuple[int, int], stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[torch.Tensor] = []
+    randint: Callable[..., torch.Tensor] = torch.randint
+
+    def recording(*args: Any, **kwargs: Any) -> torch.Tensor:
+        drawn.append(randint(*args, **kwargs))
+        return drawn[-1]
+
+    with monkeypatch.context() as context:
+        context.setattr(torch, "randint", recording)
+        expected = peer(unet, size, ratio=0.5, sx=stride, sy=stride)
+    assert len(drawn) == 3  # the layers of the finest level, in the order of the calls
+
+    def given(self: LayerState, what: str, step: int, count: int, device: torch.device) -> torch.Tensor:
+        return (drawn.pop(0).flatten() + 0.5) / stride**2
+
+    monkeypatch.setattr(LayerState, "_uniform", given)
+    check(ours(unet, size, ratio=0.5, stride=stride), expected)
+
+
+def test_merging_does_something(unet: Any) -> None:
+    assert (peer(unet, (64, 64), ratio=0.1, use_rand=False) - run(unet, (64, 64))).abs().max() > 1e-4
+
+
+def test_deeper_levels_as_tomesd_counts_them(unet: Any) -> None:
+    expected = peer(unet, (32, 32), ratio=0.5, max_downsample=4, use_rand=False)
+    check(ours(unet, (32, 32), ratio=0.5, max_downsample=4, use_rand=False), expected)
