@@ -115,9 +115,11 @@ def quiet(pipe: Any) -> Any:
     return pipe
 
 
-def sd15(folder: Path, **unet_changes: Any) -> StableDiffusionPipeline:
-    """Stable Diffusion 1.5 in miniature."""
-    return quiet(StableDiffusionPipeline(**sd15_parts(folder, **unet_changes), requires_safety_checker=False))
+def sd15(folder: Path, *, scheduler: Any = None, **unet_changes: Any) -> StableDiffusionPipeline:
+    """Stable Diffusion 1.5 in miniature; its own scheduler is PNDM."""
+    parts = sd15_parts(folder, **unet_changes)
+    parts["scheduler"] = scheduler or parts["scheduler"]
+    return quiet(StableDiffusionPipeline(**parts, requires_safety_checker=False))
 
 
 def sd2(folder: Path) -> StableDiffusionPipeline:
@@ -161,25 +163,11 @@ def sdxl(folder: Path) -> StableDiffusionXLPipeline:
 
 
 def controlnet(model: UNet2DConditionModel) -> ControlNetModel:
-    """A ControlNet for a UNet, with its zero convolutions filled so that it has an effect."""
+    """A ControlNet for a UNet, filled so that it has an effect; its picture is twice the latent, as the VAE here needs."""
     torch.manual_seed(3)
-    net = ControlNetModel.from_unet(model, conditioning_channels=3).eval()
-    with torch.no_grad():
-        for layer in [*net.controlnet_down_blocks, net.controlnet_mid_block, net.controlnet_cond_embedding.conv_out]:
-            layer.weight.normal_(0, 0.1)
-    return net
-
-
-def conditioning_for_factor_two(model: UNet2DConditionModel) -> ControlNetModel:
-    """A ControlNet whose conditioning picture is twice the latent, as the VAE here needs."""
-    torch.manual_seed(3)
+    copied = ("in_channels", "down_block_types", "block_out_channels", "layers_per_block", "norm_num_groups")
     net = ControlNetModel(
-        **{
-            name: model.config[name]
-            for name in ("in_channels", "down_block_types", "block_out_channels", "layers_per_block", "norm_num_groups")
-        },
-        cross_attention_dim=model.config.cross_attention_dim,
-        attention_head_dim=model.config.attention_head_dim,
+        **{name: model.config[name] for name in (*copied, "cross_attention_dim", "attention_head_dim")},
         conditioning_embedding_out_channels=(8, 8),
     ).eval()
     with torch.no_grad():
@@ -231,3 +219,26 @@ def image_encoder() -> CLIPVisionModelWithProjection:
 
 def image_processor() -> CLIPImageProcessor:
     return CLIPImageProcessor(crop_size=32, size=32)
+
+
+def ip_adapter(model: UNet2DConditionModel) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights of an IP-Adapter for a UNet and `image_encoder()`, laid out as its checkpoints are: four picture tokens."""
+    tokens = 4
+    generator = torch.Generator().manual_seed(7)
+
+    def weights(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    crossing = [name for name in model.attn_processors if name.endswith("attn2.processor")]
+    layers = {}
+    for index, name in enumerate(crossing):
+        inner = model.get_submodule(name.removesuffix(".processor")).to_k.out_features
+        for part in ("to_k_ip", "to_v_ip"):
+            layers[f"{2 * index + 1}.{part}.weight"] = weights(inner, TEXT_WIDTH)
+    projection = {
+        "proj.weight": weights(tokens * TEXT_WIDTH, 32),
+        "proj.bias": torch.zeros(tokens * TEXT_WIDTH),
+        "norm.weight": torch.ones(TEXT_WIDTH),
+        "norm.bias": torch.zeros(TEXT_WIDTH),
+    }
+    return {"image_proj": projection, "ip_adapter": layers}

@@ -1,0 +1,124 @@
+"""What has to hold for every pipeline that is patched and put back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+
+import elfatt_sd
+from elfatt_sd import processor
+from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.layers import find_denoisers, find_layers, unwrap
+from elfatt_sd.processor import ElfattProcessor
+
+FIRST = Phase(0.5, "elfatt", ratio=0.5, block_size=16, agents=8)
+TWO_PHASES = PatchConfig("two", (FIRST, Phase(1.0, "softmax", ratio=0.5)))
+SEED = 7
+STEPS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "latent"}
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
+
+def runner(pipe: Any, prompt: str = "a cat", **options: Any) -> Callable[[], torch.Tensor]:
+    """Return a function that makes the same picture whenever it is called."""
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.as_tensor(pipe(prompt, generator=generator(), **{**STEPS, **options})[0])
+
+    return run
+
+
+def picture(height: int = 32, width: int = 32, channels: int = 3) -> torch.Tensor:
+    return torch.rand(1, channels, height, width, generator=generator())
+
+
+def like(kind: Any, pipe: Any, **parts: Any) -> Any:
+    """Another kind of pipeline with the same parts, some replaced."""
+    kept = {name: part for name, part in pipe.components.items() if name != "image_encoder"}
+    return tiny.quiet(kind(**{**kept, **parts}, requires_safety_checker=False))
+
+
+@contextmanager
+def recorded() -> Iterator[Counter[tuple[str, str]]]:
+    """Count the approximated calls by layer object and attention while the block runs."""
+    calls: Counter[Any] = Counter()
+    approximate = processor.approximate
+
+    def count(attn: Any, state: Any, phase: Phase, tokens: torch.Tensor) -> torch.Tensor:
+        calls[id(attn), phase.attention] += 1
+        return approximate(attn, state, phase, tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processor, "approximate", count)
+        yield calls
+
+
+def processors(pipe: Any) -> dict[str, Any]:
+    """Every attention processor of a pipeline's UNet and ControlNets."""
+    return {
+        f"{name}.{place}": found
+        for name, net in find_denoisers(pipe).items()
+        for place, found in unwrap(net).attn_processors.items()
+    }
+
+
+def patched_layers(pipe: Any) -> dict[str, list[str]]:
+    """Names of the patched layers of each denoiser."""
+    return {
+        name: [layer.name for layer in find_layers(net) if isinstance(layer.attention.processor, ElfattProcessor)]
+        for name, net in find_denoisers(pipe).items()
+    }
+
+
+def layer_calls(pipe: Any, calls: Counter[Any]) -> dict[str, dict[str, int]]:
+    """Turn what `recorded` counted into calls by attention for every layer that had one."""
+    named = {id(layer.attention): f"{net}.{layer.name}" for net, denoiser in find_denoisers(pipe).items() for layer in find_layers(denoiser)}
+    found: dict[str, dict[str, int]] = {}
+    for (attention, kind), number in calls.items():
+        found.setdefault(named[attention], {})[kind] = number
+    return found
+
+
+def check_patch(
+    pipe: Any, run: Callable[[], torch.Tensor], *, layers: dict[str, int], calls: tuple[int, int] = (2, 2)
+) -> torch.Tensor:
+    """Patch a pipeline, run it twice, put it back, run it once more.
+
+    Args:
+        pipe: the pipeline or UNet.
+        run: makes a picture, always from the same noise.
+        layers: how many layers are patched in each denoiser.
+        calls: denoiser calls of one run in the first and in the second phase of `TWO_PHASES`.
+
+    Returns:
+        The patched picture.
+    """
+    before, untouched = processors(pipe), run()
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    patched = patched_layers(pipe)
+    assert {name: len(names) for name, names in patched.items()} == layers
+    with recorded() as counted:
+        picture = run()
+    first, second = calls
+    expected = {"elfatt": first, "softmax": second}
+    expected = {kind: number for kind, number in expected.items() if number}
+    assert layer_calls(pipe, counted) == {f"{net}.{name}": expected for net, names in patched.items() for name in names}
+    assert picture.isfinite().all()
+    assert picture.shape == untouched.shape
+    assert not torch.equal(picture, untouched)
+    assert torch.equal(run(), picture)
+    elfatt_sd.remove_patch(pipe)
+    after = processors(pipe)
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    assert torch.equal(run(), untouched)
+    return picture
