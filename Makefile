@@ -1,4 +1,4 @@
-# Every target makes what it needs: `make demo` and `make test` work on a bare machine with Python 3.10 or newer.
+# Every target makes what it needs: `make demo` and `make test` work on a bare machine with Python 3.11 or newer.
 PYTHON ?= python3
 PIP := -m pip install -qq --disable-pip-version-check
 PROMPT ?= a red star on a striped blue background

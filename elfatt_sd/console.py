@@ -1,0 +1,216 @@
+"""What all commands share: one-line errors and exit codes, groups that load late, and the options of a patch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from elfatt_sd.config import BACKENDS, BLOCK_ORDERS, METHODS, ElfattError, PatchConfig
+
+DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+OWN_OPTIONS: dict[str, Any] = {
+    "ratio": Annotated[float | None, typer.Option(help="Share of the tokens that are merged, 0 to less than 1.")],
+    "stride": Annotated[
+        int | None, typer.Option(help="One merge destination for each cell of this many tokens a side.")
+    ],
+    "block_size": Annotated[int | None, typer.Option(help="Tokens in a block.")],
+    "block_order": Annotated[str | None, typer.Option(help=f"Which tokens share a block: {', '.join(BLOCK_ORDERS)}.")],
+    "agents": Annotated[int | None, typer.Option(help="Number of agent tokens, where they are pooled.")],
+    "active_fraction": Annotated[
+        float | None, typer.Option(help="Share of the run in which the method's own attention is active, 0 to 1.")
+    ],
+    "max_downsample": Annotated[int | None, typer.Option(help="Deepest level to patch: 1, 2, 4 or 8.")],
+    "patch_seed": Annotated[int | None, typer.Option(help="Seed of random merge destinations and blocks.")],
+    "rand": Annotated[bool | None, typer.Option("--rand/--no-rand", help="Random or fixed merge destinations.")],
+    "attention_backend": Annotated[str | None, typer.Option(help=f"One of {', '.join(BACKENDS)}.")],
+    "set": Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Any other setting, such as fp32_logits=true.")
+    ],
+}
+_NAMES = {"patch_seed": "seed", "rand": "use_rand"}
+
+
+class OneLineErrors(TyperGroup):
+    """The root command: every error is one line on stderr and an exit code; `--debug` adds the traceback."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **_: Any) -> NoReturn:
+        """Run the command line and exit."""
+        words = list(sys.argv[1:] if args is None else args)
+        debug = _take_debug(words)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            try:
+                result = super().main(words, prog_name=prog_name, standalone_mode=False)
+                code = result if isinstance(result, int) else DONE
+            except (KeyboardInterrupt, typer.Abort):
+                code = INTERRUPTED
+            except Exception as error:
+                if debug:
+                    traceback.print_exc()
+                code = _report(error, debug)
+        if code == INTERRUPTED:
+            complain("stopped; what was finished stays")
+        sys.exit(code)
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are imported when one of them, or their list, is wanted.
+
+    Attributes:
+        home: `module:name` of the `typer.Typer` that holds the commands.
+    """
+
+    home: str
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands."""
+        return list(self._load().list_commands(ctx))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command."""
+        return self._load().get_command(ctx, cmd_name)
+
+    def _load(self) -> Any:
+        module, _, name = self.home.partition(":")
+        return typer.main.get_group(getattr(importlib.import_module(module), name))
+
+
+def lazy_group(home: str) -> typer.Typer:
+    """Return a group of commands that is imported late; see `LazyGroup`."""
+    kind = type("LazyGroup", (LazyGroup,), {"home": home})
+    return typer.Typer(cls=kind, no_args_is_help=True, callback=lambda: None)
+
+
+def takes_patch(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options that make up a patch; it receives what they say as `config`."""
+    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "config"]
+    panel = {"method": Annotated[str | None, typer.Option(help=f"One of {', '.join(METHODS)}. [default: elfatt]")]}
+    panel["config_file"] = Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="A configuration that `patch --save` wrote.")
+    ]
+    panel |= OWN_OPTIONS
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in panel.items()
+    ]
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> Any:
+        chosen = {name: given.pop(name) for name in panel}
+        return command(config=build_config(**chosen), **given)
+
+    parameters = [*own, *added]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {item.name: item.annotation for item in parameters}
+    return wrapper
+
+
+def build_config(method: str | None, config_file: Path | None, set: list[str] | None, **options: Any) -> PatchConfig:  # noqa: A002
+    """Build a configuration from options.
+
+    Args:
+        method: name of a preset; None is `elfatt`.
+        config_file: a saved configuration, instead of a method.
+        set: further settings as `name=value`, values in JSON or plain words.
+        **options: settings by the name of their option; None is not given.
+
+    Raises:
+        ElfattError: both a method and a file, a file that is not a configuration, or a value out of range.
+    """
+    settings = {_NAMES.get(name, name): value for name, value in options.items() if value is not None}
+    settings |= dict(_name_and_value(text) for text in set or ())
+    if config_file is None:
+        return PatchConfig.preset(method or "elfatt", **settings)
+    if method is not None:
+        raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
+    return read_config(config_file).with_settings(**settings)
+
+
+def read_config(path: Path) -> PatchConfig:
+    """Read a configuration that was saved as JSON.
+
+    Raises:
+        ElfattError: there is no such file, or it is not a configuration.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not JSON"
+        raise ElfattError(
+            f"config={str(path)!r} cannot be read ({reason}); give a file that `patch --save` wrote."
+        ) from error
+    if not isinstance(data, dict):
+        raise ElfattError(f"config={str(path)!r} is not a configuration; give a file that `patch --save` wrote.")
+    return PatchConfig.from_dict(data)
+
+
+def complain(message: str, kind: str = "error") -> None:
+    """Print one line on stderr."""
+    line = " ".join(message.split())
+    typer.secho(f"{kind}: {line}", err=True, fg="red" if kind == "error" else "yellow")
+
+
+def output() -> Console:
+    """Return a console for stdout that does not wrap what is piped to another program."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=200)
+
+
+def quiet_libraries() -> None:
+    """Switch off the progress bars and chatter of diffusers and transformers; errors are still raised."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    for logging in (diffusers_logging, transformers_logging):
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _take_debug(words: list[str]) -> bool:
+    """Remove `--debug` from the command line, wherever it stands before a `--`; tell whether it was there."""
+    end = words.index("--") if "--" in words else len(words)
+    if "--debug" not in words[:end]:
+        return False
+    words.remove("--debug")
+    return True
+
+
+def _report(error: Exception, debug: bool) -> int:
+    """Print an error as one line and return its exit code."""
+    if isinstance(error, ElfattError):
+        complain(str(error))
+        return WRONG_USE
+    if hasattr(error, "format_message"):  # wrong use that the parser found
+        if error.format_message():  # empty after it has shown the help
+            complain(error.format_message())
+        return WRONG_USE
+    hint = "" if debug else " (--debug shows where)"
+    lines = str(error).strip().splitlines() or [""]
+    complain(f"{type(error).__name__}: {lines[0]}{hint}")
+    return FAILURE
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    complain(str(message), "warning")
+
+
+def _name_and_value(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ElfattError(f"set={text!r} is not accepted; give NAME=VALUE.")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

@@ -1,0 +1,92 @@
+"""A labelled picture of several results, and how far two pictures are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+INK, FAINT, PAPER = (24, 24, 27), (96, 96, 104), (255, 255, 255)
+
+
+def side_by_side(
+    pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str]], title: str = "", margin: int = 16
+) -> Image.Image:
+    """Put pictures in a row, each above its caption, pixel for pixel.
+
+    Args:
+        pictures: RGB pictures, in order.
+        captions: a name and a line of details for each.
+        title: a line above all, such as the prompt; it is wrapped.
+        margin: space around everything, in pixels.
+
+    Returns:
+        One RGB picture.
+
+    Raises:
+        ValueError: there is no picture, or not one caption for each.
+    """
+    if not pictures or len(pictures) != len(captions):
+        raise ValueError(f"{len(pictures)} pictures and {len(captions)} captions; give one caption for each picture.")
+    size = max(13, min(picture.width for picture in pictures) // 19)
+    title_font, small = ImageFont.load_default(size * 1.1), ImageFont.load_default(size * 0.85)
+    width = sum(picture.width for picture in pictures) + margin * (len(pictures) + 1)
+    lines = _wrap(title, title_font, width - 2 * margin)
+    top = margin + (len(lines) * round(size * 1.5) + margin // 2 if lines else 0)
+    below = top + max(picture.height for picture in pictures) + margin // 2
+    sheet = Image.new("RGB", (width, below + round(size * 3.0) + margin // 2), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for number, line in enumerate(lines):
+        draw.text((margin, margin + number * round(size * 1.5)), line, INK, title_font)
+    left = margin
+    for picture, (name, details) in zip(pictures, captions, strict=True):
+        sheet.paste(picture.convert("RGB"), (left, top))
+        draw.text((left, below), _shorten(name, title_font, picture.width), INK, title_font)
+        draw.text((left, below + round(size * 1.55)), _shorten(details, small, picture.width), FAINT, small)
+        left += picture.width + margin
+    return sheet
+
+
+def psnr(first: Image.Image, second: Image.Image) -> float:
+    """Return the peak signal-to-noise ratio of two pictures in dB, `10 log10(255^2 / mean squared error)`.
+
+    Args:
+        first: an RGB picture.
+        second: another one of the same size.
+
+    Returns:
+        Infinity for equal pictures.
+
+    Raises:
+        ValueError: the sizes differ.
+    """
+    if first.size != second.size:
+        raise ValueError(f"pictures of {first.size} and {second.size} pixels cannot be compared; give equal sizes.")
+    one, two = (np.asarray(picture.convert("RGB"), dtype=np.float64) for picture in (first, second))
+    error = float(np.mean((one - two) ** 2))
+    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
+
+
+def is_flat(picture: Image.Image) -> bool:
+    """Tell whether a picture is one single colour, as after an overflow or behind a safety checker."""
+    return all(low == high for low, high in picture.convert("RGB").getextrema())  # type: ignore[misc]
+
+
+def _wrap(text: str, font: Font, width: int) -> list[str]:
+    lines: list[str] = []
+    for word in text.split():
+        if lines and font.getlength(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(_shorten(word, font, width))
+    return lines
+
+
+def _shorten(text: str, font: Font, width: int) -> str:
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "…") > width:
+        text = text[:-1]
+    return text + "…"
