@@ -5,14 +5,14 @@ Shapes: B batch, N tokens of the grid, M tokens after merging, C channels.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements of one chunk of the similarity matrix: it stays in cache on a CPU and small beside the model on a GPU.
-_CHUNK_ELEMENTS = {"cpu": 1 << 19, "other": 1 << 26}
+# The similarity matrix is made in chunks, that stay in cache on a CPU and small beside the model on a GPU: elements of
+# a chunk, and the fewest rows that keep the matrix product fast.
+_CHUNK = {"cpu": (1 << 21, 512), "gpu": (1 << 26, 128)}
+_FOLD = 16
 
 
 class Matching:
@@ -27,7 +27,7 @@ class Matching:
         """Store the groups; see the attributes."""
         self.groups = groups
         self.positions = positions
-        self._members: tuple[Tensor, Tensor, Tensor] | None = None
+        self._members: tuple[Tensor, Tensor] | None = None
 
     def merge(self, x: Tensor) -> Tensor:
         """Average every group: `[B, N, C]` to `[B, M, C]`."""
@@ -35,7 +35,7 @@ class Matching:
         merged = self.positions.shape[1]
         if self._members is None:
             self._members = _members(self.groups, merged)
-        order, starts, _ = self._members
+        order, starts = self._members
         bags = F.embedding_bag(order, x.reshape(batch * tokens, channels), starts, mode="mean")
         return bags.view(batch, merged, channels)
 
@@ -139,36 +139,48 @@ def _most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tupl
     Returns:
         The cosine similarity and the index among the destinations, both `[B, sources]`.
     """
-    batch = metric.shape[0]
-    keys = _normalised(metric.index_select(1, destinations)).transpose(1, 2)
-    kind = "cpu" if metric.device.type == "cpu" else "other"
-    rows = max(1, _CHUNK_ELEMENTS[kind] // (keys.shape[2] * batch))
-    chunks = math.ceil(sources.shape[0] / rows)
-    found = [
-        (_normalised(metric.index_select(1, some)) @ keys).max(dim=2)
-        for some in torch.split(sources, math.ceil(sources.shape[0] / chunks))
-    ]
-    return torch.cat([best.values for best in found], dim=1), torch.cat([best.indices for best in found], dim=1)
+    keys = _normalise_(metric.index_select(1, destinations)).transpose(1, 2)
+    elements, least_rows = _CHUNK["cpu" if metric.device.type == "cpu" else "gpu"]
+    rows = max(least_rows, elements // (keys.shape[2] * metric.shape[0]))
+    similarity, nearest = [], []
+    for some in torch.split(sources, rows):
+        values, place = _row_maximum(_normalise_(metric.index_select(1, some)) @ keys)
+        similarity.append(values)
+        nearest.append(place)
+    return torch.cat(similarity, dim=1), torch.cat(nearest, dim=1)
 
 
-def _normalised(x: Tensor) -> Tensor:
-    """Divide by the L2 norm; a zero vector stays zero."""
-    return x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+def _row_maximum(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return maximum and its index over the last dimension of `[B, rows, columns]`.
+
+    On a CPU, `amax` runs on vectors and `max` with indices does not: the columns are folded in `_FOLD` before the
+    index is searched.
+    """
+    batch, rows, columns = scores.shape
+    if scores.device.type != "cpu" or columns % _FOLD:
+        largest = scores.max(dim=2)
+        return largest.values, largest.indices
+    folded = scores.view(batch, rows, _FOLD, columns // _FOLD)
+    values, place = folded.amax(dim=2).max(dim=2)
+    fold = folded.gather(3, place[:, :, None, None].expand(-1, -1, _FOLD, 1)).squeeze(3).argmax(dim=2)
+    return values, fold * (columns // _FOLD) + place
 
 
-def _members(groups: Tensor, merged: int) -> tuple[Tensor, Tensor, Tensor]:
+def _normalise_(x: Tensor) -> Tensor:
+    """Divide by the L2 norm, in place; a zero vector stays zero."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x.div_(norm.clamp_min(torch.finfo(x.dtype).tiny))
+
+
+def _members(groups: Tensor, merged: int) -> tuple[Tensor, Tensor]:
     """List the tokens group by group.
 
     Returns:
-        Rows of the flattened `[B * N, C]` tokens sorted by group, the start of each group in that list, and the sizes
-        of the groups.
+        Rows of the flattened `[B * N, C]` tokens sorted by group, and the start of each group in that list.
     """
-    batch, tokens = groups.shape
     flat = (groups + _row_offsets(groups, merged)).flatten()
-    order = flat.argsort()
-    ordered = flat[order]
-    starts = torch.searchsorted(ordered, torch.arange(batch * merged, device=groups.device))
-    return order, starts, torch.diff(starts, append=starts.new_full((1,), batch * tokens))
+    order = flat.int().argsort()
+    return order, torch.searchsorted(flat[order], torch.arange(groups.shape[0] * merged, device=groups.device))
 
 
 def _row_offsets(like: Tensor, length: int) -> Tensor:
