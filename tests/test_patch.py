@@ -1,0 +1,341 @@
+"""Installing and removing a patch: exactness, determinism, randomness, numbers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+
+import elfatt_sd
+from elfatt_sd import processor as processor_module
+from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
+from elfatt_sd.patch import current_config
+from elfatt_sd.processor import ElfattProcessor, LayerState
+
+ACTIVE = [method for method in METHODS if method != "sd"]
+EVERY_SETTING = [
+    PatchConfig.preset("elfatt", active_fraction=1.0, block_order=order, block_size=37)
+    for order in ("sequence", "raster", "windows", "curve", "strided", "spread")
+] + [
+    PatchConfig.preset("elfatt-fast", active_fraction=1.0, levels=2, block_size=50),
+    PatchConfig.preset("agent", active_fraction=1.0, fp32_logits=True),
+    PatchConfig.preset("elfatt", active_fraction=1.0, ratio=0.0, split="channels", agents=7),
+    PatchConfig.preset("tome", ratio=0.75, reuse_layers=True, reuse_steps=2),
+]
+EVERY_ID = [f"{config.method}-{config.phases[-1].block_order}-{index}" for index, config in enumerate(EVERY_SETTING)]
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Any:
+    return tiny.sd15(folder)
+
+
+@pytest.fixture(autouse=True)
+def put_back(pipe: Any) -> Any:
+    yield
+    elfatt_sd.remove_patch(pipe)
+
+
+def picture(pipe: Any, steps: int = 3, **options: Any) -> torch.Tensor:
+    given = {"prompt": "a b", "guidance_scale": 3.0, "generator": torch.Generator().manual_seed(5), **options}
+    return pipe(num_inference_steps=steps, output_type="pt", **given).images
+
+
+def processors(pipe: Any) -> dict[str, Any]:
+    return dict(pipe.unet.attn_processors)
+
+
+@pytest.mark.parametrize("config", EVERY_SETTING, ids=EVERY_ID)
+def test_changes_the_picture_and_puts_everything_back(pipe: Any, config: PatchConfig) -> None:
+    before, untouched, modules = processors(pipe), picture(pipe), list(vars(pipe.unet))
+    assert elfatt_sd.apply_patch(pipe, config) is pipe
+    approximated = picture(pipe)
+    assert approximated.isfinite().all()
+    assert not torch.equal(approximated, untouched)
+    assert torch.equal(picture(pipe), approximated)  # the same call twice
+    assert elfatt_sd.remove_patch(pipe) is pipe
+    assert all(processors(pipe)[name] is old for name, old in before.items())
+    assert list(vars(pipe.unet)) == modules
+    assert not pipe.unet._forward_pre_hooks
+    assert torch.equal(picture(pipe), untouched)
+
+
+@pytest.mark.parametrize("method", ["tome", "elfatt"])
+def test_nothing_merged_is_bit_identical(pipe: Any, method: str) -> None:
+    untouched = picture(pipe)
+    settings: dict[str, Any] = {"active_fraction": 0.0} if method == "elfatt" else {}
+    elfatt_sd.apply_patch(pipe, method, ratio=0.0, **settings)
+    assert torch.equal(picture(pipe), untouched)
+
+
+def test_steps_outside_the_phases_are_bit_identical(pipe: Any) -> None:
+    traces: list[list[torch.Tensor]] = []
+    for patch in (False, True):
+        if patch:
+            elfatt_sd.apply_patch(pipe, PatchConfig("late", (Phase(0.5), Phase(1.0, "block", block_size=16))))
+        trace: list[torch.Tensor] = []
+
+        def keep(pipe: Any, step: int, timestep: Any, kwargs: Any, trace: list[torch.Tensor] = trace) -> Any:
+            trace.append(kwargs["latents"])
+            return kwargs
+
+        pipe.scheduler = tiny.ddim()
+        picture(pipe, steps=6, callback_on_step_end=keep)
+        traces.append(trace)
+    same = [torch.equal(before, after) for before, after in zip(*traces, strict=True)]
+    assert same == [True] * 3 + [False] * 3
+
+
+def test_sd_is_the_untouched_pipeline(pipe: Any) -> None:
+    before = processors(pipe)
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    elfatt_sd.apply_patch(pipe, "sd")
+    assert processors(pipe) == before
+    assert current_config(pipe) is None
+
+
+def test_patching_twice_replaces(pipe: Any) -> None:
+    before = processors(pipe)
+    elfatt_sd.apply_patch(pipe, "tome", ratio=0.5)
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    both = picture(pipe)
+    assert len(pipe.unet._forward_pre_hooks) == 1
+    elfatt_sd.remove_patch(pipe)
+    elfatt_sd.remove_patch(pipe)  # once more does no harm
+    assert all(processors(pipe)[name] is old for name, old in before.items())
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    assert torch.equal(picture(pipe), both)
+
+
+def test_context_manager_restores_after_an_exception(pipe: Any) -> None:
+    before = processors(pipe)
+    with pytest.raises(RuntimeError, match="stop"), elfatt_sd.patched(pipe, "tome", ratio=0.5) as plan:
+        assert sum(layer.patched for layer in plan.layers) == 3
+        assert current_config(pipe) == PatchConfig.preset("tome")
+        raise RuntimeError("stop")
+    assert all(processors(pipe)[name] is old for name, old in before.items())
+
+
+def test_nested_contexts_return_to_the_outer_patch(pipe: Any) -> None:
+    with elfatt_sd.patched(pipe, "tome"):
+        with elfatt_sd.patched(pipe, "elfatt"):
+            pass
+        assert current_config(pipe) == PatchConfig.preset("tome")
+    assert current_config(pipe) is None
+
+
+def test_global_random_state_stays(pipe: Any) -> None:
+    for method in ACTIVE:
+        elfatt_sd.apply_patch(pipe, method)
+        state = torch.get_rng_state()
+        picture(pipe)
+        assert torch.equal(torch.get_rng_state(), state), method
+
+
+def test_results_do_not_depend_on_what_ran_before(pipe: Any) -> None:
+    for config in (PatchConfig.preset("elfatt", block_order="spread"), PatchConfig.preset("tome", reuse_steps=3)):
+        elfatt_sd.apply_patch(pipe, config)
+        fresh = picture(pipe)
+        picture(pipe, steps=5, prompt="other", height=48, width=32)
+        picture(pipe, steps=2, generator=torch.Generator().manual_seed(9))
+        assert torch.equal(picture(pipe), fresh)
+
+
+def test_seed_moves_the_random_destinations_and_fixed_ones_ignore_it(pipe: Any) -> None:
+    def result(**settings: Any) -> torch.Tensor:
+        with elfatt_sd.patched(pipe, "tome", **settings):
+            return picture(pipe)
+
+    assert not torch.equal(result(seed=0), result(seed=1))
+    assert torch.equal(result(seed=0, use_rand=False), result(seed=1, use_rand=False))
+    assert not torch.equal(result(use_rand=False), result(use_rand=True))
+
+
+def test_draws_differ_by_step_and_layer_and_are_shared_by_the_batch(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[tuple[int, int], torch.Tensor] = {}
+    begin = LayerState.begin
+
+    def record(self: LayerState, phase: Phase, step: int, *args: Any) -> None:
+        begin(self, phase, step, *args)
+        assert self.choice is not None
+        drawn[step, self.index] = self.choice
+
+    monkeypatch.setattr(LayerState, "begin", record)
+    elfatt_sd.apply_patch(pipe, "tome", ratio=0.5)
+    for batch in (1, 2, 3):  # prompts; odd batches and no guidance keep their random destinations
+        drawn.clear()
+        picture(pipe, prompt=["a"] * batch, guidance_scale=1.0 if batch == 3 else 3.0)
+        assert len({tuple(choice.tolist()) for choice in drawn.values()}) == len(drawn) > 3
+        assert all(choice.ndim == 1 and choice.unique().numel() > 1 for choice in drawn.values())
+
+
+@pytest.mark.parametrize("method", ACTIVE)
+def test_pictures_of_a_batch_do_not_influence_each_other(pipe: Any, method: str) -> None:
+    elfatt_sd.apply_patch(pipe, method)
+    latents = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    together = picture(pipe, prompt=["a", "b", "c"], latents=latents.clone())
+    alone = picture(pipe, prompt="b", latents=latents[1:2].clone())
+    torch.testing.assert_close(together[1:2], alone, atol=1e-4, rtol=0)
+
+
+def test_guidance_halves_have_the_same_destinations(pipe: Any) -> None:
+    """With the same text in both halves the two predictions agree exactly, so guidance changes nothing."""
+    elfatt_sd.apply_patch(pipe, "tome", ratio=0.5)
+    plain = picture(pipe, prompt="", guidance_scale=1.0)
+    guided = picture(pipe, prompt="", guidance_scale=7.5)
+    torch.testing.assert_close(guided, plain, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("config", EVERY_SETTING, ids=EVERY_ID)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_finite_and_close(folder: Path, config: PatchConfig, dtype: torch.dtype) -> None:
+    unet = tiny.unet()
+    sample = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    text = torch.randn(2, 7, tiny.TEXT_WIDTH, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact = unet(sample, 999, text).sample
+        for half in (unet, copy.deepcopy(unet).to(dtype)):
+            elfatt_sd.apply_patch(half, config)
+        full = unet(sample, 999, text).sample
+        reduced = half(sample.to(dtype), 999, text.to(dtype)).sample.float()
+    assert reduced.isfinite().all()
+    assert (reduced - full).abs().max() < 0.1 * exact.abs().max()
+
+
+def test_copies_of_a_patched_unet_work_on_their_own(pipe: Any) -> None:
+    elfatt_sd.apply_patch(pipe.unet, "elfatt", active_fraction=1.0)
+    twin = copy.deepcopy(pipe.unet)
+    sample, text = torch.randn(1, 4, 16, 16), torch.randn(1, 7, tiny.TEXT_WIDTH)
+    with torch.no_grad():
+        before = pipe.unet(sample, 999, text).sample
+        elfatt_sd.remove_patch(pipe.unet)
+        assert torch.equal(twin(sample, 999, text).sample, before)
+        elfatt_sd.remove_patch(twin)
+        assert torch.equal(twin(sample, 999, text).sample, pipe.unet(sample, 999, text).sample)
+
+
+def test_masks_and_unexpected_tokens_fall_back_to_exact_attention(pipe: Any) -> None:
+    elfatt_sd.apply_patch(pipe.unet, "elfatt", active_fraction=1.0)
+    layer = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    with torch.no_grad():
+        pipe.unet(torch.zeros(1, 4, 16, 16), 999, torch.zeros(1, 7, tiny.TEXT_WIDTH))
+        tokens = torch.randn(1, 256, 16)
+        mask = torch.zeros(1, 1, 256)
+        mask[..., 128:] = -10000.0
+        masked, odd = layer(tokens, attention_mask=mask), layer(tokens[:, :100])
+        elfatt_sd.remove_patch(pipe.unet)
+        assert torch.equal(masked, layer(tokens, attention_mask=mask))
+        assert torch.equal(odd, layer(tokens[:, :100]))
+
+
+def test_a_processor_built_anew_works_like_the_old_one(pipe: Any) -> None:
+    """Loading an IP-Adapter rebuilds every self-attention processor without arguments."""
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    expected = picture(pipe)
+    pipe.unet.set_attn_processor({name: type(old)() for name, old in processors(pipe).items()})
+    assert torch.equal(picture(pipe), expected)
+
+
+def test_displaced_processors_are_reported_once(pipe: Any) -> None:
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    pipe.enable_attention_slicing()
+    with pytest.warns(UserWarning, match="3 patched layers now have another attention processor"):
+        picture(pipe)
+    picture(pipe)  # no second warning: warnings are errors here
+    pipe.disable_attention_slicing()
+
+
+def test_no_layer_matches(folder: Path) -> None:
+    pipe = tiny.sdxl(folder)
+    before = processors(pipe)
+    with pytest.raises(ElfattError, match=r"max_downsample=1; looked at: down_blocks\.1.*downsample 2"):
+        elfatt_sd.apply_patch(pipe, "tome", max_downsample=1)
+    assert processors(pipe) == before
+
+
+def test_a_failed_patch_leaves_the_old_one(pipe: Any) -> None:
+    elfatt_sd.apply_patch(pipe, "tome")
+    with pytest.raises(ElfattError):
+        elfatt_sd.apply_patch(pipe, "elfatt", ratio=2)
+    assert current_config(pipe) == PatchConfig.preset("tome")
+
+
+@pytest.mark.parametrize("target", [None, 3, torch.nn.Linear(2, 2)], ids=str)
+def test_targets_without_a_unet(target: Any) -> None:
+    for function in (elfatt_sd.apply_patch, elfatt_sd.remove_patch, elfatt_sd.plan):
+        with pytest.raises(ElfattError, match="has no UNet"):
+            function(target)
+
+
+def test_reused_matchings_are_computed_once(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    match_tokens = processor_module.match_tokens
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counted.append(1)
+        return match_tokens(*args, **kwargs)
+
+    monkeypatch.setattr(processor_module, "match_tokens", counting)
+    pipe.scheduler = tiny.ddim()
+    for settings, expected in (
+        ({}, 3 * 4),
+        ({"reuse_layers": True}, 4),
+        ({"reuse_steps": 2}, 3 * 2),
+        ({"reuse_layers": True, "reuse_steps": 4}, 1),
+    ):
+        counted.clear()
+        with elfatt_sd.patched(pipe, "tome", **settings):
+            picture(pipe, steps=4)
+        assert len(counted) == expected, settings
+
+
+def test_plan_tells_what_happens_and_changes_nothing(pipe: Any) -> None:
+    before = processors(pipe)
+    plan = elfatt_sd.plan(pipe, "elfatt", height=64, width=32)
+    assert processors(pipe) == before
+    assert (plan.height, plan.width) == (32, 16)
+    patched = [layer for layer in plan.layers if layer.patched]
+    assert [layer.tokens for layer in patched] == [32 * 16] * 3
+    assert [layer.tokens for layer in plan.layers if not layer.patched] == [128, 128, 128, 32]
+    assert [(phase.start, phase.until) for phase in plan.phases] == [(0.0, 0.2), (0.2, 1.0)]
+    exact = 4 * 512 * 16**2 + 2 * 512**2 * 16
+    assert patched[0].multiply_adds == exact
+    merged = 128 * 384 * 16 + 4 * 256 * 16**2 + 2 * 256**2 * 16  # matching, projections, attention
+    assert patched[0].multiply_adds_by_phase[1] == merged
+    half = 128 * 384 * 16 + 4 * 256 * 16**2 + 2 * 256 * 16 * (0.5 * 2 * 64 + 0.5 * 128)
+    assert patched[0].multiply_adds_by_phase[0] == half
+    assert json.loads(json.dumps(plan.to_dict()))["layers"][0]["tokens"] == 512
+    assert "elfatt: 3 of 7 layers" in str(plan)
+    with pytest.raises(ElfattError, match="height=33"):
+        elfatt_sd.plan(pipe, "elfatt", height=33)
+
+
+def test_plan_of_a_late_method_ends_with_exact_attention(pipe: Any) -> None:
+    plan = elfatt_sd.plan(pipe, "tome", active_fraction=0.5)
+    assert [phase.what for phase in plan.phases][-1] == "exact attention"
+    assert plan.multiply_adds_after > 0.5 * plan.multiply_adds_before
+    nothing = elfatt_sd.plan(pipe, "sd")
+    assert nothing.multiply_adds_after == nothing.multiply_adds_before
+
+
+def test_default_processor_on_layers_that_are_not_patched(pipe: Any) -> None:
+    layer = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    tokens = torch.randn(1, 256, 16)
+    with torch.no_grad():
+        expected = layer(tokens)
+        assert torch.equal(ElfattProcessor()(layer, tokens), expected)
+
+
+def test_one_block_and_no_merging_is_exact_attention(pipe: Any) -> None:
+    untouched = picture(pipe)
+    config = PatchConfig("one", (Phase(1.0, "block", block_size=256),))
+    with elfatt_sd.patched(pipe, config):
+        torch.testing.assert_close(picture(pipe), untouched, atol=1e-5, rtol=0)
+    with elfatt_sd.patched(pipe, dataclasses.replace(config, phases=(Phase(1.0, "block", block_size=256, block_order="spread"),))):
+        torch.testing.assert_close(picture(pipe), untouched, atol=1e-4, rtol=0)
