@@ -1,0 +1,1 @@
+"""The evaluation harness: protocols, prompts, pictures, reference, statistics, measurements and the report."""

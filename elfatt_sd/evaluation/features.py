@@ -1,0 +1,283 @@
+"""Feature extractors: uint8 pictures in, float32 features out, and a description of all that happens between.
+
+Legend for shapes: n pictures of h x w pixels, d features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.files import sha256_of_data, sha256_of_file
+
+EXTRACTORS = ("inception", "toy", "clip:DIR", "dinov2:DIR")
+# The network of the original FID, converted for PyTorch: published by pytorch-fid and torch-fidelity as the same file.
+INCEPTION_URL = (
+    "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
+)
+INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+TOY_SIZE = 256
+
+
+class Extractor(nn.Module):
+    """A network, how pictures get into it, and what a distance on its features is called.
+
+    Attributes:
+        name: short name, for files.
+        distance_name: name of the Frechet distance; `FID` is the original Inception network only.
+        kernel_name: name of the kernel distance.
+        dimension: d.
+        preprocessing: everything that the features depend on, as plain data; part of every hash.
+    """
+
+    def __init__(
+        self, name: str, distance_name: str, dimension: int, network: nn.Module, preprocessing: dict[str, Any]
+    ) -> None:
+        """Take a network; it is put in evaluation mode and float32."""
+        super().__init__()
+        self.name = name
+        self.distance_name = distance_name
+        self.kernel_name = "KID" if distance_name == "FID" else distance_name.replace("FD", "KD", 1)
+        self.dimension = dimension
+        self.num_features = dimension
+        self.preprocessing = {"extractor": name, **preprocessing}
+        self.network = network.requires_grad_(False).eval().float()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next(self.network.parameters()).device
+
+    @property
+    def identity(self) -> str:
+        """Hash of the preprocessing and the weights."""
+        return sha256_of_data(self.preprocessing)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Compute features in float32: no autocast, no TF32.
+
+        Args:
+            images: `[n, 3, h, w]`, uint8.
+
+        Returns:
+            float32 `[n, d]`, on the network's device.
+
+        Raises:
+            ElfattError: the pictures have another shape or type.
+        """
+        if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3:
+            raise ElfattError(f"pictures are {images.dtype} {tuple(images.shape)}; accepted is uint8 [n, 3, h, w].")
+        with torch.no_grad(), _exact_float32(self.device):
+            features: Tensor = self._features(images.to(self.device))
+        return features.float()
+
+    def _features(self, images: Tensor) -> Tensor:
+        features: Tensor = self.network(images)
+        return features
+
+
+class ToyExtractor(Extractor):
+    """The toy pipeline's classifier, which also says what a picture shows."""
+
+    def __init__(self, network: nn.Module, sha256: str) -> None:
+        """Take a `ToyClassifier`."""
+        resize = f"bicubic with antialiasing to {TOY_SIZE}x{TOY_SIZE} unless it is that already"
+        super().__init__("toy", "FD-toy", 64, network, {"resize": resize, "scale": "[-1, 1]", "sha256": sha256})
+
+    def _features(self, images: Tensor) -> Tensor:
+        features: Tensor = self.network(_resized(images, (TOY_SIZE, TOY_SIZE)) / 255)
+        return features
+
+    def classify(self, images: Tensor) -> dict[str, Tensor]:
+        """Indices `[n]` per attribute, in the order of the renderer's `ATTRIBUTES`, for uint8 `[n, 3, h, w]`."""
+        pixels = _resized(images.to(self.device), (TOY_SIZE, TOY_SIZE)) / 255
+        with _exact_float32(self.device):
+            labels: dict[str, Tensor] = self.network.classify(pixels)  # type: ignore[operator]
+        return labels
+
+
+class VisionExtractor(Extractor):
+    """A vision transformer from a local directory: resize the shorter side, crop the centre, normalise."""
+
+    def __init__(self, kind: str, network: nn.Module, dimension: int, recipe: dict[str, Any]) -> None:
+        """Take a model of transformers.
+
+        Args:
+            kind: `clip` (projected image embedding) or `dinov2` (class token after the last normalisation).
+            network: the model.
+            dimension: number of features.
+            recipe: `shortest_edge`, `crop`, `mean`, `std` and `sha256` of the directory.
+        """
+        resize = "bicubic with antialiasing: shorter side, then centre crop, clamped to [0, 255]"
+        distance_name = {"clip": "FD-CLIP", "dinov2": "FD-DINOv2"}[kind]
+        super().__init__(kind, distance_name, dimension, network, {"resize": resize, **recipe})
+        self.mean: Tensor
+        self.std: Tensor
+        self.kind, self.edge, self.crop = kind, recipe["shortest_edge"], recipe["crop"]
+        for name in ("mean", "std"):
+            self.register_buffer(name, torch.tensor(recipe[name], dtype=torch.float32)[:, None, None], persistent=False)
+
+    def _features(self, images: Tensor) -> Tensor:
+        height, width = images.shape[2:]
+        ratio = self.edge / min(height, width)
+        pixels = _resized(images, (round(height * ratio), round(width * ratio)))
+        pixels = (_centre_crop(pixels, self.crop) / 255 - self.mean) / self.std
+        output = self.network(pixel_values=pixels)
+        features: Tensor = output.image_embeds if self.kind == "clip" else output.last_hidden_state[:, 0]
+        return features
+
+
+def load_extractor(
+    spec: str, *, weights: Path | None = None, sha256: str | None = None, device: str | torch.device = "cpu"
+) -> Extractor:
+    """Load an extractor.
+
+    Args:
+        spec: `inception`, `toy`, `clip:DIR` or `dinov2:DIR` (directories of transformers models).
+        weights: the Inception weights' file, for use offline; by default torch's cache, filled from the network.
+        sha256: hash of another Inception file to accept; its distance is then not called FID.
+        device: where to run.
+
+    Raises:
+        ElfattError: unknown spec, a missing package, file or directory, or a wrong hash.
+    """
+    kind, _, folder = spec.partition(":")
+    if kind in ("clip", "dinov2") and folder:
+        return _load_vision(kind, Path(folder)).to(device)
+    if spec == "toy":
+        return _load_toy().to(device)
+    if spec == "inception":
+        return _load_inception(weights, sha256).to(device)
+    raise ElfattError(f"extractor={spec!r} is not known; accepted: {', '.join(EXTRACTORS)}.")
+
+
+def _load_inception(weights: Path | None, sha256: str | None) -> Extractor:
+    try:
+        import torch_fidelity  # noqa: F401
+        from torchmetrics.image.fid import NoTrainInceptionV3
+    except ImportError as error:
+        message = "extractor='inception' needs torch-fidelity; install it with: pip install 'elfatt-sd[inception]'"
+        raise ElfattError(message) from error
+    accepted = (sha256 or INCEPTION_SHA256).lower()
+    path = weights if weights is not None else _cached_inception()
+    if not path.is_file():
+        raise ElfattError(f"Inception weights {path} do not exist; give the file published at {INCEPTION_URL}.")
+    found = sha256_of_file(path)
+    if found != accepted:
+        raise ElfattError(f"Inception weights {path} have sha256 {found}; accepted is {accepted}.")
+    _check_tensors_only(path)
+    try:
+        network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(path), antialias=False)
+    except RuntimeError as error:
+        raise ElfattError(f"Inception weights {path} do not fit the network ({str(error).splitlines()[0]}).") from error
+    name = "FID" if found == INCEPTION_SHA256 else f"FD-Inception-{found[:8]}"
+    resize = "bilinear to 299x299 as in TensorFlow 1 (no antialiasing), inside the network"
+    return Extractor("inception", name, 2048, network, {"resize": resize, "scale": "(x - 128) / 128", "sha256": found})
+
+
+def _cached_inception() -> Path:
+    """The published file in torch's cache, downloaded at the first use."""
+    path = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_URL.rpartition("/")[2]
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.hub.download_url_to_file(INCEPTION_URL, str(path), hash_prefix=INCEPTION_SHA256, progress=False)
+        except (OSError, RuntimeError) as error:
+            remedy = f"get {INCEPTION_URL} and give --inception-weights FILE"
+            raise ElfattError(f"Inception weights cannot be fetched ({error}); {remedy}.") from error
+    return path
+
+
+def _check_tensors_only(path: Path) -> None:
+    """Refuse a pickle that holds anything but tensors, before another package loads it without that check."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ElfattError(f"Inception weights {path} are not a file of tensors ({type(error).__name__}).") from error
+
+
+def _load_toy() -> Extractor:
+    from elfatt_sd.toy import features
+
+    path = features.CLASSIFIER_FILE
+    network = features.load_feature_extractor()
+    return ToyExtractor(network, sha256_of_file(path))
+
+
+def _load_vision(kind: str, folder: Path) -> Extractor:
+    if not (folder / "config.json").is_file():
+        accepted = "give a local directory of a transformers model"
+        raise ElfattError(f"extractor {kind}:{folder} has no config.json; {accepted}.")
+    from transformers import AutoModel, CLIPVisionModelWithProjection
+
+    loader: Any = CLIPVisionModelWithProjection if kind == "clip" else AutoModel
+    try:
+        network = loader.from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise ElfattError(f"extractor {kind}:{folder} cannot be loaded ({str(error).splitlines()[0]}).") from error
+    config = network.config
+    dimension = config.projection_dim if kind == "clip" else config.hidden_size
+    return VisionExtractor(kind, network, dimension, _vision_recipe(kind, folder, config.image_size))
+
+
+def _vision_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
+    """The directory's own preprocessing; the model's usual one where it has none."""
+    path = folder / "preprocessor_config.json"
+    stored = json.loads(path.read_text()) if path.is_file() else {}
+    clip = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
+    mean, std = clip if kind == "clip" else ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    crop = _edge(stored.get("crop_size"), image_size)
+    return {
+        "crop": crop,
+        "shortest_edge": max(crop, _edge(stored.get("size"), crop)),
+        "mean": stored.get("image_mean", mean),
+        "std": stored.get("image_std", std),
+        "sha256": sha256_of_data({file.name: sha256_of_file(file) for file in _model_files(folder)}),
+    }
+
+
+def _edge(size: Any, default: int) -> int:
+    """A side in pixels from the forms in which transformers stores it."""
+    if isinstance(size, dict):
+        size = size.get("shortest_edge", size.get("height"))
+    return int(size) if size else default
+
+
+def _model_files(folder: Path) -> list[Path]:
+    kinds = {".json", ".safetensors", ".bin"}
+    return [path for path in sorted(folder.iterdir()) if path.suffix in kinds and path.is_file()]
+
+
+def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Float pictures in [0, 255] of the given height and width; untouched where they have it."""
+    if tuple(images.shape[2:]) == size:
+        return images.float()
+    return functional.interpolate(images.float(), size=size, mode="bicubic", antialias=True).clamp(0, 255)
+
+
+def _centre_crop(images: Tensor, side: int) -> Tensor:
+    top, left = ((length - side) // 2 for length in images.shape[2:])
+    return images[:, :, top : top + side, left : left + side]
+
+
+@contextlib.contextmanager
+def _exact_float32(device: torch.device) -> Iterator[None]:
+    """Full float32 inside, whatever the surroundings have switched on."""
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with (
+            torch.autocast(device.type, enabled=False),
+            torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False),
+        ):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = matmul

@@ -1,0 +1,157 @@
+"""Class labels and the prompts made from them."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elfatt_sd.config import ElfattError
+
+# The ILSVRC-2012 classes, facts: WordNet ids and lemmas as timm 1.0.31 lists them, short names as torchvision 0.28.0.
+IMAGENET_FILE = Path(__file__).with_name("imagenet1k_classes.csv")
+IMAGENET_SHA256 = "be0d9a0ba89220d80e203c0af2abf12275f35c8973efb4adfdca3085d593b810"
+# Names that two classes share in WordNet, or that leave open which of two is meant.
+TOLD_APART = {
+    517: "construction crane",  # 134 is the crane bird
+    638: "maillot swimsuit",
+    639: "tank suit maillot",
+    836: "sunglass lens",  # 837 is sunglasses
+}
+
+
+@dataclass(frozen=True)
+class Label:
+    """A class: its index in the list, its WordNet id (empty outside ImageNet) and its name in prompts."""
+
+    index: int
+    wnid: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt: its index in the run (one latent each), the index of its label, and its text."""
+
+    index: int
+    class_index: int
+    text: str
+
+
+def imagenet_labels() -> list[Label]:
+    """Return the 1000 classes of ImageNet-1K in index order, with distinct names.
+
+    Raises:
+        ElfattError: the file in the package was changed.
+    """
+    content = IMAGENET_FILE.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != IMAGENET_SHA256:
+        raise ElfattError(f"{IMAGENET_FILE} has sha256 {digest}; accepted is {IMAGENET_SHA256}. Reinstall elfatt-sd.")
+    rows = csv.DictReader(content.decode().splitlines())
+    indexed = ((int(row["index"]), row) for row in rows)
+    return [Label(index, row["wnid"], TOLD_APART.get(index, row["short_name"])) for index, row in indexed]
+
+
+def toy_labels() -> list[Label]:
+    """Return the toy pipeline's classes; their names are whole prompts."""
+    from elfatt_sd.toy.renderer import CLASS_PROMPTS
+
+    return [Label(index, "", name) for index, name in enumerate(CLASS_PROMPTS)]
+
+
+def read_labels(path: Path) -> list[Label]:
+    """Read labels from a text file (one per line) or a `.csv` with a column `name` (or `label`), optionally `wnid`.
+
+    Raises:
+        ElfattError: the file is missing, not UTF-8, empty, lacks the column, or names a label twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ElfattError(f"labels {path} cannot be read ({error}); give a UTF-8 text file or .csv.") from error
+    csv_file = path.suffix.lower() == ".csv"
+    pairs = _csv_pairs(path, text) if csv_file else [("", line.strip()) for line in text.splitlines()]
+    labels = [Label(index, wnid, name) for index, (wnid, name) in enumerate(pair for pair in pairs if pair[1])]
+    if not labels:
+        raise ElfattError(f"labels {path} is empty; give one label per line.")
+    seen: set[str] = set()
+    for label in labels:
+        if label.name in seen:
+            raise ElfattError(f"labels {path} names {label.name!r} twice; every label must be distinct.")
+        seen.add(label.name)
+    return labels
+
+
+def _csv_pairs(path: Path, text: str) -> list[tuple[str, str]]:
+    rows = csv.DictReader(text.splitlines())
+    columns = rows.fieldnames or []
+    column = next((name for name in ("name", "label") if name in columns), None)
+    if column is None and columns:
+        raise ElfattError(f"labels {path} has columns {', '.join(columns)}; accepted are name or label, and wnid.")
+    return [((row.get("wnid") or "").strip(), (row[column] or "").strip()) for row in rows] if column else []
+
+
+def load_labels(name: str, folder: Path | None = None) -> list[Label]:
+    """Return a named list (`imagenet1k`, `toy`), or read a file.
+
+    Args:
+        name: `imagenet1k`, `toy`, or the path of a file for `read_labels`.
+        folder: where a relative path starts; the working directory by default.
+
+    Raises:
+        ElfattError: neither a known list nor a file.
+    """
+    if name == "imagenet1k":
+        return imagenet_labels()
+    if name == "toy":
+        return toy_labels()
+    path = (folder or Path()) / name
+    if not path.is_file():
+        raise ElfattError(f"labels={name!r} is not known; accepted: imagenet1k, toy, or a .txt or .csv file.")
+    return read_labels(path)
+
+
+def build_prompts(labels: Sequence[Label], template: str, images_per_class: int) -> list[Prompt]:
+    """Make the prompts of a run, class after class.
+
+    Args:
+        labels: the classes.
+        template: text with `{label}`, and optionally `{wnid}`, `{index}` or `{article}` ("a" or "an").
+        images_per_class: prompts for each class, equal but for their index.
+
+    Raises:
+        ElfattError: there are no labels, the number is below 1, or the template has an unknown field or none.
+    """
+    if not labels:
+        raise ElfattError("labels is empty; give at least one.")
+    if images_per_class < 1:
+        raise ElfattError(f"images_per_class={images_per_class} is not accepted; give a whole number of at least 1.")
+    _check_template(template)
+    texts = [
+        template.format(label=label.name, wnid=label.wnid, index=label.index, article=_article(label.name))
+        for label in labels
+    ]
+    return [
+        Prompt(position * images_per_class + copy, label.index, text)
+        for position, (label, text) in enumerate(zip(labels, texts, strict=True))
+        for copy in range(images_per_class)
+    ]
+
+
+def _check_template(template: str) -> None:
+    try:
+        fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+    except ValueError as error:
+        raise ElfattError(f"template={template!r} is not accepted ({error}); write {{label}}.") from error
+    unknown = sorted(fields - {"label", "wnid", "index", "article"})
+    if unknown or "label" not in fields:
+        what = f"the field {unknown[0]!r}" if unknown else "no field {label}"
+        raise ElfattError(f"template={template!r} has {what}; accepted: {{label}}, {{wnid}}, {{index}}, {{article}}.")
+
+
+def _article(name: str) -> str:
+    return "an" if name[:1].lower() in set("aeiou") else "a"
