@@ -6,6 +6,7 @@ A configuration is data: frozen, comparable, and equal to itself after a round t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ class PatchConfig:
         if not isinstance(self.phases, tuple) or not all(isinstance(phase, Phase) for phase in self.phases):
             raise ElfattError(f"phases={self.phases!r} is not accepted; give a tuple of Phase.")
         ends = [phase.until for phase in self.phases]
-        if any(later <= earlier for earlier, later in zip(ends, ends[1:], strict=False)):
+        if any(later <= earlier for earlier, later in itertools.pairwise(ends)):
             raise ElfattError(f"phases end at {ends}; each must end later than the one before it.")
         if self.max_downsample is not None and (
             isinstance(self.max_downsample, bool) or self.max_downsample not in (1, 2, 4, 8)

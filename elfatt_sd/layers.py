@@ -65,12 +65,14 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
     if not is_denoiser(unet):
         parts = ", ".join(getattr(target, "components", {})) or "none"
         raise ElfattError(
-            f"{type(target).__name__} has no UNet (its parts: {parts}); give a diffusers pipeline with a UNet, or a UNet."
+            f"{type(target).__name__} has no UNet (its parts: {parts}); "
+            "give a diffusers pipeline with a UNet, or a UNet."
         )
     controlnet = getattr(target, "controlnet", None)
     nets = list(controlnet) if isinstance(controlnet, list | tuple) else list(getattr(controlnet, "nets", [controlnet]))
-    named = {f"controlnet.{index}": net for index, net in enumerate(nets) if is_denoiser(net)}
-    return {"unet": unet, **(named if len(named) > 1 else {"controlnet": net for net in named.values()})}
+    nets = [net for net in nets if is_denoiser(net)]
+    names = [f"controlnet.{index}" for index in range(len(nets))] if len(nets) > 1 else ["controlnet"]
+    return {"unet": unet, **dict(zip(names, nets, strict=False))}
 
 
 def find_layers(denoiser: nn.Module) -> list[SelfAttention]:
@@ -116,4 +118,3 @@ def _block_factors(denoiser: nn.Module) -> Iterator[tuple[str, int]]:
 def _norm_before(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
     parent, _, own = name.rpartition(".")
     return modules.get(f"{parent}.{own.replace('attn', 'norm')}") if own in ("attn1", "attn2") else None
-

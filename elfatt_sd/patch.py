@@ -86,7 +86,12 @@ def patched(pipe: Any, method: str | PatchConfig = "elfatt", **settings: Any) ->
 
 
 def plan(
-    pipe: Any, method: str | PatchConfig = "elfatt", *, height: int | None = None, width: int | None = None, **settings: Any
+    pipe: Any,
+    method: str | PatchConfig = "elfatt",
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    **settings: Any,
 ) -> Plan:
     """Tell what a patch would do, layer by layer and phase by phase, without changing anything.
 
@@ -198,7 +203,7 @@ class _Patch:
             named = {f"{name}.processor": processor for name, processor in changed.items()}
             self._module.set_attn_processor({**self._module.attn_processors, **named})  # type: ignore[operator,dict-item]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step and tell the layers."""
         sample = args[0] if args else kwargs["sample"]
@@ -209,7 +214,8 @@ class _Patch:
                 raise unknown_position(len(self.config.phases))
             position = Position(0, 1)
         self._warn_if_displaced()
-        self._shared.begin(position, self._schedule.runs, *map(int, sample.shape[-2:]), device=sample.device)
+        height, width = map(int, sample.shape[-2:])
+        self._shared.begin(position, self._schedule.runs, height, width, sample.device)
 
     def _warn_if_displaced(self) -> None:
         if self._warned:

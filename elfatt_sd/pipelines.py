@@ -19,12 +19,18 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
+TOY = Path(__file__).parent / "toy" / "weights"
 _PICKLES = {".ckpt", ".pt", ".pth", ".bin"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_pipeline(
-    model: str | Path = "toy", *, device: str = "auto", dtype: str | torch.dtype = "auto", allow_pickle: bool = False, **options: Any
+    model: str | Path = "toy",
+    *,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    allow_pickle: bool = False,
+    **options: Any,
 ) -> Any:
     """Load a text-to-image pipeline.
 
@@ -44,14 +50,12 @@ def load_pipeline(
     place = pick_device(device)
     options = {"torch_dtype": pick_dtype(dtype, place), **options}
     if str(model) == "toy":
-        from elfatt_sd.toy import WEIGHTS
-
-        model = WEIGHTS
+        model = TOY
     path = Path(model)
     if path.suffix in _PICKLES and not allow_pickle:
         raise ElfattError(
-            f"model={str(model)!r} is a pickle, which can run any code when it is loaded; convert it to .safetensors, or "
-            "allow it with allow_pickle=True (--allow-pickle)."
+            f"model={str(model)!r} is a pickle, which can run any code when it is loaded; convert it to .safetensors, "
+            "or allow it with allow_pickle=True (--allow-pickle)."
         )
     if path.is_dir():
         pipe = _from_directory(path, options, allow_pickle)
@@ -108,8 +112,6 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def _from_directory(path: Path, options: dict[str, Any], allow_pickle: bool) -> Any:
-    from diffusers import DiffusionPipeline
-
     index = path / "model_index.json"
     if not index.is_file():
         raise ElfattError(f"model={str(path)!r} has no model_index.json; give a diffusers pipeline directory.")
@@ -127,7 +129,7 @@ def _from_directory(path: Path, options: dict[str, Any], allow_pickle: bool) -> 
             "allow_pickle=True (--allow-pickle)."
         )
     try:
-        return DiffusionPipeline.from_pretrained(path, use_safetensors=None if allow_pickle else True, **options)
+        return _from_pretrained(path, allow_pickle, options)
     except (OSError, ValueError) as error:
         raise ElfattError(f"model={str(path)!r} could not be loaded: {_first_line(error)}") from error
 
@@ -163,12 +165,17 @@ def _single_file_kind(path: Path) -> str:
 
 
 def _from_hub(name: str, options: dict[str, Any], allow_pickle: bool) -> Any:
-    from diffusers import DiffusionPipeline
-
     try:
-        return DiffusionPipeline.from_pretrained(name, use_safetensors=None if allow_pickle else True, **options)
+        return _from_pretrained(name, allow_pickle, options)
     except (OSError, ValueError) as error:
         raise ElfattError(f"model={name!r} could not be loaded from the hub: {_first_line(error)}") from error
+
+
+def _from_pretrained(model: str | Path, allow_pickle: bool, options: dict[str, Any]) -> Any:
+    from diffusers import DiffusionPipeline
+
+    load: Any = DiffusionPipeline.from_pretrained
+    return load(model, use_safetensors=None if allow_pickle else True, **options)
 
 
 def _first_line(error: Exception) -> str:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention, find_denoisers, unwrap
 
@@ -94,7 +92,8 @@ class Plan:
             for layer in self.layers
         ]
         rows += [
-            f"  {phase.start:.0%} to {phase.until:.0%} of the steps: {phase.what}, {phase.multiply_adds / 1e9:.2f} G multiply-adds"
+            f"  {phase.start:.0%} to {phase.until:.0%} of the steps: {phase.what}, "
+            f"{phase.multiply_adds / 1e9:.2f} G multiply-adds"
             for phase in self.phases
         ]
         share = self.multiply_adds_after / self.multiply_adds_before if self.multiply_adds_before else 1.0
@@ -142,7 +141,8 @@ def latent_grid(pipe: Any, height: int | None, width: int | None) -> tuple[int, 
         ElfattError: the size is not a positive multiple of the VAE's factor.
     """
     scale = int(getattr(pipe, "vae_scale_factor", 1))
-    own = unwrap(find_denoisers(pipe)["unet"]).config.sample_size or 64
+    unet: Any = unwrap(find_denoisers(pipe)["unet"])
+    own = unet.config.sample_size or 64
     sides = list(own) if isinstance(own, list | tuple) else [own, own]
     for side, (name, pixels) in enumerate((("height", height), ("width", width))):
         if pixels is not None:
@@ -167,18 +167,24 @@ def _plan_layer(
     denoiser: str, layer: SelfAttention, phases: Sequence[Phase], height: int, width: int, patched: bool
 ) -> PlannedLayer:
     rows, columns = layer.grid(height, width)
-    channels = _channels(layer.attention)
+    channels = layer.attention.inner_dim
     before = multiply_adds(EXACT, rows, columns, channels)
     by_phase = tuple(multiply_adds(phase, rows, columns, channels) if patched else before for phase in phases)
     own = [phase for phase in phases if not phase.exact]
     reason = describe(own[0]) if patched and own else f"left alone: its grid is 1/{layer.downsample} of the latent's"
     return PlannedLayer(
-        denoiser, layer.name, layer.downsample, rows, columns, layer.attention.heads, channels, patched, reason, before, by_phase
+        denoiser,
+        layer.name,
+        layer.downsample,
+        rows,
+        columns,
+        layer.attention.heads,
+        channels,
+        patched,
+        reason,
+        before,
+        by_phase,
     )
-
-
-def _channels(attention: nn.Module) -> int:
-    return int(attention.inner_dim)  # type: ignore[arg-type]
 
 
 def multiply_adds(phase: Phase, height: int, width: int, channels: int) -> int:

@@ -26,6 +26,7 @@ from elfatt_sd.ordering import block_permutation, order_merged
 from elfatt_sd.schedule import Position
 
 STATE = "elfatt_state"  # attribute of a patched attention module
+_DEFAULT: Any = AttnProcessor2_0
 
 
 class Denoiser:
@@ -126,7 +127,8 @@ class LayerState:
         if reused and key in self.denoiser.matchings:
             return self.denoiser.matchings[key]
         in_sequence = phase.uses_blocks and phase.block_order == "sequence"
-        matching = match_tokens(self.metric(tokens), *self.grid, phase.ratio, phase.stride, self.choice, ordered=in_sequence)
+        metric = self.metric(tokens)
+        matching = match_tokens(metric, *self.grid, phase.ratio, phase.stride, self.choice, ordered=in_sequence)
         if reused:
             self.denoiser.matchings[key] = matching
         return matching
@@ -158,7 +160,7 @@ class ElfattProcessor:
         """Apply the layer to hidden states `[batch, tokens, channels]` or `[batch, channels, height, width]`."""
         state: LayerState | None = getattr(attn, STATE, None)
         if state is None:  # a layer that is not patched: what diffusers does by default
-            return AttnProcessor2_0()(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
+            return _DEFAULT()(attn, hidden_states, encoder_hidden_states, attention_mask, temb)  # type: ignore[no-any-return]
         phase = state.denoiser.phase
         if (
             not state.active
@@ -200,8 +202,7 @@ def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor
         merged = matching.merge(tokens)
     else:
         merged = tokens if permutation is None else tokens.index_select(1, permutation)
-    mixed = attend(attn, state, phase, tokens, merged)
-    mixed = attn.to_out[1](attn.to_out[0](mixed))
+    mixed: Tensor = attn.to_out[1](attn.to_out[0](attend(attn, state, phase, tokens, merged)))
     if matching is not None:
         return matching.unmerge(mixed)
     return mixed if state.inverse is None else mixed.index_select(1, state.inverse)
@@ -264,8 +265,10 @@ def project(attn: Attention, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _heads(attn: Attention, projected: Tensor, norm: torch.nn.Module | None) -> Tensor:
-    split = projected.unflatten(-1, (attn.heads, -1))
-    return split if norm is None else norm(split)
+    split: Tensor = projected.view(*projected.shape[:2], attn.heads, -1)
+    if norm is not None:
+        split = norm(split)
+    return split
 
 
 def warn_displaced(names: list[str], by: str) -> None:

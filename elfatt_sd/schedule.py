@@ -91,9 +91,9 @@ def _from_view(timestep: torch.Tensor | float, timesteps: torch.Tensor | None) -
     if not isinstance(timestep, torch.Tensor) or (timestep.numel() > 1 and any(timestep.stride())):
         return None
     if timesteps is not None and _address(timestep) == _address(timesteps):
-        return Position(timestep.storage_offset() - timesteps.storage_offset(), len(timesteps))
+        return Position(int(timestep.storage_offset() - timesteps.storage_offset()), len(timesteps))
     size = timestep.untyped_storage().nbytes() // timestep.element_size()
-    return Position(timestep.storage_offset(), size) if size > 1 else None
+    return Position(int(timestep.storage_offset()), size) if size > 1 else None
 
 
 def _host_value(timestep: torch.Tensor | float) -> float | None:

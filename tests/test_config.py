@@ -20,7 +20,12 @@ def test_presets_are_the_published_methods() -> None:
     assert shape(PatchConfig.preset("agent")) == [(0.4, "agent", 0.4, 4), (1.0, "softmax", 0.4, 2)]
     assert shape(PatchConfig.preset("elfatt")) == [(0.2, "elfatt", 0.5, 2), (1.0, "softmax", 0.5, 2)]
     agent = PatchConfig.preset("agent").phases[0]
-    assert (agent.agent_source, agent.agent_ratio, agent.agent_scale, agent.value_shortcut) == ("merged", 0.95, 0.3, 0.075)
+    assert (agent.agent_source, agent.agent_ratio, agent.agent_scale, agent.value_shortcut) == (
+        "merged",
+        0.95,
+        0.3,
+        0.075,
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -59,7 +64,12 @@ def test_active_fraction(method: str, fraction: float, expected: list[tuple[floa
 
 def test_phase_at_covers_the_run() -> None:
     config = PatchConfig.preset("elfatt")
-    assert [config.phase_at(step, 50).attention for step in (0, 9, 10, 49)] == ["elfatt", "elfatt", "softmax", "softmax"]
+    assert [config.phase_at(step, 50).attention for step in (0, 9, 10, 49)] == [
+        "elfatt",
+        "elfatt",
+        "softmax",
+        "softmax",
+    ]
     assert config.phase_at(0, 1).attention == "elfatt"
     assert PatchConfig.preset("tome", active_fraction=0.5).phase_at(25, 50) == EXACT
 

@@ -337,5 +337,7 @@ def test_one_block_and_no_merging_is_exact_attention(pipe: Any) -> None:
     config = PatchConfig("one", (Phase(1.0, "block", block_size=256),))
     with elfatt_sd.patched(pipe, config):
         torch.testing.assert_close(picture(pipe), untouched, atol=1e-5, rtol=0)
-    with elfatt_sd.patched(pipe, dataclasses.replace(config, phases=(Phase(1.0, "block", block_size=256, block_order="spread"),))):
+    with elfatt_sd.patched(
+        pipe, dataclasses.replace(config, phases=(Phase(1.0, "block", block_size=256, block_order="spread"),))
+    ):
         torch.testing.assert_close(picture(pipe), untouched, atol=1e-4, rtol=0)
