@@ -10,8 +10,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,32 +21,42 @@ from typer.core import TyperGroup
 from elfatt_sd.config import BACKENDS, BLOCK_ORDERS, METHODS, ElfattError, PatchConfig
 
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
-OWN_OPTIONS: dict[str, Any] = {
-    "ratio": Annotated[float | None, typer.Option(help="Share of the tokens that are merged, 0 to less than 1.")],
-    "stride": Annotated[
-        int | None, typer.Option(help="One merge destination for each cell of this many tokens a side.")
-    ],
-    "block_size": Annotated[int | None, typer.Option(help="Tokens in a block.")],
-    "block_order": Annotated[str | None, typer.Option(help=f"Which tokens share a block: {', '.join(BLOCK_ORDERS)}.")],
-    "agents": Annotated[int | None, typer.Option(help="Number of agent tokens, where they are pooled.")],
-    "active_fraction": Annotated[
-        float | None, typer.Option(help="Share of the run in which the method's own attention is active, 0 to 1.")
-    ],
-    "max_downsample": Annotated[int | None, typer.Option(help="Deepest level to patch: 1, 2, 4 or 8.")],
-    "patch_seed": Annotated[int | None, typer.Option(help="Seed of random merge destinations and blocks.")],
-    "rand": Annotated[bool | None, typer.Option("--rand/--no-rand", help="Random or fixed merge destinations.")],
-    "attention_backend": Annotated[str | None, typer.Option(help=f"One of {', '.join(BACKENDS)}.")],
-    "set": Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Any other setting, such as fp32_logits=true.")
-    ],
+
+
+def _option(kind: Any, *names: str, **details: Any) -> Any:
+    return Annotated[kind | None, typer.Option(*names, rich_help_panel="The patch", **details)]
+
+
+PATCH_OPTIONS: dict[str, Any] = {
+    "method": _option(str, help=f"One of {', '.join(METHODS)}; elfatt if nothing is given."),
+    "config_file": _option(Path, "--config", metavar="FILE", help="Instead of a method, what `patch --save` wrote."),
+    "ratio": _option(float, help="Share of the tokens that are merged, 0 to less than 1."),
+    "stride": _option(int, help="One merge destination for each cell of this many tokens a side."),
+    "block_size": _option(int, help="Tokens in a block."),
+    "block_order": _option(str, help=f"Which tokens share a block: {', '.join(BLOCK_ORDERS)}."),
+    "agents": _option(int, help="Number of agent tokens, where they are pooled."),
+    "active_fraction": _option(float, help="Share of the run in which the method's own attention is active, 0 to 1."),
+    "max_downsample": _option(int, help="Deepest level to patch: 1, 2, 4 or 8."),
+    "patch_seed": _option(int, help="Seed of random merge destinations and blocks."),
+    "rand": _option(bool, "--rand/--no-rand", help="Random or fixed merge destinations."),
+    "attention_backend": _option(str, help=f"One of {', '.join(BACKENDS)}."),
+    "set": _option(list[str], metavar="NAME=VALUE", help="Any other setting, such as fp32_logits=true."),
 }
 _NAMES = {"patch_seed": "seed", "rand": "use_rand"}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A configuration from the command line, and the arguments of `apply_patch` that say the same in Python."""
+
+    config: PatchConfig
+    arguments: str
 
 
 class OneLineErrors(TyperGroup):
     """The root command: every error is one line on stderr and an exit code; `--debug` adds the traceback."""
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **_: Any) -> NoReturn:
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **_: Any) -> Any:  # type: ignore[override]
         """Run the command line and exit."""
         words = list(sys.argv[1:] if args is None else args)
         debug = _take_debug(words)
@@ -94,22 +105,17 @@ def lazy_group(home: str) -> typer.Typer:
 
 
 def takes_patch(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options that make up a patch; it receives what they say as `config`."""
-    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "config"]
-    panel = {"method": Annotated[str | None, typer.Option(help=f"One of {', '.join(METHODS)}. [default: elfatt]")]}
-    panel["config_file"] = Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="A configuration that `patch --save` wrote.")
-    ]
-    panel |= OWN_OPTIONS
+    """Give a command the options that make up a patch; it receives what they say as `chosen`."""
+    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "chosen"]
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in panel.items()
+        for name, kind in PATCH_OPTIONS.items()
     ]
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> Any:
-        chosen = {name: given.pop(name) for name in panel}
-        return command(config=build_config(**chosen), **given)
+        options = {name: given.pop(name) for name in PATCH_OPTIONS}
+        return command(chosen=choose(**options), **given)
 
     parameters = [*own, *added]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -117,7 +123,9 @@ def takes_patch(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def build_config(method: str | None, config_file: Path | None, set: list[str] | None, **options: Any) -> PatchConfig:  # noqa: A002
+def choose(
+    method: str | None = None, config_file: Path | None = None, set: list[str] | None = None, **options: Any
+) -> Chosen:
     """Build a configuration from options.
 
     Args:
@@ -131,11 +139,18 @@ def build_config(method: str | None, config_file: Path | None, set: list[str] | 
     """
     settings = {_NAMES.get(name, name): value for name, value in options.items() if value is not None}
     settings |= dict(_name_and_value(text) for text in set or ())
+    written = "".join(f", {name}={value!r}" for name, value in settings.items())
     if config_file is None:
-        return PatchConfig.preset(method or "elfatt", **settings)
+        method = method or "elfatt"
+        return Chosen(PatchConfig.preset(method, **settings), f'"{method}"{written}')
     if method is not None:
         raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
-    return read_config(config_file).with_settings(**settings)
+    return Chosen(read_config(config_file).with_settings(**settings), from_file(config_file) + written)
+
+
+def from_file(path: Path) -> str:
+    """Return the Python expression that reads a saved configuration."""
+    return f"elfatt_sd.PatchConfig.from_dict(json.load(open({str(path)!r})))"
 
 
 def read_config(path: Path) -> PatchConfig:
@@ -174,8 +189,8 @@ def quiet_libraries() -> None:
     from transformers.utils import logging as transformers_logging
 
     for logging in (diffusers_logging, transformers_logging):
-        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
 
 
 def _take_debug(words: list[str]) -> bool:

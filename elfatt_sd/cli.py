@@ -1,0 +1,268 @@
+"""The command line: parse, call, print. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from elfatt_sd import __version__
+from elfatt_sd.config import ElfattError
+from elfatt_sd.console import (
+    Chosen,
+    OneLineErrors,
+    complain,
+    from_file,
+    lazy_group,
+    output,
+    quiet_libraries,
+    takes_patch,
+)
+
+if TYPE_CHECKING:
+    from elfatt_sd.generation import Result
+    from elfatt_sd.planning import Plan, PlannedLayer
+
+app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app.add_typer(
+    lazy_group("elfatt_sd.evaluation.cli:app"), name="eval", help="Measure quality, time and memory of methods."
+)
+app.add_typer(lazy_group("elfatt_sd.bench_cli:app"), name="bench", help="Time and memory, side by side in one run.")
+
+Model = Annotated[str, typer.Option(help="toy, a diffusers directory, a hub id, or a .safetensors file.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")]
+Height = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
+Width = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "optional": "[yellow]not there[/]", "info": ""}
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="elfatt-sd")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"elfatt-sd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False,
+) -> None:
+    """Faster Stable Diffusion without training, and what it costs."""
+
+
+@app.command()
+@takes_patch
+def generate(
+    chosen: Chosen,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Each one is drawn.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
+    model: Model = "toy",
+    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 50,
+    guidance: Annotated[float, typer.Option(help="Classifier-free guidance scale.")] = 7.5,
+    seed: Annotated[int, typer.Option(help="Of each prompt's first picture; the next ones count up.")] = 0,
+    num_images: Annotated[int, typer.Option(help="Pictures for each prompt.")] = 1,
+    height: Height = None,
+    width: Width = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures.")] = Path("outputs"),
+    compare: Annotated[bool, typer.Option("--compare", help="Untouched and patched, side by side.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Draw pictures, each a PNG with its settings inside and a JSON beside it."""
+    from elfatt_sd.generation import Request, Studio, check_writable, read_prompts
+
+    prompts = [*(prompts or ()), *(read_prompts(prompt_file) if prompt_file else ())]
+    if not prompts:
+        raise ElfattError("there is no prompt; give one, such as 'a red star', or --prompt-file FILE.")
+    request = Request(tuple(prompts), chosen.config, model, steps, guidance, seed, num_images, height, width, compare)
+    check_writable(out)
+    if model == "toy":
+        _tell_unknown_words(prompts)
+    pipe = _load(model, device, dtype, allow_pickle)
+    results = []
+    with _progress(request.num_images * len(prompts)) as (on_step, on_picture):
+        for result in Studio(pipe, request, out, on_step).results():
+            results.append(result)
+            on_picture(result)
+    _print_summary(results)
+
+
+@app.command()
+@takes_patch
+def patch(
+    chosen: Chosen,
+    model: Annotated[str, typer.Argument(help="toy, a diffusers directory, a hub id, or a .safetensors file.")] = "toy",
+    height: Height = None,
+    width: Width = None,
+    as_json: Json = False,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the configuration as JSON.")] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Show what would be patched, layer by layer, and the Python lines that do it."""
+    from elfatt_sd.evaluation.files import write_json
+    from elfatt_sd.generation import check_writable
+    from elfatt_sd.patch import plan
+
+    for name, pixels in (("height", height), ("width", width)):
+        if pixels is not None and (pixels <= 0 or pixels % 8):
+            raise ElfattError(f"{name}={pixels} is not accepted; give a positive multiple of 8.")
+    if save is not None:
+        if save.exists():
+            raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
+        check_writable(save.parent)
+    planned = plan(_load(model, device, dtype, allow_pickle), chosen.config, height=height, width=width)
+    if save is not None:
+        write_json(save, chosen.config.to_dict())
+    lines = _python_lines(model, chosen.arguments if save is None else from_file(save))
+    if as_json:
+        print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
+        return
+    _print_plan(planned)
+    print("\nIn Python:\n\n" + "\n".join(f"    {line}" for line in lines))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Tell what this machine has and what is missing; exit code 1 if it is something needed."""
+    from elfatt_sd.doctor import examine, healthy
+
+    sections = examine()
+    if as_json:
+        data = {name: [finding.to_dict() for finding in findings] for name, findings in sections.items()}
+        print(json.dumps({"healthy": healthy(sections), **data}, indent=2))
+    else:
+        _print_findings(sections)
+    if not healthy(sections):
+        raise typer.Exit(1)
+
+
+def _load(model: str, device: str, dtype: str, allow_pickle: bool) -> Any:
+    from elfatt_sd.pipelines import load_pipeline
+
+    quiet_libraries()
+    return load_pipeline(model, device=device, dtype=dtype, allow_pickle=allow_pickle)
+
+
+def _tell_unknown_words(prompts: list[str]) -> None:
+    from elfatt_sd.toy.renderer import COLORS, PATTERNS, SHAPES, unknown_words
+
+    unknown = sorted({word for prompt in prompts for word in unknown_words(prompt)})
+    if unknown:
+        complain(
+            f"the toy does not know {', '.join(map(repr, unknown))}; it draws one of {', '.join(SHAPES)} in "
+            f"{', '.join(COLORS)} on a {', '.join(PATTERNS)} background. For anything else give a real model: "
+            "--model DIRECTORY, HUB-ID or FILE.safetensors",
+            "note",
+        )
+
+
+@contextmanager
+def _progress(pictures: int) -> Iterator[tuple[Callable[[int, int], None], Callable[[Result], None]]]:
+    """Show steps and pictures on a terminal; print each finished picture."""
+    console = Console(stderr=True)
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        drawn = progress.add_task("pictures", total=pictures)
+        denoised = progress.add_task("steps", total=None)
+
+        def on_picture(result: Result) -> None:
+            progress.advance(drawn)
+            progress.console.file.flush()
+            _print_result(result)
+
+        yield lambda step, steps: progress.update(denoised, completed=step, total=steps), on_picture
+
+
+def _print_result(result: Result) -> None:
+    from elfatt_sd.pictures import is_flat
+
+    print(result.path)
+    if result.untouched_seconds is not None:
+        print(
+            f"  untouched {result.untouched_seconds:.2f} s, patched {result.seconds:.2f} s: {result.speed_ratio:.2f} "
+            f"times as fast (one run each, in turn, after a warm-up); PSNR {result.psnr_db:.1f} dB"
+        )
+    else:
+        print(f"  {result.seconds:.2f} s")
+    sys.stdout.flush()
+    if is_flat(result.picture):
+        complain(f"{result.path} is one flat colour: an overflow (try --dtype float32) or a safety checker", "warning")
+
+
+def _print_summary(results: list[Result]) -> None:
+    seconds = median(result.seconds for result in results)
+    print(f"{len(results)} written; {seconds:.2f} s from prompt to picture (median); {results[-1].memory}")
+
+
+def _python_lines(model: str, arguments: str) -> list[str]:
+    lines = ["import elfatt_sd", "", f"pipe = elfatt_sd.load_pipeline({json.dumps(model)})"]
+    return [*(["import json"] if "json." in arguments else []), *lines, f"elfatt_sd.apply_patch(pipe, {arguments})"]
+
+
+def _print_plan(planned: Plan) -> None:
+    console, config = output(), planned.config
+    title = f"{config.method}: {sum(layer.patched for layer in planned.layers)} of {len(planned.layers)} layers"
+    table = Table(title=title, title_justify="left")
+    table.add_column("layer", overflow="fold")
+    for name in ("tokens", "heads"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("what happens")
+    for name in ("before", "after"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer in planned.layers:
+        cells = [_short(layer), f"{layer.tokens} ({layer.height}x{layer.width})", str(layer.heads), layer.reason]
+        after = _average(planned, layer)
+        table.add_row(*cells, _giga(layer.multiply_adds), _giga(after), style="" if layer.patched else "dim")
+    console.print(table)
+    print("before, after: multiply-adds (G) of one UNet call for one picture; after: averaged over the run.\n")
+    for phase in planned.phases:
+        print(f"{phase.start:4.0%} to {phase.until:4.0%} of the steps: {phase.what}, {_giga(phase.multiply_adds)} G")
+    before, after = planned.multiply_adds_before, planned.multiply_adds_after
+    share = after / before if before else 1.0
+    print(f"all self-attention: {_giga(before)} G before, {_giga(after)} G after ({share:.0%})")
+
+
+def _short(layer: PlannedLayer) -> str:
+    return f"{layer.denoiser}.{layer.name}".replace("transformer_blocks", "blocks").removeprefix("unet.")
+
+
+def _average(planned: Plan, layer: PlannedLayer) -> float:
+    shares = [phase.until - phase.start for phase in planned.phases]
+    return sum(share * work for share, work in zip(shares, layer.multiply_adds_by_phase, strict=True))
+
+
+def _giga(multiply_adds: float) -> str:
+    return f"{multiply_adds / 1e9:.3f}"
+
+
+def _print_findings(sections: dict[str, list[Any]]) -> None:
+    console = output()
+    for name, findings in sections.items():
+        table = Table(title=name, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+        for finding in findings:
+            mark = MARKS[finding.status]
+            table.add_row(mark, finding.name, finding.value, finding.remedy)
+        console.print(table)
+        console.print()
