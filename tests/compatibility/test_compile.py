@@ -1,0 +1,101 @@
+"""`torch.compile` of a patched UNet: how often it compiles, and that it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+from checks import TWO_PHASES, generator, processors, runner
+
+import elfatt_sd
+from elfatt_sd.config import PatchConfig, Phase
+
+ONE_LEVEL: dict[str, Any] = {
+    "sample_size": 8,
+    "block_out_channels": (8,),
+    "down_block_types": ("CrossAttnDownBlock2D",),
+    "mid_block_type": None,
+    "up_block_types": ("CrossAttnUpBlock2D",),
+}
+EXACT_FIRST = PatchConfig("exact first", (Phase(0.3), Phase(1.0, "block", block_size=16, block_order="spread")))
+
+
+class Graphs:
+    """A backend that counts the graphs it is given and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def wrap(unet: Any, graphs: Graphs) -> Any:
+    return torch.compile(unet, backend=graphs)
+
+
+def in_place(unet: Any, graphs: Graphs) -> Any:
+    unet.compile(backend=graphs)
+    return unet
+
+
+def denoise(unet: Any, steps: int = 50) -> torch.Tensor:
+    """Call a UNet once for every step of a schedule and return what it gave."""
+    scheduler = tiny.ddim()
+    scheduler.set_timesteps(steps)
+    sample = torch.randn(2, 4, 8, 8, generator=generator())
+    text = torch.randn(2, 3, tiny.TEXT_WIDTH, generator=generator())
+    with torch.no_grad():
+        return torch.stack([unet(sample, timestep, text, return_dict=False)[0] for timestep in scheduler.timesteps])
+
+
+@pytest.mark.parametrize("compile_unet", [wrap, in_place])
+@pytest.mark.parametrize("config", [TWO_PHASES, EXACT_FIRST], ids=lambda config: config.method)
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_fifty_steps_compile_once_per_phase(compile_unet: Any, config: PatchConfig, patch_first: bool) -> None:
+    eager = denoise(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), config))
+    unet, graphs = tiny.unet(**ONE_LEVEL), Graphs()
+    if patch_first:
+        unet = compile_unet(elfatt_sd.apply_patch(unet, config), graphs)
+    else:
+        unet = elfatt_sd.apply_patch(compile_unet(unet, graphs), config)
+    compiled = denoise(unet)
+    assert graphs.count == 2
+    assert torch.allclose(compiled, eager, atol=1e-5)
+    assert torch.equal(denoise(unet), compiled)
+    assert graphs.count == 2
+
+
+def test_patched_and_put_back_inside_a_compiled_pipeline(folder: Path) -> None:
+    pipe = tiny.sd15(folder, scheduler=tiny.ddim(), **ONE_LEVEL)
+    run, before = runner(pipe), processors(pipe)
+    untouched = run()
+    graphs = Graphs()
+    pipe.unet = torch.compile(pipe.unet, backend=graphs)
+    assert torch.allclose(run(), untouched, atol=1e-5)
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    patched = run()
+    assert not torch.allclose(patched, untouched, atol=1e-3)
+    assert graphs.count == 3
+    elfatt_sd.remove_patch(pipe)
+    assert all(processors(pipe)[name] is before[name] for name in before)
+    assert torch.allclose(run(), untouched, atol=1e-5)
+
+
+def test_ahead_of_time_compilation_gives_the_same(folder: Path) -> None:
+    """Functionalised, with its fake tensors: what `inductor` sees too."""
+    eager = denoise(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), TWO_PHASES), steps=4)
+    unet = torch.compile(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), TWO_PHASES), backend="aot_eager")
+    assert torch.allclose(denoise(unet, steps=4), eager, atol=1e-5)

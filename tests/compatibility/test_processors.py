@@ -1,0 +1,121 @@
+"""What else sets attention processors: attention slicing, fused projections, the user; before and after patching."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tiny_pipelines as tiny
+import torch
+from checks import TWO_PHASES, check_patch, processors, recorded, runner
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
+
+import elfatt_sd
+from elfatt_sd.config import ElfattError
+from elfatt_sd.processor import ElfattProcessor
+
+
+@pytest.fixture
+def pipe(folder: Path) -> Any:
+    return tiny.sd15(folder, scheduler=tiny.ddim())
+
+
+def test_slicing_before_patching(pipe: Any) -> None:
+    pipe.enable_attention_slicing(1)
+    check_patch(pipe, runner(pipe), layers={"unet": 3})
+    assert {type(found).__name__ for found in processors(pipe).values()} == {"SlicedAttnProcessor"}
+
+
+def test_fused_projections_before_patching(pipe: Any) -> None:
+    run = runner(pipe)
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    apart = run()
+    elfatt_sd.remove_patch(pipe)
+    pipe.fuse_qkv_projections(vae=False)
+    together = check_patch(pipe, run, layers={"unet": 3})
+    assert torch.allclose(together, apart, atol=1e-3)
+    assert {type(found) for found in processors(pipe).values()} == {FusedAttnProcessor2_0}
+
+
+def test_another_processor_before_patching(pipe: Any) -> None:
+    pipe.unet.set_attn_processor(AttnProcessor())
+    check_patch(pipe, runner(pipe), layers={"unet": 3})
+
+
+def slicing(pipe: Any) -> None:
+    pipe.enable_attention_slicing(1)
+
+
+def fusing(pipe: Any) -> None:
+    pipe.fuse_qkv_projections(vae=False)
+
+
+def setting(pipe: Any) -> None:
+    pipe.unet.set_attn_processor(AttnProcessor2_0())
+
+
+def setting_one(pipe: Any) -> None:
+    changed = {name: found for name, found in pipe.unet.attn_processors.items()}
+    changed["down_blocks.0.attentions.0.transformer_blocks.0.attn1.processor"] = AttnProcessor2_0()
+    pipe.unet.set_attn_processor(changed)
+
+
+DISPLACED = [
+    (slicing, "SlicedAttnProcessor", 3),
+    (fusing, "FusedAttnProcessor2_0", 3),
+    (setting, "AttnProcessor2_0", 3),
+    (setting_one, "AttnProcessor2_0", 1),
+]
+
+
+@pytest.mark.parametrize(("displace", "by", "layers"), DISPLACED, ids=lambda value: getattr(value, "__name__", None))
+def test_what_displaces_a_patch_is_named_once(pipe: Any, displace: Any, by: str, layers: int) -> None:
+    run = runner(pipe)
+    untouched = run()
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    patched = run()
+    displace(pipe)
+    others = {name: found for name, found in processors(pipe).items() if not isinstance(found, ElfattProcessor)}
+    first = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+    with pytest.warns(UserWarning, match=rf"{layers} patched layers? .*\({by}\).*{first}"), recorded() as calls:
+        displaced = run()
+    assert len({layer for layer, _ in calls}) == 3 - layers
+    if layers == 3:
+        assert torch.allclose(displaced, untouched, atol=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)  # what the warning advises
+    assert torch.allclose(run(), patched, atol=1e-3)
+    elfatt_sd.remove_patch(pipe)
+    assert all(processors(pipe)[name] is found for name, found in others.items())  # not what was there before
+
+
+def test_a_processor_of_the_users_own_runs_in_exact_phases(pipe: Any) -> None:
+    seen = []
+
+    class Mine(AttnProcessor2_0):  # type: ignore[misc]
+        def __call__(self, attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            seen.append(attn)
+            return super().__call__(attn, hidden_states, *args, **kwargs)
+
+    pipe.unet.set_attn_processor(Mine())
+    elfatt_sd.apply_patch(pipe, "elfatt-fast", block_size=16, active_fraction=0.5)
+    runner(pipe)()
+    everywhere, patched = len(pipe.unet.attn_processors), 3
+    assert len(seen) == 4 * everywhere - 2 * patched
+
+
+def test_a_pipeline_without_a_unet() -> None:
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=4, in_channels=4, num_layers=1, sample_size=8, norm_num_groups=4
+    )
+    pipe = diffusers.DiTPipeline(transformer, tiny.vae(), tiny.ddim())
+    for use in (elfatt_sd.apply_patch, elfatt_sd.remove_patch, elfatt_sd.plan):
+        with pytest.raises(ElfattError, match=r"DiTPipeline has no UNet .*transformer.*give a diffusers pipeline with a UNet"):
+            use(pipe)
+    with pytest.raises(ElfattError, match="has no UNet"):
+        elfatt_sd.apply_patch("runwayml/stable-diffusion-v1-5")
