@@ -85,7 +85,7 @@ def attention_backends(device: torch.device) -> dict[str, Any]:
     """Return which kernels torch's fused attention may choose from on a device."""
     if device.type != "cuda":
         return {"scaled_dot_product_attention": ["flash (CPU)", "math"]}
-    switches = torch.backends.cuda
+    switches: Any = torch.backends.cuda
     allowed = {
         "flash": switches.flash_sdp_enabled(),
         "efficient": switches.mem_efficient_sdp_enabled(),
@@ -103,10 +103,11 @@ def _version(package: str) -> str | None:
 
 
 def _cuda(device: torch.device) -> dict[str, Any]:
+    cudnn: Any = torch.backends.cudnn
     properties = torch.cuda.get_device_properties(device)
     return {
         "runtime": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": cudnn.version(),
         "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "memory_gib": properties.total_memory / 2**30,
         "capability": f"{properties.major}.{properties.minor}",
@@ -119,7 +120,7 @@ def _first_line(*command: str) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return (done.stdout.splitlines() or [None])[0]
+    return next(iter(done.stdout.splitlines()), None)
 
 
 def _proc_value(file: str, key: str) -> str | None:

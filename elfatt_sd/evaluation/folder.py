@@ -19,6 +19,10 @@ LOCK_FILE = ".lock"
 FORMAT = 1
 
 
+class RunFailure(RuntimeError):
+    """Work that failed although it was asked for rightly; the message is one line."""
+
+
 def cell_dir(run_dir: Path, cell: Cell) -> Path:
     """Return the folder of a row."""
     return run_dir / "cells" / cell.name
@@ -150,13 +154,13 @@ def clear_disk_errors(run_dir: Path) -> Iterator[None]:
     """Turn a full disk into one clear line.
 
     Raises:
-        ElfattError: no space is left.
+        RunFailure: no space is left.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise ElfattError(
+        raise RunFailure(
             f"no space left on the disk of {run_dir}; finished work is kept: make room and give the same command again."
         ) from error

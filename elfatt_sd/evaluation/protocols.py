@@ -14,11 +14,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from elfatt_sd.config import SETTINGS, ElfattError, PatchConfig, Phase
+from elfatt_sd.config import SETTINGS, ElfattError, PatchConfig
 from elfatt_sd.evaluation.files import sha256_of_data
 
+Kind = TypeVar("Kind")
 ROLES = ("baseline", "null", "method")
 SCOPES = ("end_to_end", "unet")
 PEERS = ("tomesd",)
@@ -89,14 +90,16 @@ class Reference:
     Attributes:
         source: folder, tar, zip, shards, parquet, `.npz` of statistics, or `toy` (renders).
         count: number of pictures that there must be.
+        allow_count: accept another number, which the metric's name then says.
         size: side of the square that they are resized to; 0 leaves them as they are.
-        resize: how the square comes about.
-        filter: resampling filter.
+        resize: how the square comes about: `crop`, `stretch` or `none`.
+        filter: Pillow's resampling filter.
         per_class: take only the first so many of each class; 0 takes all.
     """
 
     source: str = ""
     count: int = 50_000
+    allow_count: bool = False
     size: int = 0
     resize: str = "none"
     filter: str = "bicubic"
@@ -173,7 +176,7 @@ class Protocol:
         dtype: of the pipeline.
         device: `auto` or a torch device.
         batch: images per call of the pipeline.
-        labels: `imagenet`, `toy`, or a text file of labels.
+        labels: `imagenet1k`, `toy`, or a text file of labels.
         template: prompt for a label, with `{label}` in it.
         images_per_class: images for every label.
         classes: number of labels, spread evenly over the list; 0 takes all.
@@ -185,7 +188,8 @@ class Protocol:
         reference: the pictures to compare with.
         time: how time is measured; None leaves it out.
         memory: how memory is measured; None leaves it out.
-        published: printed figures that the report shows beside ours: `source`, and `rows`.
+        published: printed figures that the report shows beside ours: `source`, and `rows`. A file may name another
+            protocol that has them.
     """
 
     name: str
@@ -200,7 +204,7 @@ class Protocol:
     dtype: str = "float16"
     device: str = "auto"
     batch: int = 1
-    labels: str = "imagenet"
+    labels: str = "imagenet1k"
     template: str = "{label}"
     images_per_class: int = 1
     classes: int = 0
@@ -314,6 +318,8 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Pr
         raise ElfattError(f"{path}: cells is missing; give one [[cells]] table for every row.")
     data["cells"] = _expand(cells)
     data.setdefault("name", path.stem)
+    if isinstance(data.get("published"), str):
+        data["published"] = _published(data["published"])
     try:
         return _build(Protocol, data, "")
     except ElfattError as error:
@@ -329,7 +335,17 @@ def _find(path_or_name: str | Path) -> Path:
             if (folder / f"{path}.toml").is_file():
                 return folder / f"{path}.toml"
     known = sorted({file.stem for folder in _FOLDERS if folder.is_dir() for file in folder.glob("*.toml")})
-    raise ElfattError(f"protocol {str(path)!r} does not exist; give a TOML file or one of: {', '.join(known) or 'none'}.")
+    raise ElfattError(
+        f"protocol {str(path)!r} does not exist; give a TOML file or one of: {', '.join(known) or 'none'}."
+    )
+
+
+def _published(name: str) -> dict[str, Any]:
+    """Return the printed figures that another protocol carries."""
+    table = tomllib.loads(_find(name).read_text(encoding="utf-8")).get("published")
+    if not isinstance(table, dict):
+        raise _error(f"published={name!r}", "a table with source and rows, or the name of a protocol that has one")
+    return table
 
 
 def _override(data: dict[str, Any], override: str) -> None:
@@ -357,7 +373,9 @@ def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for number, cell in enumerate(cells, 1):
         own = {key: value for key, value in cell.items() if key in fields}
         settings = {key: value for key, value in cell.items() if key not in fields}
-        allowed = SETTINGS if "phases" not in own else {item.name for item in dataclasses.fields(PatchConfig)} - {"method"}
+        allowed = (
+            SETTINGS if "phases" not in own else {item.name for item in dataclasses.fields(PatchConfig)} - {"method"}
+        )
         unknown = sorted(settings.keys() - allowed)
         if unknown:
             accepted = ", ".join(sorted(fields | allowed))
@@ -381,13 +399,13 @@ def _row(own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _build(kind: Any, data: Mapping[str, Any], prefix: str) -> Any:
+def _build(kind: type[Kind], data: Mapping[str, Any], prefix: str) -> Kind:
     """Build a dataclass from plain data, each value checked against the type of its field."""
     hints = typing.get_type_hints(kind)
     unknown = sorted(set(data) - set(hints))
     if unknown:
         raise ElfattError(f"key {prefix + unknown[0]!r} is not known; accepted: {', '.join(hints)}.")
-    required = [item.name for item in dataclasses.fields(kind) if _is_required(item)]
+    required = [item.name for item in dataclasses.fields(kind) if _is_required(item)]  # type: ignore[arg-type]
     missing = [name for name in required if name not in data]
     if missing:
         raise ElfattError(f"key {prefix + missing[0]!r} is missing; it is required.")
@@ -402,7 +420,7 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
     """Check a value against a type; lists become tuples, tables become their dataclass."""
     if isinstance(hint, types.UnionType):
         return None if value is None else _convert(name, value, typing.get_args(hint)[0])
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _build(hint, _mapping(name, value), name + ".")
     origin = typing.get_origin(hint)
     if origin is tuple:

@@ -1,0 +1,402 @@
+"""Generate the images of every row: the same latents for all, committed batch by batch, by one process or several.
+
+Image `i` starts from noise that a CPU generator with seed `seed + i` draws in float32, whatever the batch size, the
+device or the number of processes. The batches are fixed by the index (batch `b` holds images `b * batch` to
+`(b + 1) * batch - 1`), and a batch counts only once its own list of hashes is in place; so a run that was killed goes
+on with the very batches that an uninterrupted one would have made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import io
+import json
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import folder
+from elfatt_sd.evaluation.environment import describe_environment, same_images
+from elfatt_sd.evaluation.files import atomic_file, sha256_of_data, write_json
+from elfatt_sd.evaluation.prompts import Prompt, build_prompts, load_labels
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+
+Value = TypeVar("Value")
+_PARTS = ("text_encoder", "text_encoder_2", "unet", "vae")
+
+
+class BadImage(ElfattError):
+    """An image that is black, of one colour, or not a number."""
+
+
+def run_prompts(protocol: Protocol) -> list[Prompt]:
+    """Return the prompts of each row's images, in the order of their indices."""
+    labels = spread(load_labels(protocol.labels), protocol.classes)
+    prompts = spread(build_prompts(labels, protocol.template, protocol.images_per_class), protocol.limit)
+    return [dataclasses.replace(prompt, index=index) for index, prompt in enumerate(prompts)]
+
+
+def spread(values: Sequence[Value], count: int) -> list[Value]:
+    """Return so many of the values, in order: one drawn from each of `count` equal stretches, always the same.
+
+    The draw keeps the choice from falling in step with lists that repeat, such as combinations of attributes. 0, or more
+    than there are, returns all values.
+    """
+    if not 0 < count < len(values):
+        return list(values)
+    draw = random.Random(0).random
+    return [values[int((index + draw()) * len(values) / count)] for index in range(count)]
+
+
+def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any:
+    """Load a protocol's pipeline with its scheduler, and without what would alter images (checker, watermark).
+
+    Args:
+        protocol: names model, dtype, scheduler and device.
+        device: takes the place of the protocol's.
+
+    Raises:
+        ElfattError: the model cannot be loaded, or diffusers has no such scheduler.
+    """
+    from elfatt_sd.pipelines import load_pipeline
+
+    pipe = load_pipeline(protocol.model, device=device or protocol.device, dtype=protocol.dtype)
+    if protocol.scheduler != "stored":
+        pipe.scheduler = _scheduler_class(protocol.scheduler).from_config(pipe.scheduler.config)
+    for extra in ("safety_checker", "watermark"):
+        if getattr(pipe, extra, None) is not None:
+            setattr(pipe, extra, None)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _scheduler_class(name: str) -> Any:
+    import diffusers
+
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
+        raise ElfattError(f"scheduler={name!r} is not known; accepted: stored, or a scheduler class of diffusers.")
+    return kind
+
+
+@contextlib.contextmanager
+def row_patch(pipe: Any, cell: Cell, seed: int = 0) -> Iterator[None]:
+    """Patch a pipeline with a row's method for the length of a `with` block.
+
+    Args:
+        pipe: the pipeline.
+        cell: the row.
+        seed: seeds a peer that draws from the global state, which is put back afterwards.
+    """
+    if cell.peer:
+        with _tomesd(pipe, cell, seed):
+            yield
+    elif cell.config().phases:
+        from elfatt_sd.patch import patched
+
+        with patched(pipe, cell.config()):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _tomesd(pipe: Any, cell: Cell, seed: int) -> Iterator[None]:
+    """Run the peer's own patch; it forks its generator from the global one at the first call."""
+    try:
+        import tomesd
+    except ImportError as error:
+        raise ElfattError("peer 'tomesd' is not installed; pip install tomesd.") from error
+    options = {name: value for name, value in cell.settings.items() if name != "stride"}
+    stride = cell.settings.get("stride", 2)
+    devices = [pipe.device] if pipe.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        tomesd.apply_patch(pipe, sx=stride, sy=stride, **options)
+        try:
+            yield
+        finally:
+            tomesd.remove_patch(pipe)
+
+
+def image_seed(protocol: Protocol, cell: Cell, index: int) -> int:
+    """Return the seed of an image; the null row's differ from all others."""
+    return protocol.seed + cell.seed_offset + index
+
+
+def start_noise(pipe: Any, protocol: Protocol, seeds: Sequence[int]) -> tuple[Tensor, list[torch.Generator]]:
+    """Draw the starting noise of some images.
+
+    Returns:
+        Latents `[n, channels, height / factor, width / factor]` in the pipeline's dtype, drawn in float32 on the CPU,
+        and the generators, which go on to serve schedulers that add noise.
+    """
+    factor = pipe.vae_scale_factor
+    shape = (pipe.unet.config.in_channels, protocol.height // factor, protocol.width // factor)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    latents = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+    return latents.to(pipe.device, pipe.unet.dtype), generators
+
+
+def make_images(pipe: Any, protocol: Protocol, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
+    """Run the pipeline on a batch.
+
+    Args:
+        pipe: the pipeline, patched or not.
+        protocol: size, steps and guidance.
+        prompts: one for each image.
+        seeds: likewise.
+
+    Returns:
+        Images `[n, 3, height, width]`, floating in [0, 1], on the pipeline's device.
+    """
+    latents, generators = start_noise(pipe, protocol, seeds)
+    output = pipe(
+        prompt=list(prompts),
+        height=protocol.height,
+        width=protocol.width,
+        num_inference_steps=protocol.steps,
+        guidance_scale=protocol.guidance,
+        latents=latents,
+        generator=generators,
+        output_type="pt",
+    )
+    images: Tensor = output.images
+    return images
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """Round images in [0, 1] to `[n, height, width, 3]` uint8 on the CPU."""
+    return (images.permute(0, 2, 3, 1) * 255).round().to(torch.uint8).cpu()
+
+
+def check_images(images: Tensor, indices: Sequence[int]) -> None:
+    """Refuse images that no working pipeline makes.
+
+    Args:
+        images: `[n, 3, height, width]` in [0, 1].
+        indices: their numbers, for the message.
+
+    Raises:
+        BadImage: one holds NaN, is black, or has one colour only.
+    """
+    for index, image in zip(indices, images, strict=True):
+        low, high = (float(value) for value in torch.aminmax(image.float()))
+        if not (low > float("-inf") and high < float("inf")):
+            raise BadImage(f"image {index} is not finite (NaN or infinity); try dtype='float32' or 'bfloat16'")
+        if round(high * 255) == 0:
+            raise BadImage(f"image {index} is black")
+        if round(high * 255) == round(low * 255):
+            raise BadImage(f"image {index} has the single value {high:.3f}")
+
+
+def generate(run_dir: Path, protocol: Protocol, *, show_progress: bool = True) -> dict[str, str]:
+    """Generate all images of a run that are not there yet; several processes share the batches.
+
+    Args:
+        run_dir: the run's folder; the caller holds its lock.
+        protocol: what to generate.
+        show_progress: draw a bar over all rows with the time left.
+
+    Returns:
+        The rows that failed, with the reason.
+
+    Raises:
+        ElfattError: the folder belongs to another specification or to other weights, or the model cannot be loaded.
+    """
+    state = _processes(protocol.device)
+    folder.check_run(run_dir, protocol)
+    if state.is_main_process:
+        _tidy(run_dir)
+    state.wait_for_everyone()
+    items = run_prompts(protocol)
+    pending = [cell for cell in protocol.cells if not folder.manifest_path(run_dir, cell).is_file()]
+    if not pending:
+        return {}
+    device = str(state.device) if state.num_processes > 1 and protocol.device == "auto" else None
+    pipe = load_protocol_pipeline(protocol, device)
+    _record_run(run_dir, protocol, pipe, items, write=state.is_main_process)
+    state.wait_for_everyone()
+    batches = [items[start : start + protocol.batch] for start in range(0, len(items), protocol.batch)]
+    mine = list(enumerate(batches))[state.process_index :: state.num_processes]
+    total = len(pending) * sum(len(batch) for _, batch in mine)
+    failures = {}
+    with _progress(total, shown=show_progress and state.is_main_process) as advance:
+        for cell in pending:
+            reason = _gather_reason(state, _generate_row(pipe, run_dir, protocol, cell, mine, advance))
+            if reason:
+                failures[cell.name] = reason
+            if state.is_main_process:
+                _close_row(run_dir, cell, len(batches), reason)
+    state.wait_for_everyone()
+    return failures
+
+
+def _generate_row(
+    pipe: Any, run_dir: Path, protocol: Protocol, cell: Cell, batches: Sequence[tuple[int, list[Prompt]]], advance: Any
+) -> str | None:
+    """Make this process's share of a row; return why the row failed, or None."""
+    advance(0, cell.name)
+    try:
+        for number, batch in batches:
+            if not _batch_path(run_dir, cell, number).is_file():
+                _generate_batch(pipe, run_dir, protocol, cell, number, batch)
+            advance(len(batch), cell.name)
+    except torch.OutOfMemoryError:
+        return f"out of memory at batch {protocol.batch}"
+    except ElfattError as error:
+        return str(error)
+    return None
+
+
+@torch.no_grad()
+def _generate_batch(pipe: Any, run_dir: Path, protocol: Protocol, cell: Cell, number: int, batch: list[Prompt]) -> None:
+    """Make a batch, write its images, and then commit it by its list of hashes."""
+    seeds = [image_seed(protocol, cell, item.index) for item in batch]
+    with row_patch(pipe, cell, seeds[0]):
+        images = make_images(pipe, protocol, [item.text for item in batch], seeds)
+    check_images(images, [item.index for item in batch])
+    lines = []
+    for item, seed, pixels in zip(batch, seeds, to_uint8(images), strict=True):
+        path = folder.image_path(run_dir, cell, item.index)
+        digest = _write_png(path, pixels)
+        entry = {
+            "index": item.index,
+            "file": f"images/{path.name}",
+            "prompt": item.text,
+            "class_index": item.class_index,
+            "seed": seed,
+            "sha256": digest,
+        }
+        lines.append(json.dumps(entry, ensure_ascii=False) + "\n")
+    with atomic_file(_batch_path(run_dir, cell, number)) as file:
+        file.write("".join(lines).encode())
+
+
+def _write_png(path: Path, pixels: Tensor) -> str:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(buffer, format="PNG")
+    with atomic_file(path) as file:
+        file.write(buffer.getvalue())
+    return hashlib.sha256(buffer.getvalue()).hexdigest()
+
+
+def _batch_path(run_dir: Path, cell: Cell, number: int) -> Path:
+    return folder.cell_dir(run_dir, cell) / "batches" / f"{number:06d}.jsonl"
+
+
+def _close_row(run_dir: Path, cell: Cell, batches: int, reason: str | None) -> None:
+    """Join the lists of a finished row's batches into its manifest, or note why it failed."""
+    if reason:
+        write_json(folder.failure_path(run_dir, cell), {"reason": reason})
+        return
+    with atomic_file(folder.manifest_path(run_dir, cell)) as file:
+        for number in range(batches):
+            file.write(_batch_path(run_dir, cell, number).read_bytes())
+    folder.failure_path(run_dir, cell).unlink(missing_ok=True)
+    _remove_batches(run_dir, cell)
+
+
+def _remove_batches(run_dir: Path, cell: Cell) -> None:
+    shutil.rmtree(folder.cell_dir(run_dir, cell) / "batches", ignore_errors=True)
+
+
+def _tidy(run_dir: Path) -> None:
+    """Remove what a killed process left behind: half-written files, lists that are joined already."""
+    cells = run_dir / "cells"
+    for leftover in cells.rglob(".*.part"):
+        leftover.unlink()
+    for manifest in cells.glob("*/manifest.jsonl"):
+        shutil.rmtree(manifest.parent / "batches", ignore_errors=True)
+
+
+def _record_run(run_dir: Path, protocol: Protocol, pipe: Any, items: Sequence[Prompt], *, write: bool) -> None:
+    """Write `run.json`, or check that the run there was made with the same weights, prompts, versions and device."""
+    environment = describe_environment(pipe.device)
+    environment["model_sha256"] = weights_sha256(pipe)
+    environment["prompts_sha256"] = sha256_of_data([[item.text, item.class_index] for item in items])
+    before = folder.read_run(run_dir)
+    if before is not None:
+        changed = same_images(before["environment"], environment)
+        if changed:
+            raise ElfattError(
+                f"{run_dir} was begun where images come out differently ({'; '.join(changed)}); "
+                "go on there, or give a new folder."
+            )
+    elif write:
+        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        data = {
+            "format": folder.FORMAT,
+            "name": protocol.name,
+            "identity": protocol.identity,
+            "created": created,
+            "protocol": protocol.to_dict(),
+            "environment": environment,
+        }
+        write_json(run_dir / folder.RUN_FILE, data)
+
+
+def weights_sha256(pipe: Any) -> str:
+    """Return the hash of all weights of a pipeline's networks and of its scheduler's settings."""
+    digest = hashlib.sha256()
+    for part in _PARTS:
+        network = getattr(pipe, part, None)
+        for name, value in network.state_dict().items() if network is not None else ():
+            digest.update(f"{part}.{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    settings = {key: value for key, value in pipe.scheduler.config.items() if not key.startswith("_")}
+    digest.update(json.dumps([type(pipe.scheduler).__name__, settings], sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _processes(device: str) -> Any:
+    """Return accelerate's view of the processes of this run; one, unless `accelerate launch` started several."""
+    from accelerate import PartialState
+
+    return PartialState(cpu=device == "cpu")
+
+
+def _gather_reason(state: Any, reason: str | None) -> str | None:
+    """Return the first reason that any process has; all processes must call this."""
+    if state.num_processes == 1:
+        return reason
+    from accelerate.utils import gather_object
+
+    return next((found for found in gather_object([reason]) if found), None)
+
+
+@contextlib.contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Any]:
+    """Draw a bar over all rows; yields a function that takes the number of new images and the row's name."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("images"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task("generate", total=total)
+        yield lambda images, row: progress.update(task, advance=images, description=row)

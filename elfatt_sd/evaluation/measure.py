@@ -1,0 +1,457 @@
+"""Measure time and memory of every row.
+
+Time: all rows take turns within each round, in one process, and each round gives one ratio to the untouched pipeline.
+Memory: the growth of the peak for each further image in the batch, as the slope of a least-squares line over several
+batch sizes, each measured in a process of its own (`python -m elfatt_sd.evaluation.measure` is that process).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.environment import describe_environment, read_clocks
+from elfatt_sd.evaluation.files import sha256_of_data, write_json
+from elfatt_sd.evaluation.folder import read_json
+from elfatt_sd.evaluation.generate import (
+    image_seed,
+    load_protocol_pipeline,
+    make_images,
+    row_patch,
+    run_prompts,
+    to_uint8,
+)
+from elfatt_sd.evaluation.protocols import Cell, Memory, Protocol, Time
+
+TIME_FILE, MEMORY_FILE = "time.json", "memory.json"
+FEW_REPEATS = 5  # results say so where there are fewer
+STAGES = ("text", "unet", "vae")
+WARMUP_STEPS = 5  # enough for every phase of the presets
+_GIB = 2**30
+_Report = Callable[[str], None]
+
+
+class UNetTimer:
+    """Adds up the time of a UNet's calls, without a synchronisation inside the denoising loop on CUDA."""
+
+    def __init__(self, unet: nn.Module, device: torch.device) -> None:
+        """Take the UNet to watch and the device whose clock counts."""
+        self.unet, self.device = unet, device
+        self.marks: list[Any] = []
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> UNetTimer:
+        """Watch; what hooks of a patch do counts as part of the call."""
+        self.handles = [
+            self.unet.register_forward_pre_hook(lambda *_: self._mark(), prepend=True),
+            self.unet.register_forward_hook(lambda *_: self._mark()),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop watching."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _mark(self) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self.marks.append(event)
+        else:
+            synchronize(self.device)
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """Return the sum over all calls; waits for the device."""
+        pairs = list(zip(self.marks[::2], self.marks[1::2], strict=True))
+        if self.device.type != "cuda":
+            return float(sum(end - start for start, end in pairs))
+        synchronize(self.device)
+        return sum(float(start.elapsed_time(end)) for start, end in pairs) / 1000
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what it was given; the CPU always has."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+@torch.no_grad()
+def timed_call(
+    pipe: Any, protocol: Protocol, cell: Cell, prompts: Sequence[str], seeds: Sequence[int]
+) -> dict[str, float]:
+    """Run a row once, from the prompts to uint8 images in main memory.
+
+    Returns:
+        Seconds per image of each scope: `end_to_end` and `unet`.
+    """
+    device = pipe.unet.device
+    with row_patch(pipe, cell, seeds[0]), UNetTimer(pipe.unet, device) as timer:
+        gc.collect()
+        synchronize(device)
+        start = time.perf_counter()
+        to_uint8(make_images(pipe, protocol, prompts, seeds))
+        synchronize(device)
+        total = time.perf_counter() - start
+        return {"end_to_end": total / len(seeds), "unet": timer.seconds() / len(seeds)}
+
+
+def measure_time(run_dir: Path, protocol: Protocol, report: _Report = print) -> dict[str, Any]:
+    """Time all rows and write `time.json` as a whole; nothing is taken over from an earlier attempt.
+
+    Args:
+        run_dir: the run's folder.
+        protocol: its `time` says how.
+        report: gets a line for each round.
+
+    Returns:
+        What was written: for each row and scope all values, their median and spread, and the speed-up.
+
+    Raises:
+        ElfattError: the pipeline cannot be loaded.
+    """
+    settings = protocol.time or Time()
+    batch = settings.batch or protocol.batch
+    prompts = _cycled_prompts(protocol, batch)
+    pipe = load_protocol_pipeline(protocol)
+    device = pipe.unet.device
+    failed: dict[str, str] = {}
+    rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
+
+    def attempt(cell: Cell, steps: int) -> dict[str, float] | None:
+        seeds = [image_seed(protocol, cell, index) for index in range(batch)]
+        try:
+            return timed_call(pipe, dataclasses.replace(protocol, steps=steps), cell, prompts, seeds)
+        except ElfattError as error:
+            failed[cell.name] = str(error)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed[cell.name] = f"out of memory at batch {batch}"
+        return None
+
+    clocks = [read_clocks(device)]
+    for number in range(-settings.warmup, settings.repeats):
+        label = f"round {number + 1} of {settings.repeats}" if number >= 0 else "warm-up"
+        turn = number % len(protocol.cells)
+        for cell in [*protocol.cells[turn:], *protocol.cells[:turn]]:
+            if cell.name in failed:
+                continue
+            report(f"time: {label}, {cell.name}")
+            seconds = attempt(cell, protocol.steps if number >= 0 else min(WARMUP_STEPS, protocol.steps))
+            if number >= 0 and seconds is not None:
+                rounds[cell.name].append(seconds)
+        clocks.append(read_clocks(device))
+    rows = {
+        cell.name: {"failed": failed[cell.name]}
+        if cell.name in failed
+        else summarize_time(rounds[cell.name], rounds[protocol.baseline.name], settings.scopes)
+        for cell in protocol.cells
+    }
+    data = {
+        "format": 1,
+        "identity": protocol.identity,
+        "measured": _now(),
+        "batch": batch,
+        "repeats": settings.repeats,
+        "warmup": settings.warmup,
+        "note": few_repeats(settings.repeats),
+        "ratio": "seconds of the baseline / seconds of the row, in the same round",
+        "environment": describe_environment(device),
+        "clocks": clocks,
+        "rows": rows,
+    }
+    write_json(run_dir / TIME_FILE, data)
+    return data
+
+
+def few_repeats(repeats: int) -> str | None:
+    """Return a warning for too few rounds, or None."""
+    return f"only {repeats} repeats; take {FEW_REPEATS} or more" if repeats < FEW_REPEATS else None
+
+
+def summarize_time(
+    own: Sequence[Mapping[str, float]], baseline: Sequence[Mapping[str, float]], scopes: Sequence[str]
+) -> dict[str, Any]:
+    """Return median, spread and all values of each scope, and the speed-up round by round.
+
+    Args:
+        own: seconds per image by scope, of each round.
+        baseline: the same of the untouched pipeline; empty where it failed.
+        scopes: which to give.
+    """
+    summary: dict[str, Any] = {}
+    for scope in scopes:
+        values = [seconds[scope] for seconds in own]
+        ratios = [before[scope] / after[scope] for before, after in zip(baseline, own, strict=False)]
+        summary[scope] = {
+            "seconds_per_image": statistics.median(values),
+            "spread": [min(values), max(values)],
+            "values": values,
+            "ratio": {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios), "values": ratios}
+            if ratios
+            else None,
+        }
+    return summary
+
+
+def measure_memory(run_dir: Path, protocol: Protocol, report: _Report = print) -> dict[str, Any]:
+    """Measure all rows and write `memory.json` after each, so that a killed run goes on with the next row.
+
+    Rows whose programs are the same (the untouched pipeline and the null row) share one measurement.
+
+    Args:
+        run_dir: the run's folder.
+        protocol: its `memory` says how.
+        report: gets a line for each process.
+
+    Returns:
+        What was written: for each row the slope in GiB per image, intercept, fit error, peaks and stages.
+    """
+    settings = protocol.memory or Memory()
+    path = run_dir / MEMORY_FILE
+    before = read_json(path)
+    data: dict[str, Any] = {"format": 1, "identity": protocol.identity, "measured": _now(), "rows": {}, "programs": {}}
+    if before is not None and before.get("identity") == protocol.identity:
+        data = before
+    for cell in protocol.cells:
+        program = sha256_of_data([cell.config().to_dict(), cell.peer, dict(cell.settings) if cell.peer else {}])
+        if cell.name in data["rows"]:
+            continue
+        twin = data["programs"].get(program)
+        if twin is not None:
+            data["rows"][cell.name] = {**data["rows"][twin], "same_program_as": twin}
+        else:
+            data["rows"][cell.name] = _measure_row(protocol, cell, sorted(set(settings.batches)), report)
+            data["programs"][program] = cell.name
+        write_json(path, data)
+    return data
+
+
+def _measure_row(protocol: Protocol, cell: Cell, batches: Sequence[int], report: _Report) -> dict[str, Any]:
+    results: list[dict[str, Any]] = []
+    note = None
+    for batch in batches:
+        report(f"memory: {cell.name}, batch {batch}")
+        result = run_worker(protocol, cell, batch)
+        if "failed" in result:
+            note = result["failed"]
+            break  # a larger batch would not fit either
+        results.append(result)
+    return summarize_memory(batches[: len(results)], results, note)
+
+
+def summarize_memory(
+    batches: Sequence[int], results: Sequence[Mapping[str, Any]], note: str | None = None
+) -> dict[str, Any]:
+    """Fit a line to the peaks of several batch sizes, over all and for each stage.
+
+    Args:
+        batches: batch sizes.
+        results: what the process of each gave: `kind`, and `peaks` by kind and stage in GiB.
+        note: why there are no larger batches, or None.
+
+    Returns:
+        `gib_per_image` (the slope), `intercept_gib`, `fit_error_gib` (root mean square of the residuals), `batches`,
+        `peaks_gib`, `kind`, `stages` with the same of each stage, and `reserved` on CUDA. With fewer than two batches
+        there is no slope.
+    """
+    summary: dict[str, Any] = {"batches": list(batches), "note": note, "failed": None if results else note}
+    if not results:
+        return summary
+    kind = results[0]["kind"]
+    summary |= {"kind": kind, **_line(batches, [_whole(result["peaks"]) for result in results])}
+    if all(set(STAGES) <= set(result["peaks"]) for result in results):
+        summary["stages"] = {stage: _line(batches, [result["peaks"][stage] for result in results]) for stage in STAGES}
+    if all("reserved" in result for result in results):
+        reserved = _line(batches, [_whole(result["reserved"]) for result in results])
+        summary["reserved"] = {"kind": "CUDA reserved", **reserved}
+    return summary
+
+
+def _whole(peaks: Mapping[str, float]) -> float:
+    return max(peaks.values())
+
+
+def _line(batches: Sequence[int], peaks: Sequence[float]) -> dict[str, Any]:
+    """Fit `peak = intercept + slope * batch` by least squares."""
+    data: dict[str, Any] = {"peaks_gib": list(peaks)}
+    if len(batches) < 2:
+        return {"gib_per_image": None, "intercept_gib": None, "fit_error_gib": None, **data}
+    slope, intercept = statistics.linear_regression(batches, peaks)
+    residuals = [peak - intercept - slope * batch for batch, peak in zip(batches, peaks, strict=True)]
+    error = math.sqrt(sum(residual**2 for residual in residuals) / len(residuals))
+    return {"gib_per_image": slope, "intercept_gib": intercept, "fit_error_gib": error, **data}
+
+
+def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
+    """Measure one batch size in a fresh process.
+
+    Returns:
+        What `measure_peaks` gave there, or `failed` with the reason; to run out of memory is such a result.
+    """
+    order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch})
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "elfatt_sd.evaluation.measure"]
+    done = subprocess.run(
+        command, input=order, capture_output=True, text=True, env={**_single_process(os.environ), "PYTHONPATH": path}
+    )
+    if done.returncode == -signal.SIGKILL:
+        return {"failed": f"out of memory at batch {batch}"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return {"failed": f"batch {batch}: {reason}"}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def _single_process(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what a launcher of several processes has put there."""
+    launched = re.compile(r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|GROUP_.*)")
+    return {name: value for name, value in environment.items() if not launched.fullmatch(name)}
+
+
+class PeakMeter:
+    """Reads the highest memory use since the last reading, and starts anew where the system allows it."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the device whose memory counts.
+
+        Raises:
+            ElfattError: its memory cannot be read.
+        """
+        self.device = device
+        self.kind = "CUDA allocated" if device.type == "cuda" else "VmHWM"
+        if device.type not in ("cuda", "cpu") or (device.type == "cpu" and not Path("/proc/self/status").exists()):
+            raise ElfattError(
+                f"memory of device {device.type!r} on {sys.platform} cannot be read; accepted: CUDA, Linux."
+            )
+        self.resets = self.reset()
+
+    def reset(self) -> bool:
+        """Start anew from the present use; tell whether that was possible."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return True
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> float:
+        """Return the highest use since the last reset, in GiB."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / _GIB
+        return read_high_water_mark() / _GIB
+
+    def read_reserved(self) -> float | None:
+        """Return the same of what CUDA's allocator holds, in GiB; None on the CPU."""
+        return torch.cuda.max_memory_reserved(self.device) / _GIB if self.device.type == "cuda" else None
+
+
+def read_high_water_mark() -> int:
+    """Return VmHWM of this process in bytes; unlike `ru_maxrss` it does not include the parent's before `exec`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
+
+@torch.no_grad()
+def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
+    """Run a row once in this process and read the peak of each stage.
+
+    Returns:
+        `kind`, and `peaks` by stage in GiB (under `all` where the system does not let the peak start anew), and
+        `reserved` likewise on CUDA.
+    """
+    pipe = load_protocol_pipeline(protocol)
+    steps = (protocol.memory or Memory()).steps or protocol.steps
+    meter = PeakMeter(pipe.unet.device)
+    peaks: dict[str, float] = {}
+    reserved: dict[str, float] = {}
+
+    def close(stage: str) -> None:
+        if stage in peaks or (not meter.resets and stage != "all"):
+            return
+        synchronize(meter.device)
+        peaks[stage] = meter.read()
+        held = meter.read_reserved()
+        if held is not None:
+            reserved[stage] = held
+        meter.reset()
+
+    handles = [
+        pipe.unet.register_forward_pre_hook(lambda *_: close("text"), prepend=True),
+        pipe.vae.decoder.register_forward_pre_hook(lambda *_: close("unet")),
+    ]
+    seeds = [image_seed(protocol, cell, index) for index in range(batch)]
+    short = dataclasses.replace(protocol, steps=steps)
+    try:
+        with row_patch(pipe, cell, seeds[0]):
+            to_uint8(make_images(pipe, short, _cycled_prompts(protocol, batch), seeds))
+    finally:
+        for handle in handles:
+            handle.remove()
+    close("vae" if meter.resets else "all")
+    return {"kind": meter.kind, "peaks": peaks, **({"reserved": reserved} if reserved else {})}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception says that memory ran out, on any device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("can't allocate memory", "not enough memory", "out of memory")
+    )
+
+
+def _cycled_prompts(protocol: Protocol, count: int) -> list[str]:
+    prompts = run_prompts(protocol)
+    return [prompts[index % len(prompts)].text for index in range(count)]
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _worker() -> None:
+    """Read an order from stdin, measure, and print the result as the last line."""
+    order = json.load(sys.stdin)
+    protocol = Protocol.from_dict(order["protocol"])
+    try:
+        result = measure_peaks(protocol, protocol.cell(order["cell"]), order["batch"])
+    except ElfattError as error:
+        result = {"failed": str(error)}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        result = {"failed": f"out of memory at batch {order['batch']}"}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _worker()
