@@ -11,7 +11,8 @@ from torch import nn
 
 from elfatt_sd.config import ElfattError, PatchConfig
 
-_TEMPORAL = ("motion_modules", "temp_attentions", "transformer_in")
+# Attention over frames, and over tokens of the picture together with others (GLIGEN's boxes).
+_OTHER_TOKENS = ("motion_modules", "temp_attentions", "temporal_transformer_blocks", "transformer_in", ".fuser.")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 def is_denoiser(module: object) -> bool:
     """Tell whether a module has the parts of a diffusers UNet or ControlNet."""
     return isinstance(module, nn.Module) and all(
-        hasattr(unwrap(module), name) for name in ("down_blocks", "mid_block", "set_attn_processor")
+        hasattr(unwrap(module), name) for name in ("conv_in", "down_blocks", "mid_block")
     )
 
 
@@ -83,7 +84,7 @@ def find_layers(denoiser: nn.Module) -> list[SelfAttention]:
     layers = []
     for name, module in modules.items():
         block = next((prefix for prefix in factors if name.startswith(prefix + ".")), None)
-        if block is None or any(part in name for part in _TEMPORAL):
+        if block is None or any(part in name for part in _OTHER_TOKENS):
             continue
         if isinstance(module, Attention) and not module.is_cross_attention:
             layers.append(SelfAttention(name, module, _norm_before(name, modules), factors[block]))

@@ -181,27 +181,20 @@ class _Patch:
         processor = ElfattProcessor()
         for state in self._shared.layers:
             setattr(state.layer.attention, STATE, state)
+            state.layer.attention.set_processor(processor)
             if state.layer.norm is not None and any(_matches_tokens(phase) for phase in self.config.phases):
                 self._handles.append(state.layer.norm.register_forward_pre_hook(state.remember_block_input))
-        self._set_processors({state.layer.name: processor for state in self._shared.layers})
         self._handles.append(self._outer.register_forward_pre_hook(self._before_call, with_kwargs=True))
         setattr(self._module, _PATCH, self)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        originals = {}
         for state in self._shared.layers:
             if isinstance(state.layer.attention.processor, ElfattProcessor):
-                originals[state.layer.name] = state.original
+                state.layer.attention.set_processor(state.original)
             delattr(state.layer.attention, STATE)
-        self._set_processors(originals)
         delattr(self._module, _PATCH)
-
-    def _set_processors(self, changed: dict[str, Any]) -> None:
-        if changed:
-            named = {f"{name}.processor": processor for name, processor in changed.items()}
-            self._module.set_attn_processor({**self._module.attn_processors, **named})  # type: ignore[operator,dict-item]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
