@@ -40,7 +40,6 @@ def export(
         The pipeline's folder.
     """
     folder, settings = out / "pipeline", models.configurations(sizes)
-    settings["vae"]["scaling_factor"] = parts["vae"].config.scaling_factor
     common = {"_diffusers_version": DIFFUSERS_VERSION}
     for name, kind in (("unet", "UNet2DConditionModel"), ("vae", "AutoencoderKL")):
         models.write_json(folder / name / "config.json", {"_class_name": kind, **common, **settings[name]})
@@ -72,7 +71,7 @@ def pipeline_index() -> dict[str, Any]:
 
 
 def save_text_encoder(model: nn.Module, settings: dict[str, Any], folder: Path) -> None:
-    """Write the text encoder with the names that every transformers release reads (the newest ones drop `text_model.`)."""
+    """Write the text encoder under the names that every transformers release reads, with `text_model.` in front."""
     config = {
         "architectures": ["CLIPTextModel"],
         "model_type": "clip_text_model",
@@ -93,6 +92,25 @@ def save_half(state: dict[str, Tensor], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().cpu().half().contiguous() for name, value in state.items()}
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def load_half(module: nn.Module, folder: Path) -> None:
+    """Load what `save_half` wrote as the only safetensors file of a folder.
+
+    Raises:
+        ElfattError: if there is no such file.
+    """
+    from safetensors.torch import load_file
+
+    from elfatt_sd.config import ElfattError
+
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise ElfattError(f"{folder} holds {len(files)} safetensors files; accepted is a folder that this recipe wrote")
+    state = {name: value.float() for name, value in load_file(files[0]).items()}
+    if not any(name.startswith("text_model.") for name in module.state_dict()):
+        state = {name.removeprefix("text_model."): value for name, value in state.items()}
+    module.load_state_dict(state)
 
 
 def environment() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ class ToyClassifier(nn.Module):
         super().__init__()
         widths = (3, 16, 32, 64, 96, 128)
         layers: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in itertools.pairwise(widths):
             layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GroupNorm(8, after), nn.SiLU()]
         layers += [nn.Conv2d(128, 128, 3, padding=1), nn.GroupNorm(8, 128), nn.SiLU()]
         self.body = nn.Sequential(*layers)
@@ -39,7 +40,7 @@ class ToyClassifier(nn.Module):
             float32 features `[n, 64]`.
         """
         pixels = images.float() / 255 if images.dtype == torch.uint8 else images
-        maps = self.body(2 * pixels - 1)
+        maps = self.body(2 * functional.avg_pool2d(pixels, 2) - 1)
         pooled = torch.cat([maps.mean((2, 3)), maps.amax((2, 3))], 1)
         return functional.silu(self.neck(pooled)).float()
 

@@ -1,7 +1,7 @@
 """The recipe of the embedded pipeline: `python -m elfatt_sd.toy.recipe --out DIR` renders, trains and exports it.
 
-Stages: the autoencoder, the classifier, the UNet with its text encoder on pictures of half the side, the same on full pictures, and the
-export. Each finished or interrupted stage is kept under `DIR/checkpoints`; the same command goes on from there after a kill.
+Stages: the autoencoder, the classifier, the UNet with its text encoder from the inner levels outwards, and the export. Each
+finished or interrupted stage is kept under `DIR/checkpoints`; the same command goes on from there after a kill.
 """
 
 from __future__ import annotations
@@ -15,57 +15,68 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from elfatt_sd.toy import export, models
 from elfatt_sd.toy.features import ToyClassifier, augment
+from elfatt_sd.toy.growing import Denoiser, train_exactly, train_sparsely
 from elfatt_sd.toy.renderer import ATTRIBUTES, describe, render_parameters, sample_parameters
 from elfatt_sd.toy.training import Stage, train
 
 CAPTION_SHARES = (0.40, 0.10, 0.15, 0.10, 0.10, 0.05, 0.10)  # of the wordings in `wordings`, the empty one last
 SNR_LIMIT = 5.0
-KL_WEIGHT = 1e-3
+LATENT_NOISE = 0.3  # on unit latents, at most, while the decoder trains
+LOG_VARIANCE = -7.0  # of the encoder's posterior
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Network sizes and stages; the stages' names are `vae`, `classifier`, `layout` and `detail`."""
+    """Network sizes and stages.
+
+    Attributes:
+        sizes: the networks' sizes.
+        vae: trains the autoencoder.
+        classifier: trains the classifier.
+        layout: trains the UNet's two inner levels, on 1/16 of the tokens.
+        outline: trains its three inner levels, on 1/4 of the tokens.
+        detail: trains the whole UNet, with sparse keys on the finer grids (see `SparseKeys`).
+        finish: trains the whole UNet with exact attention everywhere, down to a learning rate of 0.
+    """
 
     sizes: models.Sizes
     vae: Stage
     classifier: Stage
     layout: Stage
+    outline: Stage
     detail: Stage
-
-    @property
-    def stages(self) -> tuple[Stage, Stage, Stage, Stage]:
-        """The stages in order."""
-        return self.vae, self.classifier, self.layout, self.detail
+    finish: Stage
 
 
-def full_recipe(minutes: float, device: torch.device) -> Recipe:
-    """The recipe of the published weights, fitted into a time budget; a CPU takes an eighth of each batch."""
-    share = 1 if device.type == "cuda" else 8
-    seconds = 60 * minutes
+STAGES = tuple(field.name for field in dataclasses.fields(Recipe))[1:]
+# Which levels a stage draws its steps from, and how many pictures a step has for each of `Stage.batch`.
+LEVELS = {"layout": (2,), "outline": (1, 1, 2), "detail": (0, 0, 1, 2), "finish": (0,)}
+PICTURES = (1, 3, 6)
+
+
+def full_recipe(minutes: float) -> Recipe:
+    """The recipe of the published weights, fitted into a time budget."""
+    shares = {"vae": 0.12, "classifier": 0.06, "layout": 0.2, "outline": 0.12, "detail": 0.15, "finish": 0.35}
+    seconds = {name: 60 * minutes * share for name, share in shares.items()}
     return Recipe(
         models.FULL,
-        Stage("vae", 32 // share, 1.5e-3, seconds=0.17 * seconds),
-        Stage("classifier", 64 // share, 2e-3, seconds=0.08 * seconds, decay=0.99),
-        Stage("layout", 512 // share, 2e-3, seconds=0.25 * seconds, hold=0.5),
-        Stage("detail", 128 // share, 1.5e-3, seconds=0.5 * seconds),
+        Stage("vae", 16, 2e-3, seconds=seconds["vae"], decay=0.99),
+        Stage("classifier", 24, 2e-3, seconds=seconds["classifier"], decay=0.98),
+        Stage("layout", 4, 2e-3, seconds=seconds["layout"], hold=0.5),
+        Stage("outline", 4, 1.5e-3, seconds=seconds["outline"], hold=0.5),
+        Stage("detail", 4, 1e-3, seconds=seconds["detail"], hold=0.5),
+        Stage("finish", 4, 7e-4, seconds=seconds["finish"]),
     )
 
 
 def tiny_recipe() -> Recipe:
     """A recipe of a few seconds whose pictures are bad but whose every part is exercised."""
-    return Recipe(
-        models.TINY,
-        Stage("vae", 4, 2e-3, steps=20),
-        Stage("classifier", 4, 2e-3, steps=20),
-        Stage("layout", 4, 2e-3, steps=20),
-        Stage("detail", 4, 1e-3, steps=20),
-    )
+    return Recipe(models.TINY, *(Stage(name, 2, 2e-3, steps=6) for name in STAGES))
 
 
 def pictures(batch: int, size: int, generator: torch.Generator, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -82,15 +93,21 @@ def working_copy(module: Any, device: torch.device) -> Any:
 
 
 def vae_loss(vae: Any, size: int, batch: int, generator: torch.Generator) -> Tensor:
-    """Absolute and squared error of the reconstruction, and a small divergence of the latents from the normal distribution."""
-    images, _ = pictures(batch, size, generator)
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
+    """Errors of the decoder on noisy codes, and of the encoder against the code.
+
+    Three of four steps see close-ups of a quarter of the side, which hold most edges for the work, the fourth whole pictures.
+    """
+    whole = float(torch.rand(1, generator=generator, device=generator.device)) < 0.25
+    images, _ = pictures(max(1, batch // 16), size, generator) if whole else pictures(batch, size // 4, generator, 2.5)
+    code = models.encode_code(functional.avg_pool2d(images, 4))
+    blur = torch.rand(len(images), 1, 1, 1, generator=generator, device=images.device).square()
+    noisy = code + (LATENT_NOISE / models.SCALING) * blur * draw(code, generator)
+    with torch.autocast(images.device.type, torch.bfloat16):
+        error = vae.decode(noisy).sample.float() - images
         posterior = vae.encode(images).latent_dist
-        latents = posterior.mean + posterior.std * draw(posterior.mean, generator)
-        error = vae.decode(latents).sample.float() - images
-    mean, logvar = posterior.mean.float(), posterior.logvar.float()
-    divergence = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
-    return error.abs().mean() + error.square().mean() + KL_WEIGHT * divergence
+    miss = posterior.mean.float() - code
+    narrow = (posterior.logvar.float() - LOG_VARIANCE).square().mean()
+    return error.abs().mean() + 2 * error.square().mean() + miss.abs().mean() + miss.square().mean() + 1e-3 * narrow
 
 
 def draw(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -99,54 +116,37 @@ def draw(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def classifier_loss(model: ToyClassifier, coder: Any, size: int, batch: int, generator: torch.Generator) -> Tensor:
-    """Cross entropy summed over the attributes; half the pictures pass through the autoencoder with some latent noise."""
+    """Cross entropy summed over the attributes; a quarter of the pictures come out of the decoder, from noisy codes."""
     images, labels = pictures(batch, size, generator)
-    half = batch // 2
+    part = max(1, batch // 4)
     with torch.no_grad():
-        latents = coder.encode(images[:half].to(coder.dtype)).latent_dist.mean
-        latents = latents + 0.1 * latents.std() * draw(latents, generator)
-        images[:half] = coder.decode(latents).sample.float()
+        code = models.encode_code(functional.avg_pool2d(images[:part], 4))
+        code = code + 0.15 / models.SCALING * draw(code, generator)
+        images[:part] = coder.decode(code.to(coder.dtype)).sample.float()
     scores = model.logits(augment((images + 1) / 2, generator))
     losses = [functional.cross_entropy(scores[name], labels[:, i]) for i, name in enumerate(ATTRIBUTES)]
     return torch.stack(losses).sum()
 
 
-class Denoiser(nn.Module):
-    """The UNet and the text encoder that is trained along, as one module."""
-
-    def __init__(self, sizes: models.Sizes) -> None:
-        """Build both with random weights."""
-        super().__init__()
-        self.unet = models.build("unet", sizes)
-        self.text_encoder = models.build("text_encoder", sizes)
-
-    def forward(self, noisy: Tensor, timesteps: Tensor, tokens: Tensor) -> Tensor:
-        """Predicted velocity `[n, 4, h, w]` from noisy latents, timesteps `[n]` and tokens `[n, 77]`."""
-        velocity: Tensor = self.unet(noisy, timesteps, self.text_encoder(tokens)[0]).sample
-        return velocity
-
-
-def call(model: Denoiser, noisy: Tensor, *inputs: Tensor) -> Tensor:
-    """Call the model, on a GPU in bf16 throughout while its weights stay float32."""
-    if not noisy.is_cuda:
-        return model(noisy, *inputs)  # type: ignore[no-any-return]
-    weights = {name: value.bfloat16() for name, value in model.named_parameters()}
-    return torch.func.functional_call(model, weights, (noisy.bfloat16(), *inputs)).float()  # type: ignore[no-any-return]
-
-
 def denoising_loss(
-    model: Denoiser, coder: Any, words: Words, size: int, scale: float, batch: int, generator: torch.Generator
+    model: Denoiser, words: Words, side: int, levels: tuple[int, ...], batch: int, generator: torch.Generator
 ) -> Tensor:
-    """Squared error of the velocity, weighted so that nearly clean latents do not dominate (min-SNR)."""
-    images, labels = pictures(batch, size, generator, scale)
-    with torch.no_grad():
-        clean = coder.encode(images.to(coder.dtype)).latent_dist.mean.float() * coder.config.scaling_factor
-    noise = draw(clean, generator)
-    timesteps = torch.randint(0, len(words.signal), (batch,), generator=generator, device=clean.device)
+    """Squared error of the velocity at one of `levels`, with little weight on nearly clean latents (min-SNR).
+
+    The noise is that of the latent grid of `side`, averaged to the level's grid as the outer levels will hand it down.
+    """
+    device = generator.device
+    level = levels[int(torch.randint(len(levels), (1,), generator=generator, device=device))]
+    images, labels = pictures(PICTURES[level] * batch, side, generator)
+    clean = functional.avg_pool2d(models.SCALING * models.encode_code(images), 2**level)
+    noise = draw(clean, generator) / 2**level
+    timesteps = torch.randint(0, len(words.signal), (len(clean),), generator=generator, device=device)
     alpha = words.signal[timesteps]
     root, rest = alpha.sqrt()[:, None, None, None], (1 - alpha).sqrt()[:, None, None, None]
-    velocity = call(model, root * clean + rest * noise, timesteps, words.tokens(labels, generator))
-    error = (velocity - (root * noise - rest * clean)).square().mean((1, 2, 3))
+    noisy = (root * clean + rest * noise).contiguous(memory_format=torch.channels_last)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        velocity = model(noisy, timesteps, words.tokens(labels, generator), level)
+    error = (velocity.float() - (root * noise - rest * clean)).square().mean((1, 2, 3))
     return (error * (SNR_LIMIT * (1 - alpha)).clamp_max(1)).mean()
 
 
@@ -181,38 +181,56 @@ def wordings(shape: str, color: str, pattern: str, background: str) -> tuple[str
     return full, bare, brief, f"a high quality photograph of {full}.", f"a photo of {brief}", thing, ""
 
 
-def build_all(recipe: Recipe, out: Path, seed: int, device: torch.device, until: str, save_every: float) -> Path | None:
-    """Run the stages, each from where it stopped, and export.
+class Workshop:
+    """The networks in training, the stages that train them, and the export."""
 
-    Returns:
-        The folder of the pipeline, or None if `until` named an earlier stage than the last.
-    """
-    torch.manual_seed(seed)  # the initial weights; later draws have their own generators
-    size, folder, records = recipe.sizes.picture, out / "checkpoints", {}
-    vae = models.build("vae", recipe.sizes).to(device, memory_format=torch.channels_last)
-    classifier = ToyClassifier().to(device, memory_format=torch.channels_last)
-    denoiser = Denoiser(recipe.sizes).to(device, memory_format=torch.channels_last)
+    def __init__(self, recipe: Recipe, out: Path, seed: int, device: torch.device, save_every: float = 60.0) -> None:
+        """Build the networks with random weights; nothing is trained yet."""
+        torch.manual_seed(seed)  # the initial weights; later draws have their own generators
+        self.recipe, self.out, self.seed, self.device, self.save_every = recipe, out, seed, device, save_every
+        self.records: dict[str, Any] = {}
+        self.vae = self._placed(models.build("vae", recipe.sizes))
+        self.classifier = self._placed(ToyClassifier())
+        self.denoiser = self._placed(Denoiser(recipe.sizes))
+        tokenizer = out / "pipeline" / "tokenizer"
+        models.save_tokenizer(tokenizer)
+        self.words = Words(load_tokenizer(tokenizer), models.build("scheduler", recipe.sizes), device)
 
-    def run(stage: Stage, model: nn.Module, loss: Any, *arguments: Any) -> bool:
-        bound = functools.partial(loss, model, *arguments)
-        records[stage.name] = train(stage, model, bound, folder, seed, device, save_every)
-        return stage.name == until
+    def _placed(self, module: Any) -> Any:
+        return module.to(self.device, memory_format=torch.channels_last)
 
-    if run(recipe.vae, vae, vae_loss, size):
-        return None
-    images, _ = pictures(64, size, torch.Generator(device).manual_seed(seed))
-    models.standardise(vae, images)
-    coder = working_copy(vae, device)
-    if run(recipe.classifier, classifier, classifier_loss, coder, size):
-        return None
-    models.save_tokenizer(out / "pipeline" / "tokenizer")
-    words = Words(load_tokenizer(out / "pipeline" / "tokenizer"), models.build("scheduler", recipe.sizes), device)
-    if run(recipe.layout, denoiser, denoising_loss, coder, words, size // 2, 1.4):
-        return None
-    if run(recipe.detail, denoiser, denoising_loss, coder, words, size, 1.0):
-        return None
-    parts = {"vae": vae, "unet": denoiser.unet, "text_encoder": denoiser.text_encoder}
-    return export.export(recipe.sizes, parts, classifier, records, out, seed, str(device))
+    def load(self, folder: Path) -> None:
+        """Start from exported weights: a pipeline's folder, and the classifier in `weights-classifier` beside it."""
+        parts = {"vae": self.vae, "unet": self.denoiser.unet, "text_encoder": self.denoiser.text_encoder}
+        for name, module in parts.items():
+            export.load_half(module, folder / name)
+        export.load_half(self.classifier, folder.parent / "weights-classifier")
+
+    def run(self, name: str) -> None:
+        """Run a stage, from where an earlier run stopped."""
+        stage, size = getattr(self.recipe, name), self.recipe.sizes.picture
+        model, loss = (
+            self.denoiser,
+            functools.partial(denoising_loss, self.denoiser, self.words, size // 4, LEVELS.get(name)),
+        )
+        if name == "vae":
+            model, loss = self.vae, functools.partial(vae_loss, self.vae, size)
+        elif name == "classifier":
+            coder = working_copy(self.vae, self.device)
+            model, loss = self.classifier, functools.partial(classifier_loss, self.classifier, coder, size)
+        elif name == "finish":
+            train_exactly(self.denoiser.unet)
+        else:
+            train_sparsely(self.denoiser.unet)
+        checkpoints = self.out / "checkpoints"
+        self.records[name] = train(stage, model, loss, checkpoints, self.seed, self.device, self.save_every)
+
+    def export(self) -> Path:
+        """Write the results; return the pipeline's folder."""
+        parts = {"vae": self.vae, "unet": self.denoiser.unet, "text_encoder": self.denoiser.text_encoder}
+        return export.export(
+            self.recipe.sizes, parts, self.classifier, self.records, self.out, self.seed, str(self.device)
+        )
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -228,18 +246,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints and results")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--config", choices=("full", "tiny"), default="full")
-    parser.add_argument("--minutes", type=float, default=20.0, help="time to train with --config full")
+    parser.add_argument("--minutes", type=float, default=180.0, help="time to train with --config full")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--until", choices=("vae", "classifier", "layout", "detail"), default="export", help="stop after a stage")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="stages to run, in this order")
+    parser.add_argument("--resume-from", type=Path, help="pipeline folder to start from instead of random weights")
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between checkpoints")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
-    recipe = tiny_recipe() if options.config == "tiny" else full_recipe(options.minutes, device)
-    result = build_all(recipe, options.out, options.seed, device, options.until, options.save_every)
-    print(f"pipeline in {result}" if result else f"stopped after {options.until}")
+    recipe = tiny_recipe() if options.config == "tiny" else full_recipe(options.minutes)
+    workshop = Workshop(recipe, options.out, options.seed, device, options.save_every)
+    if options.resume_from:
+        workshop.load(options.resume_from)
+    for name in options.stages:
+        workshop.run(name)
+    print(f"pipeline in {workshop.export()}")
 
 
 if __name__ == "__main__":

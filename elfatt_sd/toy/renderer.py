@@ -1,7 +1,7 @@
 """Endless labelled pictures: one object on a patterned background, drawn with signed distance functions.
 
-The work is batched torch, so it runs on a CPU (milliseconds a picture) and on a GPU (thousands a second). Lengths are shares of
-the picture's side; angles are in radians; the y axis points down. Legend for shapes: n scenes, s the side in pixels.
+The work is batched torch, so it runs on a CPU (milliseconds a picture) and on a GPU (thousands a second). Lengths are shares
+of the picture's side; angles are in radians; the y axis points down. Legend for shapes: n scenes, s the side in pixels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "purple": (0.52, 0.15, 0.72),
     "pink": (1.00, 0.55, 0.78),
 }
-PATTERNS = ("plain", "striped", "checkered", "dotted")
 PALE = 0.8  # a pattern's second tone: this share of white in the background's colour
 GEOMETRY = ("x", "y", "radius", "rotation", "period", "phase_u", "phase_v", "angle")
 
@@ -64,14 +63,6 @@ def _cross(x: Tensor, y: Tensor) -> Tensor:
     return torch.minimum(torch.maximum(x - 0.95, y - 0.34), torch.maximum(x - 0.34, y - 0.95))
 
 
-def _ring(x: Tensor, y: Tensor) -> Tensor:
-    return (torch.hypot(x, y) - 0.68).abs() - 0.27
-
-
-def _moon(x: Tensor, y: Tensor) -> Tensor:
-    return torch.maximum(torch.hypot(x, y) - 0.95, 0.72 - torch.hypot(x - 0.48, y + 0.1))
-
-
 _DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "circle": _circle,
     "square": _square,
@@ -79,9 +70,38 @@ _DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "star": _star,
     "heart": _heart,
     "cross": _cross,
-    "ring": _ring,
-    "moon": _moon,
 }
+
+
+def _cell(u: Tensor) -> Tensor:
+    return torch.remainder(u, 1) - 0.5
+
+
+def _plain(u: Tensor, v: Tensor) -> Tensor:
+    return torch.full_like(u, -1.0)
+
+
+def _striped(u: Tensor, v: Tensor) -> Tensor:
+    return _cell(u).abs() - 0.25
+
+
+def _checkered(u: Tensor, v: Tensor) -> Tensor:
+    across, along = _striped(u, v), _striped(v, u)
+    return -torch.sign(across * along) * torch.minimum(across.abs(), along.abs())
+
+
+def _dotted(u: Tensor, v: Tensor) -> Tensor:
+    return 0.3 - torch.hypot(_cell(u), _cell(v))
+
+
+# Signed distance into a pattern's second tone, in periods.
+_TONES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "plain": _plain,
+    "striped": _striped,
+    "checkered": _checkered,
+    "dotted": _dotted,
+}
+PATTERNS = tuple(_TONES)
 SHAPES = tuple(_DISTANCES)
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "shape": SHAPES,
@@ -116,9 +136,9 @@ class Scene:
     background: str
     x: float = 0.5
     y: float = 0.5
-    radius: float = 0.22
+    radius: float = 0.25
     rotation: float = 0.0
-    period: float = 0.18
+    period: float = 0.25
     phase_u: float = 0.0
     phase_v: float = 0.0
     angle: float = 0.0
@@ -133,25 +153,25 @@ def sample_parameters(count: int, generator: torch.Generator, scale: float = 1.0
         scale: enlarges objects and periods; 1.4 for pictures of half the side keeps them near the same size in pixels.
 
     Returns:
-        labels `[n, 4]` (int64 indices in the order of `ATTRIBUTES`) and geometry `[n, 8]` (float32, in the order of `GEOMETRY`).
+        labels `[n, 4]` (int64 indices in the order of `ATTRIBUTES`), geometry `[n, 8]` (float32, ordered as `GEOMETRY`).
     """
     uniform = torch.rand(count, 12, generator=generator, device=generator.device)
     sizes = torch.tensor([len(SHAPES), len(COLORS), len(PATTERNS), len(COLORS) - 1], device=uniform.device)
     labels = (uniform[:, :4] * sizes).long().minimum(sizes - 1)
     labels[:, 3] = (labels[:, 1] + 1 + labels[:, 3]) % len(COLORS)
     x, y, radius, rotation, period, phase_u, phase_v, angle = uniform[:, 4:].unbind(1)
-    radius = scale * (0.19 + 0.08 * radius)
-    room = 0.5 - 1.12 * radius
-    turn = torch.where(labels[:, 2] == PATTERNS.index("striped"), math.pi, 0.7)
+    radius = scale * (0.22 + 0.06 * radius)
+    room = 0.6 * (0.5 - 1.12 * radius)
+    direction = math.pi / 4 * torch.floor(4 * angle)  # stripes run in four directions, the other patterns upright
     columns = (
         0.5 + room * (2 * x - 1),
         0.5 + room * (2 * y - 1),
         radius,
-        0.7 * (rotation - 0.5),
-        scale * (0.15 + 0.09 * period),
+        0.3 * (rotation - 0.5),
+        scale * (0.22 + 0.06 * period),
         phase_u,
         phase_v,
-        turn * (angle - 0.5),
+        direction * (labels[:, 2] == PATTERNS.index("striped")),
     )
     return labels, torch.stack(columns, 1)
 
@@ -193,10 +213,10 @@ def render_parameters(labels: Tensor, geometry: Tensor, size: int = 256) -> Tens
     x, y = ticks[None, None, :], ticks[None, :, None]
     palette = torch.tensor(list(COLORS.values()), device=labels.device)
     u, v = _rotate(x - 0.5, y - 0.5, angle)
-    tone = _coverage(_pattern(pattern, u / period + phase_u, v / period + phase_v) * period * size)
-    picture = _blend(palette[background], palette[background] * (1 - PALE) + PALE, tone)
+    tone = _apply(pattern, list(_TONES.values()), u / period + phase_u, v / period + phase_v)
+    picture = _blend(palette[background], palette[background] * (1 - PALE) + PALE, _coverage(tone * period * size))
     u, v = _rotate((x - x0) / radius, (y - y0) / radius, rotation)
-    distance = _select(shape, [function(u, v) for function in _DISTANCES.values()])
+    distance = _apply(shape, list(_DISTANCES.values()), u, v)
     return _blend(picture, palette[color], _coverage(-distance * radius * size))
 
 
@@ -205,20 +225,13 @@ def _rotate(x: Tensor, y: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
     return x * cos + y * sin, y * cos - x * sin
 
 
-def _select(index: Tensor, candidates: Sequence[Tensor]) -> Tensor:
-    """Take candidate `index[i]` for scene i without waiting for the device."""
-    chosen = candidates[0]
-    for number, candidate in enumerate(candidates[1:], 1):
-        chosen = torch.where(index[:, None, None] == number, candidate, chosen)
-    return chosen
-
-
-def _pattern(pattern: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Signed distance into the second tone, in periods (positive inside)."""
-    across, along = torch.remainder(u, 1) - 0.5, torch.remainder(v, 1) - 0.5
-    stripe_u, stripe_v = across.abs() - 0.25, along.abs() - 0.25
-    checker = -torch.sign(stripe_u * stripe_v) * torch.minimum(stripe_u.abs(), stripe_v.abs())
-    return _select(pattern, [torch.full_like(u, -1.0), stripe_u, checker, 0.3 - torch.hypot(across, along)])
+def _apply(index: Tensor, functions: Sequence[Callable[[Tensor, Tensor], Tensor]], u: Tensor, v: Tensor) -> Tensor:
+    """Apply function `index[i]` to the coordinates of scene i."""
+    result = torch.empty_like(u)
+    for number, function in enumerate(functions):
+        chosen = (index == number).nonzero()[:, 0]
+        result[chosen] = function(u[chosen], v[chosen])
+    return result
 
 
 def _coverage(distance: Tensor) -> Tensor:

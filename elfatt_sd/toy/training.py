@@ -87,7 +87,12 @@ def train(
         _steps(stage, model, loss, optimizer, average, state, path, seed, device, save_every)
     model.load_state_dict(average)
     model.requires_grad_(False).eval()
-    return {"steps": state["step"], "seconds": round(state["elapsed"], 1), "batch": stage.batch, "curve": state["curve"]}
+    return {
+        "steps": state["step"],
+        "seconds": round(state["elapsed"], 1),
+        "batch": stage.batch,
+        "curve": state["curve"],
+    }
 
 
 def _steps(
@@ -123,7 +128,10 @@ def _steps(
             recent.clear()
             if state["step"] % 200 == 0:
                 speed = state["step"] * stage.batch / (time.monotonic() - began)
-                print(f"{stage.name}: step {state['step']}, loss {state['curve'][-1][1]:.5f}, {speed:.0f} pictures/s", flush=True)
+                print(
+                    f"{stage.name}: step {state['step']}, loss {state['curve'][-1][1]:.5f}, {speed:.0f} pictures/s",
+                    flush=True,
+                )
         state["elapsed"] = time.monotonic() - began
         if time.monotonic() - saved_at > save_every:
             _checkpoint(path, model, optimizer, average, state)

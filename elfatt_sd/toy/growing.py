@@ -1,0 +1,123 @@
+"""Train a UNet from its inner levels outwards, on ever larger grids, while it stays a plain `UNet2DConditionModel`.
+
+The inner levels see the noisy latents averaged over 4x4 or 2x2 cells, which is what the outer levels will hand them later.
+Layout is thus learned where a picture has 256 tokens, and outlines where it has 4096. Legend: n pictures, c channels, h and w
+the grid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elfatt_sd.toy import models
+
+
+class Denoiser(nn.Module):
+    """The UNet, the text encoder that is trained along, and, while training lasts, an entrance and exit to inner levels."""
+
+    def __init__(self, sizes: models.Sizes) -> None:
+        """Build all with random weights."""
+        super().__init__()
+        self.unet = models.build("unet", sizes)
+        self.text_encoder = models.build("text_encoder", sizes)
+        widths = sizes.unet
+        self.entrances = nn.ModuleList([nn.Conv2d(4, widths[i - 1], 3, padding=1) for i in (1, 2)])
+        self.exits = nn.ModuleList([_exit(widths[i], sizes.groups) for i in (1, 2)])
+
+    def forward(self, noisy: Tensor, timesteps: Tensor, tokens: Tensor, level: int) -> Tensor:
+        """Predict velocities.
+
+        Args:
+            noisy: noisy latents averaged to the grid of `level`, `[n, 4, h, w]`.
+            timesteps: `[n]`.
+            tokens: prompts `[n, TOKENS]`.
+            level: the outermost level used, from 0 (all) to 2.
+
+        Returns:
+            velocities on the same grid, `[n, 4, h, w]`.
+        """
+        context = self.text_encoder(tokens)[0]
+        if level == 0:
+            return self.unet(noisy, timesteps, context).sample  # type: ignore[no-any-return]
+        hidden = inner_levels(self.unet, self.entrances[level - 1](noisy), timesteps, context, level)
+        return self.exits[level - 1](hidden)  # type: ignore[no-any-return]
+
+
+def _exit(width: int, groups: int) -> nn.Module:
+    return nn.Sequential(nn.GroupNorm(groups, width), nn.SiLU(), nn.Conv2d(width, 4, 3, padding=1))
+
+
+def inner_levels(unet: Any, hidden: Tensor, timesteps: Tensor, context: Tensor, level: int) -> Tensor:
+    """Run the levels of a UNet from `level` inwards and back, as its own `forward` would.
+
+    Args:
+        unet: a `UNet2DConditionModel` of attention blocks.
+        hidden: what the outer levels would hand down, `[n, c, h, w]`.
+        timesteps: `[n]`.
+        context: encoded prompts `[n, tokens, width]`.
+        level: the outermost level used, 1 or more.
+
+    Returns:
+        what level `level` hands up before its upsampling, `[n, c, h, w]`.
+    """
+    time = unet.time_embedding(unet.time_proj(timesteps).to(hidden.dtype))
+    kept: tuple[Tensor, ...] = (hidden,)
+    for block in unet.down_blocks[level:]:
+        hidden, made = block(hidden, time, encoder_hidden_states=context)
+        kept += tuple(made)
+    hidden = unet.mid_block(hidden, time, encoder_hidden_states=context)
+    blocks = unet.up_blocks[: len(unet.up_blocks) - level]
+    for block in blocks:
+        count = len(block.resnets)
+        upsamplers = block.upsamplers
+        block.upsamplers = None if block is blocks[-1] else upsamplers
+        hidden = block(hidden, kept[-count:], time, encoder_hidden_states=context)
+        block.upsamplers = upsamplers
+        kept = kept[:-count]
+    return hidden
+
+
+class SparseKeys:
+    """Self-attention to a coarse grid of keys: every s-th row and column, from a random corner.
+
+    On fine grids of smooth features that estimates full attention at a fraction of its cost. For training only.
+    """
+
+    def __init__(self, side: int = 16) -> None:
+        """Keep at most `side` rows and columns of keys."""
+        self.side = side
+
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """Attend; `hidden_states` is `[n, h * w, c]` of a square grid."""
+        batch, tokens, _width = hidden_states.shape
+        side = round(tokens**0.5)
+        stride = max(1, side // self.side)
+        row, column = (int(i) for i in torch.randint(stride, (2,)))
+        grid = hidden_states.view(batch, side, side, -1)
+        source = grid[:, row::stride, column::stride].flatten(1, 2)
+        split = (batch, -1, attn.heads, attn.to_q.out_features // attn.heads)
+        query, key, value = (
+            layer(states).view(split).transpose(1, 2)
+            for layer, states in ((attn.to_q, hidden_states), (attn.to_k, source), (attn.to_v, source))
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return attn.to_out[1](attn.to_out[0](mixed))  # type: ignore[no-any-return]
+
+
+def train_sparsely(unet: Any) -> None:
+    """Install `SparseKeys` on the self-attention layers of a UNet in training."""
+    processors = dict(unet.attn_processors)
+    unet.set_attn_processor({name: SparseKeys() if "attn1" in name else old for name, old in processors.items()})
+
+
+def train_exactly(unet: Any) -> None:
+    """Install exact attention on all layers."""
+    from diffusers.models.attention_processor import AttnProcessor2_0
+
+    unet.set_attn_processor(AttnProcessor2_0())

@@ -1,0 +1,170 @@
+"""Measure the embedded pipeline: `python -m elfatt_sd.toy.quality --out DIR` generates, classifies, compares with renders.
+
+It writes `quality.json` (attribute accuracy; `FD-toy` against held-out renders, beside that of as many other renders, the
+floor) and `sheet.png`, the first 64 pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.toy.features import ToyClassifier, load_feature_extractor
+from elfatt_sd.toy.models import GUIDANCE, write_json
+from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES, describe, render, sample_scenes, scene_labels
+
+WEIGHTS = Path(__file__).parent / "weights"
+REFERENCE_SEED, FLOOR_SEED = 9_000_001, 9_000_002
+
+
+def draw_classes(count: int, seed: int) -> list[tuple[str, str, str, str]]:
+    """Random combinations of labels, without repetition as long as there are enough."""
+    generator = random.Random(seed)
+    classes: list[tuple[str, str, str, str]] = []
+    while len(classes) < count:
+        classes += generator.sample(CLASSES, min(count - len(classes), len(CLASSES)))
+    return classes
+
+
+def generate(pipeline: Any, prompts: Sequence[str], seed: int, batch: int, **settings: Any) -> Iterator[Tensor]:
+    """Yield uint8 pictures `[n, 3, h, w]` batch by batch; picture i has its own generator, seeded by `seed + i`."""
+    pipeline.set_progress_bar_config(disable=True)
+    for start in range(0, len(prompts), batch):
+        part = list(prompts[start : start + batch])
+        generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
+        images = pipeline(part, generator=generators, output_type="np", **settings).images
+        yield to_bytes(torch.from_numpy(images).permute(0, 3, 1, 2))
+
+
+def to_bytes(images: Tensor) -> Tensor:
+    """Pictures in [0, 1] as uint8."""
+    return (images.clamp(0, 1) * 255).round().byte()
+
+
+def renders(count: int, seed: int, size: int) -> Iterator[Tensor]:
+    """Yield held-out renders as uint8 `[n, 3, size, size]`."""
+    scenes = sample_scenes(count, seed)
+    for start in range(0, count, 32):
+        yield to_bytes(render(scenes[start : start + 32], size))
+
+
+def class_labels(classes: Sequence[tuple[str, str, str, str]]) -> Tensor:
+    """Label indices `[n, 4]` in the order of `ATTRIBUTES`."""
+    return torch.tensor([[v.index(x) for v, x in zip(ATTRIBUTES.values(), row, strict=True)] for row in classes])
+
+
+def predicted(classifier: ToyClassifier, images: Tensor) -> Tensor:
+    """Predicted label indices `[n, 4]` in the order of `ATTRIBUTES`."""
+    return torch.stack(list(classifier.classify(images).values()), 1)
+
+
+def classifier_accuracy(classifier: ToyClassifier, count: int = 512, size: int = 256) -> dict[str, float]:
+    """Share of held-out renders that the classifier reads right, per attribute."""
+    truth = scene_labels(sample_scenes(count, FLOOR_SEED))
+    guesses = torch.cat([predicted(classifier, images) for images in renders(count, FLOOR_SEED, size)])
+    return by_attribute(guesses == truth)
+
+
+def by_attribute(hits: Tensor) -> dict[str, float]:
+    """Means of the columns of `hits` `[n, 4]`."""
+    return {name: round(value, 4) for name, value in zip(ATTRIBUTES, hits.double().mean(0).tolist(), strict=True)}
+
+
+def distance(features: Tensor, reference: Tensor) -> float:
+    """`FD-toy` between two sets of features `[n, d]`."""
+    from elfatt_sd.evaluation.statistics import frechet_distance
+
+    first, second = features.double(), reference.double()
+    return frechet_distance(first.mean(0), torch.cov(first.T), second.mean(0), torch.cov(second.T))
+
+
+@torch.no_grad()
+def measure(
+    pipeline: Any, count: int, steps: int, guidance: float, seed: int, batch: int, reference: int = 1024
+) -> tuple[dict[str, Any], Tensor]:
+    """Generate and measure.
+
+    Args:
+        pipeline: a loaded `StableDiffusionPipeline` of the toy.
+        count: pictures to generate.
+        steps: denoising steps.
+        guidance: guidance scale.
+        seed: of the choice of prompts, and of the first picture.
+        batch: pictures at a time.
+        reference: held-out renders that both sets are compared with.
+
+    Returns:
+        the figures, and the pictures `[count, 3, h, w]` (uint8).
+    """
+    classes = draw_classes(count, seed)
+    prompts, truth = [describe(*labels) for labels in classes], class_labels(classes)
+    began = time.monotonic()
+    made = generate(pipeline, prompts, seed, batch, num_inference_steps=steps, guidance_scale=guidance)
+    images = torch.cat(list(made))
+    seconds = time.monotonic() - began
+    classifier, size = load_feature_extractor(), images.shape[-1]
+    hits = torch.cat([predicted(classifier, part) for part in images.split(32)]) == truth
+    target = torch.cat([classifier(part) for part in renders(reference, REFERENCE_SEED, size)])
+    floor = torch.cat([classifier(part) for part in renders(count, FLOOR_SEED, size)])
+    features = torch.cat([classifier(part) for part in images.split(32)])
+    figures = {
+        "count": count,
+        "steps": steps,
+        "guidance": guidance,
+        "seed": seed,
+        "accuracy": by_attribute(hits),
+        "mean_accuracy": round(hits.double().mean().item(), 4),
+        "all_four_right": round(hits.all(1).double().mean().item(), 4),
+        "FD-toy": round(distance(features, target), 3),
+        "FD-toy of renders (floor)": round(distance(floor, target), 3),
+        "reference_renders": reference,
+        "classifier_accuracy_on_renders": classifier_accuracy(classifier, size=size),
+        "seconds": round(seconds, 1),
+    }
+    return figures, images
+
+
+def save_sheet(images: Tensor, path: Path, columns: int = 8, side: int = 128) -> None:
+    """Write pictures `[n, 3, h, w]` (uint8) as one PNG, row by row."""
+    from PIL import Image
+
+    sheet = Image.new("RGB", (columns * side, -(-len(images) // columns) * side))
+    for i, image in enumerate(images):
+        picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+        sheet.paste(picture.resize((side, side), Image.Resampling.LANCZOS), (i % columns * side, i // columns * side))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.quantize(255, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line, measure, and print the figures."""
+    import json
+
+    from diffusers import StableDiffusionPipeline
+
+    parser = argparse.ArgumentParser(prog="python -m elfatt_sd.toy.quality", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for quality.json and sheet.png")
+    parser.add_argument("--pipeline", type=Path, default=WEIGHTS, help="diffusers directory (default: the package's)")
+    parser.add_argument("--count", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--guidance", type=float, default=GUIDANCE)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args(arguments)
+    pipeline = StableDiffusionPipeline.from_pretrained(options.pipeline).to(options.device)
+    figures, images = measure(pipeline, options.count, options.steps, options.guidance, options.seed, options.batch)
+    write_json(options.out / "quality.json", figures)
+    save_sheet(images[:64], options.out / "sheet.png")
+    print(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
