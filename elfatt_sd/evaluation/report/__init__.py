@@ -1,0 +1,67 @@
+"""The report of a run: one self-contained page, the table as CSV, Markdown and LaTeX, and each plot as PNG.
+
+`write_report` reads `RUN/results.json` and the pictures of the run. Each figure on the page stands in `results.json` or
+in the published table; what is not there is shown as "not measured".
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.files import atomic_file
+from elfatt_sd.evaluation.report.data import Results, load_results
+
+__all__ = ["write_report"]
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write the report of a scored run to `run_dir/report`.
+
+    Args:
+        run_dir: folder with `results.json` and `cells/CELL/images`.
+
+    Returns:
+        The page, `run_dir/report/index.html`; beside it lie `table.csv`, `table.md`, `table.tex` and one PNG per plot.
+
+    Raises:
+        ElfattError: `results.json` is missing or unreadable, or the folder cannot be written.
+    """
+    from elfatt_sd.evaluation.report.page import render_page
+    from elfatt_sd.evaluation.report.palette import Palette
+    from elfatt_sd.evaluation.report.pictures import Pictures
+    from elfatt_sd.evaluation.report.plots import draw_plots
+
+    run_dir = Path(run_dir)
+    results = load_results(run_dir)
+    plots, missing = draw_plots(results, Palette(results))
+    files = _texts(results)
+    page = render_page(results, Pictures(run_dir, results), plots, missing, files)
+    contents = {name: text.encode("utf-8") for name, text in files.items()}
+    contents |= {f"{plot.name}.png": plot.png for plot in plots}
+    contents["index.html"] = page.encode("utf-8")
+    folder = run_dir / "report"
+    try:
+        for name, content in contents.items():
+            with atomic_file(folder / name) as file:
+                file.write(content)
+    except OSError as error:
+        raise ElfattError(f"The report cannot be written to {folder}: {error.strerror or error}.") from error
+    return folder / "index.html"
+
+
+def _texts(results: Results) -> dict[str, str]:
+    """Return the table in its three written forms."""
+    from elfatt_sd.evaluation.report.published import comparable_words
+    from elfatt_sd.evaluation.report.summary import findings, headline
+    from elfatt_sd.evaluation.report.tables import main_table, more_table
+    from elfatt_sd.evaluation.report.writers import md_escape, to_csv, to_latex, to_markdown
+
+    main, told, words = main_table(results), headline(results), comparable_words(results)
+    bullets = "".join(f"- {md_escape(sentence)}\n" for sentence in findings(results))
+    parts = [f"# {md_escape(results.name)}", md_escape(told), bullets, to_markdown(main), md_escape(words)]
+    markdown = (
+        "\n\n".join(part.strip() for part in [*parts, "## More measures", to_markdown(more_table(results))]) + "\n"
+    )
+    latex = to_latex(main, f"Protocol {results.name}. {told} {words}", results.name)
+    return {"table.csv": to_csv(results), "table.md": markdown, "table.tex": latex}

@@ -1,0 +1,318 @@
+"""The results of a run as the report reads them: nothing is required of a row, what is missing is None."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from elfatt_sd.config import ElfattError
+
+FORMAT = 1
+BASELINE, NULL, METHOD = "baseline", "null", "method"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with the ends of its interval, where there is one (one from a bootstrap may miss the value)."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Both ends of the interval, or None."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+
+def dig(data: Any, *path: str) -> Any:
+    """Follow keys into nested mappings; None where a level is missing."""
+    for key in path:
+        if not isinstance(data, Mapping):
+            return None
+        data = data.get(key)
+    return data
+
+
+def number(data: Any, *path: str) -> float | None:
+    """Return the number at the end of a path; None for anything else, NaN included. Infinity is a number."""
+    value = dig(data, *path)
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return None
+    return float(value)
+
+
+def numbers(data: Any, *path: str) -> list[float]:
+    """Return the finite numbers of a list at the end of a path."""
+    values = dig(data, *path)
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        return []
+    found = (number({"value": value}, "value") for value in values)
+    return [value for value in found if value is not None and math.isfinite(value)]
+
+
+def estimate(data: Any, value: str = "value", interval: str = "interval") -> Estimate | None:
+    """Return the value and the first and last entry of the interval beside it."""
+    middle, ends = number(data, value), numbers(data, interval)
+    if middle is None:
+        return None
+    return Estimate(middle, ends[0], ends[-1]) if len(ends) >= 2 else Estimate(middle)
+
+
+def setting_title(name: str) -> str:
+    """Write the name of a setting for a reader: `block_size` is "Block size"."""
+    return name.replace("_", " ").capitalize()
+
+
+def setting_text(value: Any) -> str:
+    """Write the value of a setting; a dash for one that the method does not have."""
+    if value is None:
+        return "—"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if isinstance(value, str | int) else json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of the run: a method with its settings.
+
+    Attributes:
+        data: the row of `results.json`.
+        name: what tells the row from all others in a plot or a sentence.
+        suffix: the part of the name behind the label.
+    """
+
+    data: Mapping[str, Any]
+    name: str
+    suffix: str
+
+    @property
+    def cell(self) -> str:
+        """The folder of the row's pictures."""
+        return str(self.data.get("cell", ""))
+
+    @property
+    def label(self) -> str:
+        """The method's name in tables."""
+        return _label(self.data)
+
+    @property
+    def method(self) -> str:
+        """The method's name in configurations."""
+        return str(self.data.get("method") or "")
+
+    @property
+    def role(self) -> str:
+        """`baseline` (untouched), `null` (untouched with other seeds) or `method`."""
+        return str(self.data.get("role") or METHOD)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of the method."""
+        settings = self.data.get("settings")
+        return settings if isinstance(settings, Mapping) else {}
+
+    @property
+    def failed(self) -> str | None:
+        """The reason why the row has no figures, or None."""
+        reason = self.data.get("failed")
+        return None if reason in (None, False, "") else str(reason)
+
+    @property
+    def images(self) -> int | None:
+        """The number of pictures."""
+        count = number(self.data, "images")
+        return None if count is None or not math.isfinite(count) else int(count)
+
+    @property
+    def most_changed(self) -> list[int]:
+        """The indices of the pictures that differ most from the baseline's, most first."""
+        return [int(index) for index in numbers(self.data, "most_changed")]
+
+    def distance(self, name: str) -> Estimate | None:
+        """Return the distance to the reference."""
+        return estimate(dig(self.data, "distances", name))
+
+    def difference(self, name: str) -> Estimate | None:
+        """Return the paired difference in distance, this row minus the baseline."""
+        return estimate(dig(self.data, "distances", name, "difference"))
+
+    def verdict(self, name: str) -> str | None:
+        """Return the verdict that the scoring gave."""
+        verdict = dig(self.data, "distances", name, "difference", "verdict")
+        return None if verdict is None else str(verdict)
+
+    def paired(self, measure: str) -> Estimate | None:
+        """Return median and quartiles of a measure against the baseline on the same latents."""
+        return estimate(dig(self.data, "paired", measure), "median", "quartiles")
+
+    def accuracy(self, name: str) -> Estimate | None:
+        """Return the share of pictures that show what the prompt says of one attribute."""
+        return estimate(dig(self.data, "accuracy", name))
+
+    def seconds(self, part: str = "end_to_end") -> float | None:
+        """Return the seconds per image of a part: `end_to_end` or `unet`."""
+        return number(self.data, "time", part, "seconds_per_image")
+
+    def time_values(self, part: str = "end_to_end") -> list[float]:
+        """Return every raw timing of a part, in seconds per image."""
+        return numbers(self.data, "time", part, "values")
+
+    def speedup(self, part: str = "end_to_end") -> Estimate | None:
+        """Return how many times as fast as the untouched pipeline a part is: median, low, high."""
+        ratio = dig(self.data, "time", part, "ratio")
+        middle, low, high = (number(ratio, key) for key in ("median", "low", "high"))
+        return None if middle is None else Estimate(middle, low, high)
+
+    def memory(self, key: str = "gib_per_image") -> float | None:
+        """Return a figure of the memory regression, in GiB."""
+        return number(self.data, "memory", key)
+
+    def memory_points(self) -> list[tuple[float, float]]:
+        """Return (batch size, peak in GiB) of each measured batch."""
+        batches, peaks = (dig(self.data, "memory", key) for key in ("batches", "peaks_gib"))
+        if not isinstance(batches, list) or not isinstance(peaks, list):
+            return []
+        pairs = [numbers({"pair": list(pair)}, "pair") for pair in zip(batches, peaks, strict=False)]
+        return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+
+
+class Results:
+    """A run: its rows, and what they have in common.
+
+    Args:
+        data: the content of `results.json`.
+    """
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        """Name the rows."""
+        self.data = data
+        raw = [row for row in data.get("rows") or [] if isinstance(row, Mapping)]
+        self.varied = _varied_settings(raw)
+        suffixes = [_suffix(row, self.varied) for row in raw]
+        roles = [" (null row)" if row.get("role") == NULL else "" for row in raw]
+        parts = zip(raw, suffixes, roles, strict=True)
+        names = [f"{_label(row)} {suffix}".strip() + role for row, suffix, role in parts]
+        unique = [
+            name if names.count(name) == 1 else f"{name} ({row.get('cell')})"
+            for row, name in zip(raw, names, strict=True)
+        ]
+        self.rows = [Row(*parts) for parts in zip(raw, unique, suffixes, strict=True)]
+
+    @property
+    def name(self) -> str:
+        """The protocol's name."""
+        return str(self.data.get("name") or "unnamed protocol")
+
+    @property
+    def protocol(self) -> Mapping[str, Any]:
+        """The whole protocol, overrides included."""
+        protocol = self.data.get("protocol")
+        return protocol if isinstance(protocol, Mapping) else {}
+
+    @property
+    def environment(self) -> Mapping[str, Any]:
+        """The machine and the versions."""
+        environment = self.data.get("environment")
+        return environment if isinstance(environment, Mapping) else {}
+
+    @cached_property
+    def baseline(self) -> Row | None:
+        """The untouched pipeline."""
+        return next((row for row in self.rows if row.role == BASELINE), None)
+
+    @cached_property
+    def null(self) -> Row | None:
+        """The untouched pipeline with other seeds."""
+        return next((row for row in self.rows if row.role == NULL), None)
+
+    @cached_property
+    def methods(self) -> list[Row]:
+        """All rows that are neither baseline nor null."""
+        return [row for row in self.rows if row.role not in (BASELINE, NULL)]
+
+    @cached_property
+    def distances(self) -> list[str]:
+        """The names of all distances, in order of appearance."""
+        return _keys(self.rows, "distances")
+
+    @cached_property
+    def distance(self) -> str | None:
+        """The distance of the main table: the first Frechet distance, or what there is."""
+        return next((name for name in self.distances if not name.startswith("KID")), next(iter(self.distances), None))
+
+    @cached_property
+    def attributes(self) -> list[str]:
+        """The attributes whose accuracy was measured."""
+        return _keys(self.rows, "accuracy")
+
+    def from_protocol(self, key: str) -> Any:
+        """Return the value of a key at any depth of the protocol, the outermost first; None where there is none."""
+        return next((value for name, value in _walk(self.protocol) if name == key), None)
+
+
+def load_results(run_dir: Path) -> Results:
+    """Read `results.json` of a run.
+
+    Raises:
+        ElfattError: the file is missing, is no JSON object, or has another format.
+    """
+    path = Path(run_dir) / "results.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ElfattError(f"{path} cannot be read ({error.strerror}); `elfatt-sd eval score` writes it.") from error
+    except ValueError as error:
+        raise ElfattError(f"{path} is no valid JSON ({error}); make it anew with `elfatt-sd eval score`.") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("rows"), list):
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ElfattError(f"{path} has format {found!r}; accepted: an object with format {FORMAT} and a list of rows.")
+    return Results(data)
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    return str(row.get("label") or row.get("method") or row.get("cell") or "unnamed")
+
+
+def _keys(rows: Sequence[Row], part: str) -> list[str]:
+    found = [dig(row.data, part) for row in rows]
+    return list(dict.fromkeys(str(key) for part in found if isinstance(part, Mapping) for key in part))
+
+
+def _settings(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    settings = row.get("settings")
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def _varied_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the ratio, where any row has one, and every setting that takes several values within one method."""
+    names = dict.fromkeys(str(name) for row in rows for name in _settings(row))
+
+    def varies(name: str) -> bool:
+        seen: dict[tuple[str, str], set[str]] = {}
+        for row in rows:
+            seen.setdefault((_label(row), str(row.get("method"))), set()).add(setting_text(_settings(row).get(name)))
+        return any(len(values) > 1 for values in seen.values())
+
+    return sorted((name for name in names if name == "ratio" or varies(name)), key=lambda name: name != "ratio")
+
+
+def _suffix(row: Mapping[str, Any], varied: Sequence[str]) -> str:
+    """Write the varied settings of a row: `0.5, block size 128`."""
+    settings = _settings(row)
+    parts = [(name, setting_text(settings[name])) for name in varied if settings.get(name) is not None]
+    return ", ".join(text if name == "ratio" else f"{setting_title(name).lower()} {text}" for name, text in parts)
+
+
+def _walk(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield all keys and values of nested mappings, outer levels first."""
+    level: list[Mapping[str, Any]] = [data]
+    while level:
+        yield from ((str(key), value) for mapping in level for key, value in mapping.items())
+        level = [value for mapping in level for value in mapping.values() if isinstance(value, Mapping)]

@@ -1,0 +1,116 @@
+"""The plots: each is drawn once and kept as PNG, for papers, and as SVG that takes the colours of the page."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from elfatt_sd.evaluation.report import charts
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.palette import INK, PAPER, RULE, Palette
+
+_STYLE: Any = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "text.parse_math": False,  # labels are text, whatever they contain
+    "svg.fonttype": "none",
+    "svg.hashsalt": "elfatt-sd",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.5,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": "none",
+    "savefig.facecolor": PAPER,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5.5,
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A finished plot.
+
+    Attributes:
+        name: the file name without its ending.
+        title: what it shows.
+        caption: how to read it.
+        alt: its content in words and figures.
+        svg: inline SVG, without references to anything outside.
+        png: the same as a PNG file.
+    """
+
+    name: str
+    title: str
+    caption: str
+    alt: str
+    svg: str
+    png: bytes
+
+
+def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str]]:
+    """Draw every plot for which the run has figures.
+
+    Returns:
+        The plots, and for each one that could not be drawn a line that says what was not measured.
+    """
+    import matplotlib
+
+    plots, missing = [], []
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # the page's own fonts may have it
+        for make in _makers(results):
+            chart = make(results, palette)
+            if isinstance(chart, str):
+                missing.append(chart)
+            else:
+                plots.append(_finish(chart, palette))
+    return plots, missing
+
+
+def _makers(results: Results) -> Iterator[Callable[[Results, Palette], charts.Chart | str]]:
+    yield charts.differences
+    yield charts.distance_over_time
+    yield charts.distance_over_memory
+    yield charts.closeness_over_time
+    for setting in results.varied:
+        yield lambda results, palette, setting=setting: charts.ablation(results, palette, setting)  # type: ignore[misc]
+    yield charts.memory_regression
+    for part in ("end_to_end", "unet"):
+        yield lambda results, palette, part=part: charts.timing_strip(results, palette, part)  # type: ignore[misc]
+
+
+def _finish(chart: charts.Chart, palette: Palette) -> Plot:
+    png, svg = io.BytesIO(), io.StringIO()
+    chart.figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
+    chart.figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    alt = f"{chart.title}. {'; '.join(chart.points)}."
+    return Plot(chart.name, chart.title, chart.caption, alt, _inline(svg.getvalue(), chart, palette), png.getvalue())
+
+
+def _inline(svg: str, chart: charts.Chart, palette: Palette) -> str:
+    """Make a standalone SVG fit for a page: no prolog, ids of its own, colours from the page's variables."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\s(xmlns(:xlink)?|version)="[^"]*"', "", svg, count=3).replace("xlink:href=", "href=")
+    svg = re.sub(r'(\bid="|href="#|url\(#)', lambda match: f"{match[1]}{chart.name}-", svg)
+    for colour, variable in palette.variables().items():
+        svg = re.sub(f"(?<=: ){re.escape(colour)}\\b", f"var({variable})", svg)
+    svg = re.sub(r"font: ([^;\"]*?)'[^\"]*?sans-serif", r"font: \1sans-serif", svg)
+    width, height = (float(side) for side in re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())  # type: ignore[union-attr]
+    svg = re.sub(r"^<svg [^>]*>", f'<svg viewBox="0 0 {width:g} {height:g}" aria-hidden="true" focusable="false">', svg)
+    return re.sub(r">\s+<", "><", svg)

@@ -1,0 +1,114 @@
+"""The published figures beside those of the run, and what keeps the two from being compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row, dig, setting_text
+
+FIGURES = {"FID": ("FID ↓", 1), "seconds_per_image": ("s/img", 3), "gb_per_image": ("GB/img", 2)}
+
+_TABLE = {
+    "Model": "Stable Diffusion v1.5, diffusers 0.32.1",
+    "Sampling": "50 steps, guidance 7.5, 512 x 512",
+    "Precision": "FP16",
+    "Pictures per row": "2000, two per ImageNet-1K class",
+    "Reference": "50 000 images of the ImageNet-1K validation set",
+    "Distance": "FID, published without an interval",
+    "Hardware": "1 NVIDIA Tesla A100 (40 GB), FlashAttention-2",
+    "Time": "batch of 48",
+    "Memory": "growth of GPU memory per +1 batch",
+}
+_PRECISIONS = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32"}
+SETUPS = {"tabSD": _TABLE, "tabSDa1": _TABLE, "tabSDa2": {**_TABLE, "Precision": "BF16"}}
+
+
+def published_rows(results: Results) -> list[Mapping[str, Any]]:
+    """Return the rows of the published table that belongs to the protocol; empty where there is none."""
+    rows = dig(results.data, "published", "rows")
+    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, Sequence) else []
+
+
+def published_source(results: Results) -> str:
+    """Return the published table's name."""
+    return str(dig(results.data, "published", "source") or "published")
+
+
+def published_for(results: Results, row: Row) -> Mapping[str, Any] | None:
+    """Return the published row of the same method with the same settings, or None."""
+    if row.role == NULL:
+        return None
+    return next((other for other in published_rows(results) if _same(other, row)), None)
+
+
+def comparability(results: Results) -> list[tuple[str, str, str]]:
+    """Set the conditions of the run beside the published ones: (what, this run, published)."""
+    setup = SETUPS.get(published_source(results), {})
+    here = _conditions(results)
+    return [(what, here.get(what, "not recorded"), there) for what, there in setup.items()]
+
+
+def comparable_words(results: Results) -> str:
+    """Say in plain words how far the published figures can be compared with those of the run."""
+    start = "A number means nothing without its protocol's name. "
+    if not published_rows(results):
+        return start + f"These figures belong to the protocol “{results.name}”; no published table belongs to it."
+    if results.distance != "FID":
+        return start + (
+            f"This run reports {results.distance or 'no distance'}, the paper FID on another model and reference: the "
+            "values cannot be compared. What can be compared is the direction of the differences between methods, and "
+            "the ratio of the times to the untouched pipeline's on the same machine."
+        )
+    return start + (
+        "Even under the paper's protocol the value moves with weights, resizing and random numbers: the FID of the "
+        "untouched SD 1.5 is 33.1, 28.8 and 31.0 in the papers of ToMe-SD, Agent-SD and ELFATT. Compare differences to "
+        "the untouched pipeline and ratios of times, not values; the published FIDs come without intervals."
+    )
+
+
+def _conditions(results: Results) -> dict[str, str]:
+    """Describe the run in the terms of the published setup, from whatever the protocol and environment record."""
+
+    def told(key: str, pattern: str = "{}") -> str:
+        value = results.from_protocol(key)
+        return "" if value in (None, "") else pattern.format(setting_text(value))
+
+    counts = sorted({row.images for row in results.rows if row.images})
+    size = " x ".join(filter(None, (told("width"), told("height"))))
+    sampling = [told("steps", "{} steps"), told("guidance", "guidance {}"), size, told("scheduler", "scheduler {}")]
+    hardware = [str(results.environment[key]) for key in ("device", "gpu", "cpu") if results.environment.get(key)]
+    kinds = {str(dig(row.data, "memory", "kind")) for row in results.rows if dig(row.data, "memory", "kind")}
+    found = {
+        "Model": told("model"),
+        "Sampling": ", ".join(part for part in sampling if part),
+        "Precision": _PRECISIONS.get(told("dtype"), told("dtype")),
+        "Pictures per row": " to ".join(str(count) for count in dict.fromkeys([*counts[:1], *counts[-1:]])),
+        "Reference": _reference(results.from_protocol("reference")),
+        "Distance": results.distance or "",
+        "Hardware": ", ".join(dict.fromkeys(hardware)),
+        "Time": told("batch", "batch of {}"),
+        "Memory": f"growth of {', '.join(sorted(kinds))} per +1 batch" if kinds else "not measured",
+    }
+    return {what: text for what, text in found.items() if text}
+
+
+def _reference(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return "" if value is None else setting_text(value)
+    count = f"{value['count']} images" if value.get("count") else ""
+    return ", ".join(filter(None, (str(value.get("source") or ""), count)))
+
+
+def _same(published: Mapping[str, Any], row: Row) -> bool:
+    settings = {key: value for key, value in published.items() if key != "label" and key not in FIGURES}
+    wanted = {key: setting_text(value) for key, value in settings.items() if value is not None}
+    if row.role == BASELINE:
+        return not wanted and _bare(published) == _bare(row.data)
+    return _bare(published) == _bare(row.data) and all(
+        setting_text(row.settings.get(key)) == text for key, text in wanted.items()
+    )
+
+
+def _bare(row: Mapping[str, Any]) -> str:
+    return str(row.get("label", "")).replace("(Baseline)", "").replace("(baseline)", "").strip().lower()

@@ -1,0 +1,252 @@
+"""The table in the paper's shape: method and ratio, distance and verdict, time, memory; published figures beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elfatt_sd.evaluation.report.data import BASELINE, NULL, Estimate, Results, Row, number, setting_text, setting_title
+from elfatt_sd.evaluation.report.published import FIGURES, published_for, published_rows, published_source
+from elfatt_sd.evaluation.report.text import MISSING, TIMES, decimals_for, fixed, interval, span
+
+DASH = "—"
+REFERENCE = "reference"
+THIS_RUN = "This run"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cell of a table.
+
+    Attributes:
+        text: the figure.
+        note: its interval or spread, set smaller.
+        kind: `number`, `text`, `reference`, `missing`, or a verdict: `better`, `worse`, `same`.
+    """
+
+    text: str
+    note: str = ""
+    kind: str = "number"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its title, the group of columns it belongs to, and whether it holds figures."""
+
+    title: str
+    group: str = ""
+    figures: bool = True
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table; `failed` stands in place of all entries that the run should have filled.
+
+    Attributes:
+        row: the results it shows.
+        heads: method and settings.
+        entries: the figures of this run.
+        published: the figures beside them.
+        rule: whether a rule separates it from the row before it.
+    """
+
+    row: Row
+    heads: list[Entry]
+    entries: list[Entry]
+    published: list[Entry]
+    rule: bool
+
+    @property
+    def failed(self) -> str | None:
+        """The reason, or None."""
+        return self.row.failed
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and lines; `heads` is the number of leading columns that name the row."""
+
+    columns: list[Column]
+    lines: list[Line]
+    heads: int
+
+    def groups(self) -> list[tuple[str, int]]:
+        """Return the groups of neighbouring columns with their widths."""
+        found: list[tuple[str, int]] = []
+        for column in self.columns:
+            if found and found[-1][0] == column.group:
+                found[-1] = (column.group, found[-1][1] + 1)
+            else:
+                found.append((column.group, 1))
+        return found
+
+
+_Maker = Callable[[Row], Entry]
+
+
+def main_table(results: Results) -> Table:
+    """Build the table in the paper's shape: distance and verdict, time, memory, closeness; published figures beside."""
+    makers: list[tuple[str, _Maker]] = []
+    if results.distance is not None:
+        makers += _distance_columns(results, results.distance)
+    makers += [("s/img", _time_maker(results, "end_to_end")), ("GiB/img", _memory_maker(results))]
+    makers += [("PSNR, dB", _paired_maker(results, "psnr", 1))]
+    return _build(results, makers, published=True)
+
+
+def more_table(results: Results) -> Table:
+    """Build the table of everything else: other distances, SSIM, cosine, accuracy, UNet time, memory fit."""
+    makers: list[tuple[str, _Maker]] = [("Pictures", lambda row: _count(row.images))]
+    for name in results.distances:
+        if name != results.distance:
+            makers += _distance_columns(results, name)
+    makers += [("SSIM", _paired_maker(results, "ssim", 3)), ("Feature cosine", _paired_maker(results, "cosine", 3))]
+    for name in results.attributes:
+        title = f"{setting_title(name)} right"
+        makers.append((title, _estimate_maker(results, lambda row, name=name: row.accuracy(name))))  # type: ignore[misc]
+    makers += [("UNet, s/img", _time_maker(results, "unet"))]
+    for key, title in (("intercept_gib", "Memory at batch 0, GiB"), ("fit_error_gib", "Fit error, GiB")):
+        makers.append((title, _plain_maker(results, lambda row, key=key: row.memory(key))))  # type: ignore[misc]
+    return _build(results, makers, published=False)
+
+
+def published_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Return the whole published table as titles and texts, with the ratio of times to its baseline."""
+    rows = published_rows(results)
+    keys = dict.fromkeys(key for row in rows for key in row)
+    settings = [key for key in keys if key != "label" and key not in FIGURES]
+    titles = ["Method", *(setting_title(key) for key in settings), *(title for title, _ in FIGURES.values())]
+    lines = [
+        [str(row.get("label", "")), *(setting_text(row.get(key)) for key in settings), *_published_texts(row)]
+        for row in rows
+    ]
+    return titles, lines
+
+
+def _published_texts(row: Mapping[str, Any]) -> list[str]:
+    values = ((number(row, key), decimals) for key, (_, decimals) in FIGURES.items())
+    return [DASH if value is None else fixed(value, decimals) for value, decimals in values]
+
+
+def _published_entries(results: Results, row: Mapping[str, Any] | None) -> list[Entry]:
+    """Write a published row, with the ratio of the published times to that of the published baseline."""
+    if row is None:
+        return [Entry(DASH) for _ in FIGURES]
+    base = published_for(results, results.baseline) if results.baseline else None
+    before, after = number(base, "seconds_per_image"), number(row, "seconds_per_image")
+    ratio = f"{fixed(before / after, 2)}{TIMES}" if before and after and row is not base else ""
+    notes = (ratio if key == "seconds_per_image" else "" for key in FIGURES)
+    return [Entry(*parts) for parts in zip(_published_texts(row), notes, strict=True)]
+
+
+def _build(results: Results, makers: Sequence[tuple[str, _Maker]], *, published: bool) -> Table:
+    heads = [Column("Method", figures=False), *(Column(setting_title(name)) for name in results.varied)]
+    beside = published and bool(published_rows(results))
+    source = f"Published ({published_source(results)})"
+    columns = [*heads, *(Column(title, THIS_RUN, "erdict" not in title) for title, _ in makers)]
+    columns += [Column(title, source) for title, _ in FIGURES.values()] if beside else []
+    lines, before = [], None
+    for row in results.rows:
+        names = [Entry(row.label, row_kind(row), kind="text")]
+        names += [Entry(setting_text(row.settings.get(key))) for key in results.varied]
+        found = published_for(results, row) if beside else None
+        rule = before is not None and before != (row.label, row.role)
+        entries = [make(row) for _, make in makers]
+        lines.append(Line(row, names, entries, _published_entries(results, found) if beside else [], rule))
+        before = (row.label, row.role)
+    return Table(columns, lines, len(heads))
+
+
+def _count(value: int | None) -> Entry:
+    return Entry(MISSING, kind="missing") if value is None else Entry(str(value))
+
+
+def _distance_columns(results: Results, name: str) -> list[tuple[str, _Maker]]:
+    values = _estimate_maker(results, lambda row: row.distance(name))
+    decimals = decimals_for(row.difference(name) for row in results.rows)
+
+    def difference(row: Row) -> Entry:
+        found = row.difference(name)
+        if found is None:
+            return _no_pair(row)
+        return Entry(fixed(found.value, decimals, sign=True), interval(found, decimals, sign=True))
+
+    def verdict(row: Row) -> Entry:
+        said = row.verdict(name)
+        kind = said if said in ("better", "worse") else "same"
+        return _no_pair(row, "text") if said is None else Entry(said, kind=kind)
+
+    titles = ("Difference", "Verdict") if name == results.distance else (f"{name} difference", f"{name} verdict")
+    return [(f"{name} ↓", values), (titles[0], difference), (titles[1], verdict)]
+
+
+def _no_pair(row: Row, kind: str = "reference") -> Entry:
+    return Entry(REFERENCE, kind=kind) if row.role == BASELINE else Entry(MISSING, kind="missing")
+
+
+def _estimate_maker(results: Results, get: Callable[[Row], Estimate | None]) -> _Maker:
+    decimals = decimals_for(get(row) for row in results.rows)
+
+    def make(row: Row) -> Entry:
+        found = get(row)
+        if found is None:
+            return Entry(MISSING, kind="missing")
+        return Entry(fixed(found.value, decimals), interval(found, decimals))
+
+    return make
+
+
+def _plain_maker(results: Results, get: Callable[[Row], float | None]) -> _Maker:
+    def wrap(row: Row) -> Estimate | None:
+        value = get(row)
+        return None if value is None else Estimate(value)
+
+    return _estimate_maker(results, wrap)
+
+
+def _paired_maker(results: Results, measure: str, decimals: int) -> _Maker:
+    def make(row: Row) -> Entry:
+        found = row.paired(measure)
+        if row.role == BASELINE and (found is None or math.isinf(found.value)):
+            return Entry(REFERENCE, kind="reference")
+        if found is None:
+            return Entry(MISSING, kind="missing")
+        spread = f"({span(found, decimals)})" if found.ends else ""
+        return Entry("identical" if math.isinf(found.value) else fixed(found.value, decimals), spread)
+
+    return make
+
+
+def _time_maker(results: Results, part: str) -> _Maker:
+    seconds = [row.seconds(part) for row in results.rows]
+    decimals = decimals_for(Estimate(value) for value in seconds if value is not None)
+
+    def make(row: Row) -> Entry:
+        found, ratio = row.seconds(part), row.speedup(part)
+        if found is None:
+            return Entry(MISSING, kind="missing")
+        note = ""
+        if ratio is not None and row.role != BASELINE:
+            spread = f" ({span(ratio, 2)})" if ratio.ends else ""
+            note = f"{fixed(ratio.value, 2)}{TIMES}{spread}"
+        return Entry(fixed(found, decimals), note)
+
+    return make
+
+
+def _memory_maker(results: Results) -> _Maker:
+    found = [row.memory() for row in results.rows]
+    decimals = max(decimals_for((Estimate(value) for value in found if value is not None), default=2), 2)
+
+    def make(row: Row) -> Entry:
+        value = row.memory()
+        return Entry(MISSING, kind="missing") if value is None else Entry(fixed(value, decimals))
+
+    return make
+
+
+def row_kind(row: Row) -> str:
+    """Return what a reader must know about a row beside its label."""
+    return {BASELINE: "(untouched)", NULL: "(null row: other seeds)"}.get(row.role, "")

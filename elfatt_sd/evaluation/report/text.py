@@ -1,0 +1,65 @@
+"""Numbers as a reader wants them: as many decimals as the uncertainty allows, true minus signs, units elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from statistics import median
+
+from elfatt_sd.evaluation.report.data import Estimate
+
+MISSING = "not measured"
+MINUS, TIMES, TO = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
+
+
+def decimals_for(values: Iterable[Estimate | None], default: int = 3, most: int = 6) -> int:
+    """Return the decimals that show two digits of the typical half interval of a column.
+
+    Args:
+        values: the column.
+        default: digits that matter of the largest value where no interval is known.
+        most: largest number of decimals.
+    """
+    found = [value for value in values if value is not None and math.isfinite(value.value)]
+    halves = [(value.ends[1] - value.ends[0]) / 2 for value in found if value.ends and value.ends[1] > value.ends[0]]
+    if halves:
+        size, digits = median(halves), 2
+    else:
+        size, digits = max((abs(value.value) for value in found), default=1.0), default
+    if not math.isfinite(size) or size <= 0:
+        return 2
+    return min(max(digits - 1 - math.floor(math.log10(size)), 0), most)
+
+
+def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
+    """Write a number with a true minus sign; infinity as its symbol; never a negative zero."""
+    if math.isinf(value):
+        return "∞" if value > 0 else f"{MINUS}∞"
+    text = f"{round(value, decimals) + 0.0:{'+' if sign else ''}.{decimals}f}"
+    if sign and not float(text):
+        text = text.lstrip("+")
+    return text.replace("-", MINUS)
+
+
+def interval(value: Estimate, decimals: int, *, sign: bool = False) -> str:
+    """Write the interval: `[-0.41, +0.12]`; empty where there is none."""
+    if value.ends is None:
+        return ""
+    low, high = (fixed(end, decimals, sign=sign) for end in value.ends)
+    return f"[{low}, {high}]"
+
+
+def span(value: Estimate, decimals: int) -> str:
+    """Write the spread: 1.40 to 1.45, joined by a dash; empty where there is none."""
+    return "" if value.ends is None else TO.join(fixed(end, decimals) for end in value.ends)
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Write a list as in a sentence: `a, b and c`."""
+    *first, last = list(names) or ["none"]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def plural(count: int, noun: str) -> str:
+    """Write a count with its noun: `1 picture`, `128 pictures`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}".replace(",", " ")

@@ -1,0 +1,140 @@
+"""The table as Markdown and LaTeX (booktabs), and every figure of the run as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from typing import Any
+
+from elfatt_sd.evaluation.report.data import Estimate, Results, Row, setting_text
+from elfatt_sd.evaluation.report.published import FIGURES, published_for
+from elfatt_sd.evaluation.report.tables import DASH, THIS_RUN, Column, Entry, Line, Table
+from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO
+
+
+def to_markdown(table: Table) -> str:
+    """Write a table as GitHub Markdown."""
+    titles = [f"{column.title}{_md_group(column)}" for column in table.columns]
+    lines = [titles, ["---:" if column.figures else ":---" for column in table.columns]]
+    for line in table.lines:
+        entries = line.entries
+        if line.failed:
+            entries = [Entry(f"failed: {line.failed}"), *(Entry(DASH) for _ in entries[1:])]
+        cells = [*line.heads, *entries, *line.published]
+        lines.append([f"{cell.text} {cell.note}".strip() for cell in cells])
+    return "\n".join(f"| {' | '.join(md_escape(text) for text in cells)} |" for cells in lines) + "\n"
+
+
+def _md_group(column: Column) -> str:
+    return f" — {column.group}" if column.group not in ("", THIS_RUN) else ""
+
+
+def md_escape(text: str) -> str:
+    """Escape a text for Markdown."""
+    if text in ("---:", ":---"):
+        return text
+    escaped = {"<": "&lt;", ">": "&gt;"}
+    text = "".join(escaped.get(char, f"\\{char}" if char in "\\`*_[]|" else char) for char in text)
+    return " ".join(text.split())
+
+
+_TEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    MINUS: "$-$", TIMES: r"$\times$", TO: "--", "—": "---", "↓": r"$\downarrow$", "∞": r"$\infty$",
+    "“": "``", "”": "''",
+}  # fmt: skip
+
+
+def tex_escape(text: str) -> str:
+    """Escape a text for LaTeX."""
+    return " ".join("".join(_TEX.get(char, char) for char in text).split())
+
+
+def to_latex(table: Table, caption: str, label: str) -> str:
+    """Write a table as LaTeX with booktabs, shaped as the paper's tables; verdicts and intervals included.
+
+    Args:
+        table: what to write.
+        caption: plain text that names protocol, pictures and hardware.
+        label: the LaTeX label.
+    """
+    lines = ["% needs \\usepackage{booktabs}", "\\begin{table*}[htbp]", "  \\scriptsize", "  \\centering"]
+    lines += ["  \\setlength{\\tabcolsep}{3pt}"]
+    lines += [f"  \\caption{{{tex_escape(caption)}}}", f"  \\label{{tab:{_tex_label(label)}}}"]
+    lines += [f"  \\begin{{tabular}}{{{''.join('r' if column.figures else 'l' for column in table.columns)}}}"]
+    lines += ["    \\toprule", *_tex_groups(table)]
+    lines += [f"    {' & '.join(tex_escape(column.title) for column in table.columns)} \\\\", "    \\midrule"]
+    for line in table.lines:
+        lines += ["    \\midrule"] if line.rule else []
+        lines.append(f"    {' & '.join(_tex_cells(line))} \\\\")
+    lines += ["    \\bottomrule", "  \\end{tabular}", "\\end{table*}", ""]
+    return "\n".join(lines)
+
+
+def _tex_label(label: str) -> str:
+    return "".join(char if char.isascii() and (char.isalnum() or char in "-:") else "-" for char in label)
+
+
+def _tex_groups(table: Table) -> list[str]:
+    groups = table.groups()
+    if len(groups) < 3:  # only the names and this run
+        return []
+    cells, rules, start = [], [], 1
+    for title, size in groups:
+        cells.append(f"\\multicolumn{{{size}}}{{c}}{{{tex_escape(title)}}}")
+        rules += [f"\\cmidrule(lr){{{start}-{start + size - 1}}}"] if title else []
+        start += size
+    return [f"    {' & '.join(cells)} \\\\", f"    {' '.join(rules)}"]
+
+
+def _tex_cells(line: Line) -> list[str]:
+    heads, published = map(_tex_entry, line.heads), map(_tex_entry, line.published)
+    if line.failed:
+        return [*heads, f"\\multicolumn{{{len(line.entries)}}}{{l}}{{failed: {tex_escape(line.failed)}}}", *published]
+    return [*heads, *(_tex_entry(entry) for entry in line.entries), *published]
+
+
+def _tex_entry(entry: Entry) -> str:
+    """Set the interval or spread smaller, as the page does."""
+    return tex_escape(entry.text) + (f" {{\\tiny {tex_escape(entry.note)}}}" if entry.note else "")
+
+
+def to_csv(results: Results) -> str:
+    """Write every figure of every row, unrounded; an empty field is a figure that was not measured."""
+    records = [_record(results, row) for row in results.rows]
+    names = list(dict.fromkeys(name for record in records for name in record))
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: "" if value is None else value for name, value in record.items()} for record in records)
+    return stream.getvalue()
+
+
+def _record(results: Results, row: Row) -> dict[str, Any]:
+    record: dict[str, Any] = {"protocol": results.name, "identity": results.data.get("identity"), "cell": row.cell}
+    record |= {"label": row.label, "method": row.method, "role": row.role}
+    record |= {f"setting_{key}": setting_text(value) for key, value in row.settings.items()}
+    record["images"] = row.images
+    for name in results.distances:
+        record |= _columns(name, row.distance(name)) | _columns(f"{name} difference", row.difference(name))
+        record[f"{name} verdict"] = row.verdict(name)
+    for measure in ("psnr", "ssim", "cosine"):
+        record |= _columns(f"{measure} median", row.paired(measure), ("quartile 1", "quartile 3"))
+    for name in results.attributes:
+        record |= _columns(f"accuracy {name}", row.accuracy(name))
+    for part in ("end_to_end", "unet"):
+        record[f"{part} seconds_per_image"] = row.seconds(part)
+        record |= _columns(f"{part} speedup", row.speedup(part))
+    for key in ("gib_per_image", "intercept_gib", "fit_error_gib"):
+        record[key] = row.memory(key)
+    record["failed"] = row.failed
+    published = published_for(results, row) or {}
+    return record | {f"published {key}": published.get(key) for key in FIGURES}
+
+
+def _columns(name: str, value: Estimate | None, ends: tuple[str, str] = ("low", "high")) -> dict[str, Any]:
+    found = value or Estimate(math.nan)
+    figures = zip((name, f"{name} {ends[0]}", f"{name} {ends[1]}"), (found.value, found.low, found.high), strict=True)
+    return {key: None if figure is None or math.isnan(figure) else figure for key, figure in figures}

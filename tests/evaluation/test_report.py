@@ -1,0 +1,476 @@
+"""The report: its figures are those of the results, its page stands alone, and nothing that is missing breaks it."""
+
+import copy
+import csv
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from fake_run import FAILED, NO_MEMORY, build_run, picture, prompt, save
+from PIL import Image
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.report import page, write_report
+from elfatt_sd.evaluation.report.data import Estimate, Results
+from elfatt_sd.evaluation.report.palette import Palette
+from elfatt_sd.evaluation.report.pictures import Pictures
+from elfatt_sd.evaluation.report.plots import draw_plots
+from elfatt_sd.evaluation.report.summary import findings, headline
+from elfatt_sd.evaluation.report.tables import main_table, more_table
+from elfatt_sd.evaluation.report.text import decimals_for, fixed
+from elfatt_sd.evaluation.report.writers import to_csv, to_latex, to_markdown
+
+HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> $\\frac{ & | _x % {{ 7 * 7 }} \N{SNOWMAN}"
+
+
+class Page(HTMLParser):
+    """Collects elements, their attributes, the cells of each table and all text."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.elements, self.text, self.tables, self.inside = [], "", [], None
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        self.inside = tag
+
+    def handle_data(self, data):
+        if self.inside not in ("script", "style"):
+            self.text += data
+            if self.tables and self.tables[-1] and self.tables[-1][-1]:
+                self.tables[-1][-1][-1] += f" {data.strip()}"
+
+    def handle_endtag(self, tag):
+        if tag == self.inside:
+            self.inside = None
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    results = build_run(folder)
+    return folder, results, Page(write_report(folder))
+
+
+@pytest.fixture
+def results(run):
+    return copy.deepcopy(run[1])
+
+
+def test_page_shows_each_figure_of_the_table(run):
+    _, results, page = run
+    lines = {row["cell"]: line for row, line in zip(results["rows"], page.tables[0][2:], strict=True)}
+    for row in results["rows"]:
+        shown = " ".join(lines[row["cell"]])
+        if row["failed"]:
+            assert row["failed"] in shown and "not measured" not in shown
+            continue
+        distance = row["distances"]["FD-toy"]
+        assert f"{distance['value']:.1f}" in shown
+        assert f"{row['time']['end_to_end']['seconds_per_image']:.2f}" in shown
+        if row["role"] == "method":
+            assert f"{abs(distance['difference']['value']):.2f}" in shown
+            assert distance["difference"]["verdict"] in shown
+            assert f"{row['paired']['psnr']['median']:.1f}" in shown
+            assert f"{row['time']['end_to_end']['ratio']['median']:.2f}×" in shown  # noqa: RUF001
+        if row["memory"]:
+            assert f"{row['memory']['gib_per_image']:.2f}" in shown
+    assert "not measured" in " ".join(lines[NO_MEMORY])
+    published = lines["elfatt-0.5"][-3:]
+    assert [text.split()[0] for text in published] == ["30.4", "0.707", "0.70"]
+    assert f"{0.768 / 0.707:.2f}" in published[1]
+    assert [text.strip() for text in lines["sd"][-3:]] == ["31.0", "0.768", "0.80"]
+    assert [text.strip() for text in lines["sd-null"][-3:]] == ["—"] * 3
+
+
+def test_headline_counts_the_verdicts(run):
+    _, results, page = run
+    said = [row["distances"]["FD-toy"]["difference"]["verdict"] for row in results["rows"][2:] if not row["failed"]]
+    worse, same = said.count("worse"), said.count("no difference shown")
+    assert worse > 1 and same > 1, "the fake run must show several verdicts"
+    title = headline(Results(results))
+    assert title == (
+        "9 settings of ToMe-SD, Agent-SD and ELFATT-SD on 12 pictures each (toy): "
+        f"by FD-toy, {worse} are worse than the untouched pipeline, {same} show no difference and 1 failed."
+    )
+    assert title in page.text
+
+
+def test_findings_name_the_fastest_the_null_row_and_failures(results):
+    told = " ".join(findings(Results(results)))
+    timed = [row for row in results["rows"] if row["role"] == "method" and row["time"]]
+    best = max(timed, key=lambda row: row["time"]["end_to_end"]["ratio"]["median"])
+    assert (
+        f"{best['label']} {best['settings']['ratio']}, {best['time']['end_to_end']['ratio']['median']:.2f} times"
+        in told
+    )
+    assert "The null row, the same pipeline with other seeds, differs by +0.21" in told
+    assert "picture 7 is black" in told
+    results["rows"][1]["distances"]["FD-toy"]["difference"]["verdict"] = "worse"
+    assert "needs more pictures" in " ".join(findings(Results(results)))
+
+
+def test_no_speedup_is_told_as_such(results):
+    for row in results["rows"]:
+        for part in (row["time"] or {}).values():
+            part["ratio"] = {"median": 0.9, "low": 0.85, "high": 0.95}
+    assert "No setting is faster than the untouched pipeline" in " ".join(findings(Results(results)))
+
+
+def test_csv_holds_every_figure_unrounded(run):
+    folder, results, _ = run
+    with (folder / "report" / "table.csv").open(encoding="utf-8", newline="") as file:
+        records = list(csv.DictReader(file))
+    assert [record["cell"] for record in records] == [row["cell"] for row in results["rows"]]
+    for record, row in zip(records, results["rows"], strict=True):
+        assert record["protocol"] == "toy_full"
+        if row["failed"]:
+            assert record["failed"] == row["failed"] and record["FD-toy"] == ""
+            continue
+        for name, distance in row["distances"].items():
+            assert float(record[name]) == distance["value"]
+            assert [float(record[f"{name} {end}"]) for end in ("low", "high")] == distance["interval"]
+            if row["role"] != "baseline":
+                assert float(record[f"{name} difference"]) == distance["difference"]["value"]
+                assert record[f"{name} verdict"] == distance["difference"]["verdict"]
+        assert float(record["end_to_end seconds_per_image"]) == row["time"]["end_to_end"]["seconds_per_image"]
+        assert record["gib_per_image"] == ("" if row["memory"] is None else str(row["memory"]["gib_per_image"]))
+        assert float(record["accuracy shape"]) == row["accuracy"]["shape"]["value"]
+        assert record["setting_ratio"] == str(row["settings"].get("ratio", ""))
+    assert records[-1]["published FID"] == "30.4"
+
+
+def markdown_tables(text):
+    """Cells of each table; a pipe after a backslash is text."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE)
+    return [[re.split(r"(?<!\\)\|", line)[1:-1] for line in block.splitlines()] for block in blocks]
+
+
+def test_markdown_is_a_table_with_the_same_verdicts(run):
+    folder, results, _ = run
+    main, more = markdown_tables((folder / "report" / "table.md").read_text(encoding="utf-8"))
+    for table in (main, more):
+        assert {len(line) for line in table} == {len(table[0])}
+        assert len(table) == len(results["rows"]) + 2
+    verdict = [cell.strip() for cell in main[0]].index("Verdict")
+    for line, row in zip(main[2:], results["rows"], strict=True):
+        if row["role"] == "method" and not row["failed"]:
+            assert line[verdict].strip() == row["distances"]["FD-toy"]["difference"]["verdict"]
+
+
+def latex_rows(text):
+    """Rows of the tabular as lists of cells, spanning cells counted as often as they span; checks the braces."""
+    bare = re.sub(r"\\[\\{}&%$#_]", lambda match: "\n" if match[0] == r"\\" else "", text)
+    depth = 0
+    for char in bare:
+        depth += (char == "{") - (char == "}")
+        assert depth >= 0
+    assert depth == 0 and bare.count("$") % 2 == 0
+    body = bare[bare.index("\\toprule") : bare.index("\\bottomrule")]
+    body = re.sub(r"\\(toprule|midrule|cmidrule\(lr\)\{[\d-]+\})", "", body)
+    rows = [line.split("&") for line in body.splitlines() if "&" in line]
+    spans = [[re.search(r"\\multicolumn\{(\d+)\}", cell) for cell in row] for row in rows]
+    return [sum(int(span[1]) if span else 1 for span in row) for row in spans]
+
+
+def test_latex_is_a_booktabs_table(run):
+    folder, results, _ = run
+    text = (folder / "report" / "table.tex").read_text(encoding="utf-8")
+    columns = re.search(r"\\begin\{tabular\}\{([lr]+)\}", text)[1]
+    assert set(latex_rows(text)) == {len(columns)}
+    assert len(latex_rows(text)) == len(results["rows"]) + 2
+    assert text.count("\\begin{") == text.count("\\end{")
+    assert all(rule in text for rule in ("\\toprule", "\\midrule", "\\bottomrule", "toy\\_full"))
+    assert text.isascii() or not re.search("[−×–—↓∞]", text)  # noqa: RUF001
+
+
+def test_page_stands_alone(run):
+    folder, _, page = run
+    references = [
+        value for _, attributes in page.elements for name, value in attributes.items()
+        if name in ("src", "href", "srcset", "action", "data", "poster", "xlink:href")
+    ]  # fmt: skip
+    assert references and all(value.startswith(("data:", "#")) for value in references)
+    text = (folder / "report" / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"url\((?!#)", text) and "@import" not in text
+    assert "http://" not in text and "https://" not in text
+    policy = next(item["content"] for item in page.all("meta") if item.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    anchors = {value[1:] for value in references if value.startswith("#")}
+    assert anchors <= set(ids)
+
+
+def test_page_is_accessible(run):
+    _, _, page = run
+    assert all(attributes.get("alt") is not None for attributes in page.all("img"))
+    assert all(attributes["alt"] for attributes in page.all("img") if "src" in attributes)
+    assert page.all("html")[0]["lang"] == "en" and len(page.all("h1")) == 1
+    assert all(attributes.get("scope") for attributes in page.all("th"))
+    plots = [item for item in page.all("div") if item.get("role") == "img"]
+    assert len(plots) == 8 and all("ELFATT-SD 0.5: " in item["aria-label"] for item in plots)
+
+
+def test_plots_are_written_as_png_too(run):
+    folder, _, page = run
+    names = {path.stem for path in (folder / "report").glob("*.png")}
+    assert names == {
+        "difference", "distance_time", "distance_memory", "closeness_time", "ablation_ratio", "memory",
+        "timing_end_to_end", "timing_unet",
+    }  # fmt: skip
+    assert len(page.all("svg")) == len(names)
+    for name in names:
+        with Image.open(folder / "report" / f"{name}.png") as image:
+            assert image.width > 900 and image.convert("L").getextrema()[0] < 100
+
+
+def test_a_method_has_one_colour_everywhere(run):
+    folder, results, _ = run
+    shown = Results(results)
+    palette = Palette(shown)
+    styles = {row.label: palette.style(row) for row in shown.methods}
+    assert len({style.colour for style in styles.values()}) == len({style.marker for style in styles.values()}) == 3
+    text = (folder / "report" / "index.html").read_text(encoding="utf-8")
+    for svg in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
+        assert all(f"var({style.variable})" in svg for style in styles.values())
+        assert not any(style.colour in svg for style in styles.values()), "a fixed colour would not follow dark mode"
+
+
+def test_pictures_are_those_of_the_same_latent(run):
+    _, results, page = run
+    buttons = [item for item in page.all("button") if "data-cell" in item]
+    columns = list(dict.fromkeys(item["data-index"] for item in buttons))
+    assert len(columns) == 6 and "sd-null" not in {item["data-cell"] for item in buttons}
+    finished = [row["cell"] for row in results["rows"] if not row["failed"] and row["role"] != "null"]
+    for cell in finished:
+        assert [item["data-index"] for item in buttons if item["data-cell"] == cell] == columns
+    assert [item["data-index"] for item in buttons if item["data-cell"] == FAILED] == [c for c in columns if int(c) < 8]
+    assert all(prompt(int(index)) in page.text for index in columns)
+
+
+def test_page_image_looks_like_the_original(run, tmp_path):
+    folder, results, _ = run
+    pictures = Pictures(folder, Results(results))
+    first = pictures.grid(page.DETAILS[0])[0][0]
+    _, content = first.uri.split("base64,")
+    import base64
+
+    small = Image.open(io.BytesIO(base64.b64decode(content))).convert("RGB")
+    original = picture(first.index, 0.0, 128)
+    difference = [abs(a - b) for a, b in zip(small.tobytes(), original.tobytes(), strict=True)]
+    assert sum(difference) / len(difference) < 8
+
+
+def test_most_changed_pairs_follow_the_results(run):
+    folder, results, _ = run
+    found = Pictures(folder, Results(results)).most_changed(page.DETAILS[0])
+    assert [row.cell for row, _ in found] == [
+        row["cell"] for row in results["rows"] if row["role"] == "method" and not row["failed"]
+    ]
+    for row, pairs in found:
+        assert [(before.index, after.index) for before, after in pairs] == [(3, 3), (7, 7), (1, 1)]
+        assert all(before.row.role == "baseline" and after.row is row for before, after in pairs)
+
+
+def test_hostile_text_stays_text(tmp_path):
+    results = build_run(tmp_path, images=8, size=32)
+    for row in results["rows"][2:5]:
+        row["label"] = HOSTILE
+    results["rows"][7]["failed"] = results["name"] = results["description"] = HOSTILE
+    results["environment"][HOSTILE] = HOSTILE
+    results["protocol"]["model"] = results["protocol"][HOSTILE] = HOSTILE
+    results["published"]["rows"][0]["label"] = results["published"]["source"] = HOSTILE
+    save(tmp_path, results)
+    manifest = tmp_path / "cells" / "sd" / "manifest.jsonl"
+    records = [json.loads(line) | {"prompt": HOSTILE} for line in manifest.read_text().splitlines()]
+    manifest.write_text("".join(json.dumps(record) + "\n" for record in records))
+    shown = Page(write_report(tmp_path))
+    assert len(shown.all("script")) == 1
+    assert not [name for _, attributes in shown.elements for name in attributes if name.startswith("on")]
+    assert all(attributes.get("src", "data:").startswith("data:") for attributes in shown.all("img"))
+    assert shown.text.count("{{ 7 * 7 }}") >= 8 and "49" not in headline(Results(results))
+    assert any(attributes.get("title") == HOSTILE for attributes in shown.all("span"))
+    text = (tmp_path / "report" / "table.tex").read_text(encoding="utf-8")
+    assert len(set(latex_rows(text))) == 1
+    for table in markdown_tables((tmp_path / "report" / "table.md").read_text(encoding="utf-8")):
+        assert {len(line) for line in table} == {len(table[0])}
+    assert "<script" not in (tmp_path / "report" / "table.md").read_text(encoding="utf-8")
+
+
+def test_a_cell_outside_the_run_gives_no_picture(tmp_path):
+    results = build_run(tmp_path / "run", images=2, size=32)
+    (tmp_path / "secret" / "images").mkdir(parents=True)
+    picture(0, 0).save(tmp_path / "secret" / "images" / "00000.png")
+    results["rows"][3]["cell"] = "../../secret"
+    cells = {row.cell for row in Pictures(tmp_path / "run", Results(results)).rows}
+    assert "sd" in cells and "../../secret" not in cells
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": []},
+        {"rows": [{}]},
+        {"rows": [{"cell": "a", "failed": "out of memory"}, None, 3]},
+        {"published": None, "environment": None, "protocol": None, "description": None, "name": None},
+        {"published": {"source": None, "rows": [{"label": "SD"}, {"label": "X", "FID": "many"}]}},
+    ],
+)
+def test_missing_parts_are_no_error(tmp_path, results, change):
+    save(tmp_path, results | change)  # a run without pictures
+    shown = Page(write_report(tmp_path))
+    assert "A number means nothing without its protocol" in shown.text
+    assert not shown.all("img")
+
+
+@pytest.mark.parametrize("wrong", [None, [], "text", float("nan"), {"value": None}, {"value": "x", "median": []}])
+def test_a_missing_or_wrong_value_is_not_measured(results, wrong):
+    row = results["rows"][-1]
+    for key in ("distances", "paired", "accuracy", "most_changed", "time", "memory", "settings", "images"):
+        row[key] = wrong
+    shown = Results(results)
+    line = main_table(shown).lines[-1]
+    assert [entry.text for entry in line.entries] == ["not measured"] * len(line.entries)
+    for table in (main_table(shown), more_table(shown)):
+        assert "not measured" in to_markdown(table).splitlines()[-1]
+        latex_rows(to_latex(table, "caption", "label"))
+    assert to_csv(shown) and headline(shown) and findings(shown)
+
+
+def test_a_run_that_measured_nothing_says_so(tmp_path, results):
+    for row in results["rows"]:
+        row |= dict.fromkeys(("distances", "paired", "accuracy", "time", "memory"))
+    save(tmp_path, results)
+    shown = Page(write_report(tmp_path))
+    assert not shown.all("svg")
+    for sentence in ("no distance was measured", "time was not measured", "memory was not measured", "no verdict"):
+        assert sentence in shown.text
+    assert "nan" not in shown.text.lower().split() and "None" not in shown.text.split()
+
+
+def test_unreadable_pictures_leave_a_gap(tmp_path):
+    build_run(tmp_path, images=4, size=32)
+    for index in range(4):
+        (tmp_path / "cells" / "tome-0.1" / "images" / f"{index:05d}.png").write_bytes(b"no picture")
+    (tmp_path / "cells" / "sd" / "manifest.jsonl").write_text("not json\n")
+    shown = Page(write_report(tmp_path))
+    assert shown.text.count("no picture") == 6, "four in the grid, two of the most changed"
+    assert prompt(1) in shown.text, "another row's manifest has the prompts"
+
+
+def test_identical_pictures_are_called_identical(results):
+    results["rows"][-1]["paired"]["psnr"] = {"median": float("inf"), "mean": None, "quartiles": [40.0, float("inf")]}
+    assert main_table(Results(results)).lines[-1].entries[-1].text == "identical"
+    plots, _ = draw_plots(Results(results), Palette(Results(results)))
+    assert "closeness_time" in {plot.name for plot in plots}
+
+
+def test_settings_that_vary_have_their_column_and_plot(results):
+    rows = [row for row in results["rows"] if row["role"] != "method" or row["method"] == "elfatt"]
+    for row, size in zip(rows[2:], (512, 32, 128), strict=True):
+        row["settings"] = {"ratio": 0.5, "block_size": size, "block_order": "sequence"}
+    results["rows"] = rows
+    results["published"] = {"source": "tabSDa1", "rows": [{"label": "ELFATT-SD", "block_size": 32, "FID": 30.8}]}
+    shown = Results(results)
+    assert shown.varied == ["ratio", "block_size"]
+    assert [column.title for column in main_table(shown).columns][:3] == ["Method", "Ratio", "Block size"]
+    found = {line.row.cell: line.published[0].text for line in main_table(shown).lines}
+    assert found == {"sd": "—", "sd-null": "—", "elfatt-0.1": "—", "elfatt-0.3": "30.8", "elfatt-0.5": "—"}
+    plots, missing = draw_plots(shown, Palette(shown))
+    svg = next(plot.svg for plot in plots if plot.name == "ablation_block_size")
+    ticks = [text for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg) if text in ("32", "128", "512")]
+    assert ticks == ["32", "128", "512"], "values in order, not as the protocol lists them"
+    assert any("Ratio" in line for line in missing)
+
+
+def test_rows_of_one_name_are_told_apart(results):
+    results["rows"][4]["settings"] = results["rows"][3]["settings"] = results["rows"][2]["settings"]
+    names = [row.name for row in Results(results).rows]
+    assert len(set(names)) == len(names) and "ToMe-SD 0.1 (tome-0.3)" in names
+
+
+def test_page_keeps_below_its_size(run, monkeypatch):
+    folder, results, _ = run
+    shown = Results(results)
+    palette = Palette(shown)
+    plots, missing = draw_plots(shown, palette)
+    full = page.render_page(shown, Pictures(folder, shown), plots, missing, {})
+    limit = len(full.encode()) - 100_000
+    monkeypatch.setattr(page, "MAX_BYTES", limit)
+    small = page.render_page(shown, Pictures(folder, shown), plots, missing, {})
+    assert 0 < len(small.encode()) <= limit and small.count("data:image/webp") > 20
+    assert page.DETAILS[-1].columns == page.DETAILS[-1].pairs == 0, "the last resort is a page without pictures"
+
+
+def test_page_is_below_five_megabytes(run):
+    folder, _, _ = run
+    assert (folder / "report" / "index.html").stat().st_size <= 5e6
+    assert page.MAX_BYTES <= 5e6
+
+
+def test_report_is_the_same_every_time(run):
+    folder, _, _ = run
+    before = {path.name: path.read_bytes() for path in (folder / "report").iterdir()}
+    write_report(folder)
+    assert {path.name: path.read_bytes() for path in (folder / "report").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("{", "no valid JSON"),
+        ("[]", "format 'list'"),
+        ('{"format": 2, "rows": []}', "format 2"),
+        ('{"format": 1}', "a list of rows"),
+    ],
+)
+def test_results_that_are_none_give_one_clear_line(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    with pytest.raises(ElfattError, match=re.escape(message)) as caught:
+        write_report(tmp_path)
+    assert "results.json" in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_folder_that_cannot_be_written_gives_one_clear_line(tmp_path, results):
+    save(tmp_path, results)
+    (tmp_path / "report").write_text("a file stands here")
+    with pytest.raises(ElfattError, match="cannot be written to"):
+        write_report(tmp_path)
+    assert (tmp_path / "report").read_text() == "a file stands here"
+
+
+@pytest.mark.parametrize(
+    ("value", "decimals", "sign", "text"),
+    [
+        (-0.41, 2, True, "\N{MINUS SIGN}0.41"),
+        (0.412, 2, True, "+0.41"),
+        (-0.001, 2, False, "0.00"),
+        (0.0, 1, True, "0.0"),
+    ],
+)
+def test_numbers_are_written_as_in_print(value, decimals, sign, text):
+    assert fixed(value, decimals, sign=sign) == text
+
+
+def test_decimals_follow_the_uncertainty():
+    assert decimals_for([Estimate(18.4, 16.8, 20.0)]) == 1
+    assert decimals_for([Estimate(0.0121, 0.0114, 0.0128)]) == 5
+    assert decimals_for([Estimate(0.707), None]) == 3
+    assert decimals_for([Estimate(3.12)]) == 2
+    assert decimals_for([]) == 2
