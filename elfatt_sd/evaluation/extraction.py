@@ -1,0 +1,236 @@
+"""Features of many pictures, in chunks that are committed one by one: memory is bounded, and a killed run goes on.
+
+Chunks and batches are cut at fixed places, so the numbers do not depend on interruptions or on the number of processes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.features import Extractor
+from elfatt_sd.evaluation.files import atomic_file
+from elfatt_sd.evaluation.sources import Entry, Source, decode
+
+CHUNK = 1024  # pictures that are committed together
+FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
+RESIZES = ("none", "crop", "stretch")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What happens to a decoded picture before the extractor: Pillow's resampling, which always antialiases.
+
+    Attributes:
+        size: side of the square in pixels; 0 for `resize="none"`.
+        resize: `crop` brings the shorter side to `size` and takes the centre, `stretch` changes the proportions, `none`
+            does nothing.
+        filter: Pillow's resampling filter.
+    """
+
+    size: int = 0
+    resize: str = "none"
+    filter: str = "bicubic"
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ElfattError: a value is not accepted, or size and resize contradict each other.
+        """
+        for name, accepted in (("resize", RESIZES), ("filter", FILTERS)):
+            if getattr(self, name) not in accepted:
+                raise ElfattError(f"{name}={getattr(self, name)!r} is not known; accepted: {', '.join(accepted)}.")
+        if (self.size > 0) != (self.resize != "none"):
+            raise ElfattError(f"size={self.size} with resize={self.resize!r} is not accepted; give both, or neither.")
+
+    def __call__(self, picture: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Turn an RGB `PIL.Image` into uint8 `[h, w, 3]`."""
+        if self.resize != "none":
+            from PIL import Image, ImageOps
+
+            method = Image.Resampling[self.filter.upper()]
+            square = (self.size, self.size)
+            if picture.size != square:
+                crop = self.resize == "crop"
+                picture = ImageOps.fit(picture, square, method) if crop else picture.resize(square, method)
+        return np.array(picture)
+
+
+class Pictures(Protocol):
+    """Numbered pictures, each uint8 `[h, w, 3]`, or the reason why it cannot be had."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
+        """Yield the pictures of a range in order, with bounded look-ahead."""
+
+
+class SourcePictures:
+    """Pictures of a source, decoded by a few threads."""
+
+    def __init__(self, source: Source, preprocessing: Preprocessing, threads: int = 4) -> None:
+        """Take a source and what happens to its pictures."""
+        self.source, self.preprocessing, self.threads = source, preprocessing, threads
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return len(self.source.entries)
+
+    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
+        """Yield decoded pictures; for an unreadable one its name and what is wrong."""
+        entries = self.source.entries[start:stop]
+        ahead = 4 * self.threads
+        with warnings.catch_warnings(), ThreadPoolExecutor(self.threads) as pool:
+            warnings.simplefilter("ignore")  # Pillow warns of odd EXIF data and large pictures
+            futures = deque(pool.submit(self._load, entry) for entry in entries[:ahead])
+            for position in range(len(entries)):
+                yield futures.popleft().result()
+                futures.extend(
+                    pool.submit(self._load, entry) for entry in entries[position + ahead : position + ahead + 1]
+                )
+
+    def _load(self, entry: Entry) -> np.ndarray[Any, np.dtype[np.uint8]] | str:
+        try:
+            return self.preprocessing(decode(self.source.read(entry)))
+        except ElfattError:
+            raise
+        except Exception as error:  # Pillow raises many kinds for damaged files
+            return f"{entry.name} ({error})"
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """Chunks of features on disk.
+
+    Attributes:
+        chunks: the files, in order; each holds `features` `[k, d]` and the unreadable pictures' names.
+    """
+
+    chunks: Sequence[Path]
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]]:
+        """Yield features and unreadable names of each chunk."""
+        for path in self.chunks:
+            with np.load(path, allow_pickle=False) as data:
+                yield data["features"], json.loads(str(data["unreadable"]))
+
+    def join(self, path: Path, rows: Sequence[int] | None = None) -> int:
+        """Write features as one float32 `.npy` file, without holding them in memory.
+
+        Args:
+            path: the file.
+            rows: ascending numbers of the rows to keep; all by default.
+
+        Returns:
+            The number of rows written.
+        """
+        count = sum(len(features) for features, _ in self)
+        kept = np.arange(count) if rows is None else np.asarray(rows)
+        start = 0
+        with atomic_file(path) as file:
+            for number, (features, _) in enumerate(self):
+                if number == 0:
+                    shape = (len(kept), features.shape[1])
+                    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_1_0(file, header)
+                inside = kept[(kept >= start) & (kept < start + len(features))] - start
+                file.write(np.ascontiguousarray(features[inside], dtype="<f4").tobytes())
+                start += len(features)
+        return len(kept)
+
+    def delete(self) -> None:
+        """Remove the chunks."""
+        for path in self.chunks:
+            path.unlink(missing_ok=True)
+
+
+def extract(
+    pictures: Pictures, extractor: Extractor, folder: Path, *, batch_size: int, progress: Progress | None = None
+) -> Extracted:
+    """Compute features, chunk by chunk; chunks that are there are kept.
+
+    Under `accelerate launch` every process takes its share of the chunks, and all return when all are there.
+
+    Args:
+        pictures: what to look at.
+        extractor: the network.
+        folder: where the chunks go; its name must tell pictures and extractor.
+        batch_size: pictures per pass through the network.
+        progress: called with the number of pictures done and their total.
+    """
+    state = process_state()
+    starts = range(0, len(pictures), CHUNK)
+    paths = [folder / f"chunk-{number:05d}.npz" for number in range(len(starts))]
+    done = 0
+    for number, (start, path) in enumerate(zip(starts, paths, strict=True)):
+        stop = min(start + CHUNK, len(pictures))
+        if number % state.num_processes == state.process_index and not path.is_file():
+            _write_chunk(path, *_extract_range(pictures, extractor, start, stop, batch_size, done, progress))
+        done += stop - start
+        if progress is not None:
+            progress(done, len(pictures))
+    state.wait_for_everyone()
+    return Extracted(paths)
+
+
+def _extract_range(
+    pictures: Pictures,
+    extractor: Extractor,
+    start: int,
+    stop: int,
+    batch_size: int,
+    done: int,
+    progress: Progress | None,
+) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]:
+    features: list[Tensor] = []
+    unreadable: list[str] = []
+    batch: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
+    for position, picture in enumerate(pictures.load(start, stop), 1):
+        if isinstance(picture, str):
+            unreadable.append(picture)
+        else:
+            batch.append(picture)
+        if len(batch) == batch_size or (position == stop - start and batch):
+            features.append(_features(extractor, batch))
+            batch = []
+            if progress is not None:
+                progress(done + position, len(pictures))
+    empty = np.zeros((0, extractor.dimension), dtype=np.float32)
+    return (torch.cat(features).numpy() if features else empty), unreadable
+
+
+def _features(extractor: Extractor, batch: Sequence[np.ndarray[Any, np.dtype[np.uint8]]]) -> Tensor:
+    """Features `[n, d]` on the CPU; pictures of different sizes go through one by one."""
+    images = [torch.from_numpy(picture).permute(2, 0, 1) for picture in batch]
+    same = len({image.shape for image in images}) == 1
+    groups = [torch.stack(images)] if same else [image[None] for image in images]
+    return torch.cat([extractor(group).cpu() for group in groups])
+
+
+def _write_chunk(path: Path, features: np.ndarray[Any, Any], unreadable: list[str]) -> None:
+    buffer = io.BytesIO()
+    np.savez(buffer, features=features, unreadable=np.array(json.dumps(unreadable)))
+    with atomic_file(path) as file:
+        file.write(buffer.getvalue())
+
+
+def process_state() -> Any:
+    """Accelerate's view of the processes of this run; a single one unless `accelerate launch` started several."""
+    from accelerate import PartialState
+
+    return PartialState()

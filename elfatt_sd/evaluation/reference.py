@@ -1,0 +1,257 @@
+"""Statistics of the reference pictures: computed once, in bounded memory, and kept in a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, Progress, SourcePictures, extract, process_state
+from elfatt_sd.evaluation.features import Extractor
+from elfatt_sd.evaluation.files import sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.evaluation.folder import read_json
+from elfatt_sd.evaluation.sources import open_source
+from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, load_moments
+
+FORMAT = 1
+RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
+UNKNOWN_COUNT = (
+    50_000  # only scales sums where another tool's file does not give a count; distances do not depend on it
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What pictures are compared with.
+
+    Attributes:
+        statistics: mean and covariance of the features.
+        sample: float32 features `[m, d]` of evenly spaced pictures, memory-mapped, for the kernel distance; None where
+            only moments are known.
+        count: number of pictures; None where another tool's file does not tell.
+        unreadable: name and reason of each picture that could not be read.
+        identity: hash of the files and of all preprocessing.
+        metric_suffix: what distances to it carry in their name, such as " (12 reference images)"; empty where the number is
+            the expected one.
+        description: where it comes from, as plain data for the report.
+    """
+
+    statistics: FeatureStatistics
+    sample: np.ndarray[Any, Any] | None
+    count: int | None
+    unreadable: list[str]
+    identity: str
+    metric_suffix: str
+    description: dict[str, Any] = field(default_factory=dict)
+
+
+def build_reference(
+    source: str | Path,
+    extractor: Extractor,
+    *,
+    cache_dir: Path,
+    preprocessing: Preprocessing | None = None,
+    expected: int = 50_000,
+    allow_count: bool = False,
+    per_class: int = 0,
+    classes: Sequence[int] = (),
+    batch_size: int = 32,
+    progress: Progress | None = None,
+) -> Reference:
+    """Compute the statistics of a reference, or take them from the cache.
+
+    A killed computation goes on where it was and gives the same bits. Under `accelerate launch` processes share the work.
+
+    Args:
+        source: pictures (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT` (`toy`
+            for `expected` ones): held-out pictures of the toy's renderer.
+        extractor: the network.
+        cache_dir: where results are kept, under a hash of files, preprocessing and extractor.
+        preprocessing: what happens before the extractor; by default nothing.
+        expected: the number of pictures that there must be.
+        allow_count: accept another number, which then shows in `metric_suffix`.
+        per_class: take only the first so many pictures of each class; 0 takes all.
+        classes: for renders, classes of the toy's list in proportion to which they are drawn; all by default.
+        batch_size: pictures per pass through the network.
+        progress: called with the number of pictures done and their total.
+
+    Raises:
+        ElfattError: the source is missing or of another kind, or the number of pictures is not the expected one.
+    """
+    path = Path(source)
+    if path.suffix.lower() == ".npz":
+        return _from_moments(path, extractor, expected, allow_count)
+    if not str(source):
+        raise ElfattError("reference is missing; give --reference with a folder, tar, zip, shards, parquet or .npz.")
+    pictures, fingerprint = _pictures(str(source), preprocessing or Preprocessing(), expected, per_class, classes)
+    _check_count(str(source), len(pictures), expected, allow_count)
+    identity = sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, torch.__version__.partition("+")[0]])
+    folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
+    if not (folder / "reference.json").is_file():
+        chunks = extract(pictures, extractor, folder / "chunks", batch_size=batch_size, progress=progress)
+        state = process_state()
+        if state.is_main_process:
+            _finish(folder, chunks, extractor, {"source": str(source), "identity": identity, **_plain(preprocessing)})
+        state.wait_for_everyone()
+    return _load(folder, str(source), expected, allow_count)
+
+
+def _plain(preprocessing: Preprocessing | None) -> dict[str, Any]:
+    return dataclasses.asdict(preprocessing or Preprocessing())
+
+
+def _pictures(
+    source: str, preprocessing: Preprocessing, expected: int, per_class: int, classes: Sequence[int]
+) -> tuple[SourcePictures | Renders, Any]:
+    """The pictures and plain data that identifies them."""
+    kind, _, number = source.partition(":")
+    if source == "toy" or kind == "renders":
+        if number and not (number.isdecimal() and int(number) > 1):
+            raise ElfattError(f"reference {source!r} is not accepted; give renders:COUNT with a whole number above 1.")
+        renders = Renders(int(number) if number else expected, classes)
+        return renders, renders.fingerprint
+    found = open_source(source, per_class)
+    plain = [found.fingerprint, per_class, _plain(preprocessing), _pillow_version()]
+    return SourcePictures(found, preprocessing), plain
+
+
+def _pillow_version() -> str:
+    import PIL
+
+    return PIL.__version__
+
+
+def _check_count(source: str, count: int, expected: int, allow_count: bool) -> None:
+    if count != expected and not allow_count:
+        remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
+        raise ElfattError(f"reference {source} has {count} pictures; accepted are {expected}, or {remedy}.")
+
+
+def _suffix(count: int | None, expected: int) -> str:
+    return "" if count == expected else f" ({count} reference images)"
+
+
+def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: dict[str, Any]) -> None:
+    """Turn chunks into statistics and the sample; the description is written last and completes the folder."""
+    statistics = FeatureStatistics(extractor.dimension)
+    unreadable: list[str] = []
+    for features, names in chunks:
+        statistics.update(torch.from_numpy(features))
+        unreadable += names
+    if statistics.count < 2:
+        why = f"; first: {unreadable[0]}" if unreadable else ""
+        raise ElfattError(f"reference {description['source']} has {statistics.count} readable pictures{why}.")
+    sample = min(statistics.count, KERNEL_SAMPLE)
+    chunks.join(folder / "sample.npy", [index * statistics.count // sample for index in range(sample)])
+    statistics.save(folder / "statistics.npz")
+    data = {"format": FORMAT, **description, "count": statistics.count, "unreadable": unreadable}
+    write_json(folder / "reference.json", {**data, "preprocessing": extractor.preprocessing})
+    shutil.rmtree(folder / "chunks", ignore_errors=True)
+
+
+def _load(folder: Path, source: str, expected: int, allow_count: bool) -> Reference:
+    data = read_json(folder / "reference.json")
+    count, unreadable = data["count"], data["unreadable"]
+    if count != expected and not allow_count and unreadable:
+        what = f"{len(unreadable)} pictures cannot be read, first {unreadable[0]}"
+        raise ElfattError(f"reference {source}: {what}; {count} are left. Give --allow-count to go on with them.")
+    _check_count(source, count, expected, allow_count)
+    statistics = FeatureStatistics.load(folder / "statistics.npz")
+    sample = np.load(folder / "sample.npy", mmap_mode="r")
+    description = {key: value for key, value in data.items() if key != "format"}
+    return Reference(statistics, sample, count, unreadable, data["identity"], _suffix(count, expected), description)
+
+
+def _from_moments(path: Path, extractor: Extractor, expected: int, allow_count: bool) -> Reference:
+    """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
+    if not path.is_file():
+        raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")
+    mean, covariance, count = load_moments(path)
+    if len(mean) != extractor.dimension:
+        raise ElfattError(
+            f"reference {path} has {len(mean)} features; extractor {extractor.name} needs {extractor.dimension}."
+        )
+    if count is not None:
+        _check_count(str(path), count, expected, allow_count)
+    suffix = f" (statistics of {path.name})" if count is None else _suffix(count, expected)
+    statistics = FeatureStatistics.from_moments(mean, covariance, count or UNKNOWN_COUNT)
+    digest = sha256_of_file(path)
+    identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])
+    description: dict[str, Any] = {
+        "source": str(path),
+        "sha256": digest,
+        "count": count,
+        "identity": identity,
+        "unreadable": [],
+    }
+    return Reference(statistics, None, count, [], identity, suffix, description)
+
+
+class Renders:
+    """Held-out pictures of the toy's renderer, with the classes of the prompts."""
+
+    BLOCK = 1 << 16
+
+    def __init__(self, count: int, classes: Sequence[int]) -> None:
+        """Draw labels and geometry; picture i has class `classes[i % len(classes)]`.
+
+        Scenes come from the renderer's own distribution, of which those with the wanted classes are kept.
+
+        Raises:
+            ElfattError: a class is not in the toy's list.
+        """
+        from elfatt_sd.toy import renderer
+
+        classes = list(classes) or list(range(len(renderer.CLASSES)))
+        wrong = [number for number in classes if not 0 <= number < len(renderer.CLASSES)]
+        if wrong:
+            raise ElfattError(
+                f"class {wrong[0]} is not accepted; the toy has classes 0 to {len(renderer.CLASSES) - 1}."
+            )
+        self.wanted = [classes[index % len(classes)] for index in range(count)]
+        self.labels, self.geometry = self._draw()
+        source = hashlib.sha256(Path(renderer.__file__).read_bytes()).hexdigest()
+        self.fingerprint = ["renders", count, classes[:count], RENDER_SEED, source]
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.wanted)
+
+    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
+        """Yield renders of a range."""
+        from elfatt_sd.toy.renderer import render_parameters
+
+        for index in range(start, stop):
+            picture = render_parameters(self.labels[index : index + 1], self.geometry[index : index + 1])[0]
+            yield (picture.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
+
+    def _draw(self) -> tuple[torch.Tensor, torch.Tensor]:
+        from elfatt_sd.toy import renderer
+
+        numbers = {labels: number for number, labels in enumerate(renderer.CLASSES)}
+        open_places: dict[int, list[int]] = {}
+        for place in reversed(range(len(self.wanted))):
+            open_places.setdefault(self.wanted[place], []).append(place)
+        labels = torch.zeros(len(self.wanted), len(renderer.ATTRIBUTES), dtype=torch.int64)
+        geometry = torch.zeros(len(self.wanted), len(renderer.GEOMETRY))
+        generator = torch.Generator().manual_seed(RENDER_SEED)
+        names = list(renderer.ATTRIBUTES.values())
+        while open_places:
+            drawn, numbers_drawn = renderer.sample_parameters(self.BLOCK, generator)
+            for row, scene in enumerate(drawn.tolist()):
+                number = numbers[tuple(values[index] for values, index in zip(names, scene, strict=True))]
+                places = open_places.get(number)
+                if places:
+                    place = places.pop()
+                    labels[place], geometry[place] = drawn[row], numbers_drawn[row]
+                    if not places:
+                        del open_places[number]
+        return labels, geometry
