@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -36,7 +37,7 @@ app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_ena
 app.add_typer(
     lazy_group("elfatt_sd.evaluation.cli:app"), name="eval", help="Measure quality, time and memory of methods."
 )
-app.add_typer(lazy_group("elfatt_sd.bench_cli:app"), name="bench", help="Time and memory, side by side in one run.")
+app.add_typer(lazy_group("elfatt_sd.benchmark_cli:app"), name="bench", help="Time and memory, side by side in one run.")
 
 Model = Annotated[str, typer.Option(help="toy, a diffusers directory, a hub id, or a .safetensors file.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
@@ -121,7 +122,7 @@ def patch(
     allow_pickle: AllowPickle = False,
 ) -> None:
     """Show what would be patched, layer by layer, and the Python lines that do it."""
-    from elfatt_sd.evaluation.files import write_json
+    from elfatt_sd.files import write_json
     from elfatt_sd.generation import check_writable
     from elfatt_sd.patch import plan
 
@@ -263,6 +264,6 @@ def _print_findings(sections: dict[str, list[Any]]) -> None:
         table = Table(title=name, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for finding in findings:
             mark = MARKS[finding.status]
-            table.add_row(mark, finding.name, finding.value, finding.remedy)
+            table.add_row(mark, *map(escape, (finding.name, finding.value, finding.remedy)))
         console.print(table)
         console.print()

@@ -22,7 +22,7 @@ from PIL.PngImagePlugin import PngInfo
 
 import elfatt_sd
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.evaluation.files import atomic_file, write_json
+from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.patch import apply_patch, patched, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
 

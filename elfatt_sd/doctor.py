@@ -1,0 +1,219 @@
+"""What this machine has and what is missing, and whether our attention computes what its formula says."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["ok", "missing", "optional", "info"]
+
+# What is optional: the module that shows that it is there, what it is for, and how to install it.
+OPTIONAL = {
+    "torch-fidelity": ("torch_fidelity", "FID with Inception", "pip install 'elfatt-sd[inception]'"),
+    "torchvision": ("torchvision", "FID with Inception", "pip install 'elfatt-sd[inception]'"),
+    "pyarrow": ("pyarrow", "a reference set in parquet files", "pip install 'elfatt-sd[parquet]'"),
+    "peft": ("peft", "LoRA in diffusers", "pip install peft"),
+    "nbconvert": ("nbconvert", "executing the notebooks", "pip install 'elfatt-sd[notebooks]'"),
+}
+# Backends of diffusers' attention dispatcher that need a package of their own.
+BACKEND_PACKAGES = {
+    "flash": ("flash_attn", "pip install 'elfatt-sd[flash]'"),
+    "flash_hub": ("kernels", "pip install kernels"),
+    "_flash_3": ("flash_attn_interface", "build flash-attention's hopper folder from source"),
+    "sage": ("sageattention", "pip install sageattention"),
+    "xformers": ("xformers", "pip install xformers"),
+}
+TOLERANCE = 1e-5  # of float32 attention against float64 formulas
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        value: what was found.
+        status: `ok`, `missing` (needed), `optional` (not there, and not needed), or `info`.
+        remedy: what to do about it.
+    """
+
+    name: str
+    value: str
+    status: Status = "info"
+    remedy: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """Return plain data, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+def examine() -> dict[str, list[Finding]]:
+    """Look at everything; nothing raises, and nothing is left behind."""
+    sections: dict[str, Callable[[], Iterator[Finding]]] = {
+        "machine": _machine,
+        "needed packages": _needed_packages,
+        "optional packages": _optional_packages,
+        "attention backends": _backends,
+        "embedded pipeline": _toy,
+        "folders": _folders,
+        "self-check": _self_check,
+    }
+    return {name: list(_guarded(name, look)) for name, look in sections.items()}
+
+
+def healthy(sections: dict[str, list[Finding]]) -> bool:
+    """Tell whether nothing that is needed is missing."""
+    return all(finding.status != "missing" for findings in sections.values() for finding in findings)
+
+
+def _guarded(name: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """Turn an error of one section into a finding, so that the others are still shown."""
+    try:
+        yield from look()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        yield Finding(name, f"{type(error).__name__}: {lines[0]}", "missing")
+
+
+def _machine() -> Iterator[Finding]:
+    import torch
+
+    from elfatt_sd.evaluation.environment import describe_environment, device_name
+
+    here = describe_environment(torch.device("cpu"))
+    yield Finding("system", here["platform"])
+    yield Finding("Python", f"{here['python']} ({sys.executable})")
+    yield Finding("CPU", f"{here['cpu']}, {here['cpu_cores']} cores, {here['cpu_threads']} threads used")
+    yield Finding("memory", f"{here['ram_gib']:.1f} GiB" if here["ram_gib"] else "not known")
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        cuda = describe_environment(device)["cuda"]
+        details = f"{cuda['memory_gib']:.0f} GiB, compute capability {cuda['capability']}, driver {cuda['driver']}"
+        yield Finding(str(device), f"{device_name(device)}, {details}, CUDA {cuda['runtime']}", "ok")
+    if torch.backends.mps.is_available():
+        yield Finding("mps", "Apple GPU", "ok")
+    elif not torch.cuda.is_available():
+        yield Finding("GPU", "none: everything runs on the CPU", "optional")
+
+
+def _needed_packages() -> Iterator[Finding]:
+    for name in _requirements():
+        try:
+            yield Finding(name, importlib.metadata.version(name), "ok")
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "not installed", "missing", f"pip install {name}")
+
+
+def _requirements() -> list[str]:
+    """Return the names of the packages that the installed elfatt-sd asks for; from a checkout, the heart of them."""
+    try:
+        lines = importlib.metadata.requires("elfatt-sd") or []
+    except importlib.metadata.PackageNotFoundError:
+        lines = ["torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow", "tomesd"]
+    needed = [line for line in lines if "extra ==" not in line]
+    return [match[0] for line in needed if (match := re.match(r"[\w.-]+", line))]
+
+
+def _optional_packages() -> Iterator[Finding]:
+    for name, (module, purpose, install) in OPTIONAL.items():
+        if importlib.util.find_spec(module) is None:
+            yield Finding(name, f"for {purpose}", "optional", install)
+        else:
+            yield Finding(name, importlib.metadata.version(name), "ok")
+
+
+def _backends() -> Iterator[Finding]:
+    yield Finding("native", "PyTorch's scaled_dot_product_attention", "ok")
+    if importlib.util.find_spec("diffusers.models.attention_dispatch") is None:
+        yield Finding("others", "this diffusers has no attention dispatcher", "optional", "pip install -U diffusers")
+        return
+    yield Finding("flex", "PyTorch's flex_attention, through diffusers", "ok")
+    for name, (module, install) in BACKEND_PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            yield Finding(name, f"needs {module}", "optional", install)
+        else:
+            yield Finding(name, f"{module} is installed", "ok")
+
+
+def _toy() -> Iterator[Finding]:
+    from elfatt_sd.pipelines import load_pipeline
+
+    pipe = load_pipeline("toy", device="cpu")
+    weights = sum(parameter.numel() for parameter in pipe.unet.parameters())
+    yield Finding("toy", f"loads; its UNet has {weights / 1e6:.1f} M weights", "ok")
+
+
+def _folders() -> Iterator[Finding]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    for name, path in (("hub cache", HF_HUB_CACHE), ("temporary files", tempfile.gettempdir()), ("here", os.getcwd())):
+        place = _nearest_existing(Path(path))
+        free = f"{path}, {shutil.disk_usage(place).free / 1e9:.0f} GB free"
+        if _takes_files(place):
+            yield Finding(name, free, "ok")
+        else:
+            yield Finding(name, f"{free}, not writable", "missing" if name == "temporary files" else "optional")
+
+
+def _nearest_existing(path: Path) -> Path:
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def _takes_files(folder: Path) -> bool:
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _self_check() -> Iterator[Finding]:
+    import torch
+
+    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+        error = attention_error(device)
+        good = error <= TOLERANCE
+        value = f"ELFATT attention is within {error:.1e} of its formula in float64 (accepted: {TOLERANCE:g})"
+        yield Finding(device, value, "ok" if good else "missing", "" if good else "report this with the lines above")
+
+
+def attention_error(device: str) -> float:
+    """Return the largest difference between our ELFATT attention in float32 and eq. lepe2sd written out in float64.
+
+    Args:
+        device: where the float32 computation runs.
+    """
+    import torch
+
+    from elfatt_sd.attention import elfatt_attention
+
+    tokens, agents, block, width = 62, 6, 16, 8
+    drawn: Any = torch.randn(3, 2, tokens, 4, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k, v = drawn.float().to(device)
+    got = elfatt_attention(q, k, v, agents=agents, block_size=block, backend="native").double().cpu()
+    q, k, v = drawn.transpose(2, 3)  # [batch, heads, tokens, width]
+    pooled = torch.stack([part.mean(dim=2) for part in q[:, :2].tensor_split(agents, dim=2)], dim=2)
+    gathered = _softmax_attention(pooled, k[:, :2], v[:, :2])
+    through_agents = _softmax_attention(q[:, :2], pooled, gathered)
+    number = torch.cat([torch.full((len(part),), i) for i, part in enumerate(torch.arange(tokens).tensor_split(4))])
+    outside = number[:, None] != number[None, :]
+    in_blocks = _softmax_attention(q[:, 2:], k[:, 2:], v[:, 2:], outside)
+    want = torch.cat([through_agents, in_blocks], dim=1).transpose(1, 2)
+    return float((got - want).abs().max())
+
+
+def _softmax_attention(q: Any, k: Any, v: Any, outside: Any = None) -> Any:
+    logits = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if outside is not None:
+        logits = logits.masked_fill(outside, float("-inf"))
+    return logits.softmax(dim=-1) @ v
