@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,11 @@ def load_pipeline(
         ElfattError: device, dtype or model that is not there, a pickle, or a directory that lacks a part.
     """
     place = pick_device(device)
-    options = {"torch_dtype": pick_dtype(dtype, place), **options}
+    options = {_dtype_keyword(): pick_dtype(dtype, place), **options}
     if str(model) == "toy":
         model = TOY
     path = Path(model)
-    if path.suffix in _PICKLES and not allow_pickle:
+    if path.suffix.lower() in _PICKLES and not allow_pickle:
         raise ElfattError(
             f"model={str(model)!r} is a pickle, which can run any code when it is loaded; convert it to .safetensors, "
             "or allow it with allow_pickle=True (--allow-pickle)."
@@ -62,7 +63,7 @@ def load_pipeline(
     elif path.is_file():
         pipe = _from_file(path, options)
     elif _HUB_ID.fullmatch(str(model)):
-        pipe = _from_hub(str(model), options, allow_pickle)
+        pipe = _from_pretrained(str(model), allow_pickle, options)
     else:
         raise ElfattError(
             f"model={str(model)!r} does not exist; give 'toy', a diffusers directory, a .safetensors file, or a hub id "
@@ -112,36 +113,46 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def _from_directory(path: Path, options: dict[str, Any], allow_pickle: bool) -> Any:
+    wanted = [name for name in _parts(path) if name not in options]
+    missing = [name for name in wanted if not (path / name).is_dir()]
+    if missing:
+        raise ElfattError(f"model={str(path)!r} lacks a part: {', '.join(missing)} (named in its model_index.json).")
+    pickled = [name for name in wanted if _only_pickles(path / name)]
+    if pickled and not allow_pickle:
+        raise ElfattError(
+            f"model={str(path)!r} has no .safetensors weights in {', '.join(pickled)}; convert it, or allow pickles with "
+            "allow_pickle=True (--allow-pickle)."
+        )
+    return _from_pretrained(path, allow_pickle, options)
+
+
+def _parts(path: Path) -> list[str]:
+    """Return the names of the parts that a pipeline directory says it has."""
     index = path / "model_index.json"
     if not index.is_file():
         raise ElfattError(f"model={str(path)!r} has no model_index.json; give a diffusers pipeline directory.")
     try:
-        parts = json.loads(index.read_text())
-    except json.JSONDecodeError as error:
+        parts = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ElfattError(f"{index} is not valid JSON ({error}); the model directory is damaged.") from error
-    wanted = [name for name, kind in parts.items() if isinstance(kind, list) and kind[0]]
-    missing = [name for name in wanted if not (path / name).is_dir() and name not in options]
-    if missing:
-        raise ElfattError(f"model={str(path)!r} lacks a part: {', '.join(missing)} (named in its model_index.json).")
-    if not allow_pickle and (path / "unet").is_dir() and not any((path / "unet").glob("*.safetensors")):
-        raise ElfattError(
-            f"model={str(path)!r} has no .safetensors weights in unet; convert it, or allow pickles with "
-            "allow_pickle=True (--allow-pickle)."
-        )
-    try:
-        return _from_pretrained(path, allow_pickle, options)
-    except (OSError, ValueError) as error:
-        raise ElfattError(f"model={str(path)!r} could not be loaded: {_first_line(error)}") from error
+    if not isinstance(parts, dict):
+        raise ElfattError(f"{index} holds a {type(parts).__name__}, not an object; the model directory is damaged.")
+    return [name for name, kind in parts.items() if isinstance(kind, list) and kind and kind[0]]
+
+
+def _only_pickles(part: Path) -> bool:
+    suffixes = {file.suffix for file in part.iterdir()}
+    return bool(suffixes & _PICKLES) and ".safetensors" not in suffixes
 
 
 def _from_file(path: Path, options: dict[str, Any]) -> Any:
     import diffusers
 
-    kind = _single_file_kind(path) if path.suffix == ".safetensors" else "StableDiffusionPipeline"
-    try:
-        return getattr(diffusers, kind).from_single_file(str(path), **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise ElfattError(f"model={str(path)!r} could not be loaded: {_first_line(error)}") from error
+    suffix = path.suffix.lower()
+    if suffix != ".safetensors" and suffix not in _PICKLES:
+        raise ElfattError(f"model={str(path)!r} is not a checkpoint; give a .safetensors file.")
+    kind = _single_file_kind(path) if suffix == ".safetensors" else "StableDiffusionPipeline"
+    return _load(path, getattr(diffusers, kind).from_single_file, str(path), **options)
 
 
 def _single_file_kind(path: Path) -> str:
@@ -164,18 +175,27 @@ def _single_file_kind(path: Path) -> str:
     )
 
 
-def _from_hub(name: str, options: dict[str, Any], allow_pickle: bool) -> Any:
-    try:
-        return _from_pretrained(name, allow_pickle, options)
-    except (OSError, ValueError) as error:
-        raise ElfattError(f"model={name!r} could not be loaded from the hub: {_first_line(error)}") from error
-
-
 def _from_pretrained(model: str | Path, allow_pickle: bool, options: dict[str, Any]) -> Any:
     from diffusers import DiffusionPipeline
 
-    load: Any = DiffusionPipeline.from_pretrained
-    return load(model, use_safetensors=None if allow_pickle else True, **options)
+    safe = None if allow_pickle else True
+    return _load(model, DiffusionPipeline.from_pretrained, model, use_safetensors=safe, **options)
+
+
+def _load(model: str | Path, load: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a loader of diffusers, which raises errors of any kind for a model that is damaged or not there."""
+    try:
+        return load(*args, **options)
+    except Exception as error:
+        raise ElfattError(f"model={str(model)!r} could not be loaded: {_first_line(error)}") from error
+
+
+def _dtype_keyword() -> str:
+    """Return the name of the loaders' dtype argument: diffusers 0.42 renamed it."""
+    import diffusers
+
+    renamed = tuple(int(part) for part in diffusers.__version__.split(".")[:2]) >= (0, 42)
+    return "dtype" if renamed else "torch_dtype"
 
 
 def _first_line(error: Exception) -> str:

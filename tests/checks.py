@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_pipelines as tiny
 import torch
+from diffusers.models.attention_processor import Attention
 
 import elfatt_sd
 from elfatt_sd import processor
@@ -48,7 +49,7 @@ def like(kind: Any, pipe: Any, **parts: Any) -> Any:
 
 
 @contextmanager
-def recorded() -> Iterator[Counter[tuple[str, str]]]:
+def recorded() -> Iterator[Counter[tuple[int, str]]]:
     """Count the approximated calls by layer object and attention while the block runs."""
     calls: Counter[Any] = Counter()
     approximate = processor.approximate
@@ -65,9 +66,10 @@ def recorded() -> Iterator[Counter[tuple[str, str]]]:
 def processors(pipe: Any) -> dict[str, Any]:
     """Every attention processor of a pipeline's UNet and ControlNets."""
     return {
-        f"{name}.{place}": found
+        f"{name}.{place}": module.processor
         for name, net in find_denoisers(pipe).items()
-        for place, found in unwrap(net).attn_processors.items()
+        for place, module in unwrap(net).named_modules()
+        if isinstance(module, Attention)
     }
 
 
@@ -81,7 +83,11 @@ def patched_layers(pipe: Any) -> dict[str, list[str]]:
 
 def layer_calls(pipe: Any, calls: Counter[Any]) -> dict[str, dict[str, int]]:
     """Turn what `recorded` counted into calls by attention for every layer that had one."""
-    named = {id(layer.attention): f"{net}.{layer.name}" for net, denoiser in find_denoisers(pipe).items() for layer in find_layers(denoiser)}
+    named = {
+        id(layer.attention): f"{net}.{layer.name}"
+        for net, denoiser in find_denoisers(pipe).items()
+        for layer in find_layers(denoiser)
+    }
     found: dict[str, dict[str, int]] = {}
     for (attention, kind), number in calls.items():
         found.setdefault(named[attention], {})[kind] = number

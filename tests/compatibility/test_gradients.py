@@ -1,0 +1,86 @@
+"""Gradients flow through a patched UNet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+from checks import FIRST, generator
+
+import elfatt_sd
+from elfatt_sd.config import METHODS, PatchConfig, Phase
+
+
+@pytest.fixture(scope="module")
+def unet() -> Any:
+    return tiny.unet().double()
+
+
+def gradients(unet: Any, timestep: int = 900) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Gradients of a UNet's mean square by its input and by its weights."""
+    sample = torch.randn(2, 4, 16, 16, generator=generator(), dtype=torch.float64).requires_grad_()
+    text = torch.randn(2, 3, tiny.TEXT_WIDTH, generator=generator(), dtype=torch.float64)
+    unet.zero_grad(set_to_none=True)
+    unet(sample, timestep, text).sample.square().mean().backward()
+    assert sample.grad is not None
+    return sample.grad, {name: weight.grad for name, weight in unet.named_parameters() if weight.grad is not None}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert torch.allclose(one[0], other[0], atol=1e-10)
+    assert one[1].keys() == other[1].keys()
+    assert all(torch.allclose(one[1][name], other[1][name], atol=1e-10) for name in one[1])
+
+
+@pytest.mark.parametrize("timestep", [999, 10])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_reaches_every_weight(unet: Any, method: str, timestep: int) -> None:
+    untouched = gradients(unet, timestep)
+    elfatt_sd.apply_patch(unet, method, block_size=32, agents=8, agent_ratio=0.7)
+    patched = gradients(unet, timestep)
+    elfatt_sd.remove_patch(unet)
+    assert patched[1].keys() == untouched[1].keys()
+    assert all(gradient.isfinite().all() for gradient in [patched[0], *patched[1].values()])
+    position = (999 - timestep) / 1000
+    exact = not PatchConfig.preset(method).phases or PatchConfig.preset(method).phase_at(int(position * 1000), 1000).exact
+    assert torch.equal(patched[0], untouched[0]) == exact
+
+
+@pytest.mark.parametrize("order", ["raster", "windows", "curve", "strided", "spread"])
+def test_one_block_has_the_exact_gradients(unet: Any, order: str) -> None:
+    """A block that holds every token is exact attention, in any order."""
+    untouched = gradients(unet)
+    elfatt_sd.apply_patch(unet, PatchConfig("one block", (Phase(1.0, "block", block_size=256, block_order=order),)))
+    patched = gradients(unet)
+    elfatt_sd.remove_patch(unet)
+    assert_same(patched, untouched)
+
+
+@pytest.mark.parametrize("method", ["tome", "elfatt"])
+def test_gradients_match_finite_differences(unet: Any, method: str) -> None:
+    elfatt_sd.apply_patch(unet, method, block_size=32, agents=8)
+    direction = torch.randn(1, 4, 16, 16, generator=generator(), dtype=torch.float64)
+    sample = torch.randn(1, 4, 16, 16, generator=generator(), dtype=torch.float64) * 2
+    text = torch.randn(1, 3, tiny.TEXT_WIDTH, generator=generator(), dtype=torch.float64)
+
+    def value(step: torch.Tensor) -> torch.Tensor:
+        return unet(sample + step * direction, 900, text).sample.square().sum()
+
+    step = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(value(step), step)
+    with torch.no_grad():
+        small = torch.tensor(1e-6, dtype=torch.float64)
+        difference = (value(small) - value(-small)) / (2 * small)
+    elfatt_sd.remove_patch(unet)
+    assert torch.allclose(slope, difference, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", [PatchConfig("first", (FIRST,)), PatchConfig.preset("agent", agent_ratio=0.7)])
+def test_gradient_checkpointing_gives_the_same(config: PatchConfig) -> None:
+    unet = tiny.unet().double().train()
+    elfatt_sd.apply_patch(unet, config)
+    plain = gradients(unet)
+    unet.enable_gradient_checkpointing()
+    assert_same(gradients(unet), plain)

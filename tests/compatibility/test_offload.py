@@ -1,0 +1,71 @@
+"""Weights that are elsewhere until they are needed: accelerate's hooks around the UNet and around every layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import tiny_pipelines as tiny
+import torch
+from checks import TWO_PHASES, check_patch, processors, runner
+
+import elfatt_sd
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pipe(folder: Path) -> Any:
+    return tiny.sd15(folder, scheduler=tiny.ddim())
+
+
+@pytest.fixture
+def expected(folder: Path) -> torch.Tensor:
+    pipe = tiny.sd15(folder, scheduler=tiny.ddim())
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    return runner(pipe)()
+
+
+def sequential(unet: Any) -> None:
+    """Every layer's weights are on the meta device but while it runs, as in sequential offload."""
+    accelerate.cpu_offload(unet, execution_device=CPU, offload_buffers=True)
+    assert {weight.device.type for weight in unet.parameters()} == {"meta"}
+
+
+def whole(unet: Any) -> None:
+    """The UNet has the hook of model offload."""
+    accelerate.cpu_offload_with_hook(unet, execution_device=CPU)
+
+
+@pytest.mark.parametrize("offload", [sequential, whole])
+def test_offloaded_before_patching(pipe: Any, expected: torch.Tensor, offload: Any) -> None:
+    offload(pipe.unet)
+    assert torch.equal(check_patch(pipe, runner(pipe), layers={"unet": 3}), expected)
+
+
+@pytest.mark.parametrize("offload", [sequential, whole])
+def test_offloaded_after_patching(pipe: Any, expected: torch.Tensor, offload: Any) -> None:
+    run, before = runner(pipe), processors(pipe)
+    untouched = run()
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    offload(pipe.unet)
+    assert torch.equal(run(), expected)
+    elfatt_sd.remove_patch(pipe)
+    assert all(processors(pipe)[name] is found for name, found in before.items())
+    assert torch.equal(run(), untouched)
+    accelerate.hooks.remove_hook_from_submodules(pipe.unet)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+def test_pipeline_offload(pipe: Any, expected: torch.Tensor, offload: str, patch_first: bool) -> None:
+    if patch_first:
+        elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    getattr(pipe, offload)()
+    if not patch_first:
+        elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    assert torch.allclose(runner(pipe)().cpu(), expected, atol=1e-2)

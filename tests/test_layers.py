@@ -1,0 +1,125 @@
+"""Which layers there are, on which grid they work, and which of them a configuration takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+from torch import nn
+
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, is_denoiser, select_layers, unwrap
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Any:
+    return tiny.sd15(folder)
+
+
+@pytest.fixture(scope="module")
+def unet() -> Any:
+    return tiny.unet()
+
+
+def test_layers_of_a_unet_with_their_grids(unet: Any) -> None:
+    found = {layer.name: layer.downsample for layer in find_layers(unet)}
+    attention = "attentions.{}.transformer_blocks.0.attn1"
+    assert found == {
+        "down_blocks.0." + attention.format(0): 1,
+        "down_blocks.1." + attention.format(0): 2,
+        "up_blocks.1." + attention.format(0): 2,
+        "up_blocks.1." + attention.format(1): 2,
+        "up_blocks.2." + attention.format(0): 1,
+        "up_blocks.2." + attention.format(1): 1,
+        "mid_block." + attention.format(0): 4,
+    }
+
+
+def test_the_norm_is_the_one_whose_input_is_the_blocks_input(unet: Any) -> None:
+    layer = find_layers(unet)[0]
+    block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
+    assert layer.attention is block.attn1
+    assert layer.norm is block.norm1
+
+
+@pytest.mark.parametrize("size", [(16, 16), (17, 9), (5, 30), (1, 7)])
+def test_grids_are_those_of_the_tokens(unet: Any, size: tuple[int, int]) -> None:
+    seen = {}
+    layers = find_layers(unet)
+    handles = [
+        layer.attention.register_forward_pre_hook(
+            lambda module, inputs, name=layer.name: seen.__setitem__(name, inputs[0].shape[1])
+        )
+        for layer in layers
+    ]
+    with torch.no_grad():
+        unet(torch.zeros(1, 4, *size), 0, torch.zeros(1, 2, tiny.TEXT_WIDTH))
+    for handle in handles:
+        handle.remove()
+    for layer in layers:
+        rows, columns = layer.grid(*size)
+        assert rows * columns == seen[layer.name], layer.name
+
+
+def test_controlnets_are_found_by_name(pipe: Any) -> None:
+    class WithNets:
+        unet = pipe.unet
+        controlnet: Any = None
+
+    one, two = tiny.controlnet(pipe.unet), tiny.controlnet(pipe.unet)
+    assert find_denoisers(WithNets()) == {"unet": pipe.unet}
+    WithNets.controlnet = one
+    assert find_denoisers(WithNets()) == {"unet": pipe.unet, "controlnet": one}
+    WithNets.controlnet = [one, two]
+    assert find_denoisers(WithNets()) == {"unet": pipe.unet, "controlnet.0": one, "controlnet.1": two}
+
+
+@pytest.mark.parametrize("other", [None, 3, "sd", nn.Linear(2, 2), object()])
+def test_what_has_no_unet_is_refused(other: Any) -> None:
+    assert not is_denoiser(other)
+    with pytest.raises(ElfattError, match=f"{type(other).__name__} has no UNet"):
+        find_denoisers(other)
+
+
+def test_a_vae_and_a_text_encoder_are_no_denoisers(pipe: Any) -> None:
+    assert is_denoiser(pipe.unet)
+    assert not is_denoiser(pipe.vae)
+    assert not is_denoiser(pipe.vae.encoder.mid_block)
+    assert not is_denoiser(pipe.text_encoder)
+
+
+def test_unwrap(unet: Any) -> None:
+    compiled = torch.compile(unet, backend="eager")
+    assert unwrap(compiled) is unet
+    assert unwrap(unet) is unet
+    assert is_denoiser(compiled)
+    assert find_layers(compiled) == find_layers(unet)
+
+
+FACTORS = [1, 1, 2, 4, 8]
+SELECTED = [
+    ({}, [1, 1]),
+    ({"levels": 2}, [1, 1, 2]),
+    ({"levels": 9}, [1, 1, 2, 4, 8]),
+    ({"max_downsample": 1, "levels": 3}, [1, 1]),
+    ({"max_downsample": 4}, [1, 1, 2, 4]),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), SELECTED)
+def test_selection(unet: Any, settings: dict[str, Any], expected: list[int]) -> None:
+    attention = find_layers(unet)[0].attention
+    layers = [SelfAttention(str(place), attention, None, factor) for place, factor in enumerate(FACTORS)]
+    chosen = select_layers(layers, PatchConfig("any", **settings), sorted(set(FACTORS)))
+    assert [layer.downsample for layer in chosen] == expected
+
+
+def test_levels_count_from_the_finest_that_has_self_attention(unet: Any) -> None:
+    attention = find_layers(unet)[0].attention
+    layers = [SelfAttention("a", attention, None, 2), SelfAttention("b", attention, None, 4)]
+    assert [layer.name for layer in select_layers(layers, PatchConfig("any"), [2, 4])] == ["a"]
+    assert select_layers(layers, PatchConfig("any", max_downsample=1), [2, 4]) == []
+    assert select_layers([], PatchConfig("any"), []) == []
