@@ -80,13 +80,15 @@ def build_run(folder: Path, *, images: int = 12, size: int = 128) -> dict:
         "description": "The shape of the paper's table on the embedded toy pipeline.",
         "identity": "4f1d0c6e5b",
         "protocol": {
-            "name": "toy_full", "model": "toy", "scheduler": "PNDM", "steps": 25, "guidance": 7.5, "height": 256,
-            "width": 256, "dtype": "float32", "batch": 4, "labels": "toy", "template": "{label}", "seed": 0,
-            "reference": {"kind": "toy", "count": 2048}, "extractor": "toy", "timing": {"repeats": 5, "warmup": 1},
+            "name": "toy_full", "model": "toy", "scheduler": "stored", "steps": 25, "guidance": 7.5, "height": 256,
+            "width": 256, "dtype": "float32", "batch": 4, "labels": "toy", "template": "{label}", "seed": 0, "limit": 0,
+            "reference": {"source": "toy", "count": 2048, "size": 0}, "extractors": ["toy"],
+            "time": {"repeats": 5, "warmup": 1, "batch": 2}, "cells": [{"name": row["cell"]} for row in rows],
         },
         "environment": {
-            "device": "2 cores of AMD EPYC 9B14", "torch": "2.15.0", "diffusers": "0.42.1", "python": "3.11.7",
-            "clocks": {"governor": "not readable"}, "attention_backend": "native", "threads": 2,
+            "elfatt_sd": "0.1.0", "python": "3.11.7", "packages": {"torch": "2.15.0", "diffusers": "0.42.1"},
+            "device": "cpu", "device_name": "AMD EPYC 9B14", "cpu_threads": 2, "cuda": None,
+            "attention_backends": {"scaled_dot_product_attention": ["flash (CPU)", "math"]},
         },
         "rows": rows,
         "published": {

@@ -474,3 +474,10 @@ def test_decimals_follow_the_uncertainty():
     assert decimals_for([Estimate(0.707), None]) == 3
     assert decimals_for([Estimate(3.12)]) == 2
     assert decimals_for([]) == 2
+
+
+def test_out_of_memory_is_a_result(results):
+    reason = "out of memory at batch 48"
+    results["rows"][-1] |= {"time": {"failed": reason}, "memory": {"failed": reason, "batches": []}}
+    line = main_table(Results(results)).lines[-1]
+    assert [entry.text for entry in line.entries].count(reason) == 2

@@ -135,6 +135,11 @@ class Row:
         """The indices of the pictures that differ most from the baseline's, most first."""
         return [int(index) for index in numbers(self.data, "most_changed")]
 
+    def reason(self, part: str) -> str | None:
+        """Return why `time` or `memory` has no figures, such as memory that ran out; None where that is not told."""
+        reasons = (dig(self.data, part, key) for key in ("failed", "note"))
+        return next((str(reason) for reason in reasons if reason), None)
+
     def distance(self, name: str) -> Estimate | None:
         """Return the distance to the reference."""
         return estimate(dig(self.data, "distances", name))
@@ -221,6 +226,12 @@ class Results:
         """The machine and the versions."""
         environment = self.data.get("environment")
         return environment if isinstance(environment, Mapping) else {}
+
+    @property
+    def hardware(self) -> str:
+        """The processor that ran the pipeline; empty where it was not recorded."""
+        name = self.environment.get("device_name") or self.environment.get("device")
+        return name if isinstance(name, str) else ""
 
     @cached_property
     def baseline(self) -> Row | None:

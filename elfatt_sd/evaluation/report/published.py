@@ -76,8 +76,11 @@ def _conditions(results: Results) -> dict[str, str]:
 
     counts = sorted({row.images for row in results.rows if row.images})
     size = " x ".join(filter(None, (told("width"), told("height"))))
-    sampling = [told("steps", "{} steps"), told("guidance", "guidance {}"), size, told("scheduler", "scheduler {}")]
-    hardware = [str(results.environment[key]) for key in ("device", "gpu", "cpu") if results.environment.get(key)]
+    sampling = [told("steps", "{} steps"), told("guidance", "guidance {}"), size]
+    if told("scheduler") != "stored":  # the model's own
+        sampling.append(told("scheduler", "scheduler {}"))
+    threads = results.environment.get("cpu_threads") if results.environment.get("device") == "cpu" else None
+    hardware = results.hardware + (f", {threads} threads" if threads else "")
     kinds = {str(dig(row.data, "memory", "kind")) for row in results.rows if dig(row.data, "memory", "kind")}
     found = {
         "Model": told("model"),
@@ -86,7 +89,7 @@ def _conditions(results: Results) -> dict[str, str]:
         "Pictures per row": " to ".join(str(count) for count in dict.fromkeys([*counts[:1], *counts[-1:]])),
         "Reference": _reference(results.from_protocol("reference")),
         "Distance": results.distance or "",
-        "Hardware": ", ".join(dict.fromkeys(hardware)),
+        "Hardware": hardware,
         "Time": told("batch", "batch of {}"),
         "Memory": f"growth of {', '.join(sorted(kinds))} per +1 batch" if kinds else "not measured",
     }

@@ -89,8 +89,7 @@ def _speed(results: Results) -> str:
     if not known:
         return "Time was not measured."
     row, best = max(known, key=lambda pair: pair[1].value)
-    where = results.environment.get("device")
-    place = f" on {where}" if isinstance(where, str) and where else ""
+    place = f" on {results.hardware}" if results.hardware else ""
     spread = f" ({fixed(best.ends[0], 2)} to {fixed(best.ends[1], 2)})" if best.ends else ""
     if best.value <= 1:
         closest = f"the closest is {row.name}, {fixed(best.value, 2)} times as fast{spread}"

@@ -226,7 +226,7 @@ def _time_maker(results: Results, part: str) -> _Maker:
     def make(row: Row) -> Entry:
         found, ratio = row.seconds(part), row.speedup(part)
         if found is None:
-            return Entry(MISSING, kind="missing")
+            return Entry(row.reason("time") or MISSING, kind="missing")
         note = ""
         if ratio is not None and row.role != BASELINE:
             spread = f" ({span(ratio, 2)})" if ratio.ends else ""
@@ -242,7 +242,9 @@ def _memory_maker(results: Results) -> _Maker:
 
     def make(row: Row) -> Entry:
         value = row.memory()
-        return Entry(MISSING, kind="missing") if value is None else Entry(fixed(value, decimals))
+        if value is None:
+            return Entry(row.reason("memory") or MISSING, kind="missing")
+        return Entry(fixed(value, decimals))
 
     return make
 
