@@ -42,8 +42,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
-        "device": device.type,
-        "device_name": device_name(device),
+        "device": device_name(device),
         "cpu": _cpu_name(),
         "cpu_cores": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
@@ -61,13 +60,15 @@ def same_images(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _decisive(environment: dict[str, Any]) -> dict[str, Any]:
     packages = environment.get("packages", {})
-    own = {key: environment.get(key) for key in ("elfatt_sd", "device_name", "model_sha256", "prompts_sha256")}
+    own = {key: environment.get(key) for key in ("elfatt_sd", "device", "model_sha256", "prompts_sha256")}
     return own | {name: packages.get(name) for name in _IMAGE_PACKAGES}
 
 
 def device_name(device: torch.device) -> str:
     """Return the name of the processor that a device stands for."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    if device.type == "cpu":
+        return f"{os.cpu_count()} cores of {_cpu_name()}"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} of {platform.machine()}"
 
 
 def read_clocks(device: torch.device) -> dict[str, Any]:

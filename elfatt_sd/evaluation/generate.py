@@ -48,8 +48,8 @@ def run_prompts(protocol: Protocol) -> list[Prompt]:
 def spread(values: Sequence[Value], count: int) -> list[Value]:
     """Return so many of the values, in order: one drawn from each of `count` equal stretches, always the same.
 
-    The draw keeps the choice from falling in step with lists that repeat, such as combinations of attributes. 0, or more
-    than there are, returns all values.
+    The draw keeps the choice from falling in step with lists that repeat, such as combinations of attributes. 0, or
+    more than there are, returns all values.
     """
     if not 0 < count < len(values):
         return list(values)
@@ -213,7 +213,7 @@ def generate(run_dir: Path, protocol: Protocol, *, show_progress: bool = True) -
     Raises:
         ElfattError: the folder belongs to another specification or to other weights, or the model cannot be loaded.
     """
-    state = _processes(protocol.device)
+    state = process_state(protocol.device)
     folder.check_run(run_dir, protocol)
     if state.is_main_process:
         _tidy(run_dir)
@@ -360,7 +360,7 @@ def weights_sha256(pipe: Any) -> str:
     return digest.hexdigest()
 
 
-def _processes(device: str) -> Any:
+def process_state(device: str = "auto") -> Any:
     """Return accelerate's view of the processes of this run; one, unless `accelerate launch` started several."""
     from accelerate import PartialState
 

@@ -1,0 +1,220 @@
+"""The commands of `elfatt-sd eval`: parse, call, print."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elfatt_sd.console import FAILURE, complain, output, quiet_libraries
+
+if TYPE_CHECKING:
+    from elfatt_sd.evaluation.protocols import Protocol
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
+PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "protocol_file": (
+        Annotated[str, typer.Argument(metavar="PROTOCOL", help="A TOML file, or the name of one under eval/.")],
+        inspect.Parameter.empty,
+    ),
+    "set": (
+        Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Change a value, as in time.repeats=10.")],
+        None,
+    ),
+    "limit": (Annotated[int | None, typer.Option(min=1, help="So many images a row, for a quick look.")], None),
+    "model": (Annotated[str | None, typer.Option(help="In place of the protocol's model.")], None),
+    "device": (Annotated[str | None, typer.Option(help="In place of the protocol's device.")], None),
+    "dtype": (Annotated[str | None, typer.Option(help="In place of the protocol's dtype.")], None),
+    "reference": (
+        Annotated[str | None, typer.Option(metavar="SOURCE", help="Folder, tar, zip, shards, parquet, .npz, or toy.")],
+        None,
+    ),
+    "allow_count": (
+        Annotated[
+            bool | None,
+            typer.Option("--allow-count", help="Take a reference of another size; the metric's name then says so."),
+        ],
+        None,
+    ),
+    "inception_weights": (
+        Annotated[str | None, typer.Option(metavar="FILE", help="Inception's weights, for use offline.")],
+        None,
+    ),
+}
+_KEYS = {"reference": "reference.source", "allow_count": "reference.allow_count"}
+
+
+def takes_protocol(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options that choose a protocol and change it; it receives the result as `protocol`."""
+    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "protocol"]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in PROTOCOL_OPTIONS.items()
+    ]
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> Any:
+        chosen = {name: given.pop(name) for name in PROTOCOL_OPTIONS}
+        return command(protocol=build_protocol(chosen), **given)
+
+    ordered = [added[0], *(item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own), *added[1:]]
+    wrapper.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {item.name: item.annotation for item in ordered}
+    return wrapper
+
+
+def build_protocol(chosen: Mapping[str, Any]) -> Protocol:
+    """Load a protocol with what the options change.
+
+    Raises:
+        ElfattError: no such protocol, an unknown key, or a value that is not accepted.
+    """
+    from elfatt_sd.evaluation.protocols import load_protocol
+
+    options = {name: value for name, value in chosen.items() if name not in ("protocol_file", "set")}
+    overrides = [f"{_KEYS.get(name, name)}={json.dumps(value)}" for name, value in options.items() if value is not None]
+    return load_protocol(chosen["protocol_file"], [*(chosen["set"] or ()), *overrides])
+
+
+@app.command("run")
+@takes_protocol
+def run_command(
+    protocol: Protocol,
+    out: Out,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print rows, images, disk and time, and stop.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
+    from elfatt_sd.evaluation.run import is_first, run
+
+    quiet_libraries()
+    if dry_run:
+        _print_estimate(protocol)
+        return
+    failed = run(protocol, out, _reporter(quiet), show_progress=not quiet)
+    if is_first():
+        typer.echo(out / "report" / "index.html")
+        _name_failures(failed)
+
+
+@app.command("generate")
+@takes_protocol
+def generate_command(protocol: Protocol, out: Out, quiet: Quiet = False) -> None:
+    """Make the images of every row. Several processes share them under `accelerate launch`."""
+    from elfatt_sd.evaluation.generate import generate
+    from elfatt_sd.evaluation.run import is_first, leave_processes, writing
+
+    quiet_libraries()
+    with writing(out, protocol):
+        failed = generate(out, protocol, show_progress=not quiet)
+        leave_processes()
+    if is_first():
+        _name_failures(failed)
+
+
+@app.command("reference")
+@takes_protocol
+def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
+    """Compute the statistics of a protocol's reference, or find them in the cache."""
+    from elfatt_sd.evaluation.run import build_references
+
+    quiet_libraries()
+    for reference in build_references(protocol):
+        typer.echo(json.dumps({**reference.description, "unreadable": len(reference.unreadable)}, ensure_ascii=False))
+        for name in reference.unreadable:
+            complain(f"not readable: {name}", "warning")
+
+
+@app.command("score")
+def score_command(run: RunDir, quiet: Quiet = False) -> None:
+    """Score the images of a run against the reference and against the untouched pipeline."""
+    from elfatt_sd.evaluation.folder import load_run
+    from elfatt_sd.evaluation.results import write_results
+    from elfatt_sd.evaluation.run import leave_processes, score, writing
+
+    quiet_libraries()
+    protocol = load_run(run)
+    with writing(run, protocol) as first:
+        score(run, protocol, _reporter(quiet))
+        leave_processes()
+        if first:
+            write_results(run)
+
+
+@app.command("report")
+def report_command(run: RunDir) -> None:
+    """Write the page, the tables and the plots of a run from what was measured so far."""
+    from elfatt_sd.evaluation.folder import load_run
+    from elfatt_sd.evaluation.report import write_report
+    from elfatt_sd.evaluation.results import write_results
+    from elfatt_sd.evaluation.run import writing
+
+    with writing(run, load_run(run)):
+        write_results(run)
+        typer.echo(write_report(run))
+
+
+@app.command("verify")
+def verify_command(
+    run: RunDir,
+    recompute: Annotated[
+        bool, typer.Option("--recompute/--hashes-only", help="Compute all scores anew from the images.")
+    ] = True,
+) -> None:
+    """Check every image of a run against its hash, and its table against one computed anew."""
+    from elfatt_sd.evaluation.verify import verify_run
+
+    quiet_libraries()
+    problems = verify_run(run, recompute=recompute)
+    for problem in problems:
+        complain(problem)
+    if problems:
+        raise typer.Exit(FAILURE)
+    typer.echo(f"{run}: images and figures are as they were made")
+
+
+def _print_estimate(protocol: Protocol) -> None:
+    """Print what a run would do and take."""
+    from rich.table import Table
+
+    from elfatt_sd.evaluation.generate import run_prompts
+    from elfatt_sd.evaluation.run import estimate
+
+    count = len(run_prompts(protocol))
+    table = Table("cell", "label", "role", "settings", "images", title=f"{protocol.name} {protocol.identity[:12]}")
+    for cell in protocol.cells:
+        settings = ", ".join(f"{key} {value}" for key, value in cell.settings.items())
+        table.add_row(cell.name, cell.label, cell.role, settings, str(count))
+    found = estimate(protocol)
+    console = output()
+    console.print(table)
+    console.print(f"{found.images} images, about {found.disk_gib:.2g} GiB of disk")
+    console.print(
+        f"about {_duration(found.generation_hours)} to generate and {_duration(found.timing_hours)} to time, at "
+        f"{found.seconds_per_image:.3g} s an image (untouched, one at a time); memory and scores come on top"
+    )
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
+
+
+def _reporter(quiet: bool) -> Callable[[str], None]:
+    return lambda line: None if quiet else typer.echo(line, err=True)
+
+
+def _name_failures(failed: Mapping[str, str]) -> None:
+    """Name the rows that failed and end with the exit code of a failure."""
+    for cell, reason in failed.items():
+        complain(f"row {cell} failed: {reason}")
+    if failed:
+        raise typer.Exit(FAILURE)

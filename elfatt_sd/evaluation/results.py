@@ -1,0 +1,88 @@
+"""Join what the stages measured into `results.json`, one row for each cell: all that the report reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from elfatt_sd.evaluation import folder
+from elfatt_sd.evaluation.files import write_json
+from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+
+RESULTS_FILE, SCORES_FILE = "results.json", "scores.json"
+FORMAT = 1
+_SCORED = ("images", "distances", "paired", "accuracy", "most_changed")
+
+
+def join_results(run_dir: Path) -> dict[str, Any]:
+    """Return the rows of a run with everything that was measured so far; what was not is None.
+
+    Raises:
+        ElfattError: the folder holds no run, or a file in it is damaged.
+    """
+    protocol = folder.load_run(run_dir)
+    run = folder.read_run(run_dir) or {}
+    parts = {name: folder.read_json(run_dir / name) or {} for name in (SCORES_FILE, TIME_FILE, MEMORY_FILE)}
+    scores, time, memory = parts.values()
+    environment = dict(run["environment"])
+    if time:
+        environment["timing"] = {
+            key: time[key] for key in ("measured", "environment", "clocks", "note") if time.get(key)
+        }
+    return {
+        "format": FORMAT,
+        "name": protocol.name,
+        "description": " ".join(protocol.description.split()),
+        "identity": run["identity"],
+        "created": run["created"],
+        "protocol": run["protocol"],
+        "environment": environment,
+        "reference": scores.get("references") or scores.get("reference"),
+        "rows": [_row(run_dir, protocol, cell, scores, time, memory) for cell in protocol.cells],
+        "published": run["protocol"]["published"] or None,
+    }
+
+
+def write_results(run_dir: Path) -> dict[str, Any]:
+    """Write `results.json` and return its content.
+
+    Raises:
+        ElfattError: as `join_results`.
+    """
+    results = join_results(run_dir)
+    write_json(run_dir / RESULTS_FILE, results)
+    return results
+
+
+def _row(
+    run_dir: Path, protocol: Protocol, cell: Cell, scores: dict[str, Any], time: dict[str, Any], memory: dict[str, Any]
+) -> dict[str, Any]:
+    score, timing, peak = (_part(part, protocol, cell) for part in (scores, time, memory))
+    generated = folder.manifest_path(run_dir, cell).is_file()
+    row: dict[str, Any] = {
+        "cell": cell.name,
+        "label": cell.label,
+        "method": cell.method,
+        "peer": cell.peer or None,
+        "settings": dict(cell.settings),
+        "role": cell.role,
+        **{key: score.get(key) for key in _SCORED},
+        "time": timing or None,
+        "memory": peak or None,
+        "failed": folder.read_failure(run_dir, cell),
+    }
+    if row["images"] is None and generated:
+        row["images"] = len(folder.read_manifest(run_dir, cell))
+    return row
+
+
+def _part(data: dict[str, Any], protocol: Protocol, cell: Cell) -> dict[str, Any]:
+    """Return a cell's part of a stage's file; nothing of a file that belongs to another specification."""
+    if data.get("identity", protocol.identity) != protocol.identity:
+        return {}
+    rows = data.get("rows", {})
+    if isinstance(rows, list):
+        rows = {row["cell"]: row for row in rows}
+    found: dict[str, Any] = rows.get(cell.name) or {}
+    return found

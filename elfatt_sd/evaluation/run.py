@@ -1,0 +1,269 @@
+"""All stages in order: images, reference, scores, time, memory, report.
+
+A stage is skipped when it is finished and its inputs did not change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import folder
+from elfatt_sd.evaluation.files import sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.evaluation.generate import (
+    generate,
+    image_seed,
+    load_protocol_pipeline,
+    process_state,
+    run_prompts,
+)
+from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE, measure_memory, measure_time, timed_call
+from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, write_results
+
+STAGES_FILE = "stages.json"
+_PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat pictures take less
+_PROBE_STEPS = 2
+_Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take.
+
+    Attributes:
+        images: images over all rows.
+        disk_gib: of the images.
+        seconds_per_image: of the untouched pipeline on this machine, one image at a time.
+        generation_hours: to make the images, as if every row were the untouched pipeline.
+        timing_hours: to time all rows.
+    """
+
+    images: int
+    disk_gib: float
+    seconds_per_image: float
+    generation_hours: float
+    timing_hours: float
+
+
+def estimate(protocol: Protocol) -> Estimate:
+    """Estimate disk and time, from one image with two steps.
+
+    Args:
+        protocol: what to run.
+
+    Raises:
+        ElfattError: the model or the labels cannot be loaded.
+    """
+    count = len(run_prompts(protocol))
+    images = count * len(protocol.cells)
+    disk = images * protocol.height * protocol.width * _PNG_BYTES_PER_PIXEL / 2**30
+    seconds = probe_seconds(protocol)
+    timing = protocol.time
+    timed = len(protocol.cells) * timing.repeats * (timing.batch or protocol.batch) if timing else 0
+    return Estimate(images, disk, seconds, images * seconds / 3600, timed * seconds / 3600)
+
+
+def probe_seconds(protocol: Protocol) -> float:
+    """Estimate the seconds per image of the untouched pipeline from one image with two steps, after one to warm up.
+
+    Raises:
+        ElfattError: the model cannot be loaded.
+    """
+    pipe = load_protocol_pipeline(protocol)
+    short = dataclasses.replace(protocol, steps=_PROBE_STEPS)
+    prompt = [run_prompts(protocol)[0].text]
+    seeds = [image_seed(protocol, protocol.baseline, 0)]
+    calls: list[int] = []
+    handle = pipe.unet.register_forward_hook(lambda *_: calls.append(1))
+    timed_call(pipe, short, protocol.baseline, prompt, seeds)
+    calls.clear()
+    seconds = timed_call(pipe, short, protocol.baseline, prompt, seeds)
+    handle.remove()
+    rest = seconds["end_to_end"] - seconds["unet"]
+    return seconds["unet"] / len(calls) * (protocol.steps + len(calls) - _PROBE_STEPS) + rest
+
+
+def run(protocol: Protocol, run_dir: Path, report: _Report = print, *, show_progress: bool = True) -> dict[str, str]:
+    """Run all stages of a protocol; what is finished already is not done again.
+
+    Under `accelerate launch` the processes share images and features, and the first one does the rest.
+
+    Args:
+        protocol: what to run.
+        run_dir: its folder.
+        report: gets a line for each step of each stage.
+        show_progress: draw a bar while generating.
+
+    Returns:
+        The rows that failed, with the reason.
+
+    Raises:
+        ElfattError: wrong input, or a folder that belongs to another specification or is in use.
+        RunFailure: the disk is full.
+    """
+    with writing(run_dir, protocol) as first:
+        if first:
+            folder.check_run(run_dir, protocol)
+            check_inputs(protocol)
+        failed = generate(run_dir, protocol, show_progress=show_progress)
+        _free_memory()
+        score(run_dir, protocol, report if first else _say_nothing)
+        leave_processes()
+        if not first:
+            return {}
+        if protocol.time is not None:
+            _once(run_dir, "time", {}, TIME_FILE, lambda: measure_time(run_dir, protocol, report), report)
+        _free_memory()
+        if protocol.memory is not None:
+            _once(run_dir, "memory", {}, MEMORY_FILE, lambda: measure_memory(run_dir, protocol, report), report)
+        write_page(run_dir, report)
+        return failed
+
+
+@contextmanager
+def writing(run_dir: Path, protocol: Protocol) -> Iterator[bool]:
+    """Hold the lock of a run's folder, in the first of several processes.
+
+    Yields:
+        Whether this is the first process.
+
+    Raises:
+        ElfattError: another run writes there.
+        RunFailure: the disk is full.
+    """
+    first = bool(process_state(protocol.device).is_main_process)
+    with folder.clear_disk_errors(run_dir):
+        if first:
+            with folder.run_lock(run_dir):
+                yield True
+        else:
+            yield False
+
+
+def is_first() -> bool:
+    """Tell whether this is the first process of a launch, or the only one."""
+    return bool(process_state().is_main_process)
+
+
+def leave_processes() -> None:
+    """Wait for the other processes of a launch and part from them."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def check_inputs(protocol: Protocol) -> None:
+    """Try what can fail before hours of work: prompts, extractors, and whether the reference is there.
+
+    Raises:
+        ElfattError: one of them is missing or wrong.
+    """
+    run_prompts(protocol)
+    load_extractors(protocol)
+    source = protocol.reference.source
+    kind = source.partition(":")[0]
+    if not source:
+        raise ElfattError("reference.source is missing; give --reference with a folder, tar, zip, shards or .npz.")
+    if kind not in ("toy", "renders") and not (Path(source).exists() or any(Path().glob(source))):
+        raise ElfattError(f"reference.source={source!r} does not exist; give --reference with a folder, tar, or .npz.")
+
+
+def load_extractors(protocol: Protocol) -> list[Any]:
+    """Load a protocol's extractors on the CPU.
+
+    Raises:
+        ElfattError: one is not known or cannot be loaded.
+    """
+    from elfatt_sd.evaluation.features import load_extractor
+
+    weights = Path(protocol.inception_weights) if protocol.inception_weights else None
+    digest = protocol.inception_sha256 or None
+    return [load_extractor(spec, weights=weights, sha256=digest) for spec in protocol.extractors]
+
+
+def build_references(protocol: Protocol) -> list[Any]:
+    """Compute a protocol's reference for each extractor, or take it from the cache.
+
+    Raises:
+        ElfattError: reference or extractor are missing, or the number of pictures is another.
+    """
+    from elfatt_sd.evaluation.score import build_references as build
+
+    references: list[Any] = build(protocol)
+    return references
+
+
+def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:
+    """Score the images of a run, building the reference if it is not cached; skipped where nothing changed.
+
+    Raises:
+        ElfattError: no row is finished, or reference or extractor are missing.
+    """
+    from elfatt_sd.evaluation.score import score_run
+
+    finished = [cell for cell in protocol.cells if folder.manifest_path(run_dir, cell).is_file()]
+    if protocol.baseline not in finished:
+        reason = folder.read_failure(run_dir, protocol.baseline) or "it is not generated yet"
+        raise folder.RunFailure(f"row {protocol.baseline.name!r}, the baseline, has no images: {reason}")
+    inputs = {cell.name: sha256_of_file(folder.manifest_path(run_dir, cell)) for cell in finished}
+    _once(run_dir, "score", inputs, SCORES_FILE, lambda: score_run(run_dir), report)
+
+
+def write_page(run_dir: Path, report: _Report = print) -> None:
+    """Join the results and write the report; skipped where the results did not change.
+
+    Raises:
+        ElfattError: the folder holds no run.
+    """
+    from elfatt_sd.evaluation.report import write_report
+
+    results = write_results(run_dir)
+    _once(
+        run_dir,
+        "report",
+        {RESULTS_FILE: sha256_of_data(results)},
+        "report/index.html",
+        lambda: write_report(run_dir),
+        report,
+    )
+
+
+def _once(
+    run_dir: Path, stage: str, inputs: dict[str, str], output: str, action: Callable[[], Any], report: _Report
+) -> None:
+    """Do a stage unless its output is there and was made from the same inputs under the same specification."""
+    path = run_dir / STAGES_FILE
+    run = folder.read_run(run_dir) or {}
+    now = sha256_of_data([run.get("identity"), inputs])
+    done = (folder.read_json(path) or {}).get(stage) == now and (run_dir / output).is_file()
+    state = process_state()
+    state.wait_for_everyone()  # all processes decide before any of them writes
+    if done:
+        report(f"{stage}: done before")
+        return
+    started = time.perf_counter()
+    action()
+    if state.is_main_process:
+        write_json(path, {**(folder.read_json(path) or {}), stage: now})
+    report(f"{stage}: done in {time.perf_counter() - started:.0f} s")
+
+
+def _say_nothing(line: str) -> None:
+    """Print nothing, in all processes but the first."""
+
+
+def _free_memory() -> None:
+    """Give back what finished stages held, so that the next ones find the device empty."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
