@@ -10,22 +10,28 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from elfatt_sd.autotune import Tuner, measure_phases
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, select_layers, unwrap
-from elfatt_sd.planning import Plan, make_plan
+from elfatt_sd.planning import Plan, latent_grid, make_plan
 from elfatt_sd.processor import STATE, Denoiser, ElfattProcessor, LayerState, warn_displaced
 from elfatt_sd.schedule import Position, Schedule, unknown_position
 
 Pipeline = TypeVar("Pipeline")
+_Layers = tuple[list[SelfAttention], list[SelfAttention]]  # all of a denoiser, and those that a method patches
 _PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
 
 
-def apply_patch(pipe: Pipeline, method: str | PatchConfig = "elfatt", **settings: Any) -> Pipeline:
+def apply_patch(
+    pipe: Pipeline, method: str | PatchConfig = "elfatt", *, autotune: bool = False, **settings: Any
+) -> Pipeline:
     """Make a pipeline use a method's self-attention; a patch that is there already is replaced.
 
     Args:
         pipe: a diffusers pipeline with a UNet, or a bare UNet. Its ControlNets are patched too.
         method: the name of a preset, or a configuration.
+        autotune: measure, at the first call of each size, which layers the method makes faster on this device, and
+            leave the others alone.
         **settings: changes to it, such as `ratio=0.5` or `block_size=128`; see `PatchConfig.with_settings`.
 
     Returns:
@@ -41,7 +47,7 @@ def apply_patch(pipe: Pipeline, method: str | PatchConfig = "elfatt", **settings
     if config.phases:
         schedule = Schedule(_scheduler_finder(pipe))
         for name, denoiser in denoisers.items():
-            _Patch(config, schedule, denoiser, *chosen[name]).install()
+            _Patch(config, autotune, schedule, denoiser, chosen[name]).install()
     return pipe
 
 
@@ -65,7 +71,9 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
 
 
 @contextmanager
-def patched(pipe: Any, method: str | PatchConfig = "elfatt", **settings: Any) -> Iterator[Plan]:
+def patched(
+    pipe: Any, method: str | PatchConfig = "elfatt", *, autotune: bool = False, **settings: Any
+) -> Iterator[Plan]:
     """Patch a pipeline for the length of a `with` block, and give its plan.
 
     What was patched before is patched again afterwards, also after an exception.
@@ -73,16 +81,17 @@ def patched(pipe: Any, method: str | PatchConfig = "elfatt", **settings: Any) ->
     Args:
         pipe: as for `apply_patch`.
         method: as for `apply_patch`.
+        autotune: as for `apply_patch`.
         **settings: as for `apply_patch`.
     """
-    before = current_config(pipe)
-    apply_patch(pipe, method, **settings)
+    before = _current(pipe)
+    apply_patch(pipe, method, autotune=autotune, **settings)
     try:
         yield plan(pipe, method, **settings)
     finally:
         remove_patch(pipe)
         if before is not None:
-            apply_patch(pipe, before)
+            apply_patch(pipe, before.config, autotune=before.autotune)
 
 
 def plan(
@@ -91,6 +100,7 @@ def plan(
     *,
     height: int | None = None,
     width: int | None = None,
+    autotune: bool = False,
     **settings: Any,
 ) -> Plan:
     """Tell what a patch would do, layer by layer and phase by phase, without changing anything.
@@ -100,6 +110,7 @@ def plan(
         method: as for `apply_patch`.
         height: of the picture in pixels (of the latent, for a bare UNet); the model's own by default.
         width: likewise.
+        autotune: measure on this device, for one picture with guidance, which layers the method makes faster.
         **settings: as for `apply_patch`.
 
     Raises:
@@ -107,14 +118,24 @@ def plan(
     """
     config = resolve(method, settings)
     denoisers = find_denoisers(pipe)
-    chosen = {name: layers for name, (_, layers) in choose_layers(denoisers, config).items()}
-    return make_plan(pipe, config, {name: find_layers(net) for name, net in denoisers.items()}, chosen, height, width)
+    chosen = choose_layers(denoisers, config)
+    rows, columns = latent_grid(pipe, height, width)
+    decisions = {}
+    if autotune:
+        for name, net in denoisers.items():
+            for state in _states(Denoiser(config), chosen[name]):
+                decisions[name, state.layer.name] = measure_phases(state, net, rows, columns)
+    return make_plan(config, chosen, decisions, rows, columns)
 
 
 def current_config(pipe: Any) -> PatchConfig | None:
     """Return the configuration that a pipeline is patched with, or None."""
-    patch: _Patch | None = getattr(unwrap(find_denoisers(pipe)["unet"]), _PATCH, None)
+    patch = _current(pipe)
     return None if patch is None else patch.config
+
+
+def _current(pipe: Any) -> _Patch | None:
+    return getattr(unwrap(find_denoisers(pipe)["unet"]), _PATCH, None)
 
 
 def resolve(method: str | PatchConfig, settings: dict[str, Any]) -> PatchConfig:
@@ -128,9 +149,7 @@ def resolve(method: str | PatchConfig, settings: dict[str, Any]) -> PatchConfig:
     return PatchConfig.preset(method, **settings)
 
 
-def choose_layers(
-    denoisers: dict[str, nn.Module], config: PatchConfig
-) -> dict[str, tuple[list[SelfAttention], list[SelfAttention]]]:
+def choose_layers(denoisers: dict[str, nn.Module], config: PatchConfig) -> dict[str, _Layers]:
     """Return, for each denoiser, its self-attention layers and those of them that the method patches.
 
     Raises:
@@ -154,31 +173,36 @@ def _scheduler_finder(pipe: Any) -> Any:
     return lambda: getattr(alive(), "scheduler", None)
 
 
+def _states(shared: Denoiser, layers: _Layers) -> list[LayerState]:
+    """Return fresh states of the chosen layers, each numbered among all layers."""
+    found, chosen = layers
+    states = []
+    for index, layer in enumerate(found):
+        if layer in chosen:
+            patched: LayerState | None = getattr(layer.attention, STATE, None)
+            original = layer.attention.processor if patched is None else patched.original
+            states.append(LayerState(layer, index, original, shared))
+    return states
+
+
 class _Patch:
     """A method installed in one UNet or ControlNet."""
 
     def __init__(
-        self,
-        config: PatchConfig,
-        schedule: Schedule,
-        denoiser: nn.Module,
-        layers: list[SelfAttention],
-        chosen: list[SelfAttention],
+        self, config: PatchConfig, autotune: bool, schedule: Schedule, denoiser: nn.Module, layers: _Layers
     ) -> None:
         self.config = config
+        self.autotune = autotune
         self._schedule = schedule
         self._outer = denoiser
         self._module = unwrap(denoiser)
-        self._shared = Denoiser(config)
-        indices = {layer.name: index for index, layer in enumerate(layers)}
-        self._shared.layers = [
-            LayerState(layer, indices[layer.name], layer.attention.processor, self._shared) for layer in chosen
-        ]
+        self._shared = Denoiser(config, Tuner(self._module).pays if autotune else None)
+        self._shared.layers = _states(self._shared, layers)
         self._handles: list[Any] = []
         self._warned = False
 
     def install(self) -> None:
-        processor = ElfattProcessor()
+        processor: Any = ElfattProcessor()
         for state in self._shared.layers:
             setattr(state.layer.attention, STATE, state)
             state.layer.attention.set_processor(processor)
@@ -192,7 +216,8 @@ class _Patch:
             handle.remove()
         for state in self._shared.layers:
             if isinstance(state.layer.attention.processor, ElfattProcessor):
-                state.layer.attention.set_processor(state.original)
+                original: Any = state.original
+                state.layer.attention.set_processor(original)
             delattr(state.layer.attention, STATE)
         delattr(self._module, _PATCH)
 
@@ -207,8 +232,7 @@ class _Patch:
                 raise unknown_position(len(self.config.phases))
             position = Position(0, 1)
         self._warn_if_displaced()
-        height, width = map(int, sample.shape[-2:])
-        self._shared.begin(position, self._schedule.runs, height, width, sample.device)
+        self._shared.begin(position, self._schedule.runs, sample)
 
     def _warn_if_displaced(self) -> None:
         if self._warned:

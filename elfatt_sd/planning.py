@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elfatt_sd.autotune import Decision
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention, find_denoisers, unwrap
 
@@ -105,33 +106,37 @@ class Plan:
 
 
 def make_plan(
-    pipe: Any,
     config: PatchConfig,
-    found: Mapping[str, Sequence[SelfAttention]],
-    chosen: Mapping[str, Sequence[SelfAttention]],
-    height: int | None,
-    width: int | None,
+    layers: Mapping[str, tuple[Sequence[SelfAttention], Sequence[SelfAttention]]],
+    decisions: Mapping[tuple[str, str], Sequence[Decision | None]],
+    height: int,
+    width: int,
 ) -> Plan:
-    """Work out a plan from the layers found and chosen in each denoiser; see `elfatt_sd.plan`.
+    """Work out a plan; see `elfatt_sd.plan`.
 
-    Raises:
-        ElfattError: a size that does not fit the model.
+    Args:
+        config: the method.
+        layers: of each denoiser, all self-attention layers and those that the method patches.
+        decisions: what was measured, by denoiser and layer, for each phase; empty if nothing was.
+        height: of the latent.
+        width: of the latent.
     """
-    rows, columns = latent_grid(pipe, height, width)
     phases = [*config.phases, EXACT] if not config.phases or config.phases[-1].until < 1 else list(config.phases)
-    layers = [
-        _plan_layer(name, layer, phases, rows, columns, layer in chosen[name])
-        for name, present in found.items()
-        for layer in present
-    ]
+    planned_layers = []
+    for name, (present, chosen) in layers.items():
+        for layer in present:
+            measured = [*decisions.get((name, layer.name), []), *[None] * len(phases)][: len(phases)]
+            planned_layers.append(_plan_layer(name, layer, phases, height, width, layer in chosen, measured))
     starts = [0.0, *(phase.until for phase in phases[:-1])]
     planned = tuple(
-        PlannedPhase(start, phase.until, describe(phase), sum(layer.multiply_adds_by_phase[index] for layer in layers))
+        PlannedPhase(
+            start, phase.until, describe(phase), sum(layer.multiply_adds_by_phase[index] for layer in planned_layers)
+        )
         for index, (start, phase) in enumerate(zip(starts, phases, strict=True))
     )
     after = sum((phase.until - phase.start) * phase.multiply_adds for phase in planned)
-    before = sum(layer.multiply_adds for layer in layers)
-    return Plan(config, rows, columns, tuple(layers), planned, before, round(after))
+    before = sum(layer.multiply_adds for layer in planned_layers)
+    return Plan(config, height, width, tuple(planned_layers), planned, before, round(after))
 
 
 def latent_grid(pipe: Any, height: int | None, width: int | None) -> tuple[int, int]:
@@ -164,21 +169,46 @@ def describe(phase: Phase) -> str:
 
 
 def _plan_layer(
-    denoiser: str, layer: SelfAttention, phases: Sequence[Phase], height: int, width: int, patched: bool
+    denoiser: str,
+    layer: SelfAttention,
+    phases: Sequence[Phase],
+    height: int,
+    width: int,
+    chosen: bool,
+    decisions: Sequence[Decision | None],
 ) -> PlannedLayer:
     rows, columns = layer.grid(height, width)
-    channels = layer.attention.inner_dim
+    attention: Any = layer.attention
+    channels = attention.inner_dim
     before = multiply_adds(EXACT, rows, columns, channels)
-    by_phase = tuple(multiply_adds(phase, rows, columns, channels) if patched else before for phase in phases)
-    own = [phase for phase in phases if not phase.exact]
-    reason = describe(own[0]) if patched and own else f"left alone: its grid is 1/{layer.downsample} of the latent's"
+    pays = [chosen and (decision is None or decision.pays) for decision in decisions]
+    by_phase = tuple(
+        multiply_adds(phase, rows, columns, channels) if worth else before
+        for phase, worth in zip(phases, pays, strict=True)
+    )
+    own = [
+        (phase, worth, decision)
+        for phase, worth, decision in zip(phases, pays, decisions, strict=True)
+        if not phase.exact
+    ]
+    if not chosen or not own:
+        reason = f"left alone: its grid is 1/{layer.downsample} of the latent's"
+    else:
+        reason = (
+            "; ".join(
+                describe(phase) if decision is None else f"{describe(phase)}: {decision}" for phase, _, decision in own
+            )
+            if any(decision for _, _, decision in own)
+            else describe(own[0][0])
+        )
+    patched = any(worth for _, worth, _ in own)
     return PlannedLayer(
         denoiser,
         layer.name,
         layer.downsample,
         rows,
         columns,
-        layer.attention.heads,
+        attention.heads,
         channels,
         patched,
         reason,

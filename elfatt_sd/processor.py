@@ -34,32 +34,34 @@ class Denoiser:
 
     Args:
         config: the method.
+        pays: tells whether a phase makes a layer faster, for an input of the denoiser; by default every one counts.
     """
 
-    def __init__(self, config: PatchConfig) -> None:
+    def __init__(self, config: PatchConfig, pays: Callable[[LayerState, Phase, Tensor], bool] | None = None) -> None:
         self.config = config
+        self.pays = pays
         self.phase: Phase = EXACT
         self.layers: list[LayerState] = []
         self.matchings: dict[object, Matching | None] = {}
-        self._matched: tuple[int, int, int, int] | None = None
+        self._matched: tuple[int, ...] = ()
 
-    def begin(self, position: Position, run: int, height: int, width: int, device: torch.device) -> None:
+    def begin(self, position: Position, run: int, sample: Tensor) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
 
         Args:
             position: of the call in the schedule.
             run: number of the run, so that nothing is carried over from another one.
-            height: of the latent.
-            width: of the latent.
-            device: of the hidden states.
+            sample: the denoiser's input, `[batch, ..., height, width]`.
         """
         self.phase = self.config.phase_at(*position)
-        matched = (run, position.step // self.config.reuse_steps, height, width)
+        matched = (run, position.step // self.config.reuse_steps, *map(int, sample.shape[-2:]))
         if matched != self._matched or self.config.reuse_steps == 1:
             self.matchings.clear()
         self._matched = matched
         for layer in self.layers:
-            layer.begin(self.phase, position.step, height, width, device)
+            layer.begin(self.phase, position.step, sample)
+            if self.pays is not None and not layer.phase.exact and not self.pays(layer, layer.phase, sample):
+                layer.phase = EXACT
 
 
 class LayerState:
@@ -77,19 +79,20 @@ class LayerState:
         self.index = index
         self.original = original
         self.denoiser = denoiser
-        self.active = True
+        self.phase: Phase = EXACT
         self.grid = (0, 0)
         self.block_input: Tensor | None = None  # of the transformer block, before its normalisation: ToMe's metric
         self.choice: Tensor | None = None
         self.permutation: Tensor | None = None
         self.inverse: Tensor | None = None
 
-    def begin(self, phase: Phase, step: int, height: int, width: int, device: torch.device) -> None:
-        """Set the grid, draw the merge destinations and the blocks of this step."""
-        config = self.denoiser.config
-        self.grid = self.layer.grid(height, width)
+    def begin(self, phase: Phase, step: int, sample: Tensor) -> None:
+        """Set phase and grid, draw the merge destinations and the blocks of this step."""
+        config, device = self.denoiser.config, sample.device
+        self.phase = phase
+        self.grid = self.layer.grid(int(sample.shape[-2]), int(sample.shape[-1]))
         self.block_input = self.choice = self.permutation = self.inverse = None
-        if phase.exact or not self.active:
+        if phase.exact:
             return
         rows, columns = self.grid
         merges = phase.ratio > 0 or (phase.uses_agents and phase.agent_source == "merged")
@@ -161,10 +164,9 @@ class ElfattProcessor:
         state: LayerState | None = getattr(attn, STATE, None)
         if state is None:  # a layer that is not patched: what diffusers does by default
             return _DEFAULT()(attn, hidden_states, encoder_hidden_states, attention_mask, temb)  # type: ignore[no-any-return]
-        phase = state.denoiser.phase
+        phase = state.phase
         if (
-            not state.active
-            or (phase.exact and state.denoiser.config.attention_backend == "auto")
+            (phase.exact and state.denoiser.config.attention_backend == "auto")
             or encoder_hidden_states is not None
             or attention_mask is not None
             or not state_fits(state, hidden_states)

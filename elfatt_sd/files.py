@@ -1,0 +1,55 @@
+"""Files that are either whole or not there, and hashes of what went into a result."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for writing that takes its place only when the block ends well (write, fsync, rename).
+
+    Args:
+        path: where the file is to be; its folder is made.
+
+    Yields:
+        The open temporary file beside `path`, named after this process.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write plain data atomically, keys in the order given, without NaN or infinity."""
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    with atomic_file(path) as file:
+        file.write(text.encode() + b"\n")
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the hex digest of a file's content, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def sha256_of_data(data: Any) -> str:
+    """Return the hex digest of plain data, independent of the order of keys."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
