@@ -341,5 +341,6 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 
 def versions() -> dict[str, str]:
     """Return the versions of what made a picture."""
-    packages = {name: version(name) for name in ("torch", "diffusers", "transformers")}
-    return {"elfatt-sd": elfatt_sd.__version__, "python": platform.python_version(), **packages}
+    libraries = {name: version(name) for name in ("diffusers", "transformers")}
+    own = {"elfatt-sd": elfatt_sd.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    return own | libraries

@@ -1,0 +1,429 @@
+"""The command line: what it writes, what it prints, and that every bad input is one line and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+import elfatt_sd
+from elfatt_sd.cli import app
+from elfatt_sd.generation import PeakWatch, Request, Studio, check_text_to_image, check_writable, free_name
+
+ROOT = Path(__file__).parents[1]
+PROMPT = "a red star"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stable Diffusion 1.5 in miniature, as a directory."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny.sd15(folder / "parts").save_pretrained(folder / "tiny")
+    return folder / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def library_chatter() -> Iterator[None]:
+    """The command line silences libraries for its process; other tests get their messages back."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    levels = [(module, module.get_verbosity()) for module in (diffusers_logging, transformers_logging)]
+    yield
+    for module, level in levels:
+        module.set_verbosity(level)
+        module.enable_progress_bar()
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def draw(model: Path, out: Path, *words: object) -> Result:
+    result = call("generate", PROMPT, "--model", model, "--steps", 2, "--out", out, *words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def pixels(path: Path) -> bytes:
+    with Image.open(path) as picture:
+        return picture.tobytes()
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    with Image.open(path) as picture:
+        picture.load()
+        return dict(picture.info)
+
+
+def test_generate_writes_a_picture_with_its_settings(model: Path, tmp_path: Path) -> None:
+    result = draw(model, tmp_path / "new" / "out", "--ratio", 0.3, "--method", "tome", "--seed", 7, "--guidance", 3)
+    assert files(tmp_path / "new" / "out") == ["0001-a-red-star.json", "0001-a-red-star.png"]
+    path = tmp_path / "new" / "out" / "0001-a-red-star.png"
+    assert str(path) in result.stdout
+    assert "VmHWM" in result.stdout or "CUDA" in result.stdout
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert record["prompt"] == PROMPT
+    assert (record["seed"], record["steps"], record["guidance"], record["method"]) == (7, 2, 3.0, "tome")
+    assert elfatt_sd.PatchConfig.from_dict(record["config"]) == elfatt_sd.PatchConfig.preset("tome", ratio=0.3)
+    inside = metadata(path)
+    assert inside["prompt"] == PROMPT
+    assert json.loads(inside["config"]) == record["config"]
+    assert json.loads(inside["versions"])["torch"] == torch.__version__
+    assert record["seconds"] > 0
+    assert record["peak_memory_bytes"] is None or record["peak_memory_bytes"] > 1e6
+
+
+def test_generate_draws_what_python_draws(model: Path, tmp_path: Path) -> None:
+    draw(model, tmp_path, "--seed", 3, "--device", "cpu", "--agents", 9, "--no-rand", "--patch-seed", 5)
+    pipe = elfatt_sd.load_pipeline(model, device="cpu")
+    pipe.set_progress_bar_config(disable=True)
+    elfatt_sd.apply_patch(pipe, "elfatt", agents=9, use_rand=False, seed=5)
+    expected = pipe(PROMPT, num_inference_steps=2, generator=torch.Generator().manual_seed(3)).images[0]
+    assert pixels(tmp_path / "0001-a-red-star.png") == expected.tobytes()
+    untouched = elfatt_sd.remove_patch(pipe)
+    unpatched = untouched(PROMPT, num_inference_steps=2, generator=torch.Generator().manual_seed(3)).images[0]
+    assert expected.tobytes() != unpatched.tobytes()
+
+
+def test_pictures_count_seeds_up_and_do_not_depend_on_each_other(model: Path, tmp_path: Path) -> None:
+    draw(model, tmp_path / "both", "--num-images", 2, "--seed", 4)
+    draw(model, tmp_path / "second", "--seed", 5)
+    both = sorted((tmp_path / "both").glob("*.png"))
+    assert [json.loads(path.with_suffix(".json").read_text())["seed"] for path in both] == [4, 5]
+    assert pixels(both[1]) == pixels(tmp_path / "second" / "0001-a-red-star.png") != pixels(both[0])
+
+
+def test_existing_files_are_kept(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "0007-mine.png").write_bytes(b"mine")
+    draw(model, tmp_path)
+    draw(model, tmp_path)
+    assert [name for name in files(tmp_path) if name.endswith("png")] == [
+        "0007-mine.png",
+        "0008-a-red-star.png",
+        "0009-a-red-star.png",
+    ]
+    assert (tmp_path / "0007-mine.png").read_bytes() == b"mine"
+
+
+def test_compare_shows_both_and_says_how_they_differ(model: Path, tmp_path: Path) -> None:
+    result = draw(model, tmp_path, "--compare", "--height", 64, "--width", 48)
+    assert "times as fast (one run each, in turn, after a warm-up); PSNR" in result.stdout
+    path = tmp_path / "0001-a-red-star.png"
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert record["speed_ratio"] == pytest.approx(record["untouched_seconds"] / record["seconds"])
+    assert 5 < record["psnr_db"] < 100
+    with Image.open(path) as sheet:
+        assert sheet.width > 2 * 48
+        assert sheet.height > 64
+    draw(model, tmp_path / "sd", "--method", "sd", "--height", 64, "--width", 48)
+    with Image.open(path) as sheet, Image.open(tmp_path / "sd" / "0001-a-red-star.png") as untouched:
+        columns = [sheet.crop((16, top, 16 + 48, top + 64)).tobytes() for top in range(sheet.height - 64)]
+        assert untouched.tobytes() in columns
+
+
+def test_compare_leaves_the_pipeline_as_it_was(model: Path, tmp_path: Path) -> None:
+    pipe = elfatt_sd.load_pipeline(model, device="cpu")
+    before = dict(pipe.unet.attn_processors)
+    request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("tome"), steps=1, compare=True)
+    [result] = Studio(pipe, request, tmp_path).results()
+    assert pipe.unet.attn_processors == before
+    assert result.speed_ratio == pytest.approx(result.untouched_seconds / result.seconds)
+
+
+def test_progress_reports_every_step(model: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    pipe = elfatt_sd.load_pipeline(model, device="cpu")
+    request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("sd"), steps=3)
+    list(Studio(pipe, request, tmp_path, lambda step, steps: seen.append((step, steps))).results())
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]  # PLMS calls the UNet once more than there are steps
+
+
+def test_prompts_come_from_words_and_from_a_file(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n  a blue moon \n\na grüne ring\n", encoding="utf-8")
+    draw(model, tmp_path / "out", "--prompt-file", tmp_path / "prompts.txt")
+    pictures = sorted((tmp_path / "out").glob("*.png"))
+    assert [metadata(path)["prompt"] for path in pictures] == [PROMPT, "a blue moon", "a grüne ring"]
+
+
+def test_a_saved_configuration_can_be_used(model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "my.json"
+    result = call("patch", model, "--method", "agent", "--ratio", 0.2, "--save", saved)
+    assert result.exit_code == 0, result.output
+    config = elfatt_sd.PatchConfig.from_dict(json.loads(saved.read_text()))
+    assert config == elfatt_sd.PatchConfig.preset("agent", ratio=0.2)
+    draw(model, tmp_path / "out", "--config", saved, "--set", "fp32_logits=true")
+    record = json.loads((tmp_path / "out" / "0001-a-red-star.json").read_text())
+    assert elfatt_sd.PatchConfig.from_dict(record["config"]) == config.with_settings(fp32_logits=True)
+
+
+def test_patch_prints_the_plan_and_lines_that_run(model: Path) -> None:
+    result = call("patch", model, "--ratio", 0.25, "--block-order", "curve")
+    assert result.exit_code == 0, result.output
+    assert "elfatt: 3 of 7 layers" in result.stdout
+    assert "256 (16x16)" in result.stdout
+    lines = result.stdout.split("In Python:")[1]
+    names: dict[str, Any] = {}
+    exec("\n".join(line.strip() for line in lines.splitlines()), names)
+    from elfatt_sd.patch import current_config
+
+    assert current_config(names["pipe"]) == elfatt_sd.PatchConfig.preset("elfatt", ratio=0.25, block_order="curve")
+
+
+def test_patch_as_json(model: Path) -> None:
+    result = call("patch", model, "--method", "tome", "--height", 64, "--width", 48, "--json")
+    data = json.loads(result.stdout)
+    assert (data["height"], data["width"]) == (32, 24)
+    assert sum(layer["patched"] for layer in data["layers"]) == 3
+    assert max(layer["tokens"] for layer in data["layers"]) == 32 * 24
+    assert data["multiply_adds_after"] < data["multiply_adds_before"]
+    assert data["python"][-1] == 'elfatt_sd.apply_patch(pipe, "tome")'
+
+
+GENERATE_ERRORS = {
+    "ratio": (["--ratio", "1.2"], "ratio=1.2"),
+    "ratio not a number": (["--ratio", "much"], "--ratio"),
+    "stride": (["--stride", "1"], "stride=1"),
+    "block size": (["--block-size", "0"], "block_size=0"),
+    "block order": (["--block-order", "zigzag"], "block_order='zigzag'"),
+    "agents": (["--agents", "-3"], "agents=-3"),
+    "fraction": (["--active-fraction", "1.5"], "active_fraction=1.5"),
+    "level": (["--max-downsample", "3"], "max_downsample=3"),
+    "backend": (["--attention-backend", "magic"], "attention_backend='magic'"),
+    "method": (["--method", "faster"], "method='faster' is not known; accepted: sd, tome, agent, elfatt"),
+    "setting": (["--set", "speed=9"], "setting 'speed' is not known"),
+    "setting without value": (["--set", "speed"], "set='speed'"),
+    "both": (["--config", "x.json", "--method", "sd"], "exclude each other"),
+    "no config": (["--config", "nowhere.json"], "config='nowhere.json' cannot be read"),
+    "height": (["--height", "60"], "height=60 is not accepted; give a positive multiple of 8"),
+    "width": (["--width", "-8"], "width=-8"),
+    "steps": (["--steps", "0"], "steps=0"),
+    "images": (["--num-images", "0"], "num_images=0"),
+    "seed": (["--seed", "-1"], "seed=-1"),
+    "guidance": (["--guidance", "nan"], "guidance=nan"),
+    "device": (["--device", "cuda:77"], "device='cuda:77'"),
+    "unknown device": (["--device", "abacus"], "device='abacus' is not known; accepted: auto"),
+    "dtype": (["--dtype", "int8"], "dtype='int8' is not known; accepted: auto, float32"),
+    "model": (["--model", "nowhere/to/be/found"], "model='nowhere/to/be/found' does not exist"),
+    "nothing to compare": (["--compare", "--method", "sd"], "method='sd' changes nothing"),
+    "prompt file": (["--prompt-file", "nowhere.txt"], "prompt_file='nowhere.txt' cannot be read"),
+    "empty prompt": ([" "], "empty prompt"),
+    "option": (["--fast"], "--fast"),
+}
+
+
+@pytest.mark.parametrize(("words", "says"), GENERATE_ERRORS.values(), ids=list(GENERATE_ERRORS))
+def test_bad_input_is_one_line_and_leaves_nothing(words: list[str], says: str, model: Path, tmp_path: Path) -> None:
+    own = [] if "--model" in words else ["--model", model]
+    result = call("generate", PROMPT, *own, "--out", tmp_path / "out", *words)
+    check_error(result, says)
+    assert files(tmp_path) == []
+
+
+def check_error(result: Result, says: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert says in result.stderr
+
+
+def test_no_prompt_and_an_empty_file(model: Path, tmp_path: Path) -> None:
+    check_error(call("generate", "--model", model, "--out", tmp_path / "out"), "there is no prompt")
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    result = call("generate", "--prompt-file", tmp_path / "empty.txt", "--model", model, "--out", tmp_path / "out")
+    check_error(result, "is empty; give a text file with one prompt a line")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    result = call("generate", "--prompt-file", tmp_path / "latin.txt", "--model", model, "--out", tmp_path / "out")
+    check_error(result, "not UTF-8 text")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("out", ["file/out", "file", "/proc/out"])
+def test_an_output_folder_that_cannot_be_written_is_found_before_the_model_is_loaded(out: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    result = call("generate", PROMPT, "--model", "nowhere", "--out", tmp_path / out)
+    check_error(result, f"out='{tmp_path / out}' cannot be written")
+    assert files(tmp_path) == ["file"]
+
+
+def test_checking_a_folder_leaves_nothing(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b")
+    check_writable(tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_models_that_cannot_be_loaded(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "weights.ckpt").write_bytes(b"x")
+    check_error(call("patch", tmp_path / "weights.ckpt"), "is a pickle")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    shutil.rmtree(damaged / "vae")
+    check_error(call("patch", damaged), "lacks a part: vae")
+    (tmp_path / "bad.safetensors").write_bytes(b"not weights")
+    check_error(call("patch", tmp_path / "bad.safetensors"), "bad.safetensors")
+    check_error(call("patch", model, "--height", 12), "height=12")
+    check_error(call("patch", model, "--save", tmp_path / "damaged"), "exists")
+    assert files(tmp_path) == ["bad.safetensors", "damaged", "weights.ckpt"]
+
+
+def test_a_configuration_file_that_is_none(model: Path, tmp_path: Path) -> None:
+    for text, says in (("{", "not JSON"), ("[]", "is not a configuration"), ('{"colour": 1}', "'colour' is not known")):
+        (tmp_path / "c.json").write_text(text)
+        check_error(call("patch", model, "--config", tmp_path / "c.json"), says)
+
+
+def test_pipelines_that_need_more_than_a_prompt_are_refused(folder: Path) -> None:
+    from diffusers import StableDiffusionImg2ImgPipeline
+
+    pipe = StableDiffusionImg2ImgPipeline(**tiny.sd15_parts(folder), requires_safety_checker=False)
+    with pytest.raises(elfatt_sd.ElfattError, match="Img2ImgPipeline needs more than a prompt"):
+        check_text_to_image(pipe)
+
+
+def test_failures_have_exit_code_one_and_show_where_on_request(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def explode(*_: object, **__: object) -> None:
+        raise RuntimeError("out of luck\nsecond line")
+
+    monkeypatch.setattr("elfatt_sd.pipelines.load_pipeline", explode)
+    result = call("patch", model)
+    assert result.exit_code == 1
+    assert result.stderr == "error: RuntimeError: out of luck (--debug shows where)\n"
+    for words in (["--debug", "patch", model], ["patch", model, "--debug"]):
+        result = call(*words)
+        assert result.exit_code == 1
+        assert "Traceback" in result.stderr
+        assert "in explode" in result.stderr
+
+
+def test_interrupting_keeps_what_is_finished(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    drawn = Studio._draw
+
+    def second_is_interrupted(self: Studio, prompt: str, seed: int, steps: int | None = None) -> Any:
+        if seed == 1:
+            raise KeyboardInterrupt
+        return drawn(self, prompt, seed, steps)
+
+    monkeypatch.setattr(Studio, "_draw", second_is_interrupted)
+    result = call("generate", PROMPT, "--model", model, "--steps", 1, "--out", tmp_path, "--num-images", 3)
+    assert result.exit_code == 130
+    assert result.stderr == "error: stopped; what was finished stays\n"
+    assert files(tmp_path) == ["0001-a-red-star.json", "0001-a-red-star.png"]
+
+
+def test_a_picture_that_cannot_be_written_leaves_no_part(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    result = call("generate", PROMPT, "--model", model, "--steps", 1, "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr
+    assert not [name for name in files(tmp_path) if "png" in name]
+
+
+def test_flat_pictures_are_pointed_out(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("elfatt_sd.pictures.is_flat", lambda picture: True)
+    result = draw(model, tmp_path)
+    assert "is one flat colour" in result.stderr
+
+
+def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    from elfatt_sd import pipelines
+
+    loaded = pipelines.load_pipeline(model, device="cpu")
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
+    result = call("generate", "a purple cat", "--steps", 1, "--out", tmp_path)
+    assert result.exit_code == 0
+    assert result.stderr.startswith("note: the toy does not know 'cat'; it draws one of circle, square")
+    assert "--model" in result.stderr
+    assert call("generate", "a purple star", "--steps", 1, "--out", tmp_path).stderr == ""
+
+
+def test_names_are_safe_and_short(tmp_path: Path) -> None:
+    assert free_name(tmp_path, "../../etc: Ünï/\\*?").name == "0001-etc-ünï.png"
+    assert free_name(tmp_path, "???").name == "0001-picture.png"
+    assert len(free_name(tmp_path, "word " * 100).name) < 80
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc on this system")
+def test_peak_memory_on_the_cpu_is_the_high_water_mark() -> None:
+    before = PeakWatch(torch.device("cpu")).read()
+    block = torch.ones(64 * 2**20 // 4)
+    after = PeakWatch(torch.device("cpu")).read()
+    assert "VmHWM" in after.what
+    assert before.size is not None and after.size is not None
+    assert after.size >= before.size
+    assert after.size > block.numel() * 4
+
+
+def test_bench_prints_and_saves(tmp_path: Path, monkeypatch: Any) -> None:
+    result = call("bench", "merging", "--tokens", 64, "--repeats", 1, "--dtype", "float32", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "| 64 | 2 | float32 | tomesd |" in result.stdout
+    assert files(tmp_path / "out") == ["merging.json", "merging.md", "merging.png"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["layer", "--tokens", "65"], "tokens=65"),
+        (["layer", "--repeats", "0"], "repeats=0"),
+        (["unet", "--batch", "0"], "batch=0"),
+        (["pipeline", "--steps", "0"], "steps=0"),
+        (["unet", "--method", "faster"], "method='faster'"),
+        (["unet", "--model", "nowhere"], "nowhere"),
+        (["merging", "--out", "/proc/out"], "out='/proc/out' cannot be written"),
+    ],
+)
+def test_bench_rejects(words: list[str], says: str) -> None:
+    check_error(call("bench", *words), says)
+
+
+def run(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "cli.py"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300, stdin=subprocess.DEVNULL)
+
+
+def test_the_launcher_works_from_any_folder(model: Path, tmp_path: Path) -> None:
+    done = run("generate", PROMPT, "--model", model, "--steps", 1, "--compare", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert files(tmp_path / "outputs") == ["0001-a-red-star.json", "0001-a-red-star.png"]
+    wrong = run("generate", PROMPT, "--model", model, "--ratio", 2, cwd=tmp_path)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "error: ratio=2.0 is not accepted; give a number from 0 to less than 1.\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["generate", "--help"], ["bench", "--help"]])
+def test_help_is_quick_because_torch_stays_out(words: list[str]) -> None:
+    code = (
+        "import sys; from elfatt_sd.cli import main\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'diffusers', 'transformers', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_version_is_the_package_s() -> None:
+    assert call("--version").stdout == f"elfatt-sd {elfatt_sd.__version__}\n"
+
+
+def test_unknown_commands_are_one_line() -> None:
+    check_error(call("paint"), "No such command 'paint'")

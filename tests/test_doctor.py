@@ -1,0 +1,87 @@
+"""The doctor: it looks at everything, survives what is broken, and knows what is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+from typer.testing import CliRunner
+
+from elfatt_sd import doctor, pipelines
+from elfatt_sd.cli import app
+from elfatt_sd.doctor import Finding, attention_error, examine, healthy
+
+
+@pytest.fixture
+def toy(folder: Path, monkeypatch: Any) -> None:
+    """Stand in for the embedded pipeline, so that these tests do not depend on its weights."""
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: tiny.sd15(folder))
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_working_machine_is_healthy() -> None:
+    sections = examine()
+    assert list(sections) == [
+        "machine",
+        "needed packages",
+        "optional packages",
+        "attention backends",
+        "embedded pipeline",
+        "folders",
+        "self-check",
+    ]
+    assert healthy(sections), [finding for findings in sections.values() for finding in findings]
+    found = {finding.name: finding for finding in sections["needed packages"]}
+    assert {"torch", "diffusers", "transformers", "tomesd"} <= set(found)
+    assert all(finding.remedy for findings in sections.values() for finding in findings if "needs " in finding.value)
+
+
+@pytest.mark.usefixtures("toy")
+def test_json_and_exit_codes(monkeypatch: Any) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["healthy"] is True
+    assert {"name", "value", "status", "remedy"} == set(data["self-check"][0])
+    monkeypatch.setattr(doctor, "_requirements", lambda: ["torch", "no-such-package-at-all"])
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "pip install no-such-package-at-all" in result.stdout
+
+
+def test_what_raises_is_a_finding_and_the_rest_is_still_shown(monkeypatch: Any) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("weights are gone\nand more")
+
+    monkeypatch.setattr(pipelines, "load_pipeline", broken)
+    sections = examine()
+    assert sections["embedded pipeline"] == [Finding("embedded pipeline", "OSError: weights are gone", "missing")]
+    assert not healthy(sections)
+    assert sections["self-check"][0].status == "ok"
+
+
+def test_optional_things_do_not_make_a_machine_ill() -> None:
+    assert healthy({"a": [Finding("x", "", "optional"), Finding("y", "", "info"), Finding("z", "", "ok")]})
+    assert not healthy({"a": [Finding("x", "", "ok")], "b": [Finding("y", "", "missing")]})
+
+
+def test_an_optional_package_that_is_not_there_names_its_install_line(monkeypatch: Any) -> None:
+    monkeypatch.setattr(doctor, "OPTIONAL", {"nothing": ("no_such_module", "nothing", "pip install nothing")})
+    monkeypatch.setattr(doctor, "BACKEND_PACKAGES", {"flash": ("no_such_module", "pip install 'elfatt-sd[flash]'")})
+    sections = examine()
+    assert sections["optional packages"] == [Finding("nothing", "for nothing", "optional", "pip install nothing")]
+    assert sections["attention backends"][-1].status == "optional"
+    assert "elfatt-sd[flash]" in CliRunner().invoke(app, ["doctor"]).stdout
+
+
+def test_the_self_check_sees_a_wrong_attention(monkeypatch: Any) -> None:
+    import elfatt_sd.attention as attention
+
+    assert attention_error("cpu") < doctor.TOLERANCE
+    right = attention.elfatt_attention
+    monkeypatch.setattr(attention, "elfatt_attention", lambda *args, **kernel: right(*args, **kernel) * 1.001)
+    assert attention_error("cpu") > doctor.TOLERANCE
+    assert next(doctor._self_check()).status == "missing"

@@ -1,0 +1,112 @@
+"""What is shipped: the wheel's content and size, the metadata, and files that must agree with one another."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import elfatt_sd
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel: pip install -e '.[test]'")
+    out = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-qq",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(out),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True, timeout=300, stdin=subprocess.DEVNULL)
+    [path] = out.glob("*.whl")
+    assert path.stat().st_size < 15e6
+    return zipfile.ZipFile(path)
+
+
+def tracked(folder: str) -> set[str]:
+    done = subprocess.run(["git", "ls-files", folder], capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return {line for line in done.stdout.splitlines() if (ROOT / line).exists()}
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert tracked("elfatt_sd") <= inside
+    assert all(name.startswith("elfatt_sd/") for name in inside)
+    assert "elfatt_sd/py.typed" in inside
+
+
+def test_the_wheel_names_licence_notice_and_command(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    [licence] = [name for name in names if name.endswith("/licenses/LICENSE")]
+    [notice] = [name for name in names if name.endswith("/licenses/NOTICE")]
+    [entries] = [name for name in names if name.endswith("/entry_points.txt")]
+    assert "MIT License" in wheel.read(licence).decode()
+    assert "kt@innocimda.com" in wheel.read(notice).decode()
+    assert "elfatt-sd = elfatt_sd.cli:main" in wheel.read(entries).decode()
+
+
+def test_the_extras_that_users_are_told_to_install_exist() -> None:
+    extras = set(PROJECT["optional-dependencies"])
+    assert {"flash", "inception", "notebooks", "test", "dev"} <= extras
+    sources = [path for kind in ("elfatt_sd/**/*.py", "*.md") for path in ROOT.glob(kind)]
+    named = {extra for path in sources for extra in re.findall(r"elfatt-sd\[(\w+)\]", path.read_text())}
+    assert named
+    assert named <= extras
+
+
+def test_versions_agree() -> None:
+    assert f"version: {elfatt_sd.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## [{elfatt_sd.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    return dict(line.lower().replace("_", "-").split("==") for line in lines)
+
+
+def test_every_dependency_is_pinned_for_ci() -> None:
+    needed = [
+        *PROJECT["dependencies"],
+        *(line for extra in ("test", "dev") for line in PROJECT["optional-dependencies"][extra]),
+    ]
+    names = {re.match(r"[\w-]+", line)[0].lower() for line in needed} - {"elfatt-sd"}  # type: ignore[index]
+    assert names - set(pins("constraints.txt")) == set()
+    core = {re.match(r"[\w-]+", line)[0].lower() for line in PROJECT["dependencies"]}  # type: ignore[index]
+    oldest = pins("constraints-oldest.txt")
+    assert core - set(oldest) == set()
+    assert oldest["diffusers"] == "0.32.1"
+
+
+def test_ruff_is_pinned_once() -> None:
+    [pinned] = [line for line in PROJECT["optional-dependencies"]["dev"] if line.startswith("ruff")]
+    version = pinned.partition("==")[2]
+    assert version == pins("constraints.txt")["ruff"]
+    assert f"rev: v{version}" in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("test", "lint", "test-oldest", "notebooks", "demo"):
+        assert re.search(rf"\bmake (-s )?{target}\b", script)
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+        assert f"make {target}" in (ROOT / "README.md").read_text()
+    assert "bash .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
