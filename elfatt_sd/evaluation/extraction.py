@@ -22,6 +22,7 @@ from torch import Tensor
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.files import atomic_file
+from elfatt_sd.evaluation.generate import process_state
 from elfatt_sd.evaluation.sources import Entry, Source, decode
 
 CHUNK = 1024  # pictures that are committed together
@@ -227,10 +228,3 @@ def _write_chunk(path: Path, features: np.ndarray[Any, Any], unreadable: list[st
     np.savez(buffer, features=features, unreadable=np.array(json.dumps(unreadable)))
     with atomic_file(path) as file:
         file.write(buffer.getvalue())
-
-
-def process_state() -> Any:
-    """Accelerate's view of the processes of this run; a single one unless `accelerate launch` started several."""
-    from accelerate import PartialState
-
-    return PartialState()

@@ -96,12 +96,11 @@ class ToyExtractor(Extractor):
         features: Tensor = self.network(_resized(images, (TOY_SIZE, TOY_SIZE)) / 255)
         return features
 
-    def classify(self, images: Tensor) -> dict[str, Tensor]:
-        """Indices `[n]` per attribute, in the order of the renderer's `ATTRIBUTES`, for uint8 `[n, 3, h, w]`."""
-        pixels = _resized(images.to(self.device), (TOY_SIZE, TOY_SIZE)) / 255
-        with _exact_float32(self.device):
-            labels: dict[str, Tensor] = self.network.classify(pixels)  # type: ignore[operator]
-        return labels
+    @torch.no_grad()
+    def classify(self, features: Tensor) -> dict[str, Tensor]:
+        """Read attributes from features `[n, 64]`: indices `[n]` for each of the renderer's `ATTRIBUTES`."""
+        heads: Any = self.network.heads
+        return {name: head(features.to(self.device, torch.float32)).argmax(1).cpu() for name, head in heads.items()}
 
 
 class VisionExtractor(Extractor):

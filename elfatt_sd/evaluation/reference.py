@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import shutil
@@ -14,10 +15,11 @@ import numpy as np
 import torch
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, Progress, SourcePictures, extract, process_state
+from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, Progress, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.files import sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.evaluation.folder import read_json
+from elfatt_sd.evaluation.generate import process_state
 from elfatt_sd.evaluation.sources import open_source
 from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, load_moments
 
@@ -39,8 +41,8 @@ class Reference:
         count: number of pictures; None where another tool's file does not tell.
         unreadable: name and reason of each picture that could not be read.
         identity: hash of the files and of all preprocessing.
-        metric_suffix: what distances to it carry in their name, such as " (12 reference images)"; empty where the number is
-            the expected one.
+        metric_suffix: what distances to it carry in their name, such as " (12 reference images)"; empty for the
+            expected number.
         description: where it comes from, as plain data for the report.
     """
 
@@ -68,11 +70,12 @@ def build_reference(
 ) -> Reference:
     """Compute the statistics of a reference, or take them from the cache.
 
-    A killed computation goes on where it was and gives the same bits. Under `accelerate launch` processes share the work.
+    A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
+    work; two runs that need the same reference wait for each other.
 
     Args:
-        source: pictures (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT` (`toy`
-            for `expected` ones): held-out pictures of the toy's renderer.
+        source: pictures (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT`
+            (`toy` for `expected` ones): held-out pictures of the toy's renderer.
         extractor: the network.
         cache_dir: where results are kept, under a hash of files, preprocessing and extractor.
         preprocessing: what happens before the extractor; by default nothing.
@@ -95,13 +98,37 @@ def build_reference(
     _check_count(str(source), len(pictures), expected, allow_count)
     identity = sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, torch.__version__.partition("+")[0]])
     folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
-    if not (folder / "reference.json").is_file():
-        chunks = extract(pictures, extractor, folder / "chunks", batch_size=batch_size, progress=progress)
-        state = process_state()
-        if state.is_main_process:
-            _finish(folder, chunks, extractor, {"source": str(source), "identity": identity, **_plain(preprocessing)})
-        state.wait_for_everyone()
+    with _one_launch_at_a_time(folder) as state:
+        if not (folder / "reference.json").is_file():
+            chunks = extract(pictures, extractor, folder / "chunks", batch_size=batch_size, progress=progress)
+            if state.is_main_process:
+                _finish(
+                    folder, chunks, extractor, {"source": str(source), "identity": identity, **_plain(preprocessing)}
+                )
+            state.wait_for_everyone()
     return _load(folder, str(source), expected, allow_count)
+
+
+@contextlib.contextmanager
+def _one_launch_at_a_time(folder: Path) -> Iterator[Any]:
+    """Hold a lock on a folder, in the first process; the others start when it has it. Yields the process state.
+
+    Raises:
+        ElfattError: the folder cannot be written.
+    """
+    import fcntl
+
+    state = process_state()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a")  # noqa: SIM115
+    except OSError as error:
+        raise ElfattError(f"cache {folder} cannot be written: {error.strerror}; set ELFATT_SD_CACHE.") from error
+    with file:
+        if state.is_main_process:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        state.wait_for_everyone()
+        yield state
 
 
 def _plain(preprocessing: Preprocessing | None) -> dict[str, Any]:

@@ -1,0 +1,427 @@
+"""Score the pictures of a run: distances to the reference, changes against the untouched pipeline, accuracy on the toy.
+
+Everything is streamed: features lie in memory-mapped files, so memory does not grow with the number of pictures. What was
+computed once is kept under `RUN/scores`, named by the hash of what it was computed from.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import folder
+from elfatt_sd.evaluation.extraction import Preprocessing, Progress, SourcePictures, extract
+from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
+from elfatt_sd.evaluation.files import atomic_file, sha256_of_data, write_json
+from elfatt_sd.evaluation.generate import process_state, run_prompts
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.reference import Reference, build_reference
+from elfatt_sd.evaluation.sources import Entry, Source
+from elfatt_sd.evaluation.statistics import (
+    Estimate,
+    FeatureStatistics,
+    as_list,
+    batches,
+    estimate_as_dict,
+    frechet_estimate,
+    kernel_distance,
+    kernel_within,
+    verdict,
+    wilson_interval,
+)
+
+FORMAT = 1
+SCORES_FILE = "scores.json"
+MOST_CHANGED = 16
+IDENTICAL_DB = 100.0  # what PSNR says of identical pictures, in place of infinity
+AGREEMENT = 1e-3  # relative, between our Frechet distance and torchmetrics'; that of a few to 1e-3 absolute
+PAIR_BATCH = 8
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Images:
+    """The pictures of a row.
+
+    Attributes:
+        name: the row's.
+        paths: their files, in the order of their indices.
+        sha256: their hashes when they were generated.
+        classes: class index of each.
+    """
+
+    name: str
+    paths: Sequence[Path]
+    sha256: Sequence[str]
+    classes: Sequence[int]
+
+    @classmethod
+    def of_cell(cls, run_dir: Path, cell: Cell) -> Images:
+        """List the pictures of a finished row.
+
+        Raises:
+            ElfattError: the row is not finished.
+        """
+        entries = folder.read_manifest(run_dir, cell)
+        paths = [folder.image_path(run_dir, cell, entry["index"]) for entry in entries]
+        return cls(
+            cell.name, paths, [entry["sha256"] for entry in entries], [entry["class_index"] for entry in entries]
+        )
+
+    @property
+    def identity(self) -> str:
+        """Hash of all pictures."""
+        return sha256_of_data(list(self.sha256))
+
+    def pictures(self) -> SourcePictures:
+        """The decoded pictures; each is checked against its hash when it is read."""
+        entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
+        return SourcePictures(Source(entries, self.identity, _read_checked), Preprocessing(), threads=2)
+
+
+def _read_checked(entry: Entry) -> bytes:
+    import hashlib
+
+    path, digest = entry.where
+    try:
+        content: bytes = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ElfattError(f"{path} was deleted after generation; delete its row's manifest to make it anew.") from error
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ElfattError(f"{path} was altered after generation; its sha256 is not the manifest's.")
+    return content
+
+
+def score_run(run_dir: Path, *, batch_size: int = 32, progress: Progress | None = None) -> None:
+    """Score all finished rows of a run and write `scores.json`.
+
+    Under `accelerate launch` the processes share the networks' work, and the first one does the rest.
+
+    Args:
+        run_dir: a run whose baseline is generated.
+        batch_size: pictures per pass through an extractor.
+        progress: called with the number of pictures done and their total, for each row and extractor.
+
+    Raises:
+        ElfattError: no row is finished, a picture was deleted or altered, or reference or extractor are missing.
+        RunFailure: our Frechet distance and torchmetrics' disagree.
+    """
+    protocol = folder.load_run(run_dir)
+    finished = [cell for cell in protocol.cells if folder.manifest_path(run_dir, cell).is_file()]
+    if protocol.baseline not in finished:
+        raise ElfattError(f"row {protocol.baseline.name!r}, the baseline, has no images yet; generate them first.")
+    rows = {cell.name: Images.of_cell(run_dir, cell) for cell in finished}
+    extractors = load_extractors(protocol)
+    scales = [
+        Scale(extractor, _reference(protocol, extractor, batch_size, progress), run_dir / "scores")
+        for extractor in extractors
+    ]
+    for scale in scales:
+        for images in rows.values():
+            scale.extract(images, batch_size, progress)
+    state = process_state(protocol.device)
+    if state.is_main_process:
+        cache = run_dir / "scores"
+        baseline = rows[protocol.baseline.name]
+        data = {
+            "format": FORMAT,
+            "identity": protocol.identity,
+            "references": {scale.distance_name: scale.reference.description for scale in scales},
+            "rows": {name: score_cell(images, baseline, scales, cache) for name, images in rows.items()},
+        }
+        write_json(run_dir / SCORES_FILE, data)
+    state.wait_for_everyone()
+
+
+def load_extractors(protocol: Protocol) -> list[Extractor]:
+    """Load a protocol's extractors where its networks run.
+
+    Raises:
+        ElfattError: one is not known or cannot be loaded.
+    """
+    state = process_state(protocol.device)
+    several = state.num_processes > 1 and protocol.device == "auto"
+    device = str(state.device) if several else _device(protocol.device)
+    weights = Path(protocol.inception_weights) if protocol.inception_weights else None
+    digest = protocol.inception_sha256 or None
+    return [load_extractor(spec, weights=weights, sha256=digest, device=device) for spec in protocol.extractors]
+
+
+def _device(name: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def build_references(protocol: Protocol, *, batch_size: int = 32, progress: Progress | None = None) -> list[Reference]:
+    """Compute a protocol's reference for each extractor, or take it from the cache.
+
+    Raises:
+        ElfattError: reference or extractor are missing, or the number of pictures is another.
+    """
+    return [_reference(protocol, extractor, batch_size, progress) for extractor in load_extractors(protocol)]
+
+
+def _reference(protocol: Protocol, extractor: Extractor, batch_size: int, progress: Progress | None) -> Reference:
+    wanted = protocol.reference
+    return build_reference(
+        wanted.source,
+        extractor,
+        cache_dir=cache_dir(),
+        preprocessing=Preprocessing(wanted.size, wanted.resize, wanted.filter),
+        expected=wanted.count,
+        allow_count=wanted.allow_count,
+        per_class=wanted.per_class,
+        classes=[prompt.class_index for prompt in run_prompts(protocol)] if protocol.labels == "toy" else (),
+        batch_size=batch_size,
+        progress=progress,
+    )
+
+
+def cache_dir() -> Path:
+    """Where references are kept: `ELFATT_SD_CACHE`, or `elfatt-sd` in the user's cache folder."""
+    chosen = os.environ.get("ELFATT_SD_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elfatt-sd"
+
+
+class Scale:
+    """An extractor with its reference: what rows are measured on."""
+
+    def __init__(self, extractor: Extractor, reference: Reference, cache: Path) -> None:
+        """Take both, and the folder for features."""
+        self.extractor, self.reference, self.cache = extractor, reference, cache
+        self.distance_name = extractor.distance_name + reference.metric_suffix
+        self.kernel_name = extractor.kernel_name + reference.metric_suffix
+        self._within: float | None = None
+
+    def extract(self, images: Images, batch_size: int, progress: Progress | None = None) -> None:
+        """Compute the features of a row unless they are there.
+
+        Raises:
+            ElfattError: a picture was deleted or altered after it was generated.
+        """
+        path = self._path(images)
+        state = process_state()
+        there = path.is_file()
+        state.wait_for_everyone()  # all processes look before the first one writes
+        if there:
+            return
+        parts = path.with_suffix(".parts")
+        chunks = extract(images.pictures(), self.extractor, parts, batch_size=batch_size, progress=progress)
+        if state.is_main_process:
+            chunks.join(path)
+            chunks.delete()
+            parts.rmdir()
+        state.wait_for_everyone()
+
+    def features(self, images: Images) -> Array:
+        """Features `[n, d]` of a row, memory-mapped float32.
+
+        Raises:
+            ElfattError: a picture cannot be read.
+        """
+        found: Array = np.load(self._path(images), mmap_mode="r")
+        if len(found) != len(images.paths):
+            raise ElfattError(f"row {images.name!r}: {len(images.paths) - len(found)} pictures cannot be read.")
+        return found
+
+    def _path(self, images: Images) -> Path:
+        key = sha256_of_data([images.identity, self.extractor.identity])
+        return self.cache / f"{images.name}-{self.extractor.name}-{key[:16]}.npy"
+
+    def distances(self, images: Images) -> dict[str, Estimate]:
+        """The Frechet distance and, where the reference has features, the kernel distance.
+
+        Raises:
+            RunFailure: torchmetrics gets another Frechet distance.
+        """
+        features, statistics = self.features(images), self.reference.statistics
+        frechet = frechet_estimate(features, statistics.mean, statistics.covariance)
+        published = torchmetrics_distance(features, statistics)
+        if not math.isclose(frechet.value, published, rel_tol=AGREEMENT, abs_tol=AGREEMENT):
+            message = (
+                f"row {images.name!r}: {self.distance_name} is {frechet.value:.6g}, by torchmetrics {published:.6g}"
+            )
+            raise folder.RunFailure(message)
+        found = {self.distance_name: Estimate(published, frechet.influence)}
+        if self.reference.sample is not None:
+            if self._within is None:
+                self._within = kernel_within(self.reference.sample)
+            found[self.kernel_name] = kernel_distance(features, self.reference.sample, within=self._within)
+        return found
+
+
+class _Passed(nn.Module):
+    """Features that are extracted already, for torchmetrics."""
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.num_features = dimension
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features
+
+
+def torchmetrics_distance(features: Tensor | Array, reference: FeatureStatistics) -> float:
+    """Frechet distance by torchmetrics, whose figures are the published ones.
+
+    Args:
+        features: `[n, d]`, in memory or memory-mapped.
+        reference: the reference's moments.
+    """
+    from torchmetrics.image.fid import FrechetInceptionDistance
+
+    metric = FrechetInceptionDistance(feature=_Passed(features.shape[1])).set_dtype(torch.float64)
+    count, mean = reference.count, reference.mean
+    metric.real_features_num_samples = torch.tensor(count)
+    metric.real_features_sum = mean * count
+    metric.real_features_cov_sum = reference.covariance * (count - 1) + count * torch.outer(mean, mean)
+    for rows in batches(features):
+        metric.update(rows, real=False)
+    return float(metric.compute())
+
+
+def score_cell(images: Images, baseline: Images, scales: Sequence[Scale], cache: Path) -> dict[str, Any]:
+    """Score one row.
+
+    Args:
+        images: the row's pictures, whose features are extracted.
+        baseline: the untouched pipeline's, of the same prompts and latents.
+        scales: extractors with their references.
+        cache: folder for what was computed.
+
+    Returns:
+        Plain data: `images`, `distances`, `paired` (None for the baseline), `accuracy` (None without the toy's extractor)
+        and `most_changed`.
+
+    Raises:
+        ElfattError: the rows do not show the same prompts, or a picture was altered.
+    """
+    if list(images.classes) != list(baseline.classes):
+        raise ElfattError(f"rows {images.name!r} and {baseline.name!r} are not of the same prompts.")
+    other = None if images.name == baseline.name else baseline
+    changes = pair_changes(images, other, cache) if other else None
+    return {
+        "images": len(images.paths),
+        "distances": _distances(images, other, scales),
+        "paired": _paired(images, baseline, changes, scales[0]) if changes is not None else None,
+        "accuracy": _accuracy(images, other, scales),
+        "most_changed": _most_changed(changes) if changes is not None else [],
+    }
+
+
+def _distances(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any]:
+    rows = {}
+    for scale in scales:
+        own = scale.distances(images)
+        others = scale.distances(baseline) if baseline else {}
+        for name, figure in own.items():
+            rows[name] = estimate_as_dict(figure, images.classes)
+            if others:
+                rows[name]["difference"] = _difference(figure, others[name], images.classes, lower_is_better=True)
+    return rows
+
+
+def _difference(figure: Estimate, other: Estimate, classes: Sequence[int], *, lower_is_better: bool) -> dict[str, Any]:
+    difference = figure - other
+    found = verdict(difference.interval(classes), lower_is_better=lower_is_better)
+    return {**estimate_as_dict(difference, classes), "verdict": found}
+
+
+def pair_changes(images: Images, baseline: Images, cache: Path) -> Tensor:
+    """PSNR (dB) and SSIM `[n, 2]` of each picture to the baseline's of the same index; kept in the cache."""
+    path = cache / f"{images.name}-pairs-{sha256_of_data([images.identity, baseline.identity])[:16]}.npy"
+    if not path.is_file():
+        rows = torch.cat(list(_changes(images, baseline)))
+        with atomic_file(path) as file:
+            np.save(file, rows.numpy())
+    return torch.from_numpy(np.load(path))
+
+
+def _changes(images: Images, baseline: Images) -> Iterator[Tensor]:
+    from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
+
+    count = len(images.paths)
+    ours, theirs = (_tensors(side.pictures().load(0, count)) for side in (images, baseline))
+    for start in range(0, count, PAIR_BATCH):
+        size = min(PAIR_BATCH, count - start)
+        mine, other = (torch.stack([next(side) for _ in range(size)]) for side in (ours, theirs))
+        decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3))
+        similarity = structural_similarity_index_measure(mine, other, data_range=255.0, reduction="none")
+        columns = (decibels.clamp_max(IDENTICAL_DB), torch.as_tensor(similarity).reshape(-1))
+        yield torch.stack(columns, 1).to(torch.float64)
+
+
+def _tensors(pictures: Iterator[Array | str]) -> Iterator[Tensor]:
+    for picture in pictures:
+        if isinstance(picture, str):
+            raise ElfattError(f"picture {picture} cannot be read.")
+        yield torch.from_numpy(picture).permute(2, 0, 1).float()
+
+
+def _paired(images: Images, baseline: Images, changes: Tensor, scale: Scale) -> dict[str, Any]:
+    """Summaries of the changes; the cosine is that of the first extractor's features."""
+    pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
+    cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
+    psnr = {**_summary(changes[:, 0]), "unit": "dB", "identical": int((changes[:, 0] == IDENTICAL_DB).sum())}
+    return {
+        "psnr": psnr,
+        "ssim": _summary(changes[:, 1]),
+        "cosine": {**_summary(cosine), "extractor": scale.extractor.name},
+    }
+
+
+def _summary(values: Tensor) -> dict[str, Any]:
+    quartiles = torch.quantile(values, torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype)).tolist()
+    return {"median": quartiles[1], "mean": values.mean().item(), "quartiles": [quartiles[0], quartiles[2]]}
+
+
+def _most_changed(changes: Tensor) -> list[int]:
+    """Indices of the pictures with the lowest PSNR, lowest first; identical ones are left out."""
+    order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
+    return [index for index in order if changes[index, 0] < IDENTICAL_DB]
+
+
+def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any] | None:
+    """Share of pictures that show what their prompt says, per attribute and as the mean of all; None off the toy."""
+    scale = next((scale for scale in scales if isinstance(scale.extractor, ToyExtractor)), None)
+    if scale is None or not scale.reference.description.get("renders"):
+        return None
+    right = _right(scale, images)
+    other = _right(scale, baseline) if baseline else None
+    rows: dict[str, Any] = {}
+    for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
+        figure = Estimate.mean(values)
+        rows[name] = estimate_as_dict(figure, images.classes)
+        if name in right:
+            rows[name]["interval"] = as_list(wilson_interval(int(values.sum()), len(values)))
+        if other is not None:
+            before = Estimate.mean(other[name] if name in other else torch.stack(list(other.values())).mean(0))
+            rows[name]["difference"] = _difference(figure, before, images.classes, lower_is_better=False)
+    return rows
+
+
+def _right(scale: Scale, images: Images) -> dict[str, Tensor]:
+    """Whether each picture shows its prompt's attributes: `[n]` of 0 or 1, per attribute."""
+    from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES
+
+    extractor = scale.extractor
+    if not isinstance(extractor, ToyExtractor):
+        raise TypeError(f"extractor {extractor.name} does not read attributes")
+    features = torch.from_numpy(np.array(scale.features(images)))
+    wanted = [CLASSES[number] for number in images.classes]
+    return {
+        name: (seen == torch.tensor([ATTRIBUTES[name].index(labels[place]) for labels in wanted])).to(torch.float64)
+        for place, (name, seen) in enumerate(extractor.classify(features).items())
+    }
