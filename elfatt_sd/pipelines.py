@@ -120,8 +120,8 @@ def _from_directory(path: Path, options: dict[str, Any], allow_pickle: bool) -> 
     pickled = [name for name in wanted if _only_pickles(path / name)]
     if pickled and not allow_pickle:
         raise ElfattError(
-            f"model={str(path)!r} has no .safetensors weights in {', '.join(pickled)}; convert it, or allow pickles with "
-            "allow_pickle=True (--allow-pickle)."
+            f"model={str(path)!r} has no .safetensors weights in {', '.join(pickled)}; convert it, or allow pickles "
+            "with allow_pickle=True (--allow-pickle)."
         )
     return _from_pretrained(path, allow_pickle, options)
 

@@ -147,7 +147,9 @@ class TestIPAdapter:
         elfatt_sd.remove_patch(pipe)
         after = processors(pipe)
         assert not any(isinstance(found, ElfattProcessor) for found in after.values())
-        assert {name: type(found) for name, found in after.items()} == {name: type(found) for name, found in before.items()}
+        assert {name: type(found) for name, found in after.items()} == {
+            name: type(found) for name, found in before.items()
+        }
         assert torch.equal(plain(), untouched)
 
     def test_same_result_whatever_comes_first(self, pipe: Any, ip_run: Any) -> None:

@@ -14,6 +14,7 @@ from checks import FIRST, STEPS, check_patch, like, patched_layers, picture, rec
 import elfatt_sd
 from elfatt_sd.config import ElfattError, PatchConfig
 
+
 @pytest.fixture(scope="module")
 def sd15(folder: Path) -> Any:
     return tiny.sd15(folder, scheduler=tiny.ddim())
@@ -98,9 +99,13 @@ def test_sdxl_refiner(folder: Path) -> None:
 def test_sdxl_image_to_image_and_inpainting(folder: Path) -> None:
     base = tiny.sdxl(folder)
     for kind in (diffusers.StableDiffusionXLImg2ImgPipeline, diffusers.StableDiffusionXLInpaintPipeline):
-        kept = {name: part for name, part in base.components.items() if name not in ("image_encoder", "feature_extractor")}
+        kept = {
+            name: part for name, part in base.components.items() if name not in ("image_encoder", "feature_extractor")
+        }
         pipe = tiny.quiet(kind(**kept, add_watermarker=False))
-        more = {"mask_image": picture(64, 64, 1).round(), "height": 64, "width": 64} if "Inpaint" in kind.__name__ else {}
+        more = (
+            {"mask_image": picture(64, 64, 1).round(), "height": 64, "width": 64} if "Inpaint" in kind.__name__ else {}
+        )
         run = runner(pipe, image=picture(64, 64), strength=0.75, num_inference_steps=8, **more)
         check_patch(pipe, run, layers={"unet": 3}, calls=(2, 4))
 

@@ -115,7 +115,9 @@ def test_a_pipeline_without_a_unet() -> None:
     )
     pipe = diffusers.DiTPipeline(transformer, tiny.vae(), tiny.ddim())
     for use in (elfatt_sd.apply_patch, elfatt_sd.remove_patch, elfatt_sd.plan):
-        with pytest.raises(ElfattError, match=r"DiTPipeline has no UNet .*transformer.*give a diffusers pipeline with a UNet"):
+        with pytest.raises(
+            ElfattError, match=r"DiTPipeline has no UNet .*transformer.*give a diffusers pipeline with a UNet"
+        ):
             use(pipe)
     with pytest.raises(ElfattError, match="has no UNet"):
         elfatt_sd.apply_patch("runwayml/stable-diffusion-v1-5")

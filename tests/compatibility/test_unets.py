@@ -37,7 +37,9 @@ def test_unconditional_pipeline() -> None:
     pipe = tiny.quiet(diffusers.DDIMPipeline(picture_unet(), tiny.ddim()))
 
     def run() -> torch.Tensor:
-        return torch.as_tensor(pipe(generator=generator(), num_inference_steps=4, output_type="numpy", return_dict=False)[0])
+        return torch.as_tensor(
+            pipe(generator=generator(), num_inference_steps=4, output_type="numpy", return_dict=False)[0]
+        )
 
     check_patch(pipe, run, layers={"unet": 3})
 
@@ -56,7 +58,9 @@ def test_one_block_is_exact_with_group_norm_and_residual(size: tuple[int, int], 
     assert torch.allclose(patched, exact, atol=1e-5)
 
 
-@pytest.mark.parametrize("make", [tiny.unet, lambda: tiny.unet(attention_head_dim=1), lambda: tiny.unet(upcast_attention=True)])
+@pytest.mark.parametrize(
+    "make", [tiny.unet, lambda: tiny.unet(attention_head_dim=1), lambda: tiny.unet(upcast_attention=True)]
+)
 def test_one_block_is_exact_in_a_text_unet(make: Any) -> None:
     unet = make()
     sample = torch.randn(3, 4, 16, 16, generator=generator())
