@@ -34,25 +34,28 @@ class ToyClassifier(nn.Module):
         """Compute penultimate features.
 
         Args:
-            images: `[n, 3, height, width]`, uint8 in 0..255 or floating in [0, 1]; trained at 256x256.
+            images: `[n, 3, height, width]`, uint8 in 0..255 or floating in [0, 1]; made for 256x256.
 
         Returns:
             float32 features `[n, 64]`.
         """
         pixels = images.float() / 255 if images.dtype == torch.uint8 else images
-        maps = self.body(2 * functional.avg_pool2d(pixels, 2) - 1)
+        return self.features(functional.avg_pool2d(pixels, 2))
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Features `[n, 64]` of pictures of half the side, in [0, 1]."""
+        maps = self.body(2 * pixels - 1)
         pooled = torch.cat([maps.mean((2, 3)), maps.amax((2, 3))], 1)
         return functional.silu(self.neck(pooled)).float()
 
-    def logits(self, images: Tensor) -> dict[str, Tensor]:
-        """Scores `[n, values]` per attribute; see `forward` for the images."""
-        features = self(images)
+    def scores(self, features: Tensor) -> dict[str, Tensor]:
+        """Scores `[n, values]` per attribute from features `[n, 64]`."""
         return {name: head(features) for name, head in self.heads.items()}
 
     @torch.no_grad()
     def classify(self, images: Tensor) -> dict[str, Tensor]:
         """Predicted indices `[n]` per attribute, in the order of `ATTRIBUTES`; see `forward` for the images."""
-        return {name: scores.argmax(1) for name, scores in self.logits(images).items()}
+        return {name: scores.argmax(1) for name, scores in self.scores(self(images)).items()}
 
 
 def load_feature_extractor(device: str | torch.device = "cpu", path: str | Path = CLASSIFIER_FILE) -> ToyClassifier:
@@ -82,7 +85,7 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     draw = torch.rand(6, len(images), 1, 1, 1, generator=generator, device=images.device)
     noise = torch.randn(images.shape, generator=generator, device=images.device)
     tint = torch.rand(2, len(images), 3, 1, 1, generator=generator, device=images.device) - 0.5
-    blurred = functional.avg_pool2d(functional.pad(images, (2, 2, 2, 2), mode="replicate"), 5, stride=1)
+    blurred = functional.avg_pool2d(functional.pad(images, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
     images = images + draw[0] * (blurred - images)
     images = images * (1 + 0.16 * tint[0]) + 0.1 * tint[1]
     return images + 0.12 * draw[1] * draw[2] * noise

@@ -1,8 +1,8 @@
 """Train a UNet from its inner levels outwards, on ever larger grids, while it stays a plain `UNet2DConditionModel`.
 
-The inner levels see the noisy latents averaged over 4x4 or 2x2 cells, which is what the outer levels will hand them later.
-Layout is thus learned where a picture has 256 tokens, and outlines where it has 4096. Legend: n pictures, c channels, h and w
-the grid.
+The inner levels see the noisy latents averaged over 4x4 or 2x2 cells, as the outer levels will hand them on later.
+Layout is thus learned where a picture has 256 tokens, and outlines where it has 4096. Legend: n pictures, c channels,
+h and w the grid.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from elfatt_sd.toy import models
 
 
 class Denoiser(nn.Module):
-    """The UNet, the text encoder that is trained along, and, while training lasts, an entrance and exit to inner levels."""
+    """The UNet, the text encoder trained along, and, while training lasts, an entrance and exit to inner levels."""
 
     def __init__(self, sizes: models.Sizes) -> None:
         """Build all with random weights."""
@@ -81,43 +80,41 @@ def inner_levels(unet: Any, hidden: Tensor, timesteps: Tensor, context: Tensor, 
     return hidden
 
 
-class SparseKeys:
-    """Self-attention to a coarse grid of keys: every s-th row and column, from a random corner.
+class TrainingAttention:
+    """Softmax attention as plain matrix products, whose backward pass is faster than the fused one on a CPU.
 
-    On fine grids of smooth features that estimates full attention at a fraction of its cost. For training only.
+    Self-attention may be limited to a coarse grid of keys: every s-th row and column, from a random corner. On fine
+    grids of smooth features that estimates full attention at a fraction of its cost. It is for pre-training only.
     """
 
-    def __init__(self, side: int = 16) -> None:
-        """Keep at most `side` rows and columns of keys."""
+    def __init__(self, side: int | None = None) -> None:
+        """Keep at most `side` rows and columns of keys in self-attention, or all."""
         self.side = side
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any
     ) -> Tensor:
-        """Attend; `hidden_states` is `[n, h * w, c]` of a square grid."""
-        batch, tokens, _width = hidden_states.shape
-        side = round(tokens**0.5)
-        stride = max(1, side // self.side)
-        row, column = (int(i) for i in torch.randint(stride, (2,)))
-        grid = hidden_states.view(batch, side, side, -1)
-        source = grid[:, row::stride, column::stride].flatten(1, 2)
-        split = (batch, -1, attn.heads, attn.to_q.out_features // attn.heads)
+        """Attend; `hidden_states` is `[n, h * w, c]` of a square grid, `encoder_hidden_states` `[n, tokens, width]`."""
+        source = self._keys(hidden_states) if encoder_hidden_states is None else encoder_hidden_states
+        split = (len(source), -1, attn.heads, attn.to_q.out_features // attn.heads)
         query, key, value = (
             layer(states).view(split).transpose(1, 2)
             for layer, states in ((attn.to_q, hidden_states), (attn.to_k, source), (attn.to_v, source))
         )
-        mixed = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        weights = (query * attn.scale @ key.transpose(2, 3)).softmax(3)
+        mixed = (weights.to(value.dtype) @ value).transpose(1, 2).flatten(2)
         return attn.to_out[1](attn.to_out[0](mixed))  # type: ignore[no-any-return]
 
+    def _keys(self, hidden: Tensor) -> Tensor:
+        batch, tokens, _ = hidden.shape
+        side = round(tokens**0.5)
+        if self.side is None or side <= self.side:
+            return hidden
+        stride = side // self.side
+        row, column = (int(i) for i in torch.randint(stride, (2,)))
+        return hidden.view(batch, side, side, -1)[:, row::stride, column::stride].flatten(1, 2)
 
-def train_sparsely(unet: Any) -> None:
-    """Install `SparseKeys` on the self-attention layers of a UNet in training."""
-    processors = dict(unet.attn_processors)
-    unet.set_attn_processor({name: SparseKeys() if "attn1" in name else old for name, old in processors.items()})
 
-
-def train_exactly(unet: Any) -> None:
-    """Install exact attention on all layers."""
-    from diffusers.models.attention_processor import AttnProcessor2_0
-
-    unet.set_attn_processor(AttnProcessor2_0())
+def train_with(unet: Any, side: int | None) -> None:
+    """Install `TrainingAttention(side)` on all layers."""
+    unet.set_attn_processor({name: TrainingAttention(side) for name in unet.attn_processors})

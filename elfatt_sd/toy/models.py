@@ -114,7 +114,7 @@ def build(component: str, sizes: Sizes) -> Any:
 def encode_code(images: Tensor) -> Tensor:
     """The code that the autoencoder is taught: colour averages, seen along four directions of a tight frame.
 
-    A fixed, smooth code needs no autoencoder while the UNet trains: a render of a quarter of the side is the average already.
+    A fixed code needs no autoencoder while the UNet trains: a render of a quarter of the side is the average already.
 
     Args:
         images: `[n, 3, h, w]` in [-1, 1], already averaged to the latent grid.

@@ -1,7 +1,7 @@
-"""Measure the embedded pipeline: `python -m elfatt_sd.toy.quality --out DIR` generates, classifies, compares with renders.
+"""Measure the embedded pipeline: `python -m elfatt_sd.toy.quality --out DIR` generates, classifies, compares.
 
-It writes `quality.json` (attribute accuracy; `FD-toy` against held-out renders, beside that of as many other renders, the
-floor) and `sheet.png`, the first 64 pictures.
+It writes `quality.json` (attribute accuracy; `FD-toy` against held-out renders, beside that of as many other renders,
+the floor) and `sheet.png`, the first 64 pictures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The recipe of the embedded pipeline: `python -m elfatt_sd.toy.recipe --out DIR` renders, trains and exports it.
 
-Stages: the autoencoder, the classifier, the UNet with its text encoder from the inner levels outwards, and the export. Each
-finished or interrupted stage is kept under `DIR/checkpoints`; the same command goes on from there after a kill.
+Stages: the autoencoder, the classifier, the UNet with its text encoder from the inner levels outwards, and the export.
+Each finished or interrupted stage is kept under `DIR/checkpoints`; the same command goes on from there after a kill.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch.nn import functional
 
 from elfatt_sd.toy import export, models
 from elfatt_sd.toy.features import ToyClassifier, augment
-from elfatt_sd.toy.growing import Denoiser, train_exactly, train_sparsely
+from elfatt_sd.toy.growing import Denoiser, train_with
 from elfatt_sd.toy.renderer import ATTRIBUTES, describe, render_parameters, sample_parameters
 from elfatt_sd.toy.training import Stage, train
 
 CAPTION_SHARES = (0.40, 0.10, 0.15, 0.10, 0.10, 0.05, 0.10)  # of the wordings in `wordings`, the empty one last
 SNR_LIMIT = 5.0
+KEY_ROWS = 16  # and columns of keys in self-attention, before the last stage
 LATENT_NOISE = 0.3  # on unit latents, at most, while the decoder trains
 LOG_VARIANCE = -7.0  # of the encoder's posterior
 
@@ -40,7 +41,7 @@ class Recipe:
         classifier: trains the classifier.
         layout: trains the UNet's two inner levels, on 1/16 of the tokens.
         outline: trains its three inner levels, on 1/4 of the tokens.
-        detail: trains the whole UNet, with sparse keys on the finer grids (see `SparseKeys`).
+        detail: trains the whole UNet, with sparse keys on the finer grids (see `TrainingAttention`).
         finish: trains the whole UNet with exact attention everywhere, down to a learning rate of 0.
     """
 
@@ -95,7 +96,8 @@ def working_copy(module: Any, device: torch.device) -> Any:
 def vae_loss(vae: Any, size: int, batch: int, generator: torch.Generator) -> Tensor:
     """Errors of the decoder on noisy codes, and of the encoder against the code.
 
-    Three of four steps see close-ups of a quarter of the side, which hold most edges for the work, the fourth whole pictures.
+    Three of four steps see close-ups of a quarter of the side, which hold most edges for the work, the others whole
+    pictures.
     """
     whole = float(torch.rand(1, generator=generator, device=generator.device)) < 0.25
     images, _ = pictures(max(1, batch // 16), size, generator) if whole else pictures(batch, size // 4, generator, 2.5)
@@ -116,14 +118,19 @@ def draw(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def classifier_loss(model: ToyClassifier, coder: Any, size: int, batch: int, generator: torch.Generator) -> Tensor:
-    """Cross entropy summed over the attributes; a quarter of the pictures come out of the decoder, from noisy codes."""
-    images, labels = pictures(batch, size, generator)
-    part = max(1, batch // 4)
-    with torch.no_grad():
-        code = models.encode_code(functional.avg_pool2d(images[:part], 4))
-        code = code + 0.15 / models.SCALING * draw(code, generator)
-        images[:part] = coder.decode(code.to(coder.dtype)).sample.float()
-    scores = model.logits(augment((images + 1) / 2, generator))
+    """Cross entropy summed over the attributes, on renders of half the side, which is what the classifier sees.
+
+    One picture in twelve comes out of the decoder, from a noisy code.
+    """
+    images, labels = pictures(batch, size // 2, generator)
+    part = max(1, batch // 12)
+    seen, truth = pictures(part, size, generator)
+    with torch.no_grad(), torch.autocast(images.device.type, torch.bfloat16):
+        code = models.encode_code(functional.avg_pool2d(seen, 4))
+        decoded = coder.decode((code + 0.15 / models.SCALING * draw(code, generator)).to(coder.dtype)).sample
+    images = torch.cat([images[part:], functional.avg_pool2d(decoded.float(), 2)])
+    labels = torch.cat([labels[part:], truth])
+    scores = model.scores(model.features(augment((images + 1) / 2, generator)))
     losses = [functional.cross_entropy(scores[name], labels[:, i]) for i, name in enumerate(ATTRIBUTES)]
     return torch.stack(losses).sum()
 
@@ -144,7 +151,7 @@ def denoising_loss(
     alpha = words.signal[timesteps]
     root, rest = alpha.sqrt()[:, None, None, None], (1 - alpha).sqrt()[:, None, None, None]
     noisy = (root * clean + rest * noise).contiguous(memory_format=torch.channels_last)
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+    with torch.autocast(device.type, torch.bfloat16):
         velocity = model(noisy, timesteps, words.tokens(labels, generator), level)
     error = (velocity.float() - (root * noise - rest * clean)).square().mean((1, 2, 3))
     return (error * (SNR_LIMIT * (1 - alpha)).clamp_max(1)).mean()
@@ -218,10 +225,8 @@ class Workshop:
         elif name == "classifier":
             coder = working_copy(self.vae, self.device)
             model, loss = self.classifier, functools.partial(classifier_loss, self.classifier, coder, size)
-        elif name == "finish":
-            train_exactly(self.denoiser.unet)
         else:
-            train_sparsely(self.denoiser.unet)
+            train_with(self.denoiser.unet, None if name == "finish" else KEY_ROWS)
         checkpoints = self.out / "checkpoints"
         self.records[name] = train(stage, model, loss, checkpoints, self.seed, self.device, self.save_every)
 

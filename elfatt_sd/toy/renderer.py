@@ -1,7 +1,7 @@
 """Endless labelled pictures: one object on a patterned background, drawn with signed distance functions.
 
-The work is batched torch, so it runs on a CPU (milliseconds a picture) and on a GPU (thousands a second). Lengths are shares
-of the picture's side; angles are in radians; the y axis points down. Legend for shapes: n scenes, s the side in pixels.
+The work is batched torch: milliseconds a picture on a CPU, thousands a second on a GPU. Lengths are shares of the
+picture's side; angles are in radians; the y axis points down. Legend for shapes: n scenes, s the side in pixels.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def sample_parameters(count: int, generator: torch.Generator, scale: float = 1.0
         scale: enlarges objects and periods; 1.4 for pictures of half the side keeps them near the same size in pixels.
 
     Returns:
-        labels `[n, 4]` (int64 indices in the order of `ATTRIBUTES`), geometry `[n, 8]` (float32, ordered as `GEOMETRY`).
+        labels `[n, 4]` (int64 indices, ordered as `ATTRIBUTES`) and geometry `[n, 8]` (float32, ordered as `GEOMETRY`).
     """
     uniform = torch.rand(count, 12, generator=generator, device=generator.device)
     sizes = torch.tensor([len(SHAPES), len(COLORS), len(PATTERNS), len(COLORS) - 1], device=uniform.device)

@@ -1,4 +1,4 @@
-"""A resumable training loop: state goes to disk under a temporary name and is then renamed, so a kill loses minutes at most."""
+"""A resumable training loop: state goes to disk under a temporary name and is then renamed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def train(
 ) -> dict[str, Any]:
     """Run a stage to its end, from where an earlier run stopped; the averaged weights end up in `model`.
 
-    Every step draws from a generator seeded by (seed, stage, step), so a resumed run of counted steps equals an unbroken one.
+    Every step draws from a generator seeded by (seed, stage, step): a resumed run of counted steps equals an unbroken
+    one.
 
     Args:
         stage: what to do.
