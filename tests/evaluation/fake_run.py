@@ -58,8 +58,8 @@ def build_run(folder: Path, *, images: int = 12, size: int = 128) -> dict:
     """Write a run of 11 rows, of which one failed and one has no memory figures; return its results."""
     chance = random.Random(0)
     rows = [
-        _row("sd", "SD", "sd", {}, "baseline", 0.0, chance),
-        _row("sd-null", "SD", "sd", {}, "null", 6.0, chance),
+        _row("sd", "SD (Baseline)", "sd", {}, "baseline", 0.0, chance),
+        _row("sd-null", "SD, other seeds", "sd", {}, "null", 6.0, chance),
         *(
             _row(f"{method}-{ratio}", label, method, {"ratio": ratio}, "method", change * ratio, chance)
             for method, label, change in METHODS
@@ -122,7 +122,11 @@ def _row(cell, label, method, settings, role, change, chance) -> dict:  # type: 
         distances["FD-toy"]["difference"] = _around(difference, half) | {"verdict": verdict}
         distances["KID"]["difference"] = _around(difference / 900, half / 900) | {"verdict": verdict}
     psnr, ssim, cosine = (12.4, 0.47, 0.69) if null else (34 - 5.2 * change, 0.97 - change / 12, 0.99 - change / 20)
-    pairs = {"psnr": _spread(psnr, 2.1) | {"unit": "dB"}, "ssim": _spread(ssim, 0.02), "cosine": _spread(cosine, 0.01)}
+    pairs = {
+        "psnr": _spread(psnr, 2.1) | {"unit": "dB", "identical": 0},
+        "ssim": _spread(ssim, 0.02),
+        "cosine": _spread(cosine, 0.01),
+    }
     speed = 1 + (0.55 * ratio - 0.03 * (method == "agent") if role == "method" else 0)
     slope, batches = 0.214 - 0.1 * ratio, [1, 2, 4, 8]
     return {
@@ -133,8 +137,8 @@ def _row(cell, label, method, settings, role, change, chance) -> dict:  # type: 
         "role": role,
         "distances": distances,
         "paired": None if baseline else pairs,
-        "accuracy": {name: _around(0.95 - change / 40, 0.03) for name in ("shape", "color")},
-        "most_changed": None if baseline else [3, 7, 1, 9],
+        "accuracy": {name: _around(0.95 - change / 40, 0.03) for name in ("shape", "color", "mean")},
+        "most_changed": [] if baseline else [3, 7, 1, 9],
         "time": {"end_to_end": _timing(3.12, speed, chance), "unet": _timing(2.61, speed + 0.02, chance)},
         "memory": {
             "gib_per_image": slope,

@@ -119,7 +119,11 @@ def test_findings_name_the_fastest_the_null_row_and_failures(results):
     assert "The null row, the same pipeline with other seeds, differs by +0.21" in told
     assert "picture 7 is black" in told
     results["rows"][1]["distances"]["FD-toy"]["difference"]["verdict"] = "worse"
-    assert "needs more pictures" in " ".join(findings(Results(results)))
+    results["protocol"]["limit"] = 8
+    results["environment"]["timing"] = {"note": "only 2 repeats; take 5 or more", "environment": {"device_name": "GPU"}}
+    told = " ".join(findings(Results(results)))
+    assert "needs more pictures" in told and "limited to 8 pictures" in told and "only 2 repeats" in told
+    assert "Fastest end to end on GPU" in told
 
 
 def test_no_speedup_is_told_as_such(results):
@@ -372,10 +376,17 @@ def test_unreadable_pictures_leave_a_gap(tmp_path):
 
 
 def test_identical_pictures_are_called_identical(results):
-    results["rows"][-1]["paired"]["psnr"] = {"median": float("inf"), "mean": None, "quartiles": [40.0, float("inf")]}
-    assert main_table(Results(results)).lines[-1].entries[-1].text == "identical"
+    results["rows"][-1]["paired"]["psnr"] |= {
+        "median": 100.0,
+        "mean": 98.0,
+        "quartiles": [100.0, 100.0],
+        "identical": 11,
+    }
+    entry = main_table(Results(results)).lines[-1].entries[-1]
+    assert (entry.text, entry.note) == ("identical", "(11 of 12)")
     plots, _ = draw_plots(Results(results), Palette(Results(results)))
-    assert "closeness_time" in {plot.name for plot in plots}
+    closeness = next(plot for plot in plots if plot.name == "closeness_time")
+    assert "ELFATT-SD 0.5:" not in closeness.alt and "ELFATT-SD 0.3:" in closeness.alt
 
 
 def test_settings_that_vary_have_their_column_and_plot(results):

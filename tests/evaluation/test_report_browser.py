@@ -118,17 +118,17 @@ def test_page_runs_without_errors_and_fetches_nothing(told):
 def test_slider_moves_by_its_range_control(told):
     assert told["shown"] and told["start"]["at"] == "50%" and told["moved"]["at"] == "75%"
     assert told["start"]["clip"] != told["moved"]["clip"]
-    assert told["moved"]["value"] == "75 % SD"
+    assert told["moved"]["value"] == "75 % SD (Baseline)"
     assert told["tab"] == 0, "reachable by keyboard; a range input answers to the arrow keys"
 
 
 def test_slider_changes_method_and_picture(told):
     start, method, other = told["start"], told["method"], told["picture"]
-    assert (start["left"], start["right"]) == ("SD", "ELFATT-SD 0.5") and start["before"] != start["after"]
+    assert (start["left"], start["right"]) == ("SD (Baseline)", "ELFATT-SD 0.5") and start["before"] != start["after"]
     assert method["right"] == "ToMe-SD 0.5" and method["after"] != start["after"]
     assert method["before"] == start["before"], "another method leaves the untouched picture alone"
     assert other["before"] != method["before"] and other["after"] != method["after"]
-    assert "Left: SD; right: ToMe-SD 0.5" in other["text"]
+    assert "Left: SD (Baseline); right: ToMe-SD 0.5" in other["text"]
 
 
 def test_slider_says_which_picture_is_missing(told):

@@ -104,7 +104,7 @@ def _tradeoff(
 
 def closeness_over_time(results: Results, palette: Palette) -> Chart | str:
     """Draw the PSNR to the untouched pictures over the seconds per image."""
-    chart = _scatter(results, palette, lambda row: row.seconds(), lambda row: _finite(row.paired("psnr")))
+    chart = _scatter(results, palette, lambda row: row.seconds(), _differs)
     if chart is None:
         return "Closeness over time: no row has both PSNR and time."
     figure, axes, points = chart
@@ -117,8 +117,10 @@ def closeness_over_time(results: Results, palette: Palette) -> Chart | str:
     return Chart("closeness_time", "Closeness to the untouched pictures over time", caption, figure, points)
 
 
-def _finite(value: Estimate | None) -> Estimate | None:
-    return value if value is not None and math.isfinite(value.value) else None
+def _differs(row: Row) -> Estimate | None:
+    """Return the PSNR of a row whose pictures differ from the baseline's."""
+    value = row.paired("psnr")
+    return None if value is None or row.identical or not math.isfinite(value.value) else value
 
 
 def _scatter(
@@ -266,7 +268,7 @@ def _ordered(values: Sequence[object] | dict[object, None]) -> list[object]:
 
 
 def _legend(row: Row) -> str:
-    return {BASELINE: f"{row.label} (untouched)", NULL: row.name}.get(row.role, row.label)
+    return row.name if row.role == NULL else row.label
 
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:

@@ -104,8 +104,8 @@ class Row:
 
     @property
     def method(self) -> str:
-        """The method's name in configurations."""
-        return str(self.data.get("method") or "")
+        """The method's name in configurations; for a peer's row the package."""
+        return str(self.data.get("peer") or self.data.get("method") or "")
 
     @property
     def role(self) -> str:
@@ -156,6 +156,12 @@ class Row:
     def paired(self, measure: str) -> Estimate | None:
         """Return median and quartiles of a measure against the baseline on the same latents."""
         return estimate(dig(self.data, "paired", measure), "median", "quartiles")
+
+    @property
+    def identical(self) -> int | None:
+        """The number of pictures that equal the baseline's, where these are more than half; else None."""
+        count, pictures = number(self.data, "paired", "psnr", "identical"), self.images
+        return int(count) if count and pictures and 2 * count > pictures else None
 
     def accuracy(self, name: str) -> Estimate | None:
         """Return the share of pictures that show what the prompt says of one attribute."""
@@ -229,9 +235,10 @@ class Results:
 
     @property
     def hardware(self) -> str:
-        """The processor that ran the pipeline; empty where it was not recorded."""
-        name = self.environment.get("device_name") or self.environment.get("device")
-        return name if isinstance(name, str) else ""
+        """The processor that was timed, or that ran the pipeline; empty where it was not recorded."""
+        where = (dig(self.environment, "timing", "environment"), self.environment)
+        names = (dig(part, key) for part in where for key in ("device_name", "device"))
+        return next((name for name in names if isinstance(name, str) and name), "")
 
     @cached_property
     def baseline(self) -> Row | None:

@@ -56,7 +56,7 @@ def render_page(
         "plots": plots,
         "missing": missing,
         "downloads": {name: _download(name, text) for name, text in files.items()},
-        "facts": list(flatten(results.environment)),
+        "facts": [*flatten(results.environment), *flatten({"reference": results.data.get("reference")})],
         "protocol": json.dumps(results.protocol, indent=2, ensure_ascii=False, default=str),
         "style": Markup(_colours() + (_HERE / "style.css").read_text(encoding="utf-8")),
         "script": Markup((_HERE / "script.js").read_text(encoding="utf-8")),

@@ -112,6 +112,7 @@ def _memory(results: Results) -> str:
 
 def _gaps(results: Results) -> list[str]:
     """Name what limits the run: a limit on the pictures, cells that failed."""
-    limit = number(results.protocol, "limit")
+    limit, note = number(results.protocol, "limit"), dig(results.environment, "timing", "note")
     cut = [f"A quick look: every row was limited to {plural(int(limit), 'picture')}."] if limit else []
+    cut += [f"Time: {note}."] if note else []
     return cut + [f"Failed: {row.name} ({row.failed})." for row in results.rows if row.failed]

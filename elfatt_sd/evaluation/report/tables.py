@@ -104,7 +104,7 @@ def more_table(results: Results) -> Table:
             makers += _distance_columns(results, name)
     makers += [("SSIM", _paired_maker(results, "ssim", 3)), ("Feature cosine", _paired_maker(results, "cosine", 3))]
     for name in results.attributes:
-        title = f"{setting_title(name)} right"
+        title = f"{setting_title(name)} accuracy"
         makers.append((title, _estimate_maker(results, lambda row, name=name: row.accuracy(name))))  # type: ignore[misc]
     makers += [("UNet, s/img", _time_maker(results, "unet"))]
     for key, title in (("intercept_gib", "Memory at batch 0, GiB"), ("fit_error_gib", "Fit error, GiB")):
@@ -213,8 +213,9 @@ def _paired_maker(results: Results, measure: str, decimals: int) -> _Maker:
             return Entry(REFERENCE, kind="reference")
         if found is None:
             return Entry(MISSING, kind="missing")
-        spread = f"({span(found, decimals)})" if found.ends else ""
-        return Entry("identical" if math.isinf(found.value) else fixed(found.value, decimals), spread)
+        if measure == "psnr" and (row.identical or math.isinf(found.value)):
+            return Entry("identical", f"({row.identical} of {row.images})" if row.identical else "")
+        return Entry(fixed(found.value, decimals), f"({span(found, decimals)})" if found.ends else "")
 
     return make
 
@@ -251,4 +252,4 @@ def _memory_maker(results: Results) -> _Maker:
 
 def row_kind(row: Row) -> str:
     """Return what a reader must know about a row beside its label."""
-    return {BASELINE: "(untouched)", NULL: "(null row: other seeds)"}.get(row.role, "")
+    return {BASELINE: "(untouched)", NULL: "(null row)"}.get(row.role, "")

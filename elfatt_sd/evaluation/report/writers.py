@@ -7,7 +7,7 @@ import io
 import math
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import Estimate, Results, Row, setting_text
+from elfatt_sd.evaluation.report.data import Estimate, Results, Row, dig, estimate, setting_text
 from elfatt_sd.evaluation.report.published import FIGURES, published_for
 from elfatt_sd.evaluation.report.tables import DASH, THIS_RUN, Column, Entry, Line, Table
 from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO
@@ -121,9 +121,10 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
         record |= _columns(name, row.distance(name)) | _columns(f"{name} difference", row.difference(name))
         record[f"{name} verdict"] = row.verdict(name)
     for measure in ("psnr", "ssim", "cosine"):
-        record |= _columns(f"{measure} median", row.paired(measure), ("quartile 1", "quartile 3"))
+        record |= _columns(measure, row.paired(measure), ("quartile 1", "quartile 3"))
     for name in results.attributes:
         record |= _columns(f"accuracy {name}", row.accuracy(name))
+        record |= _columns(f"accuracy {name} difference", estimate(dig(row.data, "accuracy", name, "difference")))
     for part in ("end_to_end", "unet"):
         record[f"{part} seconds_per_image"] = row.seconds(part)
         record |= _columns(f"{part} speedup", row.speedup(part))
