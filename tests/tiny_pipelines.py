@@ -163,7 +163,7 @@ def sdxl(folder: Path) -> StableDiffusionXLPipeline:
 
 
 def controlnet(model: UNet2DConditionModel) -> ControlNetModel:
-    """A ControlNet for a UNet, filled so that it has an effect; its picture is twice the latent, as the VAE here needs."""
+    """A ControlNet for a UNet, with an effect; its picture is twice the latent, as the VAE here needs."""
     torch.manual_seed(3)
     copied = ("in_channels", "down_block_types", "block_out_channels", "layers_per_block", "norm_num_groups")
     net = ControlNetModel(
@@ -222,7 +222,7 @@ def image_processor() -> CLIPImageProcessor:
 
 
 def ip_adapter(model: UNet2DConditionModel) -> dict[str, dict[str, torch.Tensor]]:
-    """Weights of an IP-Adapter for a UNet and `image_encoder()`, laid out as its checkpoints are: four picture tokens."""
+    """Weights of an IP-Adapter with four picture tokens, for a UNet and `image_encoder()`."""
     tokens = 4
     generator = torch.Generator().manual_seed(7)
 
