@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.toy import models
+from elfatt_sd.toy.card import write_card
 
 DIFFUSERS_VERSION = "0.32.1"  # the oldest release whose settings these files use
 
@@ -50,7 +52,10 @@ def export(
     models.save_tokenizer(folder / "tokenizer")
     models.write_json(folder / "model_index.json", {**pipeline_index(), **common})
     save_half(classifier.state_dict(), out / "weights-classifier" / "classifier.safetensors")
-    models.write_json(out / "record.json", {**environment(), "device": device, "seed": seed, "stages": records})
+    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+    record = {**environment(), "device": device, "seed": seed, "parameters": counts, "stages": records}
+    models.write_json(out / "record.json", record)
+    write_card(folder, record)
     return folder
 
 
@@ -114,7 +119,8 @@ def load_half(module: nn.Module, folder: Path) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and machine for the record."""
-    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    """Date, machine and versions for the record."""
+    cores = f"{os.cpu_count()} {platform.machine()} cores"
+    machine = f"one {torch.cuda.get_device_name()}" if torch.cuda.is_available() else cores
     packages = {name: version(name) for name in ("torch", "diffusers", "transformers", "safetensors")}
-    return {"date": datetime.date.today().isoformat(), "machine": accelerator, "packages": packages}
+    return {"date": datetime.date.today().isoformat(), "machine": machine, "packages": packages}

@@ -228,7 +228,9 @@ class Workshop:
         else:
             train_with(self.denoiser.unet, None if name == "finish" else KEY_ROWS)
         checkpoints = self.out / "checkpoints"
-        self.records[name] = train(stage, model, loss, checkpoints, self.seed, self.device, self.save_every)
+        record = train(stage, model, loss, checkpoints, self.seed, self.device, self.save_every)
+        counts = sorted({stage.batch * PICTURES[level] for level in LEVELS.get(name, (0,))})
+        self.records[name] = {**record, "pictures": " or ".join(map(str, counts))}
 
     def export(self) -> Path:
         """Write the results; return the pipeline's folder."""

@@ -88,12 +88,7 @@ def train(
         _steps(stage, model, loss, optimizer, average, state, path, seed, device, save_every)
     model.load_state_dict(average)
     model.requires_grad_(False).eval()
-    return {
-        "steps": state["step"],
-        "seconds": round(state["elapsed"], 1),
-        "batch": stage.batch,
-        "curve": state["curve"],
-    }
+    return {"steps": state["step"], "seconds": round(state["elapsed"], 1), "curve": state["curve"]}
 
 
 def _steps(

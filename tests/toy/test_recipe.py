@@ -1,0 +1,141 @@
+"""The recipe: a tiny run from nothing to a loadable pipeline, and the same after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from safetensors.torch import load_file
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.toy import export, growing, models, recipe, training
+
+TINY = ["--config", "tiny", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("recipe")
+    recipe.main(["--out", str(out), *TINY])
+    return out
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    files = sorted(out.glob("pipeline/*/*.safetensors")) + sorted(out.glob("weights-classifier/*.safetensors"))
+    return {f"{path.parent.name}.{name}": value for path in files for name, value in load_file(path).items()}
+
+
+def test_a_tiny_run_exports_a_pipeline(trained):
+    pipeline = StableDiffusionPipeline.from_pretrained(trained / "pipeline")
+    pipeline.set_progress_bar_config(disable=True)
+    image = pipeline("a red star", num_inference_steps=2, output_type="np").images
+    assert image.shape == (1, 64, 64, 3)
+    assert {value.dtype for value in weights(trained).values()} == {torch.float16}
+    assert (trained / "record.json").is_file()
+    assert (trained / "pipeline" / "README.md").is_file()
+
+
+def test_a_finished_run_is_not_run_again(trained):
+    before = weights(trained)
+    began = time.monotonic()
+    recipe.main(["--out", str(trained), *TINY])
+    assert time.monotonic() - began < 30
+    after = weights(trained)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(trained, tmp_path):
+    """Killed without warning in the third stage, after its first checkpoints."""
+    command = [sys.executable, "-m", "elfatt_sd.toy.recipe", "--out", str(tmp_path), *TINY, "--save-every", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "checkpoints" / "layout.pt").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "record.json").exists()
+    recipe.main(["--out", str(tmp_path), *TINY])
+    expected, resumed = weights(trained), weights(tmp_path)
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+
+
+def test_training_goes_on_from_exported_weights(trained, tmp_path):
+    source = ["--resume-from", str(trained / "pipeline"), "--stages", "finish"]
+    recipe.main(["--out", str(tmp_path), *TINY, *source])
+    before, after = weights(trained), weights(tmp_path)
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert all(name in same for name in before if name.startswith(("vae", "weights-classifier")))
+    moved = [(after[n].float() - before[n].float()).abs().max() for n in before if n.startswith("unet")]
+    assert 0 < max(moved) < 0.2
+
+
+def test_resuming_from_nothing_is_named(tmp_path):
+    with pytest.raises(ElfattError, match="0 safetensors files"):
+        export.load_half(torch.nn.Linear(1, 1), tmp_path)
+
+
+def test_the_inner_levels_are_those_of_the_unet():
+    """Fed with what the outer level hands down, they hand up what the outer level gets."""
+    torch.manual_seed(0)
+    unet: UNet2DConditionModel = models.build("unet", models.TINY).eval()
+    seen = {}
+    unet.down_blocks[0].downsamplers[0].register_forward_hook(lambda _m, _i, out: seen.update(down=out))
+    unet.up_blocks[2].upsamplers[0].register_forward_hook(lambda _m, args, _o: seen.update(up=args[0]))
+    noisy, context = torch.randn(2, 4, 16, 16), torch.randn(2, 7, models.TINY.text)
+    timesteps = torch.tensor([3, 700])
+    with torch.no_grad():
+        unet(noisy, timesteps, context)
+        inner = growing.inner_levels(unet, seen["down"], timesteps, context, 1)
+    torch.testing.assert_close(inner, seen["up"])
+
+
+def test_training_attention_is_exact_without_a_limit():
+    torch.manual_seed(0)
+    unet = models.build("unet", models.TINY).eval()
+    inputs = torch.randn(2, 4, 16, 16), torch.tensor([3, 700]), torch.randn(2, 7, models.TINY.text)
+    with torch.no_grad():
+        expected = unet(*inputs).sample
+        growing.train_with(unet, None)
+        torch.testing.assert_close(unet(*inputs).sample, expected, rtol=1e-4, atol=1e-5)
+        growing.train_with(unet, 4)
+        assert not torch.allclose(unet(*inputs).sample, expected, atol=1e-4)
+
+
+def test_the_code_is_undone_by_its_frame():
+    images = torch.rand(2, 3, 5, 5) * 2 - 1
+    code = models.encode_code(images)
+    frame = torch.tensor(models.FRAME, dtype=torch.float32) / 2
+    torch.testing.assert_close(torch.einsum("kc,nkhw->nchw", frame, code) + models.CENTER, images)
+
+
+def test_a_checkpoint_is_old_or_new_but_never_broken(tmp_path, monkeypatch):
+    path = tmp_path / "state.pt"
+    training.save({"step": 1}, path)
+
+    def fail(state, target):
+        Path(target).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(KeyboardInterrupt):
+        training.save({"step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+
+
+def test_the_rate_rises_holds_and_falls():
+    stage = training.Stage("x", 1, 1.0, steps=100, hold=0.5)
+    assert stage.rate_at(0) < 0.1
+    assert stage.rate_at(0.3) == 1
+    assert abs(stage.rate_at(0.75) - 0.5) < 1e-9
+    assert stage.rate_at(1) == 0
+    assert stage.progress(50, 1e9) == 0.5
+    assert training.Stage("x", 1, 1.0, seconds=10).progress(0, 5) == 0.5
