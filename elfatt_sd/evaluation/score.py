@@ -1,11 +1,12 @@
 """Score the pictures of a run: distances to the reference, changes against the untouched pipeline, accuracy on the toy.
 
-Everything is streamed: features lie in memory-mapped files, so memory does not grow with the number of pictures. What was
-computed once is kept under `RUN/scores`, named by the hash of what it was computed from.
+Everything is streamed: features lie in memory-mapped files, so memory does not grow with the number of pictures. What
+was computed once is kept under `RUN/scores`, named by the hash of what it was computed from.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -91,8 +92,6 @@ class Images:
 
 
 def _read_checked(entry: Entry) -> bytes:
-    import hashlib
-
     path, digest = entry.where
     try:
         content: bytes = path.read_bytes()
@@ -132,13 +131,13 @@ def score_run(run_dir: Path, *, batch_size: int = 32, progress: Progress | None 
             scale.extract(images, batch_size, progress)
     state = process_state(protocol.device)
     if state.is_main_process:
-        cache = run_dir / "scores"
+        cache, toy = run_dir / "scores", protocol.labels == "toy"
         baseline = rows[protocol.baseline.name]
         data = {
             "format": FORMAT,
             "identity": protocol.identity,
             "references": {scale.distance_name: scale.reference.description for scale in scales},
-            "rows": {name: score_cell(images, baseline, scales, cache) for name, images in rows.items()},
+            "rows": {name: score_cell(images, baseline, scales, cache, toy) for name, images in rows.items()},
         }
         write_json(run_dir / SCORES_FILE, data)
     state.wait_for_everyone()
@@ -204,6 +203,7 @@ class Scale:
         self.distance_name = extractor.distance_name + reference.metric_suffix
         self.kernel_name = extractor.kernel_name + reference.metric_suffix
         self._within: float | None = None
+        self._known: dict[str, dict[str, Estimate]] = {}
 
     def extract(self, images: Images, batch_size: int, progress: Progress | None = None) -> None:
         """Compute the features of a row unless they are there.
@@ -241,11 +241,16 @@ class Scale:
         return self.cache / f"{images.name}-{self.extractor.name}-{key[:16]}.npy"
 
     def distances(self, images: Images) -> dict[str, Estimate]:
-        """The Frechet distance and, where the reference has features, the kernel distance.
+        """The Frechet distance and, where the reference has features, the kernel distance; computed once per row.
 
         Raises:
             RunFailure: torchmetrics gets another Frechet distance.
         """
+        if images.name not in self._known:
+            self._known[images.name] = self._distances(images)
+        return self._known[images.name]
+
+    def _distances(self, images: Images) -> dict[str, Estimate]:
         features, statistics = self.features(images), self.reference.statistics
         frechet = frechet_estimate(features, statistics.mean, statistics.covariance)
         published = torchmetrics_distance(features, statistics)
@@ -292,7 +297,9 @@ def torchmetrics_distance(features: Tensor | Array, reference: FeatureStatistics
     return float(metric.compute())
 
 
-def score_cell(images: Images, baseline: Images, scales: Sequence[Scale], cache: Path) -> dict[str, Any]:
+def score_cell(
+    images: Images, baseline: Images, scales: Sequence[Scale], cache: Path, toy: bool = False
+) -> dict[str, Any]:
     """Score one row.
 
     Args:
@@ -300,10 +307,11 @@ def score_cell(images: Images, baseline: Images, scales: Sequence[Scale], cache:
         baseline: the untouched pipeline's, of the same prompts and latents.
         scales: extractors with their references.
         cache: folder for what was computed.
+        toy: whether class indices are those of the toy's list, so that its extractor can tell right from wrong.
 
     Returns:
-        Plain data: `images`, `distances`, `paired` (None for the baseline), `accuracy` (None without the toy's extractor)
-        and `most_changed`.
+        Plain data: `images`, `distances`, `paired` (None for the baseline), `accuracy` (None off the toy) and
+        `most_changed`.
 
     Raises:
         ElfattError: the rows do not show the same prompts, or a picture was altered.
@@ -316,7 +324,7 @@ def score_cell(images: Images, baseline: Images, scales: Sequence[Scale], cache:
         "images": len(images.paths),
         "distances": _distances(images, other, scales),
         "paired": _paired(images, baseline, changes, scales[0]) if changes is not None else None,
-        "accuracy": _accuracy(images, other, scales),
+        "accuracy": _accuracy(images, other, scales) if toy else None,
         "most_changed": _most_changed(changes) if changes is not None else [],
     }
 
@@ -375,11 +383,8 @@ def _paired(images: Images, baseline: Images, changes: Tensor, scale: Scale) -> 
     pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
     cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
     psnr = {**_summary(changes[:, 0]), "unit": "dB", "identical": int((changes[:, 0] == IDENTICAL_DB).sum())}
-    return {
-        "psnr": psnr,
-        "ssim": _summary(changes[:, 1]),
-        "cosine": {**_summary(cosine), "extractor": scale.extractor.name},
-    }
+    cosines = {**_summary(cosine), "extractor": scale.extractor.name}
+    return {"psnr": psnr, "ssim": _summary(changes[:, 1]), "cosine": cosines}
 
 
 def _summary(values: Tensor) -> dict[str, Any]:
@@ -394,9 +399,9 @@ def _most_changed(changes: Tensor) -> list[int]:
 
 
 def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any] | None:
-    """Share of pictures that show what their prompt says, per attribute and as the mean of all; None off the toy."""
+    """Share of pictures that show what their prompt says, per attribute and as the mean of all."""
     scale = next((scale for scale in scales if isinstance(scale.extractor, ToyExtractor)), None)
-    if scale is None or not scale.reference.description.get("renders"):
+    if scale is None:
         return None
     right = _right(scale, images)
     other = _right(scale, baseline) if baseline else None

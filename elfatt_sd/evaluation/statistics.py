@@ -215,7 +215,8 @@ def wilson_interval(successes: int, trials: int, level: float = 0.95) -> Interva
     share, weight = successes / trials, z * z / trials
     centre = (share + weight / 2) / (1 + weight)
     half = z * math.sqrt(share * (1 - share) / trials + weight / (4 * trials)) / (1 + weight)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    return (low if successes else 0.0), (high if successes < trials else 1.0)
 
 
 def frechet_distance(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covariance2: Tensor) -> float:
@@ -286,7 +287,8 @@ def _root_by_pictures(features: Features, statistics: FeatureStatistics, covaria
     """Diagonal `[n]` of K^(1/2) from the `[n, n]` matrix."""
     centred = torch.cat(list(batches(features))) - statistics.mean
     values, vectors = torch.linalg.eigh(_symmetric(centred @ covariance @ centred.T / (len(centred) - 1)))
-    diagonal: Tensor = vectors.square() @ values.clamp_min(0).sqrt()
+    noise = values.max() * len(values) * torch.finfo(torch.float64).eps  # centring leaves one direction empty
+    diagonal: Tensor = vectors.square() @ torch.where(values > noise, values, 0).sqrt()
     return diagonal
 
 
