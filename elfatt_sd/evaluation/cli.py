@@ -7,14 +7,12 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from elfatt_sd.console import FAILURE, complain, output, quiet_libraries
-
-if TYPE_CHECKING:
-    from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.protocols import Protocol, load_protocol
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -78,8 +76,6 @@ def build_protocol(chosen: Mapping[str, Any]) -> Protocol:
     Raises:
         ElfattError: no such protocol, an unknown key, or a value that is not accepted.
     """
-    from elfatt_sd.evaluation.protocols import load_protocol
-
     options = {name: value for name, value in chosen.items() if name not in ("protocol_file", "set")}
     overrides = [f"{_KEYS.get(name, name)}={json.dumps(value)}" for name, value in options.items() if value is not None]
     return load_protocol(chosen["protocol_file"], [*(chosen["set"] or ()), *overrides])
@@ -125,7 +121,7 @@ def generate_command(protocol: Protocol, out: Out, quiet: Quiet = False) -> None
 @takes_protocol
 def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
     """Compute the statistics of a protocol's reference, or find them in the cache."""
-    from elfatt_sd.evaluation.run import build_references
+    from elfatt_sd.evaluation.score import build_references
 
     quiet_libraries()
     for reference in build_references(protocol):

@@ -168,6 +168,8 @@ def check_inputs(protocol: Protocol) -> None:
     Raises:
         ElfattError: one of them is missing or wrong.
     """
+    from elfatt_sd.evaluation.score import load_extractors
+
     run_prompts(protocol)
     load_extractors(protocol)
     source = protocol.reference.source
@@ -176,31 +178,6 @@ def check_inputs(protocol: Protocol) -> None:
         raise ElfattError("reference.source is missing; give --reference with a folder, tar, zip, shards or .npz.")
     if kind not in ("toy", "renders") and not (Path(source).exists() or any(Path().glob(source))):
         raise ElfattError(f"reference.source={source!r} does not exist; give --reference with a folder, tar, or .npz.")
-
-
-def load_extractors(protocol: Protocol) -> list[Any]:
-    """Load a protocol's extractors on the CPU.
-
-    Raises:
-        ElfattError: one is not known or cannot be loaded.
-    """
-    from elfatt_sd.evaluation.features import load_extractor
-
-    weights = Path(protocol.inception_weights) if protocol.inception_weights else None
-    digest = protocol.inception_sha256 or None
-    return [load_extractor(spec, weights=weights, sha256=digest) for spec in protocol.extractors]
-
-
-def build_references(protocol: Protocol) -> list[Any]:
-    """Compute a protocol's reference for each extractor, or take it from the cache.
-
-    Raises:
-        ElfattError: reference or extractor are missing, or the number of pictures is another.
-    """
-    from elfatt_sd.evaluation.score import build_references as build
-
-    references: list[Any] = build(protocol)
-    return references
 
 
 def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:

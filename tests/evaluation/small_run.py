@@ -1,0 +1,96 @@
+"""What a small run needs: a random Stable Diffusion 1.5, labels, a reference folder, random CLIP weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import tiny_pipelines as tiny
+from PIL import Image
+
+from elfatt_sd.evaluation.protocols import Protocol, load_protocol
+
+LABELS = ("cat", "dog", "owl", "fox", "crane")
+CELLS = """
+[[cells]]
+label = "SD (Baseline)"
+method = "sd"
+role = "baseline"
+
+[[cells]]
+label = "SD, other seeds"
+method = "sd"
+role = "null"
+
+[[cells]]
+label = "ELFATT-SD"
+method = "elfatt"
+ratio = 0.5
+block_size = 16
+agents = 8
+
+[[cells]]
+label = "tomesd"
+method = "tome"
+peer = "tomesd"
+ratio = 0.5
+"""
+
+
+def write_model(folder: Path) -> Path:
+    """Save a random pipeline with the layout of Stable Diffusion 1.5."""
+    tiny.sd15(folder).save_pretrained(folder / "sd15")
+    return folder / "sd15"
+
+
+def write_clip(folder: Path) -> Path:
+    """Save a random CLIP image encoder with its preprocessing."""
+    tiny.image_encoder().save_pretrained(folder / "clip")
+    tiny.image_processor().save_pretrained(folder / "clip")
+    return folder / "clip"
+
+
+def write_labels(folder: Path) -> Path:
+    path = folder / "labels.txt"
+    path.write_text("\n".join(LABELS) + "\n")
+    return path
+
+
+def write_reference(folder: Path, count: int = 12) -> Path:
+    """Fill a folder with noise as the ImageNet validation set is laid out: flat, upper-case JPEG."""
+    generator = np.random.default_rng(0)
+    reference = folder / "val"
+    reference.mkdir(parents=True)
+    for index in range(1, count + 1):
+        pixels = generator.integers(0, 256, (40, 48, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(reference / f"ILSVRC2012_val_{index:08d}.JPEG", format="JPEG")
+    return reference
+
+
+def write_protocol(folder: Path, model: Path, cells: str = CELLS) -> Path:
+    """Write a protocol for `write_model`: five 32x32 images a row in batches of two, four steps."""
+    path = folder / "small.toml"
+    path.write_text(f"""
+name = "small"
+description = "A few small random images."
+model = "{model}"
+steps = 4
+height = 32
+width = 32
+dtype = "float32"
+device = "cpu"
+batch = 2
+labels = "{write_labels(folder)}"
+seed = 3
+{cells}
+""")
+    return path
+
+
+def small_protocol(folder: Path, model: Path, *overrides: str, cells: str = CELLS) -> Protocol:
+    return load_protocol(write_protocol(folder, model, cells), overrides)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -1,0 +1,164 @@
+"""Protocols: what is accepted, what is refused by name, and what makes two runs the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import small_run
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Protocol, differences, load_protocol
+
+EVAL = Path(__file__).parents[2] / "eval"
+SHIPPED = sorted(EVAL.glob("*.toml"))
+
+
+def load(folder: Path, *overrides: str, cells: str = small_run.CELLS) -> Protocol:
+    return small_run.small_protocol(folder, Path("model"), *overrides, cells=cells)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_protocols_load_and_survive_json(path: Path) -> None:
+    protocol = load_protocol(path)
+    assert protocol.name == path.stem
+    assert protocol.description
+    again = Protocol.from_dict(json.loads(json.dumps(protocol.to_dict())))
+    assert again == protocol
+    assert again.identity == protocol.identity
+
+
+def test_the_papers_table_is_complete() -> None:
+    protocol = load_protocol("paper_table")
+    assert [cell.label for cell in protocol.cells].count("ELFATT-SD") == 5
+    for label in ("Agent-SD", "ELFATT-SD", "ToMe-SD"):
+        assert [cell.settings["ratio"] for cell in protocol.cells if cell.label == label] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    printed = {(row["label"], row.get("ratio")) for row in protocol.published["rows"]}
+    ours = {(cell.label, cell.settings.get("ratio")) for cell in protocol.cells if cell.role != "null"}
+    assert printed == ours
+    assert (protocol.steps, protocol.guidance, protocol.images_per_class, protocol.batch) == (50, 7.5, 2, 48)
+
+
+def test_settings_with_several_values_become_rows(tmp_path: Path) -> None:
+    cells = small_run.CELLS + '[[cells]]\nmethod = "elfatt"\nratio = [0.1, 0.2]\nblock_size = [32, 64]\n'
+    names = [cell.name for cell in load(tmp_path, cells=cells).cells]
+    assert names[-4:] == [f"elfatt-ratio{ratio}-block_size{size}" for ratio in (0.1, 0.2) for size in (32, 64)]
+
+
+def test_the_null_row_has_other_seeds(tmp_path: Path) -> None:
+    protocol = load(tmp_path)
+    assert [cell.seed_offset for cell in protocol.cells] == [0, NULL_SEED_OFFSET, 0, 0]
+
+
+def test_phases_make_a_custom_method(tmp_path: Path) -> None:
+    own = """
+[[cells]]
+name = "late"
+label = "blocks in the last 80 %"
+phases = [{ until = 0.2 }, { until = 1.0, attention = "block", block_order = "spread", block_size = 64 }]
+max_downsample = 2
+"""
+    config = load(tmp_path, cells=small_run.CELLS + own).cells[-1].config()
+    assert [phase.attention for phase in config.phases] == ["softmax", "block"]
+    assert (config.method, config.max_downsample, config.phases[1].block_size) == ("custom", 2, 64)
+
+
+def test_overrides_change_values_and_identity(tmp_path: Path) -> None:
+    plain = load(tmp_path)
+    changed = load(tmp_path, "steps=9", "time.repeats=3", "template=a photo of a {label}", "reference.source=/data/val")
+    assert (changed.steps, changed.template, changed.reference.source) == (9, "a photo of a {label}", "/data/val")
+    assert changed.time is not None
+    assert changed.time.repeats == 3
+    assert changed.identity != plain.identity
+    assert "steps: 4 there, 9 here" in differences(plain.to_dict(), changed.to_dict())
+
+
+def test_words_do_not_change_the_identity(tmp_path: Path) -> None:
+    assert load(tmp_path, "description=other words").identity == load(tmp_path).identity
+
+
+def test_the_identity_covers_what_presets_resolve_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    from elfatt_sd import config
+
+    before = load(tmp_path)
+    preset = config.PRESETS["elfatt"]
+    phases = (dataclasses.replace(preset.phases[0], agents=65), *preset.phases[1:])
+    monkeypatch.setitem(config.PRESETS, "elfatt", dataclasses.replace(preset, phases=phases))
+    cells = small_run.CELLS.replace("agents = 8\n", "")
+    now = load(tmp_path, cells=cells)
+    assert now.identity != before.identity
+    assert any("agents" in line for line in differences(before.to_dict(), now.to_dict()))
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("stepz=3", ("'stepz'", "steps")),
+        ("time.repeat=3", ("'time.repeat'", "repeats")),
+        ("steps=many", ("steps='many'", "whole number")),
+        ("steps=true", ("steps=True", "whole number")),
+        ("steps=0", ("steps=0", "at least 1")),
+        ("guidance=x", ("guidance='x'", "a number")),
+        ("height=33", ("height=33", "multiple of 8")),
+        ("extractors=toy", ("extractors='toy'", "a list")),
+        ("extractors=[1]", ("extractors[0]=1", "text")),
+        ("template=no label", ("template='no label'", "{label}")),
+        ("time.scopes=['all']", ("all", "end_to_end, unet")),
+        ("memory.batches=[2]", ("[2]", "two or more")),
+        ("time=3", ("time=3", "a table")),
+        ("steps", ("'steps'", "key=value")),
+        ("cells=[]", ("'cells=[]'", "key=value")),
+    ],
+)
+def test_wrong_values_are_named(tmp_path: Path, override: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ElfattError) as error:
+        load(tmp_path, override)
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cell", "parts"),
+    [
+        ('method = "elfat"', ("elfat", "tome")),
+        ('method = "tome"\nratio = 1.5', ("ratio=1.5", "less than 1")),
+        ('method = "tome"\nration = 0.5', ("'ration'", "ratio")),
+        ('method = "tome"\nrole = "control"', ("'control'", "baseline, null, method")),
+        ('method = "tome"\nrole = "null"', ("'null'", "untouched")),
+        ('method = "sd"', ("'method'", "untouched")),
+        ('method = "sd"\nrole = "baseline"\nname = "second"', ("2 cells", "exactly one")),
+        ('method = "tome"\npeer = "hypertile"', ("hypertile", "tomesd")),
+        ('method = "elfatt"\npeer = "tomesd"\nblock_size = 4', ("block_size", "ratio")),
+        ('method = "tome"\npeer = "tomesd"\nratio = 0.5', ("tomesd-ratio0.5", "given twice")),
+        ('method = "tome"\nname = "../out"', ("../out", "letters")),
+        ("phases = [{ untill = 1.0 }]", ("'untill'", "until")),
+    ],
+)
+def test_wrong_cells_are_named(tmp_path: Path, cell: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ElfattError) as error:
+        load(tmp_path, cells=f"{small_run.CELLS}\n[[cells]]\n{cell}\n")
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_no_baseline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ElfattError, match="0 cells of role 'baseline'"):
+        load(tmp_path, cells='[[cells]]\nmethod = "tome"\n')
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ElfattError, match=r"'nonsense' does not exist.*paper_table"):
+        load_protocol("nonsense")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("steps = = 3")
+    with pytest.raises(ElfattError, match=r"broken\.toml is not valid TOML"):
+        load_protocol(broken)
+
+
+def test_printed_figures_may_come_from_another_protocol() -> None:
+    assert load_protocol("toy_full").published == load_protocol("paper_table").published
