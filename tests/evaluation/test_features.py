@@ -1,0 +1,199 @@
+"""Extractors: the real networks with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import features
+from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
+from elfatt_sd.evaluation.files import sha256_of_file
+
+
+def pictures(count: int, height: int = 64, width: int = 64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def inception_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real Inception network with random weights, in a file of the published file's layout."""
+    fidelity = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+
+    class Unloaded(fidelity.FeatureExtractorInceptionV3):  # type: ignore[misc, name-defined]
+        def load_state_dict(self, *_: Any, **__: Any) -> None:
+            """Keep the random weights."""
+
+    path: Path = tmp_path_factory.mktemp("inception") / "weights.pth"
+    torch.save({}, path)
+    torch.manual_seed(0)
+    network = Unloaded("inception-v3-compat", ["2048"], feature_extractor_weights_path=str(path))
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_var.fill_(0.3)  # keeps activations alive through random layers
+    torch.save(network.state_dict(), path)
+    return path
+
+
+def test_inception_through_the_real_network(inception_file: Path) -> None:
+    digest = sha256_of_file(inception_file)
+    extractor = load_extractor("inception", weights=inception_file, sha256=digest)
+    images = pictures(3)
+    found = extractor(images)
+    assert (found.shape, found.dtype, extractor.dimension) == ((3, 2048), torch.float32, 2048)
+    assert found.std(0).max() > 0
+    torch.testing.assert_close(found[1:2], extractor(images[1:2]), rtol=1e-4, atol=1e-5)
+
+
+def test_inception_resizes_as_tensorflow_did(inception_file: Path) -> None:
+    """The published statistics need TensorFlow 1's resizing; torchmetrics' own default has antialiasing."""
+    fidelity = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+    extractor = load_extractor("inception", weights=inception_file, sha256=sha256_of_file(inception_file))
+    original = fidelity.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"], str(inception_file))
+    images = pictures(1, 320, 400)
+    torch.testing.assert_close(extractor(images), original(images)[0], rtol=1e-4, atol=1e-5)
+    extractor.network.use_antialias = True  # type: ignore[assignment]
+    assert not torch.allclose(extractor(images), original(images)[0], rtol=1e-2, atol=1e-3)
+
+
+def test_only_the_published_weights_give_fid(inception_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = sha256_of_file(inception_file)
+    other = load_extractor("inception", weights=inception_file, sha256=digest)
+    assert other.distance_name == f"FD-Inception-{digest[:8]}"
+    assert other.kernel_name == f"KD-Inception-{digest[:8]}"
+    assert features.INCEPTION_SHA256.startswith("6726825d")
+    monkeypatch.setattr(features, "INCEPTION_SHA256", digest)
+    published = load_extractor("inception", weights=inception_file)
+    assert (published.distance_name, published.kernel_name) == ("FID", "KID")
+
+
+def test_wrong_inception_weights(inception_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ElfattError, match=f"accepted is {features.INCEPTION_SHA256}"):
+        load_extractor("inception", weights=inception_file)
+    with pytest.raises(ElfattError, match="do not exist"):
+        load_extractor("inception", weights=tmp_path / "none.pth")
+    empty, pickled = tmp_path / "empty.pth", tmp_path / "pickled.pth"
+    torch.save({"a": torch.zeros(1)}, empty)
+    torch.save(Path("."), pickled)
+    for path, reason in ((empty, "do not fit"), (pickled, "not a file of tensors")):
+        with pytest.raises(ElfattError, match=reason):
+            load_extractor("inception", weights=path, sha256=sha256_of_file(path))
+
+
+@pytest.fixture
+def toy_extractor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToyExtractor:
+    from elfatt_sd.toy import features as toy
+
+    torch.manual_seed(0)
+    path = tmp_path / "classifier.safetensors"
+    save_file(toy.ToyClassifier().state_dict(), path)
+    monkeypatch.setattr(toy, "CLASSIFIER_FILE", path)
+    monkeypatch.setattr(toy.load_feature_extractor, "__defaults__", ("cpu", path))
+    extractor = load_extractor("toy")
+    assert isinstance(extractor, ToyExtractor)
+    return extractor
+
+
+def test_toy_features_and_attributes(toy_extractor: ToyExtractor) -> None:
+    images = pictures(2, 256, 256)
+    found = toy_extractor(images)
+    assert found.shape == (2, toy_extractor.dimension) == (2, 64)
+    assert toy_extractor.distance_name == "FD-toy"
+    seen = toy_extractor.classify(found)
+    expected: dict[str, Tensor] = toy_extractor.network.classify(images)  # type: ignore[operator]
+    assert list(seen) == ["shape", "color", "pattern", "background"]
+    assert all(torch.equal(seen[name], expected[name]) for name in expected)
+    torch.testing.assert_close(toy_extractor(images[:1]), found[:1], rtol=1e-4, atol=1e-5)
+
+
+def test_toy_pictures_of_another_size_are_brought_to_256(toy_extractor: ToyExtractor) -> None:
+    flat = torch.full((1, 3, 128, 128), 90, dtype=torch.uint8)
+    large = torch.full((1, 3, 256, 256), 90, dtype=torch.uint8)
+    torch.testing.assert_close(toy_extractor(flat), toy_extractor(large), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    folder: Path = tmp_path_factory.mktemp("clip")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = CLIPVisionConfig(**sizes, image_size=32, patch_size=8, projection_dim=24)
+    CLIPVisionModelWithProjection(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dinov2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Dinov2Config, Dinov2Model
+
+    folder: Path = tmp_path_factory.mktemp("dinov2")
+    torch.manual_seed(0)
+    config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14)
+    Dinov2Model(config).save_pretrained(folder)
+    return folder
+
+
+def test_clip_directory(clip_folder: Path) -> None:
+    extractor = load_extractor(f"clip:{clip_folder}")
+    assert (extractor.distance_name, extractor.kernel_name, extractor.dimension) == ("FD-CLIP", "KD-CLIP", 24)
+    images = pictures(3, 48, 80)
+    found = extractor(images)
+    assert found.shape == (3, 24)
+    torch.testing.assert_close(found[:1], extractor(images[:1]), rtol=1e-4, atol=1e-5)
+    # only the centre of the wide picture is seen
+    images[:, :, :, :10] = 0
+    torch.testing.assert_close(extractor(images), found)
+
+
+def test_preprocessing_of_the_directory_is_used_and_hashed(dinov2_folder: Path) -> None:
+    plain = load_extractor(f"dinov2:{dinov2_folder}")
+    assert (plain.distance_name, plain.dimension) == ("FD-DINOv2", 32)
+    images = pictures(2, 56, 56)
+    stored = {"size": {"shortest_edge": 32}, "crop_size": {"height": 28, "width": 28}, "image_mean": [0.5, 0.5, 0.5]}
+    path = dinov2_folder / "preprocessor_config.json"
+    path.write_text(json.dumps(stored))
+    other = load_extractor(f"dinov2:{dinov2_folder}")
+    path.unlink()
+    assert (other.preprocessing["shortest_edge"], other.preprocessing["crop"]) == (32, 28)
+    assert other.identity != plain.identity
+    assert not torch.allclose(other(images), plain(images), atol=1e-3)
+
+
+def test_features_are_float32_whatever_surrounds_them(clip_folder: Path) -> None:
+    extractor = load_extractor(f"clip:{clip_folder}")
+    images = pictures(2, 32, 32)
+    expected = extractor(images)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = extractor(images)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("spec", ["resnet", "clip:", "clip", "dinov2:/nowhere"])
+def test_unknown_extractors(spec: str) -> None:
+    with pytest.raises(ElfattError, match=r"accepted: inception, toy|no config.json"):
+        load_extractor(spec)
+
+
+def test_wrong_pictures() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, images: Tensor) -> Tensor:
+            return images.float().mean((2, 3)) * self.scale
+
+    extractor = Extractor("mean", "FD-mean", 3, Mean(), {})
+    assert extractor(pictures(2)).shape == (2, 3)
+    for wrong in (pictures(2).float(), pictures(2)[:, :1], pictures(2)[0]):
+        with pytest.raises(ElfattError, match="accepted is uint8"):
+            extractor(wrong)
