@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from elfatt_sd.console import FAILURE, complain, output, quiet_libraries
+from elfatt_sd.evaluation.folder import RunFailure, load_run
 from elfatt_sd.evaluation.protocols import Protocol, load_protocol
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -81,8 +82,23 @@ def build_protocol(chosen: Mapping[str, Any]) -> Protocol:
     return load_protocol(chosen["protocol_file"], [*(chosen["set"] or ()), *overrides])
 
 
+def reports_failure(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a failure of a command one line and exit code 1."""
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> Any:
+        try:
+            return command(**given)
+        except RunFailure as failure:
+            complain(str(failure))
+            raise typer.Exit(FAILURE) from failure
+
+    return wrapper
+
+
 @app.command("run")
 @takes_protocol
+@reports_failure
 def run_command(
     protocol: Protocol,
     out: Out,
@@ -104,6 +120,7 @@ def run_command(
 
 @app.command("generate")
 @takes_protocol
+@reports_failure
 def generate_command(protocol: Protocol, out: Out, quiet: Quiet = False) -> None:
     """Make the images of every row. Several processes share them under `accelerate launch`."""
     from elfatt_sd.evaluation.generate import generate
@@ -119,6 +136,7 @@ def generate_command(protocol: Protocol, out: Out, quiet: Quiet = False) -> None
 
 @app.command("reference")
 @takes_protocol
+@reports_failure
 def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
     """Compute the statistics of a protocol's reference, or find them in the cache."""
     from elfatt_sd.evaluation.score import build_references
@@ -131,9 +149,9 @@ def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
 
 
 @app.command("score")
+@reports_failure
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
-    from elfatt_sd.evaluation.folder import load_run
     from elfatt_sd.evaluation.results import write_results
     from elfatt_sd.evaluation.run import leave_processes, score, writing
 
@@ -147,9 +165,9 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 
 
 @app.command("report")
+@reports_failure
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
-    from elfatt_sd.evaluation.folder import load_run
     from elfatt_sd.evaluation.report import write_report
     from elfatt_sd.evaluation.results import write_results
     from elfatt_sd.evaluation.run import writing
@@ -160,6 +178,7 @@ def report_command(run: RunDir) -> None:
 
 
 @app.command("verify")
+@reports_failure
 def verify_command(
     run: RunDir,
     recompute: Annotated[

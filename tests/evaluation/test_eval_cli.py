@@ -1,0 +1,192 @@
+"""The commands of `elfatt-sd eval`: what they print, their exit codes, and one line for every error."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+from conftest import full_overrides
+
+from elfatt_sd.cli import app
+from elfatt_sd.evaluation import folder, generate, measure
+from elfatt_sd.evaluation.protocols import load_protocol
+
+COMMANDS = ("run", "generate", "reference", "score", "report", "verify")
+
+
+class Done:
+    def __init__(self, code: int, captured: Any) -> None:
+        self.code, self.out, self.err = code, captured.out, captured.err
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+
+    def run(*words: object) -> Done:
+        with pytest.raises(SystemExit) as end:
+            app(["eval", *map(str, words)], prog_name="elfatt-sd")
+        return Done(int(end.value.code or 0), capsys.readouterr())
+
+    return run
+
+
+def sets(overrides: list[str]) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def test_help_lists_every_command(call: Any) -> None:
+    done = call("--help")
+    assert done.code == 0
+    for command in COMMANDS:
+        assert command in done.out
+        assert call(command, "--help").code == 0
+
+
+def test_run_prints_the_page_and_the_other_commands_work_on_it(
+    call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "run_worker", measure.measure_peaks)
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    run_dir = tmp_path / "run"
+    done = call("run", protocol, "--out", run_dir, "--limit", 3, "--quiet", *sets(full_overrides(workplace)))
+    assert done.code == 0, done.err
+    page = Path(done.out.strip().replace("\n", ""))
+    assert page == run_dir / "report" / "index.html"
+    assert page.is_file()
+    assert folder.load_run(run_dir).limit == 3
+    assert len(folder.read_manifest(run_dir, folder.load_run(run_dir).baseline)) == 3
+    assert call("score", run_dir, "--quiet").code == 0
+    page.unlink()
+    assert call("report", run_dir).code == 0
+    assert page.is_file()
+    done = call("verify", run_dir)
+    assert (done.code, done.err) == (0, "")
+    folder.image_path(run_dir, folder.load_run(run_dir).cells[1], 1).unlink()
+    done = call("verify", run_dir)
+    assert done.code == 1
+    assert "null/images/00001.png: deleted" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_dry_run_prints_and_makes_nothing(call: Any, workplace: Path, tmp_path: Path) -> None:
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    done = call("run", protocol, "--out", tmp_path / "run", "--dry-run", *sets(full_overrides(workplace)))
+    assert done.code == 0, done.err
+    for word in ("tomesd-ratio0.5", "20 images", "GiB of disk", "minutes to generate"):
+        assert word in done.out
+    assert not (tmp_path / "run").exists()
+
+
+def test_reference_says_what_it_found(call: Any, workplace: Path, tmp_path: Path) -> None:
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    overrides = sets([line for line in full_overrides(workplace) if "reference" not in line])
+    done = call("reference", protocol, "--reference", workplace / "val", "--allow-count", *overrides)
+    assert done.code == 0, done.err
+    assert '"count": 12' in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("--set", "stepz=3"), ("'stepz'", "accepted")),
+        (("--set", "time.repeats=few"), ("time.repeats='few'", "whole number")),
+        (("--limit", "0"), ("--limit", "0")),
+        (("--reference", "/nowhere/val"), ("/nowhere/val", "does not exist")),
+        (("--model", "/nowhere/sd"), ("/nowhere/sd", "does not exist")),
+        (("--device", "abacus"), ("abacus", "accepted")),
+        (("--dtype", "int3"), ("int3", "accepted")),
+        (("--set", "reference.count=13"), ("12 pictures", "13")),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(
+    call: Any, workplace: Path, tmp_path: Path, words: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    overrides = sets(full_overrides(workplace))
+    done = call("run", protocol, "--out", tmp_path / "run", "--quiet", *overrides, "--limit", 2, *words)
+    assert done.code == 2
+    assert len(done.err.splitlines()) == 1, done.err
+    for part in parts:
+        assert part in done.err
+
+
+def test_wrong_inception_weights_are_refused(call: Any, workplace: Path, tmp_path: Path) -> None:
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    weights = tmp_path / "weights.pth"
+    weights.write_bytes(b"not the published file")
+    done = call(
+        "run", protocol, "--out", tmp_path / "run", "--reference", workplace / "val", "--inception-weights", weights
+    )
+    assert done.code == 2
+    assert "sha256" in done.err
+    assert len(done.err.splitlines()) == 1, done.err
+
+
+def test_folders_that_hold_no_run_are_named(call: Any, tmp_path: Path) -> None:
+    for command in ("score", "report", "verify"):
+        done = call(command, tmp_path)
+        assert done.code == 2
+        assert "holds no run" in done.err
+
+
+def test_ctrl_c_is_one_line_and_keeps_finished_work(
+    call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = generate.make_images, [0]
+
+    def interrupted(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(generate, "make_images", interrupted)
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    done = call("generate", protocol, "--out", tmp_path / "run", "--quiet")
+    assert done.code == 130
+    assert len(done.err.splitlines()) == 1
+    cell = load_protocol(protocol).baseline
+    assert folder.image_path(tmp_path / "run", cell, 1).is_file()
+    assert call("generate", protocol, "--out", tmp_path / "run", "--quiet").code == 0
+    assert len(folder.read_manifest(tmp_path / "run", cell)) == 5
+
+
+def test_a_full_disk_is_a_failure(call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    def full(path: Path, pixels: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(generate, "_write_png", full)
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    done = call("generate", protocol, "--out", tmp_path / "run", "--quiet")
+    assert done.code == 1
+    assert "no space left on the disk" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_a_failed_row_is_named_with_exit_code_1(
+    call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "to_uint8", generate.to_uint8)
+    check = generate.check_images
+    monkeypatch.setattr(generate, "check_images", lambda images, indices: check(images * 0, indices))
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    done = call("generate", protocol, "--out", tmp_path / "run", "--quiet")
+    assert done.code == 1
+    assert done.err.splitlines()[0] == "error: row sd failed: image 0 is black"
+    assert len(done.err.splitlines()) == 4
+
+
+def test_another_specification_in_the_folder_is_refused(
+    call: Any, finished_run: Path, workplace: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished_run, tmp_path / "run")
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    done = call("generate", protocol, "--out", tmp_path / "run", *sets(full_overrides(workplace)), "--set", "steps=6")
+    assert done.code == 2
+    assert "steps: 4 there, 6 here" in done.err

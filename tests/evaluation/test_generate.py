@@ -1,0 +1,341 @@
+"""Generation: the same latents for all rows, and the same bytes whatever happens on the way."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small_run
+import torch
+from PIL import Image
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import folder, generate
+from elfatt_sd.evaluation.generate import BadImage, check_images, row_patch, spread, start_noise
+from elfatt_sd.evaluation.protocols import Protocol
+
+ROOT = Path(__file__).parents[2]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def make(run_dir: Path, protocol: Protocol) -> dict[str, str]:
+    with folder.clear_disk_errors(run_dir), folder.run_lock(run_dir):
+        return generate.generate(run_dir, protocol, show_progress=False)
+
+
+def pixels(path: Path) -> np.ndarray[Any, Any]:
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Protocol]:
+    """A finished generation and its protocol."""
+    place = tmp_path_factory.mktemp("made")
+    protocol = small_run.small_protocol(place, model)
+    assert make(place / "run", protocol) == {}
+    return place / "run", protocol
+
+
+def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) -> None:
+    run_dir, protocol = made
+    for cell in protocol.cells:
+        entries = folder.read_manifest(run_dir, cell)
+        assert [entry["prompt"] for entry in entries] == list(small_run.LABELS)
+        assert [entry["seed"] for entry in entries] == [3 + cell.seed_offset + index for index in range(5)]
+        for entry in entries:
+            path = folder.image_path(run_dir, cell, entry["index"])
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == entry["sha256"]
+            assert pixels(path).shape == (32, 32, 3)
+        left = {path.name for path in folder.cell_dir(run_dir, cell).iterdir()}
+        assert left == {"images", "manifest.jsonl"}
+
+
+def test_rows_differ_as_their_methods_do(made: tuple[Path, Protocol]) -> None:
+    run_dir, protocol = made
+    hashes = [{entry["sha256"] for entry in folder.read_manifest(run_dir, cell)} for cell in protocol.cells]
+    for index, first in enumerate(hashes):
+        for second in hashes[index + 1 :]:
+            assert not first & second
+
+
+def test_run_file_names_weights_and_versions(made: tuple[Path, Protocol]) -> None:
+    run_dir, protocol = made
+    run = folder.read_run(run_dir)
+    assert run is not None
+    assert run["identity"] == protocol.identity
+    assert folder.load_run(run_dir) == protocol
+    assert run["environment"]["packages"]["torch"] == importlib.metadata.version("torch")
+    assert len(run["environment"]["model_sha256"]) == 64
+
+
+def test_images_are_those_of_the_plain_pipeline(made: tuple[Path, Protocol]) -> None:
+    """The baseline's images, made without any of the harness."""
+    from diffusers import StableDiffusionPipeline
+
+    run_dir, protocol = made
+    pipe = StableDiffusionPipeline.from_pretrained(protocol.model)
+    pipe.set_progress_bar_config(disable=True)
+    noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)])
+    images = pipe(["cat", "dog"], num_inference_steps=4, latents=noise, height=32, width=32, output_type="np").images
+    for index in range(2):
+        ours = pixels(folder.image_path(run_dir, protocol.baseline, index))
+        assert np.array_equal(ours, (images[index] * 255).round().astype(np.uint8))
+
+
+def test_latents_do_not_depend_on_batches_or_rows(protocol: Protocol) -> None:
+    pipe = generate.load_protocol_pipeline(protocol)
+    together, _ = start_noise(pipe, protocol, [3, 4, 5])
+    alone = torch.cat([start_noise(pipe, protocol, [seed])[0] for seed in (3, 4, 5)])
+    assert torch.equal(together, alone)
+    assert together.std() == pytest.approx(1, abs=0.1)
+
+
+def test_half_precision_latents_are_rounded_float32_ones(protocol: Protocol) -> None:
+    pipe = generate.load_protocol_pipeline(protocol)
+    exact, _ = start_noise(pipe, protocol, [3])
+    pipe.unet.to(torch.bfloat16)
+    rounded, _ = start_noise(pipe, protocol, [3])
+    assert torch.equal(rounded, exact.to(torch.bfloat16))
+
+
+def test_killed_runs_end_with_the_same_bytes(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    """One process forks a child for each moment; the child is killed (-9) at that rename, before or after it."""
+    run_dir, _ = made
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from elfatt_sd.evaluation import folder, generate
+from elfatt_sd.evaluation.protocols import load_protocol
+
+protocol = load_protocol({str(run_dir.parent / "small.toml")!r})
+pipe = generate.load_protocol_pipeline(protocol)
+generate.load_protocol_pipeline = lambda *_: pipe
+rename = os.replace
+
+def die_at(moment, before):
+    count = 0
+    def replace(source, target):
+        nonlocal count
+        count += 1
+        if count == moment and before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+        if count == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.replace = replace
+
+for moment, before in ((1, True), (3, False), (4, True), (9, False), (10, True), (30, True)):
+    target = Path({str(tmp_path)!r}) / f"killed{{moment}}"
+    child = os.fork()
+    if not child:
+        die_at(moment, before)
+        with folder.run_lock(target):
+            generate.generate(target, protocol, show_progress=False)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
+    child = os.fork()
+    if not child:
+        with folder.run_lock(target):
+            generate.generate(target, protocol, show_progress=False)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+"""
+    subprocess.run([sys.executable, "-c", script], env=ONE_THREAD, check=True, timeout=500)
+    uninterrupted = small_run.tree(run_dir / "cells")
+    for moment in (1, 3, 4, 9, 10, 30):
+        assert small_run.tree(tmp_path / f"killed{moment}" / "cells") == uninterrupted, moment
+
+
+def test_two_processes_make_the_same_bytes(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    run_dir, _ = made
+    (tmp_path / "start.py").write_text("from elfatt_sd.cli import main\nmain()\n")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command = ["eval", "generate", str(run_dir.parent / "small.toml"), "--out", str(tmp_path / "run"), "--quiet"]
+    done = subprocess.run(
+        [*launch, str(tmp_path / "start.py"), *command], env=ONE_THREAD, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert small_run.tree(tmp_path / "run" / "cells") == small_run.tree(run_dir / "cells")
+
+
+def test_an_interrupted_run_keeps_its_batches(
+    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, protocol = made
+    calls: list[list[int]] = []
+    real = generate.make_images
+
+    def interrupted(pipe: Any, protocol: Protocol, prompts: list[str], seeds: list[int]) -> torch.Tensor:
+        calls.append(seeds)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(pipe, protocol, prompts, seeds)
+
+    monkeypatch.setattr(generate, "make_images", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "run", protocol)
+    assert make(tmp_path / "run", protocol) == {}
+    assert calls[:4] == [[3, 4], [5, 6], [7], [7]]  # the two batches that were finished are not made again
+    assert small_run.tree(tmp_path / "run" / "cells") == small_run.tree(run_dir / "cells")
+    make(tmp_path / "run", protocol)
+    assert len(calls) == 3 + 3 * len(protocol.cells) - 2  # and a finished run makes nothing
+
+
+def test_a_full_disk_is_one_line_and_finished_work_stays(
+    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, protocol = made
+    real, calls = os.fsync, [0]
+
+    def full(handle: int) -> None:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(folder.RunFailure, match="no space left on the disk of") as error:
+        make(tmp_path / "run", protocol)
+    assert "\n" not in str(error.value)
+    assert list((tmp_path / "run" / "cells").rglob("*.jsonl"))
+    monkeypatch.undo()
+    make(tmp_path / "run", protocol)
+    assert small_run.tree(tmp_path / "run" / "cells") == small_run.tree(run_dir / "cells")
+
+
+def test_another_specification_is_refused_with_the_difference(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    run_dir, protocol = made
+    other = small_run.small_protocol(tmp_path, Path(protocol.model), "steps=5", "guidance=2.0")
+    with pytest.raises(ElfattError) as error:
+        make(run_dir, other)
+    for part in ("another specification", "steps: 4 there, 5 here", "guidance: 7.5 there, 2.0 here"):
+        assert part in str(error.value)
+
+
+def test_other_weights_are_refused(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    import tiny_pipelines as tiny
+
+    run_dir, protocol = made
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    folder.manifest_path(copy, protocol.cells[-1]).unlink()
+    pipe = tiny.sd15(tmp_path)
+    with torch.no_grad():
+        pipe.unet.conv_in.bias += 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "load_protocol_pipeline", lambda *_: pipe)
+        with pytest.raises(ElfattError, match=r"images come out differently \(model_sha256"):
+            make(copy, protocol)
+
+
+def test_a_strange_folder_is_refused(protocol: Protocol, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "holiday.png").write_bytes(b"")
+    with pytest.raises(ElfattError, match=r"not empty and holds no run \(there is 'holiday.png'\)"):
+        make(tmp_path / "photos", protocol)
+
+
+def test_a_folder_in_use_is_refused_and_a_stale_lock_is_not(tmp_path: Path) -> None:
+    with (
+        folder.run_lock(tmp_path),
+        pytest.raises(ElfattError, match=f"in use by process {os.getpid()}"),
+        folder.run_lock(tmp_path),
+    ):
+        pass
+    (tmp_path / folder.LOCK_FILE).write_text("process 999999 on elsewhere")
+    with folder.run_lock(tmp_path):
+        assert str(os.getpid()) in (tmp_path / folder.LOCK_FILE).read_text()
+
+
+def test_a_bad_image_fails_its_row_by_name_and_no_other(
+    protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = generate.make_images
+
+    def broken(pipe: Any, protocol: Protocol, prompts: list[str], seeds: list[int]) -> torch.Tensor:
+        images = real(pipe, protocol, prompts, seeds)
+        if seeds[0] == 3 + protocol.cells[1].seed_offset + 2:
+            images[1] = torch.nan
+        return images
+
+    monkeypatch.setattr(generate, "make_images", broken)
+    failed = make(tmp_path / "run", protocol)
+    assert list(failed) == ["null"]
+    assert "image 3 is not finite" in failed["null"]
+    assert folder.read_failure(tmp_path / "run", protocol.cells[1]) == failed["null"]
+    assert not folder.image_path(tmp_path / "run", protocol.cells[1], 2).exists()
+    assert len(folder.read_manifest(tmp_path / "run", protocol.cells[2])) == 5
+    monkeypatch.undo()
+    assert make(tmp_path / "run", protocol) == {}
+    assert folder.read_failure(tmp_path / "run", protocol.cells[1]) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.0, "image 7 is black"),
+        (0.5, "single value 0.500"),
+        (float("nan"), "not finite"),
+        (float("inf"), "not finite"),
+    ],
+)
+def test_bad_images_are_told(value: float, message: str) -> None:
+    good = torch.linspace(0, 1, 48).reshape(1, 3, 4, 4)
+    check_images(good, [6])
+    with pytest.raises(BadImage, match=message):
+        check_images(torch.cat([good, torch.full((1, 3, 4, 4), value)]), [6, 7])
+
+
+def test_the_peer_is_deterministic_and_leaves_no_trace(protocol: Protocol) -> None:
+    pipe = generate.load_protocol_pipeline(protocol)
+    cell = protocol.cell("tomesd-ratio0.5")
+    state, kind = torch.get_rng_state(), type(pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0])
+
+    def image(seed: int) -> torch.Tensor:
+        with row_patch(pipe, cell, seed), torch.no_grad():
+            return generate.make_images(pipe, protocol, ["cat"], [3])
+
+    first = image(1)
+    torch.rand(3)
+    assert torch.equal(first, image(1))
+    assert not torch.equal(first, image(2))
+    assert type(pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0]) is kind
+    torch.set_rng_state(state)
+    image(1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_schedulers_by_name(tmp_path: Path, model: Path) -> None:
+    protocol = small_run.small_protocol(tmp_path, model, "scheduler=EulerAncestralDiscreteScheduler")
+    pipe = generate.load_protocol_pipeline(protocol)
+    assert type(pipe.scheduler).__name__ == "EulerAncestralDiscreteScheduler"
+    together = generate.make_images(pipe, protocol, ["cat", "dog"], [3, 4])
+    alone = generate.make_images(pipe, protocol, ["dog"], [4])
+    assert torch.allclose(together[1], alone[0], atol=1e-4)  # its noise comes from each image's own generator
+    wrong = small_run.small_protocol(tmp_path, model, "scheduler=Eulerish")
+    with pytest.raises(ElfattError, match="'Eulerish' is not known"):
+        generate.load_protocol_pipeline(wrong)
+
+
+def test_spread_is_even_and_not_in_step_with_the_list() -> None:
+    values = list(range(1792))
+    chosen = spread(values, 256)
+    assert chosen == spread(values, 256)
+    assert [value // 7 for value in chosen] == list(range(256))
+    assert len({value % 7 for value in chosen}) == 7
+    assert spread(values, 0) == spread(values, 5000) == values

@@ -1,0 +1,241 @@
+"""Time and memory: what is summed, what is fitted, and that running out of memory is a result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+import torch
+
+from elfatt_sd.evaluation import generate, measure
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+
+
+@pytest.fixture
+def timed(tmp_path: Path, model: Path) -> Protocol:
+    return small_run.small_protocol(tmp_path, model, "time.repeats=3", "time.batch=1", "memory.batches=[4, 1, 2]")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """A clock that a test turns."""
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    yield now
+
+
+def test_the_unets_time_is_the_sum_of_its_calls(clock: list[float]) -> None:
+    class Network(torch.nn.Module):
+        def forward(self, seconds: float) -> None:
+            clock[0] += seconds
+
+    network = Network()
+    with measure.UNetTimer(network, torch.device("cpu")) as timer:
+        network(2.0)
+        clock[0] += 100  # the scheduler
+        network(3.0)
+    network(50.0)
+    assert timer.seconds() == 5.0
+
+
+def test_a_timed_call_counts_all_and_divides_by_the_images(
+    timed: Protocol, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = generate.load_protocol_pipeline(timed)
+    forward, encode, decode = pipe.unet.forward, pipe.text_encoder.forward, pipe.vae.decode
+
+    def taking(seconds: float, function: Any) -> Any:
+        def slow(*args: Any, **options: Any) -> Any:
+            clock[0] += seconds
+            return function(*args, **options)
+
+        return slow
+
+    monkeypatch.setattr(pipe.unet, "forward", taking(1.0, forward))
+    monkeypatch.setattr(pipe.text_encoder, "forward", taking(10.0, encode))
+    monkeypatch.setattr(pipe.vae, "decode", taking(100.0, decode))
+    seconds = measure.timed_call(pipe, timed, timed.baseline, ["cat", "dog"], [3, 4])
+    assert seconds["unet"] == 5 / 2  # PLMS makes one call more than it has steps
+    assert seconds["end_to_end"] == (5 + 2 * 10 + 100) / 2
+
+
+def test_rows_take_turns_in_every_round(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int]] = []
+
+    def call(pipe: Any, protocol: Protocol, cell: Cell, prompts: list[str], seeds: list[int]) -> dict[str, float]:
+        order.append((cell.name, protocol.steps))
+        slow = 2.0 if cell.role == "baseline" else 1.0
+        return {"end_to_end": slow * len(order), "unet": slow}
+
+    monkeypatch.setattr(measure, "timed_call", call)
+    measure.measure_time(tmp_path, timed, lambda line: None)
+    names = [name for name, _ in order]
+    rows = {cell.name for cell in timed.cells}
+    rounds = [names[start : start + len(rows)] for start in range(0, len(names), len(rows))]
+    assert len(rounds) == 4  # one to warm up
+    assert all(set(once) == rows for once in rounds)
+    assert len({once[0] for once in rounds[1:]}) == 3  # no row is always first
+    assert {steps for _, steps in order} == {timed.steps}
+    data = json.loads((tmp_path / measure.TIME_FILE).read_text())
+    assert {len(row["unet"]["values"]) for row in data["rows"].values()} == {3}
+    assert data["rows"]["null"]["unet"]["ratio"] == {"median": 2.0, "low": 2.0, "high": 2.0, "values": [2.0] * 3}
+    assert "only 3 repeats" in data["note"]
+    assert data["environment"]["packages"]["torch"]
+    assert len(data["clocks"]) == 5
+
+
+def test_real_times_replace_those_of_an_earlier_attempt(timed: Protocol, tmp_path: Path) -> None:
+    (tmp_path / measure.TIME_FILE).write_text('{"rows": {"sd": {"unet": {"values": [1e9]}}}}')
+    data = measure.measure_time(tmp_path, timed, lambda line: None)
+    for row in data["rows"].values():
+        for scope in ("end_to_end", "unet"):
+            assert len(row[scope]["values"]) == 3
+            assert 0 < row[scope]["seconds_per_image"] < 1e6
+        assert row["unet"]["seconds_per_image"] < row["end_to_end"]["seconds_per_image"]
+
+
+def test_out_of_memory_while_timing_is_a_result(
+    timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(pipe: Any, protocol: Protocol, cell: Cell, prompts: list[str], seeds: list[int]) -> dict[str, float]:
+        if cell.method == "elfatt":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"end_to_end": 2.0, "unet": 1.0}
+
+    monkeypatch.setattr(measure, "timed_call", call)
+    rows = measure.measure_time(tmp_path, timed, lambda line: None)["rows"]
+    assert [row for row in rows.values() if "failed" in row] == [{"failed": "out of memory at batch 1"}]
+
+
+def test_other_errors_are_no_result(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*_: Any) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(measure, "timed_call", call)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        measure.measure_time(tmp_path, timed, lambda line: None)
+
+
+def test_summary_of_times() -> None:
+    own = [{"unet": 1.0}, {"unet": 4.0}, {"unet": 2.0}]
+    untouched = [{"unet": 2.0}, {"unet": 4.0}, {"unet": 6.0}]
+    found = measure.summarize_time(own, untouched, ["unet"])["unet"]
+    assert (found["seconds_per_image"], found["spread"]) == (2.0, [1.0, 4.0])
+    assert found["ratio"] == {"median": 2.0, "low": 1.0, "high": 3.0, "values": [2.0, 1.0, 3.0]}
+    assert measure.summarize_time(own, [], ["unet"])["unet"]["ratio"] is None
+
+
+def test_memory_is_the_slope_of_a_line() -> None:
+    results = [
+        {"kind": "VmHWM", "peaks": {"text": 1.0, "unet": 2 + 0.5 * batch, "vae": 1 + 0.75 * batch}}
+        for batch in (1, 2, 8)
+    ]
+    found = measure.summarize_memory([1, 2, 8], results)
+    assert found["peaks_gib"] == [2.5, 3.0, 7.0]  # the largest of the stages, which is not the same one everywhere
+    slopes = {stage: line["gib_per_image"] for stage, line in found["stages"].items()}
+    assert slopes == pytest.approx({"text": 0.0, "unet": 0.5, "vae": 0.75})
+    assert found["stages"]["unet"]["intercept_gib"] == pytest.approx(2.0)
+    assert found["stages"]["unet"]["fit_error_gib"] == pytest.approx(0.0, abs=1e-12)
+    assert found["kind"] == "VmHWM"
+
+
+def test_fit_error_is_the_residuals_root_mean_square() -> None:
+    results = [{"kind": "VmHWM", "peaks": {"all": peak}} for peak in (1.0, 3.0, 2.0)]
+    found = measure.summarize_memory([1, 2, 3], results)
+    assert found["gib_per_image"] == pytest.approx(0.5)
+    assert found["intercept_gib"] == pytest.approx(1.0)
+    assert found["fit_error_gib"] == pytest.approx(0.5**0.5)
+    assert "stages" not in found
+
+
+def test_out_of_memory_ends_a_row_and_is_named(
+    timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
+        asked.append((cell.name, batch))
+        if batch == 4 or (cell.method == "elfatt" and batch == 2):
+            return {"failed": f"out of memory at batch {batch}"}
+        return {
+            "kind": "CUDA allocated",
+            "peaks": dict.fromkeys(measure.STAGES, 1.0 + batch),
+            "reserved": {"unet": 9.0},
+        }
+
+    monkeypatch.setattr(measure, "run_worker", worker)
+    rows = measure.measure_memory(tmp_path, timed, lambda line: None)["rows"]
+    assert rows["sd"]["gib_per_image"] == pytest.approx(1.0)
+    assert rows["sd"]["note"] == "out of memory at batch 4"
+    assert rows["sd"]["reserved"]["kind"] == "CUDA reserved"
+    elfatt = next(cell.name for cell in timed.cells if cell.method == "elfatt")
+    assert rows[elfatt]["gib_per_image"] is None
+    assert rows[elfatt]["peaks_gib"] == [2.0]
+    assert rows["null"]["same_program_as"] == "sd"
+    assert not [name for name, _ in asked if name == "null"]
+    before = len(asked)
+    (tmp_path / measure.MEMORY_FILE).write_text(
+        json.dumps({**json.loads((tmp_path / measure.MEMORY_FILE).read_text()), "rows": {"sd": rows["sd"]}})
+    )
+    assert measure.measure_memory(tmp_path, timed, lambda line: None)["rows"]["sd"] == rows["sd"]
+    assert {name for name, _ in asked[before:]} == {elfatt, "tomesd-ratio0.5"}  # finished rows are not measured again
+
+
+def test_a_fresh_process_measures_every_stage(timed: Protocol) -> None:
+    result = measure.run_worker(timed, timed.cells[2], 2)
+    assert result["kind"] == "VmHWM"
+    assert set(result["peaks"]) in ({"text", "unet", "vae"}, {"all"})
+    assert all(0.05 < peak < 20 for peak in result["peaks"].values())
+
+
+def test_a_worker_that_fails_says_why(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(code: int, stderr: str = "") -> None:
+        done = measure.subprocess.CompletedProcess([], code, "", stderr)
+        monkeypatch.setattr(measure.subprocess, "run", lambda *_, **__: done)
+
+    ended(-9)
+    assert measure.run_worker(timed, timed.baseline, 48) == {"failed": "out of memory at batch 48"}
+    ended(1, "Traceback ...\nValueError: no such thing\n")
+    assert measure.run_worker(timed, timed.baseline, 2) == {"failed": "batch 2: ValueError: no such thing"}
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_out_of_memory_is_recognised(error: Exception, expected: bool) -> None:
+    assert measure.is_out_of_memory(error) is expected
+
+
+def test_the_peak_meter_sees_an_allocation_and_starts_anew() -> None:
+    meter = measure.PeakMeter(torch.device("cpu"))
+    before = meter.read()
+    block = torch.ones(2**26)  # 0.25 GiB
+    del block
+    assert meter.read() > before + 0.2
+    if meter.reset():
+        assert meter.read() < before + 0.1
+
+
+def test_stages_are_told_apart(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading of the meter belongs to the part of the pipeline that has just run."""
+    running = ["text"]
+    pipe = generate.load_protocol_pipeline(timed)
+    pipe.unet.register_forward_hook(lambda *_: running.append("unet"))
+    pipe.vae.decoder.register_forward_hook(lambda *_: running.append("vae"))
+    monkeypatch.setattr(measure, "load_protocol_pipeline", lambda *_: pipe)
+    monkeypatch.setattr(measure.PeakMeter, "read", lambda self: {"text": 1.0, "unet": 2.0, "vae": 3.0}[running[-1]])
+    monkeypatch.setattr(measure.PeakMeter, "reset", lambda self: True)
+    assert measure.measure_peaks(timed, timed.baseline, 1)["peaks"] == {"text": 1.0, "unet": 2.0, "vae": 3.0}
+    monkeypatch.setattr(measure.PeakMeter, "reset", lambda self: False)
+    assert measure.measure_peaks(timed, timed.baseline, 1)["peaks"] == {"all": 3.0}

@@ -1,0 +1,146 @@
+"""All stages in order, on the paper's own protocol with small random networks; and what is done only once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import folder, generate, measure
+from elfatt_sd.evaluation import run as stages
+from elfatt_sd.evaluation.protocols import Protocol, load_protocol
+
+
+def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eval run eval/paper_table.toml` with its sizes overridden; memory in this process in place of fresh ones."""
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "run_worker", measure.measure_peaks)
+    protocol = load_protocol(
+        Path(__file__).parents[2] / "eval" / "paper_table.toml",
+        [
+            f"model={workplace / 'sd15'}",
+            f'extractors=["clip:{workplace / "clip"}"]',
+            f"reference.source={workplace / 'val'}",
+            "reference.count=12",
+            *("dtype=float32", "device=cpu", "height=32", "width=32", "steps=2", "batch=4", "limit=4"),
+            *("time.repeats=1", "time.warmup=0", "time.batch=1", "memory.batches=[1, 2]"),
+        ],
+    )
+    assert stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False) == {}
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert len(results["rows"]) == 17
+    for row in results["rows"]:
+        assert row["failed"] is None
+        assert row["images"] == 4
+        assert row["distances"]["FD-CLIP"]["value"] > 0
+        assert row["time"]["end_to_end"]["seconds_per_image"] > 0
+        assert row["memory"]["batches"] == [1, 2]
+        assert (row["paired"] is None) == (row["role"] == "baseline")
+    assert {row["label"] for row in results["rows"]} > {row["label"] for row in results["published"]["rows"]} - {""}
+    page = (tmp_path / "run" / "report" / "index.html").read_text()
+    assert "ELFATT-SD" in page
+    assert (tmp_path / "run" / "report" / "table.csv").read_text().count("\n") >= 17
+
+
+def test_a_second_run_does_nothing_again(
+    finished_run: Path, full_protocol: Protocol, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+    before = small_run.tree(finished_run)
+    lines: list[str] = []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a finished stage was done again")
+
+    for name in ("measure_time", "measure_memory"):
+        monkeypatch.setattr(stages, name, refuse)
+    monkeypatch.setattr(generate, "load_protocol_pipeline", refuse)
+    assert stages.run(full_protocol, finished_run, lines.append, show_progress=False) == {}
+    assert lines == [f"{stage}: done before" for stage in ("score", "time", "memory", "report")]
+    assert small_run.tree(finished_run) == before
+
+
+def test_new_images_are_scored_anew_but_not_timed_anew(
+    finished_run: Path, full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+    copy = tmp_path / "run"
+    shutil.copytree(finished_run, copy)
+    cell = full_protocol.cells[-1]
+    (copy / "scores.json").write_text("{}")
+    shutil.rmtree(folder.cell_dir(copy, cell))
+    stages_before = json.loads((copy / stages.STAGES_FILE).read_text())
+    assert stages.run(full_protocol, copy, lambda line: None, show_progress=False) == {}
+    assert json.loads((copy / stages.STAGES_FILE).read_text()) == stages_before  # the same images came out
+    again = folder.read_manifest(copy, cell)
+    assert again == folder.read_manifest(finished_run, cell)
+
+
+def test_a_failed_row_is_in_the_results_with_its_reason(
+    full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+    monkeypatch.setattr(measure, "run_worker", measure.measure_peaks)
+    check = generate.check_images
+
+    def broken(images: Any, indices: list[int]) -> None:
+        check(images * (current[-1] != "null"), indices)
+
+    current = [""]
+    real = generate._generate_row
+
+    def follow(pipe: Any, run_dir: Path, protocol: Protocol, cell: Any, *rest: Any) -> Any:
+        current.append(cell.name)
+        return real(pipe, run_dir, protocol, cell, *rest)
+
+    monkeypatch.setattr(generate, "check_images", broken)
+    monkeypatch.setattr(generate, "_generate_row", follow)
+    failed = stages.run(full_protocol, tmp_path / "run", lambda line: None, show_progress=False)
+    assert failed == {"null": "image 0 is black"}
+    rows = {row["cell"]: row for row in json.loads((tmp_path / "run" / "results.json").read_text())["rows"]}
+    assert rows["null"]["failed"] == "image 0 is black"
+    assert rows["null"]["distances"] is None
+    assert rows["sd"]["failed"] is None
+    assert rows["sd"]["distances"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reference.source=/nowhere/val", "'/nowhere/val' does not exist"),
+        ("reference.source=", "reference.source is missing"),
+        ('extractors=["clip:/nowhere"]', "/nowhere"),
+        ('extractors=["incepton"]', "'incepton' is not known"),
+        ("labels=/nowhere.txt", "nowhere.txt"),
+        ("model=/nowhere/sd", "'/nowhere/sd' does not exist"),
+    ],
+)
+def test_missing_inputs_are_told_before_any_work(workplace: Path, tmp_path: Path, override: str, message: str) -> None:
+    from conftest import full_overrides
+
+    protocol = small_run.small_protocol(tmp_path, workplace / "sd15", *full_overrides(workplace), override)
+    with pytest.raises(ElfattError, match=message):
+        stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {folder.LOCK_FILE}
+
+
+def test_the_estimate_counts_images_and_extrapolates_steps(
+    full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "timed_call", _three_calls)
+    found = stages.estimate(full_protocol)
+    assert found.images == 5 * 4
+    assert found.disk_gib == pytest.approx(20 * 32 * 32 * 1.6 / 2**30)
+    assert found.seconds_per_image == pytest.approx(1.0 + 5 * 0.5)  # 4 steps of PLMS are 5 calls
+    assert found.generation_hours == pytest.approx(20 * 3.5 / 3600)
+    assert found.timing_hours == pytest.approx(4 * 2 * 1 * 3.5 / 3600)
+
+
+def _three_calls(pipe: Any, protocol: Protocol, cell: Any, prompts: list[str], seeds: list[int]) -> dict[str, float]:
+    generate.make_images(pipe, protocol, prompts, seeds)  # two steps of PLMS are three calls
+    return {"end_to_end": 2.5, "unet": 1.5}
