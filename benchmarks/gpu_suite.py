@@ -1,0 +1,248 @@
+"""All methods on one GPU in less than ten minutes: SD 1.5 and SDXL shapes with random weights, float16.
+
+    python benchmarks/gpu_suite.py --out benchmarks/results
+
+Needs torch, diffusers, tomesd and this repository; downloads nothing. `gpu_suite.json` is written anew after every
+part, so that a run that is stopped loses nothing. `--tiny` tries all parts on any machine with small models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from elfatt_sd import benchmark
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.pipelines import pick_device, pick_dtype
+
+TINY = {
+    "block_out_channels": (32, 64, 64),
+    "down_block_types": ("CrossAttnDownBlock2D",) * 2 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 2,
+    "attention_head_dim": 4,
+    "cross_attention_dim": 32,
+    "norm_num_groups": 8,
+    "layers_per_block": 1,
+}
+GOALS = [  # method, model, size, least gain over a run of 50 steps
+    ("elfatt", "sd15", 512, 1.09),
+    ("elfatt-fast", "sd15", 512, 1.25),
+    ("elfatt-fast", "sd15", 1024, 1.8),
+    ("elfatt-fast", "sd15", 2048, 3.0),
+]
+
+
+def main() -> None:
+    """Run the parts in the order of their weight, as long as there is time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for gpu_suite.json")
+    parser.add_argument("--seconds", type=float, default=500, help="start no part past this time")
+    parser.add_argument("--only", help="parts to run, separated by commas; 'list' shows them")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--tiny", action="store_true", help="small models and sizes, on any machine")
+    options = parser.parse_args()
+    suite = Suite(options)
+    parts = suite.parts | suite.extra
+    names = list(suite.parts) if options.only is None else options.only.split(",")
+    if unknown := [name for name in names if name not in parts]:
+        sys.exit("\n".join([f"{unknown[0]!r} is no part; there are:", *parts]))
+    for name in names:
+        suite.run(name, parts[name])
+    suite.conclude()
+
+
+class Suite:
+    """The parts of the suite and what they gave."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Take the options of the command line."""
+        self.tiny: bool = options.tiny
+        self.device = pick_device(options.device)
+        self.path: Path = options.out / "gpu_suite.json"
+        self.start = time.monotonic()
+        self.limit: float = options.seconds
+        self.results: dict[str, Any] = {"parts": {}, "errors": {}, "seconds": {}}
+        self.models: dict[str, benchmark.Model] = {}
+        self.parts: dict[str, Callable[[], benchmark.Results]] = {
+            "sd15 512 batch 1": lambda: self.unet("sd15", 512, 1, 15),
+            "sd15 512 batch 8": lambda: self.unet("sd15", 512, 8, 20),
+            "sd15 512 batch 48": lambda: self.unet("sd15", 512, 48, 35),
+            "sd15 1024 batch 1": lambda: self.unet("sd15", 1024, 1, 20),
+            "sd15 1024 batch 8": lambda: self.unet("sd15", 1024, 8, 35),
+            "sd15 2048 batch 1": lambda: self.unet("sd15", 2048, 1, 35),
+            "merging": self.merging,
+            "growth": self.growth,
+            "backends": self.backends,
+            "sd15 512 batch 1 graph": lambda: self.unet("sd15", 512, 1, 10, graphs=True),
+            "sdxl 1024 batch 1": lambda: self.unet("sdxl", 1024, 1, 25),
+            "sdxl 1024 batch 8": lambda: self.unet("sdxl", 1024, 8, 35),
+            "sdxl 2048 batch 1": lambda: self.unet("sdxl", 2048, 1, 35),
+            "sdxl 1024 batch 1 graph": lambda: self.unet("sdxl", 1024, 1, 10, graphs=True),
+            "sdxl 512 batch 48": lambda: self.unet("sdxl", 512, 48, 20, few=True),
+            "sdxl 1024 batch 48": lambda: self.unet("sdxl", 1024, 48, 20, few=True),
+            "sd15 1024 batch 48": lambda: self.unet("sd15", 1024, 48, 20, few=True),
+        }
+        self.extra: dict[str, Callable[[], benchmark.Results]] = {
+            "sd15 512 batch 1 compiled": lambda: self.unet("sd15", 512, 1, 30, few=True, compile=True),
+            "sd15 1024 batch 8 compiled": lambda: self.unet("sd15", 1024, 8, 30, few=True, compile=True),
+        }
+
+    def run(self, name: str, part: Callable[[], benchmark.Results]) -> None:
+        """Run one part and write what there is; an error is written down and the suite goes on."""
+        begun = time.monotonic()
+        if begun - self.start > self.limit:
+            self.results["errors"][name] = "no time left"
+            return
+        print(f"\n## {name} ({begun - self.start:.0f} s)", flush=True)
+        try:
+            self.results["parts"][name] = part()
+            print(benchmark.markdown(self.results["parts"][name]), flush=True)
+        except Exception as error:
+            self.results["errors"][name] = f"{type(error).__name__}: {str(error)[:500]}"
+            traceback.print_exc(limit=-4, file=sys.stdout)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.results["seconds"][name] = time.monotonic() - begun
+        self.write()
+
+    def write(self) -> None:
+        """Write the results so far, whole."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.results, indent=1))
+        part.replace(self.path)
+
+    def unet(self, name: str, size: int, pictures: int, seconds: float, *, few: bool = False, **options: Any) -> Any:
+        """Time the UNet with guidance: twice as many rows as pictures."""
+        if name not in self.models:
+            self.models.clear()
+            self.models[name] = self.make(name)
+        methods = methods_of_suite()
+        if few:
+            methods = [config for config in methods if config.method in ("tome", "elfatt", "elfatt-fast")]
+        size, pictures = (size // 8, min(pictures, 3)) if self.tiny else (size, pictures)
+        return benchmark.unet(
+            self.models[name],
+            sizes=[size],
+            methods=methods,
+            batch=2 * pictures,
+            repeats=1 if self.tiny else 7,
+            seconds=seconds,
+            device=str(self.device),
+            **options,
+        )
+
+    def make(self, name: str) -> benchmark.Model:
+        """Build a model with random weights."""
+        dtype = pick_dtype("auto", self.device)
+        if self.tiny:
+            return benchmark.Model(benchmark.random_unet(TINY, self.device, dtype), 8)
+        return benchmark.make_model(name, self.device, dtype)
+
+    def merging(self) -> benchmark.Results:
+        """Time matching, merge and unmerge beside tomesd's."""
+        sizes, dtypes = ([256], ["float32"]) if self.tiny else ([4096, 16384], ["float32", "float16"])
+        return benchmark.merging(tokens=sizes, dtypes=dtypes, device=str(self.device))
+
+    def growth(self) -> benchmark.Results:
+        """Time a layer from 4,096 to 65,536 tokens."""
+        sizes = [256, 1024] if self.tiny else [4096, 9216, 16384, 36864, 65536]
+        return benchmark.growth(tokens=sizes, repeats=3, device=str(self.device))
+
+    def backends(self) -> benchmark.Results:
+        """Time PyTorch's fused attention kernels on whole sequences and on blocks."""
+        rows = []
+        for batch, heads, tokens, size in [(2, 8, 4096, 40), (2, 10, 4096, 64), (2, 8, 16384, 40), (64, 8, 128, 40)]:
+            tokens = tokens // 16 if self.tiny else tokens
+            times = benchmark.interleave(self.kernels(batch, heads, tokens, size), 5, self.device)
+            for name, taken in times.items():
+                row = {"tokens": tokens, "batch": batch, "part": f"{heads} heads of {size}", "method": name}
+                gain = benchmark.ratios(times["default"], taken)
+                rows.append({**row, "seconds": sorted(taken)[len(taken) // 2], "rounds": taken, "gain": gain})
+        return {"kind": "layer", "settings": {}, "rows": rows}
+
+    def kernels(self, batch: int, heads: int, tokens: int, size: int) -> dict[str, Callable[[], Any]]:
+        """Return a call for every kernel that takes this shape."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        dtype = pick_dtype("auto", self.device)
+        q, k, v = torch.randn(3, batch, tokens, heads, size, device=self.device, dtype=dtype).transpose(2, 3)
+
+        def attend(*kernels: SDPBackend) -> None:
+            if not kernels:
+                torch.nn.functional.scaled_dot_product_attention(q, k, v)
+                return
+            with sdpa_kernel(list(kernels)):
+                torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+        calls: dict[str, Callable[[], Any]] = {"default": attend}
+        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            try:
+                attend(kernel)
+            except RuntimeError:  # not for this device or shape
+                continue
+            calls[kernel.name.removesuffix("_ATTENTION").lower()] = lambda kernel=kernel: attend(kernel)
+        return calls
+
+    def conclude(self) -> None:
+        """Print the goals and the memory slopes."""
+        self.results["goals"] = [
+            {"part": name, "method": method, "gain": row["gain"]["median"], "goal": least}
+            for method, model, size, least in GOALS
+            for name, part in self.results["parts"].items()
+            if name.startswith(f"{model} {size} batch")
+            for row in part["rows"]
+            if row["method"] == method
+        ]
+        self.results["memory_slope"] = self.memory_slopes()
+        self.results["seconds"]["all"] = time.monotonic() - self.start
+        self.write()
+        print("\n## Goals over a run of 50 steps")
+        for goal in self.results["goals"]:
+            met = "met" if goal["gain"] >= goal["goal"] else "missed"
+            print(f"{goal['part']}, {goal['method']}: {goal['gain']:.2f}, goal {goal['goal']}: {met}")
+        print("\n## Peak memory of one more picture in the batch, GB")
+        for name, slopes in self.results["memory_slope"].items():
+            print(f"{name}: " + ", ".join(f"{method} {slope:.3f}" for method, slope in slopes.items()))
+        print(f"\nerrors: {self.results['errors'] or 'none'}; {self.results['seconds']['all']:.0f} s; {self.path}")
+
+    def memory_slopes(self) -> dict[str, dict[str, float]]:
+        """Work out, from the largest and the least batch of a size, the peak memory of one more picture in GB."""
+        peaks: dict[str, dict[str, dict[int, int]]] = {}
+        for name, part in self.results["parts"].items():
+            for row in part["rows"]:
+                if row.get("peak_bytes") is not None and name.split()[-1].isdigit():
+                    known = peaks.setdefault(" ".join(name.split()[:2]), {}).setdefault(row["method"], {})
+                    known[row["batch"] // 2] = row["peak_bytes"]
+        return {
+            shape: {
+                method: (known[max(known)] - known[min(known)]) / (max(known) - min(known)) / 1e9
+                for method, known in methods.items()
+                if len(known) > 1
+            }
+            for shape, methods in peaks.items()
+        }
+
+
+def methods_of_suite() -> list[PatchConfig]:
+    """Return the presets, and `elfatt-fast` with other blocks and levels."""
+    presets = [PatchConfig.preset(name) for name in ("tome", "agent", "elfatt", "elfatt-fast")]
+    for levels, block_size in ((1, 128), (1, 512), (2, 128), (2, 512)):
+        config = PatchConfig.preset("elfatt-fast", block_size=block_size, levels=levels)
+        presets.append(dataclasses.replace(config, method=f"spread {block_size}, {levels} level{'s' * (levels > 1)}"))
+    return presets
+
+
+if __name__ == "__main__":
+    main()
