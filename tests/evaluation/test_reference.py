@@ -1,0 +1,371 @@
+"""References from every kind of source, killed and resumed, with damaged and odd pictures."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from extractors import regions
+from PIL import Image
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import extraction, reference
+from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures, extract
+from elfatt_sd.evaluation.features import Extractor
+from elfatt_sd.evaluation.reference import Reference, Renders, build_reference
+from elfatt_sd.evaluation.sources import decode, open_source
+from elfatt_sd.evaluation.statistics import FeatureStatistics
+
+COUNT = 12
+WNIDS = ("n01440764", "n01443537", "n02012849")
+
+
+def picture(seed: int, size: tuple[int, int] = (40, 32)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1] // 8, size[0] // 8, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+FILES = {f"ILSVRC2012_val_{number:08d}.JPEG": encoded(picture(number)) for number in range(1, COUNT + 1)}
+
+
+def write_folder(folder: Path, *, by_class: bool = False) -> Path:
+    for number, (name, content) in enumerate(FILES.items()):
+        path = folder / WNIDS[number % 3] / name if by_class else folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def flat(folder: Path) -> Path:
+    (folder / "flat").mkdir()
+    (folder / "flat" / "notes.txt").write_text("no picture")
+    return write_folder(folder / "flat")
+
+
+def classes(folder: Path) -> Path:
+    return write_folder(folder / "classes", by_class=True)
+
+
+def official_tar(folder: Path) -> Path:
+    return write_tar(folder / "ILSVRC2012_img_val.tar", FILES)
+
+
+def zipped(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "val.zip", "w") as archive:
+        archive.writestr("__MACOSX/._ILSVRC2012_val_00000001.JPEG", b"rubbish")
+        for name, content in FILES.items():
+            archive.writestr(f"val/{name}", content)
+    return folder / "val.zip"
+
+
+def shards(folder: Path) -> Path:
+    items = list(FILES.items())
+    (folder / "shards").mkdir()
+    for number in range(2):
+        members = {}
+        for place, (_, content) in enumerate(items[6 * number : 6 * number + 6]):
+            members |= {
+                f"{number:02d}{place:04d}.jpg": content,
+                f"{number:02d}{place:04d}.cls": str(place % 3).encode(),
+            }
+        write_tar(folder / "shards" / f"val-{number:06d}.tar", members)
+    return folder / "shards"
+
+
+def shard_pattern(folder: Path) -> Path:
+    return shards(folder) / "val-*.tar"
+
+
+def parquet(folder: Path) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [{"bytes": content, "path": name} for name, content in FILES.items()]
+    table = pyarrow.table({"image": rows, "label": [number % 3 for number in range(COUNT)]})
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(table, folder / "val.parquet", row_group_size=5)
+    return folder / "val.parquet"
+
+
+KINDS = (flat, classes, official_tar, zipped, shards, shard_pattern, parquet)
+
+
+def build(source: Path | str, cache: Path, **options: Any) -> Reference:
+    return build_reference(source, regions(), cache_dir=cache, **{"expected": COUNT, "batch_size": 5, **options})
+
+
+def expected_statistics(contents: dict[str, bytes] = FILES) -> FeatureStatistics:
+    extractor, found = regions(), FeatureStatistics(12)
+    for content in contents.values():
+        pixels = np.array(Image.open(io.BytesIO(content)).convert("RGB"))
+        found.update(extractor(torch.from_numpy(pixels).permute(2, 0, 1)[None]))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_source_gives_the_same_statistics(kind: Callable[[Path], Path], tmp_path: Path) -> None:
+    found = build(kind(tmp_path), tmp_path / "cache")
+    expected = expected_statistics()
+    assert (found.count, found.unreadable, found.metric_suffix) == (COUNT, [], "")
+    torch.testing.assert_close(found.statistics.mean, expected.mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found.statistics.covariance, expected.covariance, rtol=1e-5, atol=1e-8)
+    assert found.sample is not None
+    assert found.sample.shape == (COUNT, 12)
+
+
+@pytest.mark.parametrize("kind", [classes, shards, parquet])
+def test_first_pictures_of_each_class(kind: Callable[[Path], Path], tmp_path: Path) -> None:
+    source = kind(tmp_path)
+    kept = open_source(source, per_class=1).entries
+    assert len(kept) == len({entry.group for entry in kept}) == 3
+    assert build(source, tmp_path / "cache", per_class=1, expected=3).count == 3
+
+
+def test_a_flat_source_has_no_classes(tmp_path: Path) -> None:
+    with pytest.raises(ElfattError, match="no classes"):
+        open_source(official_tar(tmp_path), per_class=5)
+
+
+def test_cache_is_used_until_files_or_preprocessing_change(tmp_path: Path) -> None:
+    source, cache = flat(tmp_path), tmp_path / "cache"
+
+    def calls(**options: Any) -> int:
+        extractor = regions()
+        build_reference(source, extractor, cache_dir=cache, expected=COUNT, **options)
+        return int(extractor.network.calls)  # type: ignore[arg-type]
+
+    assert calls() == COUNT
+    assert calls() == 0
+    assert calls(preprocessing=Preprocessing(16, "crop")) == COUNT
+    assert calls(preprocessing=Preprocessing(16, "crop", "lanczos")) == COUNT
+    changed = source / "ILSVRC2012_val_00000003.JPEG"
+    changed.write_bytes(encoded(picture(99)))
+    os.utime(changed, ns=(1, 1))
+    assert calls() == COUNT
+    assert not list(cache.rglob("*.part"))
+    assert not list(cache.rglob("chunk-*"))
+
+
+def test_resize_is_shorter_side_and_centre(tmp_path: Path) -> None:
+    wide = Image.new("RGB", (60, 20), "red")
+    wide.paste("blue", (20, 0, 40, 20))
+    assert set(map(tuple, Preprocessing(10, "crop", "box")(wide).reshape(-1, 3).tolist())) == {(0, 0, 255)}
+    assert Preprocessing(10, "stretch")(wide).shape == (10, 10, 3)
+    assert Preprocessing()(wide).shape == (20, 60, 3)
+    for wrong in ({"size": 8}, {"resize": "crop"}, {"size": 8, "resize": "fit"}, {"filter": "mitchell"}):
+        with pytest.raises(ElfattError, match="accepted"):
+            Preprocessing(**wrong)  # type: ignore[arg-type]
+
+
+def test_modes_of_pictures() -> None:
+    grey = Image.new("L", (4, 4), 200)
+    assert decode(encoded(grey)).getpixel((0, 0)) == (200, 200, 200)
+    red = Image.new("RGB", (4, 4), (255, 0, 0))
+    assert decode(encoded(red.quantize(4), "PNG")).getpixel((0, 0)) == (255, 0, 0)
+    cmyk = decode(encoded(red.convert("CMYK"), quality=100))
+    assert np.abs(np.array(cmyk, dtype=int)[0, 0] - (255, 0, 0)).max() < 12
+    clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
+    assert decode(encoded(clear, "PNG")).getpixel((0, 0)) == (255, 255, 255)
+    deep = Image.fromarray(np.full((4, 4), 200 * 256, dtype=np.uint16))
+    assert decode(encoded(deep, "PNG")).getpixel((0, 0)) == (200, 200, 200)
+
+
+def test_pictures_are_turned_upright() -> None:
+    image = Image.new("RGB", (8, 4), "white")
+    exif = image.getexif()
+    exif[0x0112] = 6  # rotate by a quarter
+    assert decode(encoded(image, exif=exif)).size == (4, 8)
+
+
+def test_unreadable_pictures_are_named_and_counted(tmp_path: Path) -> None:
+    source = flat(tmp_path)
+    (source / "ILSVRC2012_val_00000002.JPEG").write_bytes(FILES["ILSVRC2012_val_00000002.JPEG"][:200])
+    (source / "ILSVRC2012_val_00000005.JPEG").write_bytes(b"")
+    with pytest.raises(ElfattError, match=r"2 pictures cannot be read, first ILSVRC2012_val_00000002.JPEG"):
+        build(source, tmp_path / "cache")
+    found = build(source, tmp_path / "cache", allow_count=True)
+    assert (found.count, found.metric_suffix) == (10, " (10 reference images)")
+    assert [line.split()[0][-10:] for line in found.unreadable] == ["00002.JPEG", "00005.JPEG"]
+    left = {name: content for name, content in FILES.items() if name[-7:] not in ("02.JPEG", "05.JPEG")}
+    torch.testing.assert_close(found.statistics.mean, expected_statistics(left).mean, rtol=1e-6, atol=1e-7)
+
+
+def test_pictures_of_different_sizes_need_no_resizing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for number, size in enumerate(((16, 24), (40, 16), (16, 24))):
+        (tmp_path / "a" / f"{number}.png").write_bytes(encoded(picture(number, size), "PNG"))
+    assert build(tmp_path / "a", tmp_path / "cache", expected=3).count == 3
+
+
+def test_another_count_must_be_allowed(tmp_path: Path) -> None:
+    source = flat(tmp_path)
+    with pytest.raises(ElfattError, match="12 pictures; accepted are 50000"):
+        build(source, tmp_path / "cache", expected=50_000)
+    assert not (tmp_path / "cache").exists()
+    assert (
+        build(source, tmp_path / "cache", expected=50_000, allow_count=True).metric_suffix == " (12 reference images)"
+    )
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def test_a_killed_computation_goes_on_and_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction, "CHUNK", 5)
+    source = flat(tmp_path)
+    whole = build(source, tmp_path / "whole", batch_size=2)
+    for limit in (1, 7, 4):  # pictures until each kill
+
+        def kill(done: int, _: int, begun: list[int] = [], limit: int = limit) -> None:  # noqa: B006
+            begun.append(done)
+            if len(begun) > limit / 2:
+                begun.clear()
+                raise Killed
+
+        with pytest.raises(Killed):
+            build(source, tmp_path / "cache", batch_size=2, progress=kill)
+    assert list((tmp_path / "cache").rglob("chunk-*.npz"))
+    extractor = regions()
+    resumed = build_reference(source, extractor, cache_dir=tmp_path / "cache", expected=COUNT, batch_size=2)
+    assert 0 < int(extractor.network.calls) < COUNT  # type: ignore[arg-type]
+    assert torch.equal(resumed.statistics.mean, whole.statistics.mean)
+    assert torch.equal(resumed.statistics.covariance, whole.statistics.covariance)
+    assert resumed.sample is not None
+    assert np.array_equal(resumed.sample, whole.sample)  # type: ignore[arg-type]
+    assert resumed.identity == whole.identity
+
+
+def test_two_runs_share_one_reference(tmp_path: Path) -> None:
+    source = flat(tmp_path)
+    extractors = [regions(), regions()]
+
+    def work(extractor: Extractor) -> Reference:
+        return build_reference(source, extractor, cache_dir=tmp_path / "cache", expected=COUNT)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, extractors))
+    assert sorted(int(extractor.network.calls) for extractor in extractors) == [0, COUNT]  # type: ignore[arg-type]
+    assert torch.equal(found[0].statistics.mean, found[1].statistics.mean)
+
+
+def test_processes_share_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction, "CHUNK", 5)
+    pictures = SourcePictures(open_source(flat(tmp_path)), Preprocessing())
+    alone = extract(pictures, regions(), tmp_path / "alone", batch_size=2)
+    calls = []
+    for rank in (1, 0):  # in a launch they run at once, and wait for each other at the end
+        state = SimpleNamespace(num_processes=2, process_index=rank, wait_for_everyone=lambda: None)
+        monkeypatch.setattr(extraction, "process_state", lambda state=state: state)
+        extractor = regions()
+        shared = extract(pictures, extractor, tmp_path / "shared", batch_size=2)
+        calls.append(int(extractor.network.calls))  # type: ignore[arg-type]
+    assert calls == [5, 7]
+    assert [path.read_bytes() for path in shared.chunks] == [path.read_bytes() for path in alone.chunks]
+
+
+def test_sample_is_evenly_spaced_over_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction, "CHUNK", 5)
+    monkeypatch.setattr(reference, "KERNEL_SAMPLE", 4)
+    found = build(flat(tmp_path), tmp_path / "cache")
+    extractor = regions()
+    names = sorted(FILES)
+    rows = [
+        extractor(torch.from_numpy(np.array(decode(FILES[names[i]]))).permute(2, 0, 1)[None])[0] for i in (0, 3, 6, 9)
+    ]
+    assert found.sample is not None
+    np.testing.assert_allclose(found.sample, torch.stack(rows).numpy(), rtol=1e-6)
+
+
+def test_statistics_of_another_tool(tmp_path: Path) -> None:
+    expected = expected_statistics()
+    np.savez(tmp_path / "other.npz", mu=expected.mean, sigma=expected.covariance)
+    found = build(tmp_path / "other.npz", tmp_path)
+    assert (found.sample, found.count, found.metric_suffix) == (None, None, " (statistics of other.npz)")
+    torch.testing.assert_close(found.statistics.covariance, expected.covariance)
+    expected.save(tmp_path / "ours.npz")
+    assert build(tmp_path / "ours.npz", tmp_path).metric_suffix == ""
+    with pytest.raises(ElfattError, match="accepted are 50000"):
+        build(tmp_path / "ours.npz", tmp_path, expected=50_000)
+    np.savez(tmp_path / "wide.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    with pytest.raises(ElfattError, match="2048 features; extractor regions needs 12"):
+        build(tmp_path / "wide.npz", tmp_path)
+
+
+def test_renders_have_the_classes_of_the_prompts(tmp_path: Path) -> None:
+    from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES
+
+    chosen = [5, 1300, 5, 900]
+    renders = Renders(10, chosen)
+    names = [
+        tuple(values[place] for values, place in zip(ATTRIBUTES.values(), row, strict=True))
+        for row in renders.labels.tolist()
+    ]
+    assert names == [CLASSES[chosen[place % 4]] for place in range(10)]
+    assert len({tuple(row) for row in renders.geometry.tolist()}) == 10
+    again = Renders(10, chosen)
+    assert torch.equal(again.geometry, renders.geometry)
+    images = [image for image in renders.load(0, 2) if not isinstance(image, str)]
+    assert [(image.shape, image.dtype) for image in images] == [((256, 256, 3), np.uint8)] * 2
+    for source, count in (("renders:6", 6), ("toy", COUNT)):
+        found = build(source, tmp_path, expected=count, classes=chosen)
+        assert (found.count, found.metric_suffix) == (count, "")
+    with pytest.raises(ElfattError, match="class 9999"):
+        Renders(2, [9999])
+    for wrong in ("renders:0", "renders:x", "renders:1"):
+        with pytest.raises(ElfattError, match="renders:COUNT"):
+            build(wrong, tmp_path)
+
+
+def test_bad_sources(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "val.rar").write_bytes(b"")
+    (tmp_path / "bad.tar").write_bytes(b"x" * 2000)
+    (tmp_path / "bad.zip").write_bytes(b"x" * 2000)
+    (tmp_path / "bad.parquet").write_bytes(b"x" * 2000)
+    cases = (
+        ("", "missing"),
+        ("nowhere", "does not exist"),
+        ("nowhere-*.tar", "does not exist"),
+        ("empty", "holds no picture"),
+        ("val.rar", "of kind .rar"),
+        ("bad.tar", "cannot be read"),
+        ("bad.zip", "cannot be read"),
+        ("bad.parquet", "cannot be read"),
+        ("gone.npz", "does not exist"),
+    )
+    for name, reason in cases:
+        with pytest.raises(ElfattError, match=reason):
+            build(tmp_path / name if name else "", tmp_path / "cache")
+
+
+def test_nothing_readable(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for number in range(2):
+        (tmp_path / "a" / f"{number}.png").write_bytes(b"rubbish")
+    with pytest.raises(ElfattError, match=r"0 readable pictures; first: 0.png"):
+        build(tmp_path / "a", tmp_path / "cache", expected=2)
