@@ -78,7 +78,7 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
     model: Model = "toy",
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 50,
-    guidance: Annotated[float, typer.Option(help="Classifier-free guidance scale.")] = 7.5,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 7.5 if not given, 4 for the toy.")] = None,
     seed: Annotated[int, typer.Option(help="Of each prompt's first picture; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Pictures for each prompt.")] = 1,
     height: Height = None,
@@ -95,7 +95,19 @@ def generate(
     prompts = [*(prompts or ()), *(read_prompts(prompt_file) if prompt_file else ())]
     if not prompts:
         raise ElfattError("there is no prompt; give one, such as 'a red star', or --prompt-file FILE.")
-    request = Request(tuple(prompts), chosen.config, model, steps, guidance, seed, num_images, height, width, compare)
+    request = Request(
+        tuple(prompts),
+        chosen.config,
+        chosen.autotune,
+        model,
+        steps,
+        _own_guidance(model) if guidance is None else guidance,
+        seed,
+        num_images,
+        height,
+        width,
+        compare,
+    )
     check_writable(out)
     if model == "toy":
         _tell_unknown_words(prompts)
@@ -133,7 +145,8 @@ def patch(
         if save.exists():
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent)
-    planned = plan(_load(model, device, dtype, allow_pickle), chosen.config, height=height, width=width)
+    pipe = _load(model, device, dtype, allow_pickle)
+    planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
     if save is not None:
         write_json(save, chosen.config.to_dict())
     lines = _python_lines(model, chosen.arguments if save is None else from_file(save))
@@ -164,6 +177,14 @@ def _load(model: str, device: str, dtype: str, allow_pickle: bool) -> Any:
 
     quiet_libraries()
     return load_pipeline(model, device=device, dtype=dtype, allow_pickle=allow_pickle)
+
+
+def _own_guidance(model: str) -> float:
+    if model != "toy":
+        return 7.5
+    from elfatt_sd.toy.models import GUIDANCE
+
+    return GUIDANCE
 
 
 def _tell_unknown_words(prompts: list[str]) -> None:

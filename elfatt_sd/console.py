@@ -40,6 +40,7 @@ PATCH_OPTIONS: dict[str, Any] = {
     "patch_seed": _option(int, help="Seed of random merge destinations and blocks."),
     "rand": _option(bool, "--rand/--no-rand", help="Random or fixed merge destinations."),
     "attention_backend": _option(str, help=f"One of {', '.join(BACKENDS)}."),
+    "autotune": _option(bool, "--autotune", help="Leave alone the layers that measure slower on this device."),
     "set": _option(list[str], metavar="NAME=VALUE", help="Any other setting, such as fp32_logits=true."),
 }
 _NAMES = {"patch_seed": "seed", "rand": "use_rand"}
@@ -47,10 +48,17 @@ _NAMES = {"patch_seed": "seed", "rand": "use_rand"}
 
 @dataclass(frozen=True)
 class Chosen:
-    """A configuration from the command line, and the arguments of `apply_patch` that say the same in Python."""
+    """A patch from the command line.
+
+    Attributes:
+        config: the method and its settings.
+        arguments: those of `apply_patch` that say the same in Python.
+        autotune: as for `apply_patch`.
+    """
 
     config: PatchConfig
     arguments: str
+    autotune: bool = False
 
 
 class OneLineErrors(TyperGroup):
@@ -124,7 +132,11 @@ def takes_patch(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def choose(
-    method: str | None = None, config_file: Path | None = None, set: list[str] | None = None, **options: Any
+    method: str | None = None,
+    config_file: Path | None = None,
+    set: list[str] | None = None,
+    autotune: bool | None = None,
+    **options: Any,
 ) -> Chosen:
     """Build a configuration from options.
 
@@ -132,6 +144,7 @@ def choose(
         method: name of a preset; None is `elfatt`.
         config_file: a saved configuration, instead of a method.
         set: further settings as `name=value`, values in JSON or plain words.
+        autotune: as for `apply_patch`.
         **options: settings by the name of their option; None is not given.
 
     Raises:
@@ -139,13 +152,14 @@ def choose(
     """
     settings = {_NAMES.get(name, name): value for name, value in options.items() if value is not None}
     settings |= dict(_name_and_value(text) for text in set or ())
-    written = "".join(f", {name}={value!r}" for name, value in settings.items())
+    written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
     if config_file is None:
         method = method or "elfatt"
-        return Chosen(PatchConfig.preset(method, **settings), f'"{method}"{written}')
+        return Chosen(PatchConfig.preset(method, **settings), f'"{method}"{written}', bool(autotune))
     if method is not None:
         raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
-    return Chosen(read_config(config_file).with_settings(**settings), from_file(config_file) + written)
+    config = read_config(config_file).with_settings(**settings)
+    return Chosen(config, from_file(config_file) + written, bool(autotune))
 
 
 def from_file(path: Path) -> str:

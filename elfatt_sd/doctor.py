@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -107,21 +106,27 @@ def _machine() -> Iterator[Finding]:
 
 
 def _needed_packages() -> Iterator[Finding]:
-    for name in _requirements():
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, _requirements()):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        install = f"pip install '{requirement.name}{requirement.specifier}'"
         try:
-            yield Finding(name, importlib.metadata.version(name), "ok")
+            found = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, "not installed", "missing", f"pip install {name}")
+            yield Finding(requirement.name, "not installed", "missing", install)
+            continue
+        fits = requirement.specifier.contains(found, prereleases=True)
+        yield Finding(requirement.name, found, "ok" if fits else "missing", "" if fits else install)
 
 
 def _requirements() -> list[str]:
-    """Return the names of the packages that the installed elfatt-sd asks for; from a checkout, the heart of them."""
+    """Return what the installed elfatt-sd asks for; from a checkout that is not installed, the heart of it."""
     try:
-        lines = importlib.metadata.requires("elfatt-sd") or []
+        return importlib.metadata.requires("elfatt-sd") or []
     except importlib.metadata.PackageNotFoundError:
-        lines = ["torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow", "tomesd"]
-    needed = [line for line in lines if "extra ==" not in line]
-    return [match[0] for line in needed if (match := re.match(r"[\w.-]+", line))]
+        return ["torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow", "tomesd"]
 
 
 def _optional_packages() -> Iterator[Finding]:

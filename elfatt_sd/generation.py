@@ -11,6 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +37,7 @@ class Request:
     Attributes:
         prompts: one or more.
         config: the method.
+        autotune: as for `apply_patch`.
         model: as `load_pipeline` takes it; for the record.
         steps: denoising steps.
         guidance: classifier-free guidance scale.
@@ -48,6 +50,7 @@ class Request:
 
     prompts: tuple[str, ...]
     config: PatchConfig
+    autotune: bool = False
     model: str = "toy"
     steps: int = 50
     guidance: float = 7.5
@@ -156,7 +159,7 @@ class Studio:
         if request.compare:
             self._warm_up()
         else:
-            apply_patch(self.pipe, request.config)
+            apply_patch(self.pipe, request.config, autotune=request.autotune)
         try:
             for prompt in request.prompts:
                 for seed in range(request.seed, request.seed + request.num_images):
@@ -164,11 +167,14 @@ class Studio:
         finally:
             remove_patch(self.pipe)
 
+    def _patched(self) -> AbstractContextManager[Any]:
+        return patched(self.pipe, self.request.config, autotune=self.request.autotune)
+
     def _warm_up(self) -> None:
         """Run both ways for two steps, so that neither pays for the other's first call."""
         steps = min(2, self.request.steps)
         self._draw(self.request.prompts[0], self.request.seed, steps)
-        with patched(self.pipe, self.request.config):
+        with self._patched():
             self._draw(self.request.prompts[0], self.request.seed, steps)
 
     def _single(self, prompt: str, seed: int) -> Result:
@@ -178,7 +184,7 @@ class Studio:
 
     def _compare(self, prompt: str, seed: int) -> Result:
         before = self._draw(prompt, seed)
-        with patched(self.pipe, self.request.config):
+        with self._patched():
             after = self._draw(prompt, seed)
         ratio, decibel = before.seconds / after.seconds, psnr(before.picture, after.picture)
         captions = [
@@ -222,6 +228,7 @@ class Studio:
             "seed": seed,
             "method": request.config.method,
             "config": request.config.to_dict(),
+            "autotune": request.autotune,
             "model": request.model,
             "steps": request.steps,
             "guidance": request.guidance,

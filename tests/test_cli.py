@@ -194,6 +194,17 @@ def test_patch_as_json(model: Path) -> None:
     assert data["python"][-1] == 'elfatt_sd.apply_patch(pipe, "tome")'
 
 
+def test_autotune_is_passed_on(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+    draw(model, tmp_path / "out", "--autotune", "--compare")
+    assert json.loads((tmp_path / "out" / "0001-a-red-star.json").read_text())["autotune"] is True
+    assert (tmp_path / "cache" / "autotune.json").exists()
+    result = call("patch", model, "--autotune", "--json")
+    data = json.loads(result.stdout)
+    assert data["python"][-1] == 'elfatt_sd.apply_patch(pipe, "elfatt", autotune=True)'
+    assert any("measured here" in layer["reason"] for layer in data["layers"])
+
+
 GENERATE_ERRORS = {
     "ratio": (["--ratio", "1.2"], "ratio=1.2"),
     "ratio not a number": (["--ratio", "much"], "--ratio"),

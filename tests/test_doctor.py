@@ -49,7 +49,15 @@ def test_json_and_exit_codes(monkeypatch: Any) -> None:
     monkeypatch.setattr(doctor, "_requirements", lambda: ["torch", "no-such-package-at-all"])
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
-    assert "pip install no-such-package-at-all" in result.stdout
+    assert "pip install 'no-such-package-at-all'" in result.stdout
+
+
+def test_needed_versions_and_markers_count(monkeypatch: Any) -> None:
+    lines = ["torch>=9999", "diffusers>=0.32.1", "nothing>=1; extra == 'dev'", "tomli; python_version < '3'"]
+    monkeypatch.setattr(doctor, "_requirements", lambda: lines)
+    old, fine = doctor._needed_packages()
+    assert (old.name, old.status, old.remedy) == ("torch", "missing", "pip install 'torch>=9999'")
+    assert (fine.name, fine.status) == ("diffusers", "ok")
 
 
 def test_what_raises_is_a_finding_and_the_rest_is_still_shown(monkeypatch: Any) -> None:
