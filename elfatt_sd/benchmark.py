@@ -828,9 +828,8 @@ def markdown(results: Results) -> str:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in results["rows"]:
         parts = row.get("parts", ())
-        named = [
-            {**part, "method": f"&nbsp; {part['steps']} steps {part['variant']}"} for part in parts if len(parts) > 1
-        ]
+        named = [{**part, "method": f"&nbsp; {part['steps']} steps {part['variant']}"} for part in parts]
+        named = named if len(parts) > 1 else []
         for each in [row, *({**row, "peak_bytes": None, **part} for part in named)]:
             gain = each.get("gain")
             cells = [str(each[key]) for key in keys] + [each["method"], f"{each['seconds'] * 1e3:.4g}"]
@@ -855,7 +854,7 @@ def save(results: Results, out: str | Path) -> list[Path]:
     Returns:
         The paths of the three files.
     """
-    from elfatt_sd.evaluation.files import atomic_file, write_json
+    from elfatt_sd.files import atomic_file, write_json
 
     paths = [Path(out) / f"{results['kind']}.{kind}" for kind in ("json", "md", "png")]
     write_json(paths[0], results)
@@ -889,11 +888,20 @@ def _plot(results: Results) -> Any:
 
 
 def _draw_growth(axes: Any, rows: Sequence[dict[str, Any]], part: str) -> None:
+    from matplotlib import colormaps
+
     for index, name in enumerate(dict.fromkeys(row["method"] for row in rows)):
         own = [row for row in rows if row["method"] == name]
-        style = {"marker": "osv^Dx"[index % 6], "markersize": 4, "linewidth": 1.2}
+        style = {
+            "color": colormaps["tab20"](2 * index % 20 + index // 10),
+            "marker": "osv^Dx"[index % 6],
+            "markersize": 4,
+        }
         axes.plot([row["tokens"] for row in own], [row["seconds"] * 1e3 for row in own], label=name, **style)
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds", title=part)
+    sizes = sorted({row["tokens"] for row in rows})
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
 
@@ -907,6 +915,6 @@ def _draw_gains(axes: Any, rows: Sequence[dict[str, Any]], title: str, base: str
     axes.barh(names, middle, xerr=spread, color=colours, error_kw={"linewidth": 1})
     for place, (value, gain) in enumerate(zip(middle, gains, strict=True)):
         axes.annotate(f"{value:.2f}", (gain["max"], place), xytext=(4, 0), textcoords="offset points", va="center")
-    axes.axvline(1, color="0.4", linewidth=0.8)
+    axes.axvline(1, color="0.4", linewidth=0.8, zorder=0)
     axes.set(title=title, xlabel=f"times as fast as {base}", xlim=(0, 1.18 * max(gain["max"] for gain in gains)))
     axes.invert_yaxis()
