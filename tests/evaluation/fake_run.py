@@ -117,10 +117,10 @@ def _row(cell, label, method, settings, role, change, chance) -> dict:  # type: 
     difference = 0.0 if baseline else 0.21 if null else round(change * 1.9 - 0.45, 3)
     half = 0.62 if null else 0.55
     verdict = "worse" if difference > half else "better" if difference < -half else "no difference shown"
-    distances = {"FD-toy": _around(18.4 + difference, 1.6), "KID": _around(0.0121 + difference / 900, 0.002)}
+    distances = {"FD-toy": _around(18.4 + difference, 1.6), "KD-toy": _around(0.0121 + difference / 900, 0.002)}
     if not baseline:
         distances["FD-toy"]["difference"] = _around(difference, half) | {"verdict": verdict}
-        distances["KID"]["difference"] = _around(difference / 900, half / 900) | {"verdict": verdict}
+        distances["KD-toy"]["difference"] = _around(difference / 900, half / 900) | {"verdict": verdict}
     psnr, ssim, cosine = (12.4, 0.47, 0.69) if null else (34 - 5.2 * change, 0.97 - change / 12, 0.99 - change / 20)
     pairs = {
         "psnr": _spread(psnr, 2.1) | {"unit": "dB", "identical": 0},

@@ -117,7 +117,7 @@ def test_findings_name_the_fastest_the_null_row_and_failures(results):
         in told
     )
     assert "The null row, the same pipeline with other seeds, differs by +0.21" in told
-    assert "picture 7 is black" in told
+    assert "picture 7 is black" in told and "12 pictures a row are too few" in told
     results["rows"][1]["distances"]["FD-toy"]["difference"]["verdict"] = "worse"
     results["protocol"]["limit"] = 8
     results["environment"]["timing"] = {"note": "only 2 repeats; take 5 or more", "environment": {"device_name": "GPU"}}
@@ -471,8 +471,10 @@ def test_a_folder_that_cannot_be_written_gives_one_clear_line(tmp_path, results)
     [
         (-0.41, 2, True, "\N{MINUS SIGN}0.41"),
         (0.412, 2, True, "+0.41"),
+        (-0.0004, 2, True, "\N{MINUS SIGN}0.00"),
         (-0.001, 2, False, "0.00"),
         (0.0, 1, True, "0.0"),
+        (float("inf"), 1, False, "∞"),
     ],
 )
 def test_numbers_are_written_as_in_print(value, decimals, sign, text):

@@ -263,7 +263,9 @@ class Results:
     @cached_property
     def distance(self) -> str | None:
         """The distance of the main table: the first Frechet distance, or what there is."""
-        return next((name for name in self.distances if not name.startswith("KID")), next(iter(self.distances), None))
+        return next(
+            (name for name in self.distances if not name.startswith(("KID", "KD"))), next(iter(self.distances), None)
+        )
 
     @cached_property
     def attributes(self) -> list[str]:

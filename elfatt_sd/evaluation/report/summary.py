@@ -8,6 +8,7 @@ from pathlib import PurePath
 from elfatt_sd.evaluation.report.data import Estimate, Results, Row, dig, number
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, join_names, plural
 
+ENOUGH = 64  # pictures; with fewer, a Frechet distance and its interval are a test of the harness
 _COUNTED = (
     ("better", "{0} {1} better than the untouched pipeline"),
     ("worse", "{0} {1} worse than the untouched pipeline"),
@@ -114,5 +115,10 @@ def _gaps(results: Results) -> list[str]:
     """Name what limits the run: a limit on the pictures, cells that failed."""
     limit, note = number(results.protocol, "limit"), dig(results.environment, "timing", "note")
     cut = [f"A quick look: every row was limited to {plural(int(limit), 'picture')}."] if limit else []
+    fewest = min((row.images for row in results.rows if row.images), default=ENOUGH)
+    if fewest < ENOUGH:
+        cut.append(
+            f"{plural(fewest, 'picture')} a row are too few to judge quality by a distance, whatever the verdicts say."
+        )
     cut += [f"Time: {note}."] if note else []
     return cut + [f"Failed: {row.name} ({row.failed})." for row in results.rows if row.failed]

@@ -32,13 +32,16 @@ def decimals_for(values: Iterable[Estimate | None], default: int = 3, most: int 
 
 
 def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
-    """Write a number with a true minus sign; infinity as its symbol; never a negative zero."""
+    """Write a number with a true minus sign; infinity as its symbol.
+
+    With `sign`, what rounds to zero keeps the sign that it has, so that an interval never seems to hold a zero that it
+    excludes; without, there is no negative zero.
+    """
     if math.isinf(value):
         return "∞" if value > 0 else f"{MINUS}∞"
-    text = f"{round(value, decimals) + 0.0:{'+' if sign else ''}.{decimals}f}"
-    if sign and not float(text):
-        text = text.lstrip("+")
-    return text.replace("-", MINUS)
+    prefix = ("+" if value > 0 else MINUS if value < 0 else "") if sign else ""
+    text = f"{abs(value) if sign else round(value, decimals) + 0.0:.{decimals}f}"
+    return prefix + text.replace("-", MINUS)
 
 
 def interval(value: Estimate, decimals: int, *, sign: bool = False) -> str:
