@@ -13,7 +13,7 @@ help:
 	@echo "make test         the tests"
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
 	@echo "make lint         ruff and mypy;  make format mends what ruff can"
-	@echo "make notebooks    execute the notebooks in place"
+	@echo "make notebooks    execute the notebooks into outputs/notebooks"
 
 demo: .venv/.installed
 	.venv/bin/elfatt-sd generate "$(PROMPT)" --compare --out outputs/demo
@@ -34,7 +34,7 @@ format: .venv/.installed-dev
 	.venv/bin/ruff format
 
 notebooks: .venv/.installed-dev
-	.venv/bin/jupyter-nbconvert --to notebook --execute --inplace --ExecutePreprocessor.timeout=900 notebooks/*.ipynb
+	.venv/bin/jupyter-nbconvert --log-level=WARN --to notebook --execute --output-dir outputs/notebooks notebooks/*.ipynb
 
 clean:
 	rm -rf .venv .venv-oldest build dist .mypy_cache .ruff_cache .pytest_cache

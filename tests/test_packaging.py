@@ -51,6 +51,8 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfi
     assert tracked("elfatt_sd") <= inside
     assert all(name.startswith("elfatt_sd/") for name in inside)
     assert "elfatt_sd/py.typed" in inside
+    protocols = {path.name for path in (ROOT / "eval").glob("*.toml")}
+    assert protocols == {Path(name).name for name in inside if name.endswith(".toml")}
 
 
 def test_the_wheel_names_licence_notice_and_command(wheel: zipfile.ZipFile) -> None:
