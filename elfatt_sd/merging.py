@@ -36,8 +36,11 @@ class Matching:
         if self._members is None:
             self._members = _members(self.groups, merged)
         order, starts = self._members
-        bags = F.embedding_bag(order, x.reshape(batch * tokens, channels), starts, mode="mean")
-        return bags.view(batch, merged, channels)
+        rows = x.reshape(batch * tokens, channels)
+        if x.dtype == torch.float16 and x.device.type == "cpu":
+            rows = rows.float()  # on a CPU the sum before the mean is rounded to the dtype, where it can overflow
+        bags = F.embedding_bag(order, rows, starts, mode="mean")
+        return bags.view(batch, merged, channels).to(x.dtype)
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Give every token its group's value: `[B, M, C]` to `[B, N, C]`."""
