@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from elfatt_sd.toy import models
+
+MATRIX_KEYS = 1024  # up to which attention is computed as plain matrix products in training
 
 
 class Denoiser(nn.Module):
@@ -81,7 +84,7 @@ def inner_levels(unet: Any, hidden: Tensor, timesteps: Tensor, context: Tensor, 
 
 
 class TrainingAttention:
-    """Softmax attention as plain matrix products, whose backward pass is faster than the fused one on a CPU.
+    """Softmax attention whose backward pass is fast on a CPU: plain matrix products, or fused float32 for many keys.
 
     Self-attention may be limited to a coarse grid of keys: every s-th row and column, from a random corner. On fine
     grids of smooth features that estimates full attention at a fraction of its cost. It is for pre-training only.
@@ -101,9 +104,11 @@ class TrainingAttention:
             layer(states).view(split).transpose(1, 2)
             for layer, states in ((attn.to_q, hidden_states), (attn.to_k, source), (attn.to_v, source))
         )
-        weights = (query * attn.scale @ key.transpose(2, 3)).softmax(3)
-        mixed = (weights.to(value.dtype) @ value).transpose(1, 2).flatten(2)
-        return attn.to_out[1](attn.to_out[0](mixed))  # type: ignore[no-any-return]
+        if key.shape[2] > MATRIX_KEYS:
+            mixed = functional.scaled_dot_product_attention(query.float(), key.float(), value.float())
+        else:
+            mixed = (query * attn.scale @ key.transpose(2, 3)).softmax(3).to(value.dtype) @ value
+        return attn.to_out[1](attn.to_out[0](mixed.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
     def _keys(self, hidden: Tensor) -> Tensor:
         batch, tokens, _ = hidden.shape

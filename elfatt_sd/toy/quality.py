@@ -110,10 +110,10 @@ def measure(
     images = torch.cat(list(made))
     seconds = time.monotonic() - began
     classifier, size = load_feature_extractor(), images.shape[-1]
-    hits = torch.cat([predicted(classifier, part) for part in images.split(32)]) == truth
+    hits = torch.cat([predicted(classifier, part) for part in torch.split(images, 32)]) == truth
     target = torch.cat([classifier(part) for part in renders(reference, REFERENCE_SEED, size)])
     floor = torch.cat([classifier(part) for part in renders(count, FLOOR_SEED, size)])
-    features = torch.cat([classifier(part) for part in images.split(32)])
+    features = torch.cat([classifier(part) for part in torch.split(images, 32)])
     figures = {
         "count": count,
         "steps": steps,
@@ -159,7 +159,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
-    pipeline = StableDiffusionPipeline.from_pretrained(options.pipeline).to(options.device)
+    loader: Any = StableDiffusionPipeline
+    pipeline = loader.from_pretrained(options.pipeline).to(options.device)
     figures, images = measure(pipeline, options.count, options.steps, options.guidance, options.seed, options.batch)
     write_json(options.out / "quality.json", figures)
     save_sheet(images[:64], options.out / "sheet.png")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from elfatt_sd.toy import export, models
@@ -109,7 +109,9 @@ def vae_loss(vae: Any, size: int, batch: int, generator: torch.Generator) -> Ten
         posterior = vae.encode(images).latent_dist
     miss = posterior.mean.float() - code
     narrow = (posterior.logvar.float() - LOG_VARIANCE).square().mean()
-    return error.abs().mean() + 2 * error.square().mean() + miss.abs().mean() + miss.square().mean() + 1e-3 * narrow
+    picture: Tensor = error.abs().mean() + 2 * error.square().mean()
+    total: Tensor = picture + miss.abs().mean() + miss.square().mean() + 1e-3 * narrow
+    return total
 
 
 def draw(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -147,14 +149,16 @@ def denoising_loss(
     images, labels = pictures(PICTURES[level] * batch, side, generator)
     clean = functional.avg_pool2d(models.SCALING * models.encode_code(images), 2**level)
     noise = draw(clean, generator) / 2**level
-    timesteps = torch.randint(0, len(words.signal), (len(clean),), generator=generator, device=device)
+    uniform = torch.rand(len(clean), generator=generator, device=device)
+    timesteps = (len(words.signal) * uniform ** (1 / (1 + 0.5 * level))).long()  # coarse grids learn from high noise
     alpha = words.signal[timesteps]
     root, rest = alpha.sqrt()[:, None, None, None], (1 - alpha).sqrt()[:, None, None, None]
     noisy = (root * clean + rest * noise).contiguous(memory_format=torch.channels_last)
     with torch.autocast(device.type, torch.bfloat16):
         velocity = model(noisy, timesteps, words.tokens(labels, generator), level)
     error = (velocity.float() - (root * noise - rest * clean)).square().mean((1, 2, 3))
-    return (error * (SNR_LIMIT * (1 - alpha)).clamp_max(1)).mean()
+    weighted: Tensor = error * (SNR_LIMIT * (1 - alpha)).clamp_max(1)
+    return weighted.mean()
 
 
 class Words:
@@ -176,7 +180,8 @@ class Words:
         for i, count in enumerate(self.counts[1:], 1):
             index = index * count + labels[:, i]
         wording = torch.multinomial(self.shares, len(labels), replacement=True, generator=generator)
-        return self.table[index, wording]
+        tokens: Tensor = self.table[index, wording]
+        return tokens
 
 
 def wordings(shape: str, color: str, pattern: str, background: str) -> tuple[str, ...]:
@@ -216,10 +221,9 @@ class Workshop:
     def run(self, name: str) -> None:
         """Run a stage, from where an earlier run stopped."""
         stage, size = getattr(self.recipe, name), self.recipe.sizes.picture
-        model, loss = (
-            self.denoiser,
-            functools.partial(denoising_loss, self.denoiser, self.words, size // 4, LEVELS.get(name)),
-        )
+        levels = LEVELS.get(name, ())
+        model: nn.Module = self.denoiser
+        loss: Any = functools.partial(denoising_loss, self.denoiser, self.words, size // 4, levels)
         if name == "vae":
             model, loss = self.vae, functools.partial(vae_loss, self.vae, size)
         elif name == "classifier":
@@ -229,7 +233,7 @@ class Workshop:
             train_with(self.denoiser.unet, None if name == "finish" else KEY_ROWS)
         checkpoints = self.out / "checkpoints"
         record = train(stage, model, loss, checkpoints, self.seed, self.device, self.save_every)
-        counts = sorted({stage.batch * PICTURES[level] for level in LEVELS.get(name, (0,))})
+        counts = sorted({stage.batch * PICTURES[level] for level in levels or (0,)})
         self.records[name] = {**record, "pictures": " or ".join(map(str, counts))}
 
     def export(self) -> Path:

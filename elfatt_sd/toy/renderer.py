@@ -257,7 +257,9 @@ def caption(scene: Scene) -> str:
 
 
 CLASSES: tuple[tuple[str, str, str, str], ...] = tuple(
-    labels for labels in itertools.product(*ATTRIBUTES.values()) if labels[1] != labels[3]
+    (shape, color, pattern, background)
+    for shape, color, pattern, background in itertools.product(SHAPES, COLORS, PATTERNS, COLORS)
+    if color != background
 )
 CLASS_PROMPTS: tuple[str, ...] = tuple(describe(*labels) for labels in CLASSES)
 

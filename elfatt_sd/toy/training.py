@@ -113,7 +113,7 @@ def _steps(
         generator.manual_seed(hash_seed(seed, stage.name, state["step"]))
         value = loss(stage.batch, generator)
         optimizer.zero_grad(set_to_none=True)
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         state["step"] += 1
