@@ -207,7 +207,7 @@ def _load_toy() -> Extractor:
     from elfatt_sd.toy import features
 
     path = features.CLASSIFIER_FILE
-    network = features.load_feature_extractor()
+    network = features.load_feature_extractor(path=path)
     return ToyExtractor(network, sha256_of_file(path))
 
 

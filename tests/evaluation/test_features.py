@@ -95,7 +95,6 @@ def toy_extractor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToyExtract
     path = tmp_path / "classifier.safetensors"
     save_file(toy.ToyClassifier().state_dict(), path)
     monkeypatch.setattr(toy, "CLASSIFIER_FILE", path)
-    monkeypatch.setattr(toy.load_feature_extractor, "__defaults__", ("cpu", path))
     extractor = load_extractor("toy")
     assert isinstance(extractor, ToyExtractor)
     return extractor

@@ -1,0 +1,293 @@
+"""Scores of a run whose pictures are renders: what changed is known."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from extractors import regions
+from PIL import Image
+from torch import Tensor
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import extraction, folder, score
+from elfatt_sd.evaluation.features import Extractor, load_extractor
+from elfatt_sd.evaluation.protocols import Cell, Protocol, Reference
+from elfatt_sd.evaluation.reference import Renders
+from elfatt_sd.evaluation.score import Images, build_references, score_run
+from elfatt_sd.evaluation.statistics import BETTER, NO_DIFFERENCE, WORSE, FeatureStatistics, frechet_distance
+
+CLASSES = [3, 250, 600, 1100]
+CELLS = (
+    Cell("sd", "SD", "sd", role="baseline"),
+    Cell("null", "other seeds", "sd", role="null", seed_offset=1000),
+    Cell("tome", "ToMe", "tome"),
+    Cell("dark", "dark", "elfatt"),
+)
+COUNT = 24
+
+
+def protocol(**changes: Any) -> Protocol:
+    settings: dict[str, Any] = {
+        "labels": "toy",
+        "classes": 4,
+        "images_per_class": 6,
+        "extractors": ("toy",),
+        "reference": Reference("toy", count=64),
+        "height": 256,
+        "width": 256,
+        "device": "cpu",
+    }
+    return Protocol("small", CELLS, **{**settings, **changes})
+
+
+def altered(images: Tensor, cell: str) -> Tensor:
+    """What each row makes of the baseline's pictures `[n, h, w, 3]`."""
+    if cell == "tome":
+        changed = images.clone()
+        changed[2, : len(changed[2]) // 4] = 0  # one picture changes much
+        changed[5] = (changed[5].int() + 3).clamp(0, 255).to(torch.uint8)  # one a little
+        return changed
+    return images // 3 if cell == "dark" else images
+
+
+def write_run(run_dir: Path, specification: Protocol, stride: int = 4) -> Path:
+    """Write a run of renders with every `stride`-th pixel; 1 leaves them as the toy's extractor knows them."""
+    classes = [prompt.class_index for prompt in score.run_prompts(specification)]
+    pictures = [image for image in Renders(2 * COUNT, classes).load(0, 2 * COUNT) if not isinstance(image, str)]
+    renders = torch.from_numpy(np.stack(pictures))[:, ::stride, ::stride]
+    run_dir.mkdir(parents=True)
+    data = {"format": folder.FORMAT, "identity": specification.identity, "protocol": specification.to_dict()}
+    (run_dir / "run.json").write_text(json.dumps({**data, "created": "today", "environment": {}}))
+    for cell in specification.cells:
+        rows = renders[COUNT:] if cell.role == "null" else altered(renders[:COUNT], cell.name)
+        lines = []
+        for index, (pixels, number) in enumerate(zip(rows, classes, strict=True)):
+            buffer = io.BytesIO()
+            Image.fromarray(pixels.numpy()).save(buffer, "PNG")
+            path = folder.image_path(run_dir, cell, index)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(buffer.getvalue())
+            digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+            lines.append(json.dumps({"index": index, "class_index": number, "sha256": digest}))
+        folder.manifest_path(run_dir, cell).write_text("\n".join(lines))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(cache))
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ELFATT_SD_CACHE", str(cache))
+        run_dir = write_run(tmp_path_factory.mktemp("runs") / "run", protocol(), stride=1)
+        score_run(run_dir)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def scores(scored: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((scored / "scores.json").read_text())
+    return data
+
+
+def test_every_row_is_scored(scores: dict[str, Any]) -> None:
+    assert scores["identity"] == protocol().identity
+    assert list(scores["rows"]) == ["sd", "null", "tome", "dark"]
+    assert list(scores["references"]) == ["FD-toy"]
+    for name, row in scores["rows"].items():
+        assert set(row) == {"images", "distances", "paired", "accuracy", "most_changed"}
+        assert row["images"] == COUNT
+        assert list(row["distances"]) == ["FD-toy", "KD-toy"]
+        for distance in row["distances"].values():
+            low, high = distance["interval"]
+            assert low <= distance["value"] <= high
+            assert ("difference" in distance) == (name != "sd")
+
+
+def test_distance_is_that_of_the_statistics(scored: Path, scores: dict[str, Any]) -> None:
+    extractor = load_extractor("toy")
+    images = Images.of_cell(scored, CELLS[3])
+    pixels = torch.stack([torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in images.paths])
+    own = FeatureStatistics.of(extractor(pixels))
+    (reference,) = build_references(protocol())
+    theirs = reference.statistics
+    expected = frechet_distance(own.mean, own.covariance, theirs.mean, theirs.covariance)
+    assert scores["rows"]["dark"]["distances"]["FD-toy"]["value"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_verdicts_say_what_was_done(scores: dict[str, Any]) -> None:
+    verdicts = {
+        name: row["distances"]["FD-toy"].get("difference", {}).get("verdict") for name, row in scores["rows"].items()
+    }
+    assert verdicts == {"sd": None, "null": NO_DIFFERENCE, "tome": NO_DIFFERENCE, "dark": WORSE}
+    dark = scores["rows"]["dark"]["distances"]["FD-toy"]
+    assert dark["difference"]["value"] == pytest.approx(
+        dark["value"] - scores["rows"]["sd"]["distances"]["FD-toy"]["value"]
+    )
+
+
+def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
+    rows = scores["rows"]
+    assert rows["sd"]["paired"] is None
+    tome = rows["tome"]["paired"]
+    assert tome["psnr"]["median"] == score.IDENTICAL_DB
+    assert (tome["psnr"]["identical"], tome["psnr"]["unit"]) == (COUNT - 2, "dB")
+    assert rows["tome"]["most_changed"] == [2, 5]
+    assert len(rows["dark"]["most_changed"]) == score.MOST_CHANGED
+    assert rows["null"]["paired"]["psnr"]["median"] < 25
+    assert rows["null"]["paired"]["ssim"]["median"] < 0.9 < tome["ssim"]["mean"] < 1
+    assert tome["cosine"]["mean"] > rows["dark"]["paired"]["cosine"]["mean"]
+    ours, theirs = (
+        np.array(Image.open(folder.image_path(scored, cell, 2))).astype(float) for cell in (CELLS[2], CELLS[0])
+    )
+    changes = score.pair_changes(Images.of_cell(scored, CELLS[2]), Images.of_cell(scored, CELLS[0]), scored / "scores")
+    assert changes[2, 0] == pytest.approx(10 * np.log10(255**2 / ((ours - theirs) ** 2).mean()), rel=1e-5)
+    assert tome["psnr"]["mean"] == pytest.approx(changes[:, 0].mean().item())
+
+
+def test_accuracy_of_attributes(scores: dict[str, Any]) -> None:
+    """Renders are read right, and pictures at a third of their brightness worse."""
+    good, bad = scores["rows"]["sd"]["accuracy"], scores["rows"]["dark"]["accuracy"]
+    assert list(good) == ["shape", "color", "pattern", "background", "mean"]
+    for name in good:
+        low, high = good[name]["interval"]
+        assert good[name]["value"] >= 0.95
+        assert low <= good[name]["value"] <= high + 1e-12
+    assert bad["mean"]["value"] < 0.9
+    assert bad["mean"]["difference"]["verdict"] == WORSE
+    assert scores["rows"]["tome"]["accuracy"]["mean"]["difference"]["verdict"] == NO_DIFFERENCE
+
+
+def test_better_is_said_where_it_is_shown(scored: Path) -> None:
+    """The untouched pictures against the dark ones as baseline."""
+    (extractor,), (reference,) = score.load_extractors(protocol()), build_references(protocol())
+    scale = score.Scale(extractor, reference, scored / "scores")
+    untouched, dark = (Images.of_cell(scored, CELLS[place]) for place in (0, 3))
+    row = score.score_cell(untouched, dark, [scale], scored / "scores", toy=True)
+    assert row["distances"]["FD-toy"]["difference"]["verdict"] == BETTER
+    assert row["accuracy"]["mean"]["difference"]["verdict"] == BETTER
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[Extractor]:
+    """Score with an extractor that counts its pictures."""
+    made: list[Extractor] = []
+
+    def load(spec: str, **_: Any) -> Extractor:
+        made.append(regions())
+        return made[-1]
+
+    monkeypatch.setattr(score, "load_extractor", load)
+    return made
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def test_a_killed_scoring_goes_on_and_gives_the_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counting(monkeypatch)
+    monkeypatch.setattr(extraction, "CHUNK", 16)
+    run_dir = write_run(tmp_path / "run", protocol())
+    score_run(run_dir, batch_size=8)
+    whole = (run_dir / "scores.json").read_bytes()
+    for path in (run_dir / "scores").iterdir():
+        path.unlink()
+    (run_dir / "scores.json").unlink()
+    seen: list[int] = []
+
+    def kill(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 9:
+            raise Killed
+
+    with pytest.raises(Killed):
+        score_run(run_dir, batch_size=8, progress=kill)
+    before = len(made)
+    score_run(run_dir, batch_size=8)
+    assert 0 < int(made[before].network.calls) < 4 * COUNT  # type: ignore[arg-type]
+    assert (run_dir / "scores.json").read_bytes() == whole
+    assert not list((run_dir / "scores").rglob("*.part*"))
+
+
+def test_features_are_computed_once_per_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol())
+    build_references(protocol())
+    score_run(run_dir)
+    score_run(run_dir)
+    assert [int(extractor.network.calls) for extractor in made[1:]] == [4 * COUNT, 0]  # type: ignore[arg-type]
+
+
+def test_other_extractors_tell_no_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol())
+    score_run(run_dir)
+    row = json.loads((run_dir / "scores.json").read_text())["rows"]["dark"]
+    assert row["accuracy"] is None
+    assert list(row["distances"]) == ["FD-regions", "KD-regions"]
+
+
+def test_altered_and_deleted_pictures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol())
+    victim = folder.image_path(run_dir, CELLS[2], 7)
+    Image.new("RGB", (256, 256), "red").save(victim)
+    with pytest.raises(ElfattError, match=r"tome/images/00007.png was altered"):
+        score_run(run_dir)
+    victim.unlink()
+    with pytest.raises(ElfattError, match=r"tome/images/00007.png was deleted"):
+        score_run(run_dir)
+    assert not (run_dir / "scores.json").exists()
+
+
+def test_unfinished_rows_are_left_out_and_the_baseline_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol())
+    folder.manifest_path(run_dir, CELLS[2]).unlink()
+    score_run(run_dir)
+    assert list(json.loads((run_dir / "scores.json").read_text())["rows"]) == ["sd", "null", "dark"]
+    folder.manifest_path(run_dir, CELLS[0]).unlink()
+    with pytest.raises(ElfattError, match="baseline, has no images"):
+        score_run(run_dir)
+
+
+def test_disagreement_with_torchmetrics_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol())
+    correct = score.torchmetrics_distance
+    monkeypatch.setattr(score, "torchmetrics_distance", lambda *args: 1.01 * correct(*args) + 0.01)
+    with pytest.raises(folder.RunFailure, match="by torchmetrics"):
+        score_run(run_dir)
+
+
+def test_reference_of_moments_gives_no_kernel_distance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting(monkeypatch)
+    statistics = FeatureStatistics.of(torch.rand(30, 12, generator=torch.Generator().manual_seed(0)))
+    np.savez(tmp_path / "other.npz", mu=statistics.mean, sigma=statistics.covariance)
+    run_dir = write_run(tmp_path / "run", protocol(reference=Reference(str(tmp_path / "other.npz"))))
+    score_run(run_dir)
+    row = json.loads((run_dir / "scores.json").read_text())["rows"]["sd"]
+    assert list(row["distances"]) == ["FD-regions (statistics of other.npz)"]
+
+
+def test_cache_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ELFATT_SD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert score.cache_dir() == tmp_path / "elfatt-sd"
