@@ -57,7 +57,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_exist_with_their_options(command: str) -> None:
-    words = shlex.split(command.replace("...", ""))
+    words = shlex.split(command.replace("...", "").rstrip("\\"))
     words = words[1:] if words[0] == "elfatt-sd" else words[2:]
     depth = 2 if words[0] in ("eval", "bench") else 1
     shown = CliRunner().invoke(app, [*words[:depth], "--help"], env={"COLUMNS": "200"})
@@ -70,20 +70,14 @@ def test_every_method_is_described_and_every_setting_exists() -> None:
     table = README.split("## Methods")[1].split("##")[0]
     assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == list(METHODS)
     settings = README.split("| setting | meaning |")[1].split("##")[0]
-    named = {
-        name
-        for line in settings.splitlines()
-        for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
-    }
+    named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| ([^|]+) \|", settings, re.MULTILINE))))
     assert named
     assert named <= SETTINGS
 
 
 def test_the_tested_versions_are_the_pinned_ones() -> None:
     for file in ("constraints.txt", "constraints-oldest.txt"):
-        pins = dict(
-            line.split("==") for line in (ROOT / file).read_text().splitlines() if "==" in line and line[0] != "#"
-        )
+        pins = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / file).read_text(), re.MULTILINE))
         [line] = [line for line in README.splitlines() if f"diffusers {pins['diffusers']} with" in line]
         for package in ("torch", "transformers"):
             assert f"{package} {'.'.join(pins[package].split('.')[:2])}" in line
