@@ -5,6 +5,7 @@ Shapes: q, k, v and every result are `[batch, tokens, heads, head_dim]`, so that
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 from elfatt_sd.config import ElfattError
 
 _GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
-_INSTALL = {
-    "flash": "pip install flash-attn",
-    "flash_hub": "pip install kernels",
-    "_flash_3": "build flash-attention's `hopper` package from source",
-    "sage": "pip install sageattention",
-    "xformers": "pip install xformers",
+_GRID_FREE = ("cpu",)  # devices without such a limit
+_PACKAGES = {  # of the dispatcher's backends: module, and how it is installed
+    "flash": ("flash_attn", "pip install flash-attn"),
+    "flash_hub": ("kernels", "pip install kernels"),
+    "_flash_3": ("flash_attn_interface", "build the `hopper` folder of flash-attention"),
+    "sage": ("sageattention", "pip install sageattention"),
+    "xformers": ("xformers", "pip install xformers"),
 }
 
 
@@ -34,7 +36,7 @@ def partition(tokens: int, block_size: int) -> tuple[int, int, int]:
         The number of blocks, their base size, and how many (the first ones) have one token more.
     """
     blocks = max(1, round(tokens / block_size))
-    base, larger = divmod(tokens, blocks)
+    base, larger = tokens // blocks, tokens % blocks  # not divmod, which torch.compile does not trace
     return blocks, base, larger
 
 
@@ -114,7 +116,7 @@ def pool_agents(q: Tensor, agents: int) -> Tensor:
     tokens = q.shape[1]
     if agents >= tokens:
         return q
-    base, larger = divmod(tokens, agents)
+    base, larger = tokens // agents, tokens % agents
     if not larger:
         return q.reshape(q.shape[0], agents, base, *q.shape[2:]).mean(dim=2)
     cut = larger * (base + 1)
@@ -220,7 +222,7 @@ def _equal_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, kernel: dict[str, 
     """Attend inside blocks of one size, all in one call with the blocks in the batch dimension."""
     shape = q.shape
     q, k, v = (x.reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
-    if q.shape[0] <= _GRID_LIMIT or q.device.type == "cpu":
+    if q.shape[0] <= _GRID_LIMIT or q.device.type in _GRID_FREE:
         return softmax_attention(q, k, v, **kernel).reshape(shape)
     parts = zip(*(torch.split(x, _GRID_LIMIT) for x in (q, k, v)), strict=True)
     return torch.cat([softmax_attention(*part, **kernel) for part in parts]).reshape(shape)
@@ -234,6 +236,8 @@ def _no_mask(kernel: dict[str, Any]) -> None:
 def _flash_takes(q: Tensor) -> bool:
     """Whether flash-attn is installed and takes tensors like this one."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 256:
+        return False
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
         return False
     try:
         from diffusers.models import attention_dispatch
@@ -255,10 +259,20 @@ def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor
         raise ElfattError(f"attention_backend={backend!r} is not known; accepted: native, auto, {accepted}.") from error
     try:
         return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=name)
+    except torch.cuda.OutOfMemoryError:
+        raise
     except Exception as error:
-        install = f" Is it installed ({_INSTALL[backend]})?" if backend in _INSTALL else ""
-        shape = f"{q.dtype} tensors with head size {q.shape[-1]} on {q.device.type}"
-        reason = " ".join(str(error).split())[:200]
-        raise ElfattError(
-            f"attention_backend={backend!r} does not run {shape}: {reason}.{install} 'auto' and 'native' always run."
-        ) from error
+        raise _backend_error(backend, q, error) from error
+
+
+def _backend_error(backend: str, q: Tensor, error: Exception) -> ElfattError:
+    """Say that a package is missing, or else what the backend rejects."""
+    always = "'native' needs no package, 'auto' takes what there is."
+    package, install = _PACKAGES.get(backend, ("torch", ""))
+    if importlib.util.find_spec(package) is None:
+        return ElfattError(
+            f"attention_backend={backend!r} needs {package}, which is not installed: {install}. {always}"
+        )
+    reason = " ".join(str(error).split())[:200]
+    tensors = f"{str(q.dtype).removeprefix('torch.')} tensors with head size {q.shape[-1]} on {q.device.type}"
+    return ElfattError(f"attention_backend={backend!r} does not take {tensors} ({reason}). {always}")

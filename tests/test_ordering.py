@@ -159,3 +159,10 @@ def test_results_may_be_changed_by_the_caller() -> None:
         before = order(name, 9, 9, block_size).clone()
         order(name, 9, 9, block_size).argsort()
         assert torch.equal(order(name, 9, 9, block_size), before)
+
+
+def test_order_of_merged_tokens_compiles_whole() -> None:
+    """The permutation of the grid is drawn before the compiled part runs; the merged tokens are ordered inside."""
+    permutation, positions = order("spread", 8, 8, 16), torch.arange(64).view(2, 32)
+    compiled = torch.compile(order_merged, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(permutation, positions), order_merged(permutation, positions))

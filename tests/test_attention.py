@@ -1,0 +1,370 @@
+"""Every attention equals its formula, written out densely in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elfatt_sd import attention
+from elfatt_sd.attention import (
+    agent_attention,
+    block_attention,
+    elfatt_attention,
+    partition,
+    pool_agents,
+    softmax_attention,
+)
+from elfatt_sd.config import ElfattError
+
+LENGTHS = [1, 2, 7, 64, 100, 227, 257]
+
+
+def qkv(tokens: int, heads: int = 4, size: int = 8, batch: int = 2, dtype: torch.dtype = torch.float32) -> Any:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn(3, batch, tokens, heads, size, generator=generator).to(dtype)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, allowed: Tensor | None = None) -> Tensor:
+    """Softmax attention in float64 with the whole matrix of logits; `allowed` is `[queries, keys]`."""
+    q, k, v = (x.double() for x in (q, k, v))
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -math.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(dim=-1), v)
+
+
+def dense_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int, scale: float | None = None) -> Tensor:
+    blocks, base, larger = partition(q.shape[1], block_size)
+    sizes = torch.tensor([base + 1] * larger + [base] * (blocks - larger))
+    block = torch.arange(blocks).repeat_interleave(sizes)
+    return dense(q, k, v, scale, allowed=block[:, None] == block)
+
+
+def dense_agents(q: Tensor, k: Tensor, v: Tensor, agents: Tensor, query_scale: float | None = None) -> Tensor:
+    return dense(q, agents, dense(agents, k, v), query_scale)
+
+
+def dense_pool(q: Tensor, agents: int) -> Tensor:
+    pools = [part.mean(dim=1) for part in q.double().tensor_split(agents, dim=1)]
+    return torch.stack(pools, dim=1)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
+
+
+# Partition and pooling
+
+
+@pytest.mark.parametrize("tokens", range(1, 300, 7))
+@pytest.mark.parametrize("block_size", [1, 2, 16, 81, 128, 1000])
+def test_partition_tiles_any_length(tokens: int, block_size: int) -> None:
+    blocks, base, larger = partition(tokens, block_size)
+    assert blocks * base + larger == tokens
+    assert 0 <= larger < blocks
+    assert base >= 1
+    assert blocks == max(1, round(tokens / block_size))
+
+
+def test_the_papers_blocks_of_227() -> None:
+    """2,048 merged tokens in nine blocks: none is dropped."""
+    assert partition(2048, 227) == (9, 227, 5)
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("agents", [1, 3, 16, 64])
+def test_agents_average_neighbouring_queries(tokens: int, agents: int) -> None:
+    q, _, _ = qkv(tokens)
+    if agents >= tokens:
+        assert pool_agents(q, agents) is q
+    else:
+        close(pool_agents(q, agents), dense_pool(q, agents))
+
+
+# Formulas
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_softmax(tokens: int, scale: float | None) -> None:
+    q, k, v = qkv(tokens)
+    close(softmax_attention(q, k, v, scale=scale), dense(q, k, v, scale))
+
+
+def test_softmax_with_masks() -> None:
+    q, k, v = qkv(20)
+    allowed = torch.ones(20, 20, dtype=torch.bool).tril()
+    added = torch.zeros(20, 20).masked_fill(~allowed, -math.inf)
+    for mask in (allowed, added):
+        close(softmax_attention(q, k, v, mask=mask), dense(q, k, v, allowed=allowed))
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("block_size", [1, 16, 30, 227, 1000])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_blocks_equal_softmax_with_a_block_diagonal_mask(tokens: int, block_size: int, batch: int) -> None:
+    q, k, v = qkv(tokens, batch=batch)
+    close(block_attention(q, k, v, block_size), dense_blocks(q, k, v, block_size))
+    close(block_attention(q, k, v, block_size, scale=0.2), dense_blocks(q, k, v, block_size, 0.2))
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("query_scale", [None, 0.7])
+@pytest.mark.parametrize("value_shortcut", [0.0, 0.075])
+def test_agents_equal_two_softmaxes(tokens: int, query_scale: float | None, value_shortcut: float) -> None:
+    q, k, v = qkv(tokens)
+    agents = torch.randn(2, 5, 4, 8, generator=torch.Generator().manual_seed(9))
+    options = {"query_scale": query_scale, "value_shortcut": value_shortcut}
+    expected = dense_agents(q, k, v, agents, query_scale) + value_shortcut * v.double()
+    close(agent_attention(q, k, v, agents, **options), expected)
+
+
+@pytest.mark.parametrize("tokens", [7, 100, 257])
+@pytest.mark.parametrize(
+    ("heads", "size", "split", "share", "heads_of_agents", "channels_of_agents"),
+    [
+        (8, 40, "auto", 0.5, 4, None),
+        (8, 40, "auto", 0.25, 2, None),
+        (5, 64, "auto", 0.5, None, 32),
+        (5, 64, "heads", 0.5, 2, None),
+        (8, 40, "channels", 0.5, None, 16),
+        (3, 24, "channels", 0.25, None, 8),
+        (1, 5, "auto", 0.5, None, 2),
+        (4, 8, "auto", 1.0, 4, None),
+        (4, 8, "channels", 1.0, None, 8),
+        (4, 8, "auto", 0.0, 0, None),
+        (3, 16, "channels", 0.01, None, 8),
+        (3, 16, "channels", 0.99, None, 8),
+    ],
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_elfatt(
+    tokens: int,
+    heads: int,
+    size: int,
+    split: str,
+    share: float,
+    heads_of_agents: int | None,
+    channels_of_agents: int | None,
+    given: bool,
+) -> None:
+    """One part attends through agents, the other in blocks (eq. lepe2sd: heads; eq. lepe1sd: channels)."""
+    q, k, v = qkv(tokens, heads, size)
+    agents = torch.randn(2, 6, heads, size, generator=torch.Generator().manual_seed(1))
+    dim, first = (2, heads_of_agents) if heads_of_agents is not None else (3, channels_of_agents)
+    assert first is not None
+    rest = q.shape[dim] - first
+    expected = []
+    if first:
+        qa, ka, va = (x.narrow(dim, 0, first) for x in (q, k, v))
+        own = agents.narrow(dim, 0, first) if given else dense_pool(qa, min(6, tokens))
+        expected.append(dense_agents(qa, ka, va, own, 0.4) + 0.1 * va.double())
+    if rest:
+        expected.append(dense_blocks(*(x.narrow(dim, first, rest) for x in (q, k, v)), block_size=30))
+    options: dict[str, Any] = {"agent_share": share, "split": split, "query_scale": 0.4, "value_shortcut": 0.1}
+    actual = elfatt_attention(q, k, v, agents=agents if given else 6, block_size=30, **options)
+    close(actual, torch.cat(expected, dim=dim))
+
+
+@pytest.mark.parametrize("size", range(2, 161))
+def test_channel_parts_suit_fused_kernels(size: int) -> None:
+    for share in (0.1, 0.25, 0.5, 0.75, 0.9):
+        first = attention._channels_for_agents(size, share)
+        assert 0 < first < size
+        assert first % 8 == 0 or size % 8 or size < 16
+
+
+# Numbers
+
+
+def approximations(q: Tensor, k: Tensor, v: Tensor, **kernel: Any) -> dict[str, Tensor]:
+    return {
+        "softmax": softmax_attention(q, k, v, **kernel),
+        "block": block_attention(q, k, v, 30, **kernel),
+        "agent": agent_attention(q, k, v, pool_agents(q, 6), value_shortcut=0.1, **kernel),
+        "heads": elfatt_attention(q, k, v, agents=6, block_size=30, split="heads", **kernel),
+        "channels": elfatt_attention(q, k, v, agents=6, block_size=30, split="channels", **kernel),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fp32_logits", [False, True])
+def test_logits_near_the_limit_of_the_dtype(dtype: torch.dtype, fp32_logits: bool) -> None:
+    """Logits beyond 60,000, which float16 just holds, give no NaN and no infinity."""
+    q, k, v = qkv(100, size=64, dtype=dtype)
+    q, k = (torch.nn.functional.normalize(x.float(), dim=-1).mul(700).to(dtype) for x in (q, k))
+    assert 6e4 < float((q.double() ** 2).sum(dim=-1).max()) * 64**-0.5 < 65504
+    for name, out in approximations(q, k, v, fp32_logits=fp32_logits).items():
+        assert out.dtype == dtype, name
+        assert out.isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_logits_round_the_result_alone(dtype: torch.dtype) -> None:
+    q, k, v = qkv(100, size=64, dtype=dtype)
+    q = q * 8
+    exact = approximations(*(x.double() for x in (q, k, v)))
+    for name, out in approximations(q, k, v, fp32_logits=True).items():
+        if name in ("softmax", "block"):
+            torch.testing.assert_close(out, exact[name].to(dtype), msg=name)
+
+
+@pytest.mark.parametrize("name", ["softmax", "block", "agent", "heads", "channels"])
+def test_gradients(name: str) -> None:
+    q, k, v = (x.double().requires_grad_() for x in qkv(11, heads=2, size=4, batch=1))
+    small: dict[str, Callable[..., Tensor]] = {
+        "softmax": softmax_attention,
+        "block": lambda q, k, v: block_attention(q, k, v, 3),
+        "agent": lambda q, k, v: agent_attention(q, k, v, pool_agents(q, 3), query_scale=0.8, value_shortcut=0.1),
+        "heads": lambda q, k, v: elfatt_attention(q, k, v, agents=3, block_size=4, split="heads"),
+        "channels": lambda q, k, v: elfatt_attention(q, k, v, agents=3, block_size=4, split="channels"),
+    }
+    assert torch.autograd.gradcheck(small[name], (q, k, v))
+
+
+def test_compiles_whole() -> None:
+    """For one size, and again for others, where the compiler makes the length a symbol."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return tuple(approximations(q, k, v).values())
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for tokens in (64, 100, 120):
+        q, k, v = qkv(tokens)
+        for actual, expected in zip(compiled(q, k, v), run(q, k, v), strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
+# Cost
+
+
+class Work(TorchDispatchMode):
+    """Counts copies, calls of fused attention, and the pairs of queries and keys that they work on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = self.calls = self.pairs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if "scaled_dot_product" in name:
+            batch, heads, queries, _ = args[0].shape
+            self.calls += 1
+            self.pairs += batch * heads * queries * args[1].shape[2]
+        self.copies += name in ("copy_", "clone", "_to_copy", "cat", "index_select", "constant_pad_nd")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_equal_blocks_are_views(batch: int) -> None:
+    """From the projections on, blocks of one size are one fused call and no copy."""
+    projected = torch.randn(batch, 256, 4 * 8)
+    with Work() as work:
+        q, k, v = (projected.unflatten(-1, (4, 8)) for _ in range(3))
+        block_attention(q, k, v, 32).flatten(2)
+    assert (work.copies, work.calls) == (0, 1)
+
+
+def test_remainders_do_not_double_the_work() -> None:
+    """Nine blocks of 227 and 228 tokens: two calls over what nine blocks need, and nothing is padded."""
+    q, k, v = qkv(2048)
+    with Work() as work:
+        block_attention(q, k, v, 227)
+    assert work.calls == 2
+    assert work.pairs == 2 * 4 * (5 * 228**2 + 4 * 227**2)
+
+
+def test_elfatt_grows_with_the_tokens() -> None:
+    """Four times the tokens are four times the pairs."""
+    pairs = []
+    for tokens in (512, 2048):
+        q, k, v = qkv(tokens)
+        with Work() as work:
+            elfatt_attention(q, k, v, agents=16, block_size=64)
+        pairs.append(work.pairs)
+    assert pairs[1] == 4 * pairs[0]
+
+
+def test_more_blocks_than_a_cuda_grid_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch beyond the kernels' limit goes in several calls; it is tried here with a limit of three."""
+    q, k, v = qkv(64)
+    whole = block_attention(q, k, v, 8)
+    monkeypatch.setattr(attention, "_GRID_LIMIT", 3)
+    monkeypatch.setattr(attention, "_GRID_FREE", ())
+    with Work() as work:
+        parts = block_attention(q, k, v, 8)
+    assert work.calls == math.ceil(16 / 3)
+    torch.testing.assert_close(parts, whole)
+
+
+# Backends
+
+
+def test_auto_on_a_cpu_is_native() -> None:
+    q, k, v = qkv(50)
+    assert torch.equal(softmax_attention(q, k, v, backend="auto"), softmax_attention(q, k, v))
+
+
+def test_dispatchers_native_backend_agrees() -> None:
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    q, k, v = qkv(50)
+    for name, out in approximations(q, k, v, backend="_native_math").items():
+        torch.testing.assert_close(out, approximations(q, k, v)[name], msg=name)
+
+
+@pytest.mark.parametrize(("backend", "package"), [("flash", "flash-attn"), ("sage", "sageattention")])
+def test_missing_backend_names_the_remedy(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    monkeypatch.setitem(attention._PACKAGES, backend, ("no_such_module", f"pip install {package}"))
+    q, k, v = qkv(50)
+    with pytest.raises(ElfattError, match=f"attention_backend='{backend}' .* not installed: pip install {package}"):
+        block_attention(q, k, v, 16, backend=backend)
+
+
+def test_backend_that_rejects_the_tensors() -> None:
+    """A backend that is there and fails says for which tensors."""
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    q, k, v = qkv(50)
+    with pytest.raises(ElfattError, match=r"'_native_cudnn' does not take float32 tensors with head size 8 on cpu"):
+        softmax_attention(q, k, v, backend="_native_cudnn")
+
+
+def test_unknown_backend() -> None:
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    q, k, v = qkv(8)
+    with pytest.raises(ElfattError, match=r"attention_backend='quick' is not known; accepted: native, auto, "):
+        softmax_attention(q, k, v, backend="quick")
+
+
+def test_backend_without_a_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers before 0.35 has none."""
+    monkeypatch.setitem(__import__("sys").modules, "diffusers.models.attention_dispatch", None)
+    q, k, v = qkv(8)
+    with pytest.raises(ElfattError, match=r"needs diffusers 0\.35"):
+        softmax_attention(q, k, v, backend="flash")
+    assert torch.equal(softmax_attention(q, k, v, backend="auto"), softmax_attention(q, k, v))
+
+
+@pytest.mark.parametrize("approximate", ["block", "agent", "elfatt"])
+def test_masks_are_refused_where_they_have_no_meaning(approximate: str) -> None:
+    q, k, v = qkv(20)
+    mask = torch.ones(20, 20, dtype=torch.bool)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "block": lambda: block_attention(q, k, v, 8, mask=mask),
+        "agent": lambda: agent_attention(q, k, v, pool_agents(q, 4), mask=mask),
+        "elfatt": lambda: elfatt_attention(q, k, v, agents=4, block_size=8, mask=mask),
+    }
+    with pytest.raises(ElfattError, match="mask"):
+        calls[approximate]()
+
+
+def test_unknown_split() -> None:
+    q, k, v = qkv(8)
+    with pytest.raises(ElfattError, match="split='tokens'"):
+        elfatt_attention(q, k, v, agents=4, block_size=8, split="tokens")
