@@ -188,8 +188,11 @@ class Studio:
             after = self._draw(prompt, seed)
         ratio, decibel = before.seconds / after.seconds, psnr(before.picture, after.picture)
         captions = [
-            ("untouched", f"{before.seconds:.2f} s"),
-            (self.request.config.method, f"{after.seconds:.2f} s, {ratio:.2f} times as fast, PSNR {decibel:.1f} dB"),
+            (f"untouched, {before.seconds:.2f} s", ""),
+            (
+                f"{self.request.config.method}, {after.seconds:.2f} s",
+                f"{ratio:.2f} times as fast, PSNR {decibel:.1f} dB",
+            ),
         ]
         sheet = side_by_side([before.picture, after.picture], captions, title=prompt)
         record = self._record(prompt, seed, after) | {

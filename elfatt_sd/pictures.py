@@ -31,7 +31,7 @@ def side_by_side(
     if not pictures or len(pictures) != len(captions):
         raise ValueError(f"{len(pictures)} pictures and {len(captions)} captions; give one caption for each picture.")
     size = max(13, min(picture.width for picture in pictures) // 19)
-    title_font, small = ImageFont.load_default(size * 1.1), ImageFont.load_default(size * 0.85)
+    title_font, small = ImageFont.load_default(size * 1.1), ImageFont.load_default(size * 0.95)
     width = sum(picture.width for picture in pictures) + margin * (len(pictures) + 1)
     lines = _wrap(title, title_font, width - 2 * margin)
     top = margin + (len(lines) * round(size * 1.5) + margin // 2 if lines else 0)
