@@ -12,7 +12,7 @@ from fake_run import FAILED, NO_MEMORY, build_run, picture, prompt, save
 from PIL import Image
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.report import page, write_report
+from elfatt_sd.evaluation.report import charts, page, write_report
 from elfatt_sd.evaluation.report.data import Estimate, Results
 from elfatt_sd.evaluation.report.palette import Palette
 from elfatt_sd.evaluation.report.pictures import Pictures
@@ -405,6 +405,14 @@ def test_settings_that_vary_have_their_column_and_plot(results):
     ticks = [text for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg) if text in ("32", "128", "512")]
     assert ticks == ["32", "128", "512"], "values in order, not as the protocol lists them"
     assert any("Ratio" in line for line in missing)
+
+
+def test_a_wide_null_row_does_not_hide_the_methods(results):
+    results["rows"][1]["distances"]["FD-toy"]["difference"] |= {"value": 0.3, "interval": [-90.0, 90.6]}
+    shown = Results(results)
+    low, high = charts.differences(shown, Palette(shown)).figure.axes[0].get_xlim()
+    ends = [end for row in shown.methods if (found := row.difference("FD-toy")) for end in found.ends]
+    assert -10 < low < min(ends) and max(ends) < high < 10
 
 
 def test_rows_of_one_name_are_told_apart(results):

@@ -65,12 +65,24 @@ def differences(results: Results, palette: Palette) -> Chart | str:
         )
     axes.axvline(0, color=INK, linewidth=0.9)
     _row_axis(axes, rows)
-    axes.set_xlabel(f"{name} minus the untouched pipeline's (left of zero is better)")
+    axes.set_xlim(*_methods_range(rows, name))
+    axes.set_xlabel(f"{name} minus untouched (left is better)")
     caption = (
         "Line: 95 % interval of the paired difference. Filled: the interval excludes zero. Shaded: the interval of the "
-        "null row, the untouched pipeline with other seeds, where nothing but chance is at work."
+        "null row, the untouched pipeline with other seeds, where nothing but chance is at work; it may go on beyond "
+        "the edges. Other seeds share no latents with the baseline, so it is wider than those of the methods."
     )
     return Chart("difference", f"Difference in {name} to the untouched pipeline", caption, figure, points)
+
+
+def _methods_range(rows: Sequence[Row], name: str) -> tuple[float, float]:
+    """Return limits that hold zero, every value, and the intervals of the methods (of all rows, if there are none)."""
+    shown = [row for row in rows if row.role != NULL] or rows
+    ends = [row.difference(name) for row in shown]
+    places = [0.0, *(end for found in ends if found and found.ends for end in found.ends)]
+    places += [found.value for row in rows if (found := row.difference(name))]
+    margin = 0.08 * (max(places) - min(places)) or 1.0
+    return min(places) - margin, max(places) + margin
 
 
 def distance_over_time(results: Results, palette: Palette) -> Chart | str:

@@ -89,6 +89,7 @@ def _conditions(results: Results) -> dict[str, str]:
         value = results.from_protocol(key)
         return "" if value in (None, "") else pattern.format(setting_text(value))
 
+    timed = dig(results.protocol, "time", "batch") or results.from_protocol("batch")
     counts = sorted({row.images for row in results.rows if row.images})
     size = " x ".join(filter(None, (told("width"), told("height"))))
     sampling = [told("steps", "{} steps"), told("guidance", "guidance {}"), size]
@@ -105,7 +106,7 @@ def _conditions(results: Results) -> dict[str, str]:
         "Reference": _reference(results.from_protocol("reference")),
         "Distance": results.distance or "",
         "Hardware": hardware,
-        "Time": told("batch", "batch of {}"),
+        "Time": f"batch of {timed}" if timed else "",
         "Memory": f"growth of {', '.join(sorted(kinds))} per +1 batch" if kinds else "not measured",
     }
     return {what: text for what, text in found.items() if text}
