@@ -1,0 +1,35 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from elfatt_sd.evaluation.files import atomic_file, sha256_of_data, sha256_of_file, write_json
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(KeyboardInterrupt), atomic_file(path) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert path.read_text() == '{\n "a": 1\n}\n'
+    assert [entry.name for entry in path.parent.iterdir()] == ["a.json"]
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(tmp_path / "a.json", {"a": float("nan")})
+    assert not list(tmp_path.iterdir())
+
+
+def test_hashes(tmp_path: Path) -> None:
+    content = b"x" * (3 << 20)
+    (tmp_path / "large").write_bytes(content)
+    assert sha256_of_file(tmp_path / "large") == hashlib.sha256(content).hexdigest()
+    assert (
+        sha256_of_data({"a": 1, "b": [2]}) == sha256_of_data({"b": [2], "a": 1}) != sha256_of_data({"a": 1, "b": [3]})
+    )
