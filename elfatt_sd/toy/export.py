@@ -21,18 +21,18 @@ DIFFUSERS_VERSION = "0.32.1"  # the oldest release whose settings these files us
 def export(
     sizes: models.Sizes,
     parts: dict[str, nn.Module],
-    classifier: nn.Module,
+    others: dict[str, nn.Module],
     records: dict[str, Any],
     out: Path,
     seed: int,
     device: str,
 ) -> Path:
-    """Write `out/pipeline`, `out/weights-classifier`, and the training record.
+    """Write `out/pipeline`, `out/weights-classifier`, `out/weights-training`, and the training record.
 
     Args:
         sizes: the networks' sizes.
         parts: trained `vae`, `unet` and `text_encoder`.
-        classifier: the trained classifier.
+        others: what is no part of the pipeline: the `classifier`, and what further `training` needs.
         records: what `train` returned, by stage.
         out: the folder to write into.
         seed: the recipe's seed, for the record.
@@ -51,7 +51,8 @@ def export(
     save_text_encoder(parts["text_encoder"], settings["text_encoder"], folder / "text_encoder")
     models.save_tokenizer(folder / "tokenizer")
     models.write_json(folder / "model_index.json", {**pipeline_index(), **common})
-    save_half(classifier.state_dict(), out / "weights-classifier" / "classifier.safetensors")
+    for name, module in others.items():
+        save_half(module.state_dict(), out / f"weights-{name}" / f"{name}.safetensors")
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
     record = {**environment(), "device": device, "seed": seed, "parameters": counts, "stages": records}
     models.write_json(out / "record.json", record)

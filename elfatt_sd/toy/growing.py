@@ -30,6 +30,11 @@ class Denoiser(nn.Module):
         self.entrances = nn.ModuleList([nn.Conv2d(4, widths[i - 1], 3, padding=1) for i in (1, 2)])
         self.exits = nn.ModuleList([_exit(widths[i], sizes.groups) for i in (1, 2)])
 
+    @property
+    def doors(self) -> nn.Module:
+        """Entrances and exits, which are no part of the pipeline."""
+        return nn.ModuleDict({"entrances": self.entrances, "exits": self.exits})
+
     def forward(self, noisy: Tensor, timesteps: Tensor, tokens: Tensor, level: int) -> Tensor:
         """Predict velocities.
 

@@ -212,11 +212,12 @@ class Workshop:
         return module.to(self.device, memory_format=torch.channels_last)
 
     def load(self, folder: Path) -> None:
-        """Start from exported weights: a pipeline's folder, and the classifier in `weights-classifier` beside it."""
+        """Start from exported weights: a pipeline's folder, and the classifier's and the training's own beside it."""
         parts = {"vae": self.vae, "unet": self.denoiser.unet, "text_encoder": self.denoiser.text_encoder}
         for name, module in parts.items():
             export.load_half(module, folder / name)
         export.load_half(self.classifier, folder.parent / "weights-classifier")
+        export.load_half(self.denoiser.doors, folder.parent / "weights-training")
 
     def run(self, name: str) -> None:
         """Run a stage, from where an earlier run stopped."""
@@ -240,7 +241,13 @@ class Workshop:
         """Write the results; return the pipeline's folder."""
         parts = {"vae": self.vae, "unet": self.denoiser.unet, "text_encoder": self.denoiser.text_encoder}
         return export.export(
-            self.recipe.sizes, parts, self.classifier, self.records, self.out, self.seed, str(self.device)
+            self.recipe.sizes,
+            parts,
+            {"classifier": self.classifier, "training": self.denoiser.doors},
+            self.records,
+            self.out,
+            self.seed,
+            str(self.device),
         )
 
 
