@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -418,6 +419,25 @@ def test_the_launcher_works_from_any_folder(model: Path, tmp_path: Path) -> None
     wrong = run("generate", PROMPT, "--model", model, "--ratio", 2, cwd=tmp_path)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "error: ratio=2.0 is not accepted; give a number from 0 to less than 1.\n"
+
+
+def test_control_c_is_one_line_and_finished_pictures_stay(model: Path, tmp_path: Path) -> None:
+    words = ["generate", PROMPT, "--model", model, "--steps", 1, "--num-images", 100_000, "--out", tmp_path]
+    command = [sys.executable, str(ROOT / "cli.py"), *map(str, words)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline().strip()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert errors == "error: stopped; what was finished stays\n"
+    assert first == str(tmp_path / "0001-a-red-star.png")
+    written = [path for path in tmp_path.iterdir() if path.suffix == ".png"]
+    assert written
+    for path in written:
+        json.loads(path.with_suffix(".json").read_text())
+        assert len(pixels(path)) == 32 * 32 * 3
+    assert not [path for path in tmp_path.iterdir() if path.suffix not in (".png", ".json")]
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["generate", "--help"], ["bench", "--help"]])
