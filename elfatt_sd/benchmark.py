@@ -258,12 +258,9 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> int | None:
         _synchronise(device)
         return torch.cuda.max_memory_allocated(device) - before
     resident = _resident("VmRSS")
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
-    except OSError:
-        return None
     call()
-    return None if resident is None else max(0, (_resident("VmHWM") or 0) - resident)
+    highest = _resident("VmHWM")
+    return None if resident is None or highest is None else max(0, highest - resident)
 
 
 def _resident(field: str) -> int | None:
@@ -275,11 +272,9 @@ def _resident(field: str) -> int | None:
 
 
 def _peak_of_unet(name: str, variant: Variant, size: int, batch: int, device: str, dtype: torch.dtype) -> int | None:
-    """Build a model, and return the peak memory of its second call."""
+    """Build a model, and return the peak memory of its first call."""
     model = make_model(name, torch.device(device), dtype)
-    call = _unet_call(variant.install(model.unet), model.inputs(size, batch))
-    call()
-    return peak_memory(call, torch.device(device))
+    return peak_memory(_unet_call(variant.install(model.unet), model.inputs(size, batch)), torch.device(device))
 
 
 def _in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -296,12 +291,9 @@ def _graphed_call(unet: Any, inputs: dict[str, Any]) -> Callable[[], Any]:
     if hasattr(unet, "_tome_info"):
         unet._tome_info["args"]["use_rand"] = False  # tomesd's own generator cannot be captured
     call = _unet_call(unet, inputs)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
+    call()
+    call()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.graph(graph):
         unet.forward(**inputs)
@@ -328,7 +320,9 @@ def single_phases(config: PatchConfig, steps: int = _STEPS) -> list[tuple[PatchC
     counts: dict[Phase, int] = {}
     for step in range(steps):
         phase = config.phase_at(step, steps)
-        phase = EXACT if phase.exact else dataclasses.replace(phase, until=1.0)
+        if phase.attention == "softmax":  # what it does not use makes no difference
+            phase = Phase(1.0, ratio=phase.ratio, stride=phase.stride) if phase.ratio else EXACT
+        phase = dataclasses.replace(phase, until=1.0)
         counts[phase] = counts.get(phase, 0) + 1
     return [
         (dataclasses.replace(config, phases=() if phase.exact else (phase,)), count) for phase, count in counts.items()
@@ -584,7 +578,7 @@ def _make_pipeline(name: str, device: torch.device, dtype: torch.dtype, batch: i
     parts = {
         "unet": model.unet,
         "vae": _fill(vae, device, dtype).eval(),
-        "scheduler": library.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False),
+        "scheduler": library.DDIMScheduler(steps_offset=1, clip_sample=False),
         "text_encoder": None,
         "tokenizer": None,
     }
@@ -637,7 +631,7 @@ def layer(
         for part, calls in groups.items():
             before = [row for row in rows if row["part"] == part]
             kept = {name: call for name, call in calls.items() if _expected(before, name, count) <= max_seconds}
-            times = interleave(kept, repeats, place)
+            times = interleave(kept, repeats, place) if kept else {}
             for name, taken in times.items():
                 gain = ratios(times["softmax"], taken) if "softmax" in times else None
                 rows.append({"tokens": count, "batch": batch, "part": part, "method": name, "gain": gain})
