@@ -70,9 +70,9 @@ def differences(results: Results, palette: Palette) -> Chart | str:
     caption = "Line: 95 % interval of the paired difference. Filled: the interval excludes zero."
     if any(row.role == NULL for row in rows):
         caption += (
-            " Shaded: the interval of the null row, the untouched pipeline with other seeds, where nothing but chance is "
-            "at work; it may go on beyond the edges. Other seeds share no latents with the baseline, so it is wider than "
-            "those of the methods."
+            " Shaded: the interval of the null row, the untouched pipeline with other seeds, where nothing but chance "
+            "is at work; it may go on beyond the edges. Other seeds share no latents with the baseline, so it is wider "
+            "than those of the methods."
         )
     return Chart("difference", f"Difference in {name} to the untouched pipeline", caption, figure, points)
 
