@@ -11,7 +11,7 @@ from torch import Tensor
 
 # The similarity matrix is made in chunks, that stay in cache on a CPU and small beside the model on a GPU: elements of
 # a chunk, and the fewest rows that keep the matrix product fast.
-_CHUNK = {"cpu": (1 << 21, 512), "gpu": (1 << 26, 128)}
+_CHUNK = {"cpu": (1 << 21, 512), "gpu": (1 << 25, 128)}
 _FOLD = 16
 
 

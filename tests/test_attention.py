@@ -22,6 +22,7 @@ from elfatt_sd.attention import (
 )
 from elfatt_sd.config import ElfattError
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LENGTHS = [1, 2, 7, 64, 100, 227, 257]
 
 
@@ -108,10 +109,12 @@ def test_softmax_with_masks() -> None:
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("block_size", [1, 16, 30, 227, 1000])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_blocks_equal_softmax_with_a_block_diagonal_mask(tokens: int, block_size: int, batch: int) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_equal_softmax_with_a_block_diagonal_mask(tokens: int, block_size: int, batch: int, device: str) -> None:
     q, k, v = qkv(tokens, batch=batch)
-    close(block_attention(q, k, v, block_size), dense_blocks(q, k, v, block_size))
-    close(block_attention(q, k, v, block_size, scale=0.2), dense_blocks(q, k, v, block_size, 0.2))
+    on_device = qkv(tokens, batch=batch).to(device)
+    close(block_attention(*on_device, block_size).cpu(), dense_blocks(q, k, v, block_size))
+    close(block_attention(*on_device, block_size, scale=0.2).cpu(), dense_blocks(q, k, v, block_size, 0.2))
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)

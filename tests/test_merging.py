@@ -14,6 +14,7 @@ from elfatt_sd import merging
 from elfatt_sd.merging import Matching, match_tokens
 
 GRIDS = [(32, 32), (24, 16), (33, 25), (7, 64)]
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SETTINGS = [(0.1, 2), (0.5, 2), (0.75, 2), (0.1, 4), (0.5, 4), (0.75, 4)]
 
 
@@ -46,9 +47,10 @@ def destinations(height: int, width: int, stride: int, choice: Tensor) -> Tensor
 @pytest.mark.parametrize(("height", "width"), GRIDS)
 @pytest.mark.parametrize(("ratio", "stride"), SETTINGS)
 @pytest.mark.parametrize("ordered", [True, False])
-def test_round_trip_is_tomesds(height: int, width: int, ratio: float, stride: int, ordered: bool) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_round_trip_is_tomesds(height: int, width: int, ratio: float, stride: int, ordered: bool, device: str) -> None:
     """In float64 no two similarities nearly tie, so every token gets what tomesd gives it."""
-    x = tokens(height, width).double()
+    x = tokens(height, width).double().to(device)
     merge, unmerge = tomesd(x, height, width, ratio, stride, no_rand=True)
     ours = match(x, height, width, ratio, stride, ordered=ordered)
     assert ours.merge(x).shape == merge(x).shape
@@ -156,8 +158,9 @@ def test_batch_elements_do_not_see_each_other(ordered: bool) -> None:
         )
 
 
-def test_the_same_call_gives_the_same_bits() -> None:
-    x = tokens(32, 24)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_same_call_gives_the_same_bits(device: str) -> None:
+    x = tokens(32, 24).to(device)
     first, second = (matching.unmerge(matching.merge(x)) for matching in (match(x, 32, 24), match(x, 32, 24)))
     assert torch.equal(first, second)
 

@@ -1,0 +1,108 @@
+"""Cell-and-spread attention equals its formula, written out densely in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from elfatt_sd import cell_spread
+from elfatt_sd.cell_spread import cell_spread_attention
+from elfatt_sd.config import ElfattError
+
+
+def qkv(tokens: int, heads: int = 3, size: int = 8, dtype: torch.dtype = torch.float32) -> Any:
+    return torch.randn(3, 2, tokens, heads, size, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, blocks: int, scale: float | None = None) -> Tensor:
+    """Logits of the own cell as they are, of the own block plus log(blocks), of all others minus infinity."""
+    q, k, v = (x.double() for x in (q, k, v))
+    tokens = q.shape[1]
+    cells = tokens // blocks
+    block, cell = torch.arange(tokens) // cells, torch.arange(tokens) % cells
+    rate = torch.full((tokens, tokens), -math.inf, dtype=torch.float64)
+    rate[block[:, None] == block] = math.log(blocks)
+    rate[cell[:, None] == cell] = 0.0  # the own token lies in both; it counts once
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale) + rate.to(
+        q.device
+    )
+    return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(dim=-1), v)
+
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+CASES = [(12, 3), (64, 8), (64, 2), (64, 32), (96, 4), (30, 5), (7, 1), (7, 7), (35, 7)]
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), CASES)
+@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize("device", DEVICES)
+def test_formula(tokens: int, blocks: int, scale: float | None, device: str) -> None:
+    q, k, v = qkv(tokens).to(device)
+    out = cell_spread_attention(q, k, v, blocks, scale=scale)
+    torch.testing.assert_close(out.double(), dense(q, k, v, blocks, scale), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_own_token_that_dominates(dtype: torch.dtype, device: str) -> None:
+    """The own token is left out of the block, not subtracted from it: no precision is lost where it weighs most."""
+    q, _, v = qkv(64, size=16, dtype=dtype).to(device)
+    out = cell_spread_attention(q, q, v, 8, scale=8.0)
+    torch.testing.assert_close(out.double(), dense(q, q, v, 8, scale=8.0), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_near_the_limit_of_the_dtype(dtype: torch.dtype) -> None:
+    q, k, v = qkv(64, size=64, dtype=dtype)
+    q, k = (torch.nn.functional.normalize(x.float(), dim=-1).mul(700).to(dtype) for x in (q, k))
+    assert cell_spread_attention(q, k, v, 8).isfinite().all()
+
+
+def test_equal_tokens_weigh_as_in_exact_attention() -> None:
+    """Where all keys are alike, every token of the picture weighs the same, sampled or not: the rate is right."""
+    q, k, _ = qkv(64)
+    k = k[:, :1].expand_as(k)
+    block = (torch.arange(64) // 8).float()  # with 8 blocks of 8 tokens, a cell holds one token of each block
+    v = block[None, :, None, None].expand(2, 64, 3, 8)
+    out = cell_spread_attention(q, k, v.contiguous(), 8)
+    expected = (block.mean() + 7 * block) / 8  # an eighth of the weight lies in the cell, the rest in the block
+    torch.testing.assert_close(out, expected[None, :, None, None].expand_as(out), atol=1e-5, rtol=0)
+
+
+def test_gradients() -> None:
+    inputs = tuple(x.double().requires_grad_() for x in qkv(12, heads=2, size=4))
+    assert torch.autograd.gradcheck(lambda q, k, v: cell_spread_attention(q, k, v, 3), inputs)
+    q, k, v = (x.detach().float().requires_grad_() for x in inputs)
+    cell_spread_attention(q, k, v, 3).square().sum().backward()
+    wanted = torch.autograd.grad(dense(*inputs, 3).square().sum(), inputs)
+    for got, want in zip((q, k, v), wanted, strict=True):
+        assert got.grad is not None
+        torch.testing.assert_close(got.grad.double(), want, atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(64)
+    fused = cell_spread_attention(q, k, v, 8)
+
+    def missing(*_: Any) -> Any:
+        raise AssertionError("float64 has no fused kernel")
+
+    monkeypatch.setattr(cell_spread, "_fused_cpu", missing)
+    torch.testing.assert_close(cell_spread_attention(q.double(), k.double(), v.double(), 8).float(), fused)
+
+
+def test_compiles_whole() -> None:
+    q, k, v = qkv(64)
+    compiled = torch.compile(cell_spread_attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, 8), cell_spread_attention(q, k, v, 8))
+
+
+@pytest.mark.parametrize("blocks", [0, 5, 65])
+def test_blocks_divide_the_tokens(blocks: int) -> None:
+    q, k, v = qkv(64)
+    with pytest.raises(ElfattError, match=f"blocks={blocks} .*divisor of the 64 tokens"):
+        cell_spread_attention(q, k, v, blocks)
