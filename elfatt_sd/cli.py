@@ -77,7 +77,7 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Each one is drawn.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
     model: Model = "toy",
-    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 50,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; 50 if not given, 25 for the toy.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; 7.5 if not given, 4 for the toy.")] = None,
     seed: Annotated[int, typer.Option(help="Of each prompt's first picture; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Pictures for each prompt.")] = 1,
@@ -95,13 +95,14 @@ def generate(
     prompts = [*(prompts or ()), *(read_prompts(prompt_file) if prompt_file else ())]
     if not prompts:
         raise ElfattError("there is no prompt; give one, such as 'a red star', or --prompt-file FILE.")
+    own_steps, own_guidance = _own_defaults(model)
     request = Request(
         tuple(prompts),
         chosen.config,
         chosen.autotune,
         model,
-        steps,
-        _own_guidance(model) if guidance is None else guidance,
+        own_steps if steps is None else steps,
+        own_guidance if guidance is None else guidance,
         seed,
         num_images,
         height,
@@ -179,12 +180,13 @@ def _load(model: str, device: str, dtype: str, allow_pickle: bool) -> Any:
     return load_pipeline(model, device=device, dtype=dtype, allow_pickle=allow_pickle)
 
 
-def _own_guidance(model: str) -> float:
+def _own_defaults(model: str) -> tuple[int, float]:
+    """Return steps and guidance scale for a model."""
     if model != "toy":
-        return 7.5
+        return 50, 7.5
     from elfatt_sd.toy.models import GUIDANCE
 
-    return GUIDANCE
+    return 25, GUIDANCE
 
 
 def _tell_unknown_words(prompts: list[str]) -> None:

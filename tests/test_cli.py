@@ -366,6 +366,17 @@ def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypat
     assert call("generate", "a purple star", "--steps", 1, "--out", tmp_path).stderr == ""
 
 
+def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    from elfatt_sd import pipelines
+
+    loaded = pipelines.load_pipeline(model, device="cpu")
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
+    for name, expected in (("toy", (25, 4.0)), ("another", (50, 7.5))):
+        assert call("generate", "a red star", "--model", name, "--out", tmp_path / name).exit_code == 0
+        record = json.loads((tmp_path / name / "0001-a-red-star.json").read_text())
+        assert (record["steps"], record["guidance"]) == expected
+
+
 def test_names_are_safe_and_short(tmp_path: Path) -> None:
     assert free_name(tmp_path, "../../etc: Ünï/\\*?").name == "0001-etc-ünï.png"
     assert free_name(tmp_path, "???").name == "0001-picture.png"
