@@ -110,7 +110,8 @@ def check_run(run_dir: Path, protocol: Protocol) -> None:
     """
     data = read_run(run_dir)
     if data is None:
-        strange = [path.name for path in run_dir.iterdir() if path.name != LOCK_FILE] if run_dir.is_dir() else []
+        there = [path.name for path in run_dir.iterdir()] if run_dir.is_dir() else []
+        strange = [name for name in there if name != LOCK_FILE and not name.endswith(".part")]
         if strange:
             raise ElfattError(f"{run_dir} is not empty and holds no run (there is {strange[0]!r}); give a new folder.")
         return

@@ -315,7 +315,7 @@ def _remove_batches(run_dir: Path, cell: Cell) -> None:
 def _tidy(run_dir: Path) -> None:
     """Remove what a killed process left behind: half-written files, lists that are joined already."""
     cells = run_dir / "cells"
-    for leftover in cells.rglob(".*.part"):
+    for leftover in (*run_dir.glob(".*.part"), *cells.rglob(".*.part")):
         leftover.unlink()
     for manifest in cells.glob("*/manifest.jsonl"):
         shutil.rmtree(manifest.parent / "batches", ignore_errors=True)

@@ -240,7 +240,7 @@ def measure_memory(run_dir: Path, protocol: Protocol, report: _Report = print) -
         if cell.name in data["rows"]:
             continue
         twin = data["programs"].get(program)
-        if twin is not None:
+        if twin in data["rows"]:
             data["rows"][cell.name] = {**data["rows"][twin], "same_program_as": twin}
         else:
             data["rows"][cell.name] = _measure_row(protocol, cell, sorted(set(settings.batches)), report)

@@ -163,21 +163,33 @@ def leave_processes() -> None:
 
 
 def check_inputs(protocol: Protocol) -> None:
-    """Try what can fail before hours of work: prompts, extractors, and whether the reference is there.
+    """Try what can fail before hours of work: device, prompts, extractors, and whether the reference is there.
 
     Raises:
         ElfattError: one of them is missing or wrong.
     """
     from elfatt_sd.evaluation.score import load_extractors
+    from elfatt_sd.evaluation.sources import open_source
+    from elfatt_sd.pipelines import pick_device, pick_dtype
 
+    pick_dtype(protocol.dtype, pick_device(protocol.device))
     run_prompts(protocol)
     load_extractors(protocol)
-    source = protocol.reference.source
-    kind = source.partition(":")[0]
-    if not source:
+    wanted = protocol.reference
+    if not wanted.source:
         raise ElfattError("reference.source is missing; give --reference with a folder, tar, zip, shards or .npz.")
-    if kind not in ("toy", "renders") and not (Path(source).exists() or any(Path().glob(source))):
-        raise ElfattError(f"reference.source={source!r} does not exist; give --reference with a folder, tar, or .npz.")
+    if wanted.source.partition(":")[0] in ("toy", "renders"):
+        return
+    if wanted.source.endswith(".npz"):
+        if not Path(wanted.source).is_file():
+            raise ElfattError(f"reference {wanted.source} does not exist; give an .npz file with mu and sigma.")
+        return
+    count = len(open_source(wanted.source, wanted.per_class).entries)
+    if count != wanted.count and not wanted.allow_count:
+        raise ElfattError(
+            f"reference {wanted.source} has {count} pictures; accepted are {wanted.count} (reference.count), or "
+            "--allow-count, which the metric's name will then say."
+        )
 
 
 def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:

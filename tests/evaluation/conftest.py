@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tiny_pipelines
-
 import small_run
 
 from elfatt_sd.evaluation import measure
@@ -39,19 +35,7 @@ def protocol(tmp_path: Path, model: Path) -> Protocol:
 @pytest.fixture(scope="session")
 def full_protocol(workplace: Path) -> Protocol:
     """The small protocol with every stage."""
-    return small_run.small_protocol(workplace, workplace / "sd15", *full_overrides(workplace))
-
-
-def full_overrides(workplace: Path) -> list[str]:
-    return [
-        f'extractors=["clip:{workplace / "clip"}"]',
-        f"reference.source={workplace / 'val'}",
-        "reference.count=12",
-        "time.repeats=2",
-        "time.batch=1",
-        "memory.batches=[1, 2]",
-        "memory.steps=2",
-    ]
+    return small_run.small_protocol(workplace, workplace / "sd15", *small_run.full_overrides(workplace))
 
 
 @pytest.fixture(scope="session")

@@ -91,6 +91,19 @@ def small_protocol(folder: Path, model: Path, *overrides: str, cells: str = CELL
     return load_protocol(write_protocol(folder, model, cells), overrides)
 
 
+def full_overrides(workplace: Path) -> list[str]:
+    """Return what gives the small protocol every stage; see the fixture `workplace`."""
+    return [
+        f'extractors=["clip:{workplace / "clip"}"]',
+        f"reference.source={workplace / 'val'}",
+        "reference.count=12",
+        "time.repeats=2",
+        "time.batch=1",
+        "memory.batches=[1, 2]",
+        "memory.steps=2",
+    ]
+
+
 def tree(folder: Path) -> dict[str, bytes]:
     """Return the content of every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

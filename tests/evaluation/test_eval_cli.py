@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import small_run
-from conftest import full_overrides
+from small_run import full_overrides
 
 from elfatt_sd.cli import app
 from elfatt_sd.evaluation import folder, generate, measure
@@ -94,7 +94,7 @@ def test_reference_says_what_it_found(call: Any, workplace: Path, tmp_path: Path
     [
         (("--set", "stepz=3"), ("'stepz'", "accepted")),
         (("--set", "time.repeats=few"), ("time.repeats='few'", "whole number")),
-        (("--limit", "0"), ("--limit", "0")),
+        (("--limit", "0"), ("--limit", "greater than or equal to 1")),
         (("--reference", "/nowhere/val"), ("/nowhere/val", "does not exist")),
         (("--model", "/nowhere/sd"), ("/nowhere/sd", "does not exist")),
         (("--device", "abacus"), ("abacus", "accepted")),

@@ -65,20 +65,42 @@ def test_a_second_run_does_nothing_again(
     assert small_run.tree(finished_run) == before
 
 
-def test_new_images_are_scored_anew_but_not_timed_anew(
+def test_a_lost_row_is_made_again_and_nothing_else(
+    finished_run: Path, full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+    copy = tmp_path / "run"
+    shutil.copytree(finished_run, copy)
+    shutil.rmtree(folder.cell_dir(copy, full_protocol.cells[-1]))
+    lines: list[str] = []
+    assert stages.run(full_protocol, copy, lines.append, show_progress=False) == {}
+    assert lines == [f"{stage}: done before" for stage in ("score", "time", "memory", "report")]
+    assert small_run.tree(copy / "cells") == small_run.tree(finished_run / "cells")
+
+
+def test_other_images_are_scored_anew_but_not_timed_anew(
     finished_run: Path, full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
     copy = tmp_path / "run"
     shutil.copytree(finished_run, copy)
     cell = full_protocol.cells[-1]
-    (copy / "scores.json").write_text("{}")
-    shutil.rmtree(folder.cell_dir(copy, cell))
-    stages_before = json.loads((copy / stages.STAGES_FILE).read_text())
-    assert stages.run(full_protocol, copy, lambda line: None, show_progress=False) == {}
-    assert json.loads((copy / stages.STAGES_FILE).read_text()) == stages_before  # the same images came out
-    again = folder.read_manifest(copy, cell)
-    assert again == folder.read_manifest(finished_run, cell)
+    first, second = (folder.image_path(copy, cell, index) for index in (0, 1))
+    shutil.copy(second, first)
+    entries = folder.read_manifest(copy, cell)
+    entries[0]["sha256"] = entries[1]["sha256"]
+    folder.manifest_path(copy, cell).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    lines: list[str] = []
+    stages.run(full_protocol, copy, lines.append, show_progress=False)
+    assert [line.split(" in ")[0] for line in lines] == [
+        "score: done",
+        "time: done before",
+        "memory: done before",
+        "report: done",
+    ]
+    before, now = (json.loads((run / "scores.json").read_text())["rows"] for run in (finished_run, copy))
+    assert now[cell.name]["paired"] != before[cell.name]["paired"]
+    assert now["null"] == before["null"]
 
 
 def test_a_failed_row_is_in_the_results_with_its_reason(
@@ -112,18 +134,19 @@ def test_a_failed_row_is_in_the_results_with_its_reason(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("reference.source=/nowhere/val", "'/nowhere/val' does not exist"),
+        ("reference.source=/nowhere/val", "/nowhere/val does not exist"),
         ("reference.source=", "reference.source is missing"),
         ('extractors=["clip:/nowhere"]', "/nowhere"),
         ('extractors=["incepton"]', "'incepton' is not known"),
         ("labels=/nowhere.txt", "nowhere.txt"),
+        ("reference.count=13", "has 12 pictures; accepted are 13"),
+        ("reference.source=/nowhere/statistics.npz", "/nowhere/statistics.npz does not exist"),
+        ("device=abacus", "device='abacus' is not known"),
         ("model=/nowhere/sd", "'/nowhere/sd' does not exist"),
     ],
 )
 def test_missing_inputs_are_told_before_any_work(workplace: Path, tmp_path: Path, override: str, message: str) -> None:
-    from conftest import full_overrides
-
-    protocol = small_run.small_protocol(tmp_path, workplace / "sd15", *full_overrides(workplace), override)
+    protocol = small_run.small_protocol(tmp_path, workplace / "sd15", *small_run.full_overrides(workplace), override)
     with pytest.raises(ElfattError, match=message):
         stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {folder.LOCK_FILE}
