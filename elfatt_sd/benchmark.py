@@ -339,7 +339,7 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
     return [
         method if isinstance(method, PatchConfig) else PatchConfig.preset(method, **settings)
         for method in chosen
-        if method not in ("sd", "tomesd", "floor")
+        if method != "sd"
     ]
 
 
@@ -489,7 +489,9 @@ def _compiled(units: Mapping[str, Any]) -> dict[str, Any]:
     """Compile every copy; they share the code of their class, so each is one more entry in its cache."""
     import torch._dynamo
 
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 16 * len(units))
+    config: Any = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before PyTorch 2.6
+    setattr(config, limit, max(getattr(config, limit), 16 * len(units)))
     return {name: torch.compile(unit) for name, unit in units.items()}
 
 
