@@ -50,6 +50,17 @@ def cell_spread_attention(q: Tensor, k: Tensor, v: Tensor, blocks: int, *, scale
     return torch.lerp(near.reshape(q.shape), far.reshape(q.shape), weight.unsqueeze(3).to(q.dtype))
 
 
+def cell_blocks(tokens: int, block_size: int) -> int:
+    """Return the number of blocks that divides the tokens and comes closest to the wanted size.
+
+    Args:
+        tokens: of the grid.
+        block_size: wanted tokens in a block.
+    """
+    divisors = (blocks for blocks in range(1, tokens + 1) if tokens % blocks == 0)
+    return min(divisors, key=lambda blocks: abs(math.log(tokens / blocks / block_size)))
+
+
 def _attend(qkv: list[Tensor], scale: float | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attend inside batch and head.
 

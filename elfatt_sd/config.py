@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ATTENTIONS = ("softmax", "agent", "block", "elfatt")
+ATTENTIONS = ("softmax", "agent", "block", "elfatt", "cell_spread")
 BLOCK_ORDERS = ("sequence", "raster", "windows", "curve", "strided", "spread")
 AGENT_SOURCES = ("pooled", "merged")
 SPLITS = ("auto", "heads", "channels")
@@ -53,7 +53,9 @@ class Phase:
 
     Attributes:
         until: share of the denoising steps at which the phase ends, in (0, 1].
-        attention: `softmax` (exact), `agent`, `block`, or `elfatt` (agents and blocks, half of the heads each).
+        attention: `softmax` (exact), `agent`, `block`, `elfatt` (agents and blocks, half of the heads each), or
+            `cell_spread` (the own compact cell exactly, and a `spread` block that stands for all other cells; without
+            merging).
         ratio: share of the tokens that are merged before attention (ToMe); 0 merges nothing.
         stride: one destination token for each `stride x stride` cell of the grid.
         block_size: tokens in a block, to the nearest size that tiles the sequence.
@@ -106,6 +108,11 @@ class Phase:
         _real("value_shortcut", self.value_shortcut, 0.0, 1.0)
         _real("agent_share", self.agent_share, 0.0, 1.0)
         _choice("split", self.split, SPLITS)
+        if self.attention == "cell_spread" and (self.block_order != "spread" or self.ratio > 0):
+            raise ElfattError(
+                f"block_order={self.block_order!r} and ratio={self.ratio!r} are not accepted with "
+                "attention='cell_spread'; give block_order='spread' and ratio=0."
+            )
 
     @property
     def exact(self) -> bool:
@@ -115,7 +122,7 @@ class Phase:
     @property
     def uses_blocks(self) -> bool:
         """Whether any head attends inside blocks."""
-        return self.attention == "block" or (self.attention == "elfatt" and self.agent_share < 1)
+        return self.attention in ("block", "cell_spread") or (self.attention == "elfatt" and self.agent_share < 1)
 
     @property
     def uses_agents(self) -> bool:

@@ -164,7 +164,13 @@ def describe(phase: Phase) -> str:
     merge = f"{phase.ratio:.0%} merged (stride {phase.stride}), " if phase.ratio else ""
     blocks = f"{phase.block_order} blocks of {phase.block_size}"
     agents = f"{phase.agents} agents" if phase.agent_source == "pooled" else f"agents merged at {phase.agent_ratio:.0%}"
-    how = {"softmax": "softmax attention", "agent": agents, "block": blocks, "elfatt": f"{agents} and {blocks}"}
+    how = {
+        "softmax": "softmax attention",
+        "agent": agents,
+        "block": blocks,
+        "elfatt": f"{agents} and {blocks}",
+        "cell_spread": f"own cell and {blocks}",
+    }
     return merge + how[phase.attention]
 
 
@@ -240,6 +246,7 @@ def multiply_adds(phase: Phase, height: int, width: int, channels: int) -> int:
         "softmax": float(kept),
         "agent": 2.0 * agents,
         "block": float(min(phase.block_size, kept)),
+        "cell_spread": float(min(phase.block_size, kept) + kept / min(phase.block_size, kept)),
         "elfatt": phase.agent_share * 2 * agents + (1 - phase.agent_share) * min(phase.block_size, kept),
     }[phase.attention]
     return matching + projections + round(2 * kept * pairs * channels)

@@ -19,6 +19,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor
 
 from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
+from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
 from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention
 from elfatt_sd.merging import Matching, match_tokens
@@ -85,6 +86,7 @@ class LayerState:
         self.choice: Tensor | None = None
         self.permutation: Tensor | None = None
         self.inverse: Tensor | None = None
+        self.blocks = 1  # of `cell_spread`
 
     def begin(self, phase: Phase, step: int, sample: Tensor) -> None:
         """Set phase and grid, draw the merge destinations and the blocks of this step."""
@@ -102,11 +104,15 @@ class LayerState:
             draws = self._uniform("destinations", group, cells, device)
             self.choice = (draws * phase.stride**2).long()
         if phase.uses_blocks:
+            size = phase.block_size
+            if phase.attention == "cell_spread":
+                self.blocks = cell_blocks(rows * columns, size)
+                size = rows * columns // self.blocks
             if phase.block_order == "spread":
                 noise = self._uniform("blocks", step, rows * columns, device)
-                self.permutation = block_permutation("spread", rows, columns, phase.block_size, noise)
+                self.permutation = block_permutation("spread", rows, columns, size, noise)
             else:
-                self.permutation = _fixed_permutation(phase.block_order, rows, columns, phase.block_size, device)
+                self.permutation = _fixed_permutation(phase.block_order, rows, columns, size, device)
             self.inverse = None if self.permutation is None else self.permutation.argsort()
 
     def _uniform(self, what: str, step: int, count: int, device: torch.device) -> Tensor:
@@ -220,6 +226,8 @@ def attend(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor, mer
         mixed = softmax_attention(query, key, value, **options)
     elif phase.attention == "block":
         mixed = block_attention(query, key, value, phase.block_size, **options)
+    elif phase.attention == "cell_spread":
+        mixed = cell_spread_attention(query, key, value, state.blocks)
     elif phase.attention == "agent":
         agents = _agents(attn, state, phase, tokens)
         mixed = agent_attention(

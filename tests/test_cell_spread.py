@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd import cell_spread
-from elfatt_sd.cell_spread import cell_spread_attention
+from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
 from elfatt_sd.config import ElfattError
 
 
@@ -106,3 +106,11 @@ def test_blocks_divide_the_tokens(blocks: int) -> None:
     q, k, v = qkv(64)
     with pytest.raises(ElfattError, match=f"blocks={blocks} .*divisor of the 64 tokens"):
         cell_spread_attention(q, k, v, blocks)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "blocks"),
+    [(4096, 128, 32), (4096, 227, 16), (3185, 128, 35), (7, 128, 1), (7, 1, 7), (256, 37, 8)],
+)
+def test_the_number_of_blocks_divides_the_tokens(tokens: int, size: int, blocks: int) -> None:
+    assert cell_blocks(tokens, size) == blocks

@@ -110,6 +110,12 @@ def test_bad_settings_are_named(method: str, settings: dict[str, Any], named: st
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("settings", [{"block_order": "raster"}, {"block_order": "spread", "ratio": 0.5}])
+def test_cells_need_spread_blocks_of_all_tokens(settings: dict[str, Any]) -> None:
+    with pytest.raises(ElfattError, match="give block_order='spread' and ratio=0"):
+        Phase(1.0, "cell_spread", **settings)
+
+
 def test_unknown_method_and_keys() -> None:
     with pytest.raises(ElfattError, match="accepted: sd, tome, agent, elfatt"):
         PatchConfig.preset("flash")

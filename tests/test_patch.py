@@ -27,6 +27,7 @@ EVERY_SETTING = [
     PatchConfig.preset("agent", active_fraction=1.0, fp32_logits=True),
     PatchConfig.preset("elfatt", active_fraction=1.0, ratio=0.0, split="channels", agents=7),
     PatchConfig.preset("tome", ratio=0.75, reuse_layers=True, reuse_steps=2),
+    PatchConfig("cells", (Phase(1.0, "cell_spread", block_size=37, block_order="spread"),)),
 ]
 EVERY_ID = [f"{config.method}-{config.phases[-1].block_order}-{index}" for index, config in enumerate(EVERY_SETTING)]
 
