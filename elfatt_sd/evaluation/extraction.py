@@ -21,9 +21,9 @@ from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.files import atomic_file
 from elfatt_sd.evaluation.generate import process_state
 from elfatt_sd.evaluation.sources import Entry, Source, decode
+from elfatt_sd.files import atomic_file
 
 CHUNK = 1024  # pictures that are committed together
 FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")

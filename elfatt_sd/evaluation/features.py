@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.files import sha256_of_data, sha256_of_file
+from elfatt_sd.files import sha256_of_data, sha256_of_file
 
 EXTRACTORS = ("inception", "toy", "clip:DIR", "dinov2:DIR")
 # The network of the original FID, converted for PyTorch: published by pytorch-fid and torch-fidelity as the same file.

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.files import write_json
 from elfatt_sd.evaluation.protocols import Cell, Protocol, differences
+from elfatt_sd.files import write_json
 
 RUN_FILE = "run.json"
 LOCK_FILE = ".lock"

@@ -16,6 +16,7 @@ import io
 import json
 import random
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +27,9 @@ from torch import Tensor
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.environment import describe_environment, same_images
-from elfatt_sd.evaluation.files import atomic_file, sha256_of_data, write_json
 from elfatt_sd.evaluation.prompts import Prompt, build_prompts, load_labels
 from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.files import atomic_file, sha256_of_data, write_json
 
 Value = TypeVar("Value")
 _PARTS = ("text_encoder", "text_encoder_2", "unet", "vae")
@@ -397,6 +398,13 @@ def _progress(total: int, *, shown: bool) -> Iterator[Any]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task("generate", total=total)
-        yield lambda images, row: progress.update(task, advance=images, description=row)
+
+        def advance(images: int, row: str) -> None:
+            progress.update(task, advance=images, description=row)
+            if shown and not console.is_terminal and not images:  # a log gets a line for each row
+                print(f"generate: {row}, {progress.tasks[0].completed:.0f} of {total} images done", file=sys.stderr)
+
+        yield advance

@@ -29,7 +29,6 @@ from torch import nn
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.environment import describe_environment, read_clocks
-from elfatt_sd.evaluation.files import sha256_of_data, write_json
 from elfatt_sd.evaluation.folder import read_json
 from elfatt_sd.evaluation.generate import (
     image_seed,
@@ -40,6 +39,7 @@ from elfatt_sd.evaluation.generate import (
     to_uint8,
 )
 from elfatt_sd.evaluation.protocols import Cell, Memory, Protocol, Time
+from elfatt_sd.files import sha256_of_data, write_json
 
 TIME_FILE, MEMORY_FILE = "time.json", "memory.json"
 FEW_REPEATS = 5  # results say so where there are fewer

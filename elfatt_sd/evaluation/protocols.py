@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elfatt_sd.config import SETTINGS, ElfattError, PatchConfig
-from elfatt_sd.evaluation.files import sha256_of_data
+from elfatt_sd.files import sha256_of_data
 
 Kind = TypeVar("Kind")
 ROLES = ("baseline", "null", "method")

@@ -17,11 +17,11 @@ import torch
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, Progress, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.files import sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.evaluation.folder import read_json
 from elfatt_sd.evaluation.generate import process_state
 from elfatt_sd.evaluation.sources import open_source
 from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, load_moments
+from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 
 FORMAT = 1
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.evaluation import folder
-from elfatt_sd.evaluation.files import write_json
 from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE
 from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.files import write_json
 
 RESULTS_FILE, SCORES_FILE = "results.json", "scores.json"
 FORMAT = 1

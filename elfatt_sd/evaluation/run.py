@@ -18,7 +18,6 @@ import torch
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
-from elfatt_sd.evaluation.files import sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.evaluation.generate import (
     generate,
     image_seed,
@@ -29,6 +28,7 @@ from elfatt_sd.evaluation.generate import (
 from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE, measure_memory, measure_time, timed_call
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, write_results
+from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 
 STAGES_FILE = "stages.json"
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat pictures take less

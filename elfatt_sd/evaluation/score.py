@@ -23,7 +23,6 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.extraction import Preprocessing, Progress, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
-from elfatt_sd.evaluation.files import atomic_file, sha256_of_data, write_json
 from elfatt_sd.evaluation.generate import process_state, run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reference import Reference, build_reference
@@ -40,6 +39,7 @@ from elfatt_sd.evaluation.statistics import (
     verdict,
     wilson_interval,
 )
+from elfatt_sd.files import atomic_file, sha256_of_data, write_json
 
 FORMAT = 1
 SCORES_FILE = "scores.json"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.files import atomic_file
+from elfatt_sd.files import atomic_file
 
 Interval = tuple[float, float]
 Features = Tensor | np.ndarray[Any, Any]  # in memory, or memory-mapped

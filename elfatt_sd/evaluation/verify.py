@@ -11,10 +11,10 @@ from typing import Any
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
-from elfatt_sd.evaluation.files import sha256_of_data, sha256_of_file
 from elfatt_sd.evaluation.generate import image_seed, run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, decisive
 from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, join_results
+from elfatt_sd.files import sha256_of_data, sha256_of_file
 
 _TOLERANCE = 1e-3  # relative: another machine sums in another order
 

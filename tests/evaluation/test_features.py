@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import features
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
-from elfatt_sd.evaluation.files import sha256_of_file
+from elfatt_sd.files import sha256_of_file
 
 
 def pictures(count: int, height: int = 64, width: int = 64, seed: int = 0) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.files import atomic_file
 from elfatt_sd.evaluation.report.data import Results, load_results
+from elfatt_sd.files import atomic_file
 
 __all__ = ["write_report"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elfatt_sd.evaluation.files import atomic_file, sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.files import atomic_file, sha256_of_data, sha256_of_file, write_json
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
