@@ -16,7 +16,7 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 TOKENS = 24
 CENTER = 0.3  # the code's zero, in pictures of range [-1, 1]: about their mean
 SCALING = 1.75  # latents times this have unit variance
-GUIDANCE = 4.0  # the guidance scale at which the pictures are best
+GUIDANCE = 3.0  # the guidance scale at which the pictures are best
 FRAME = ((1, 1, 1), (1, -1, -1), (-1, 1, -1), (-1, -1, 1))
 
 
