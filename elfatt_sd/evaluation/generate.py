@@ -365,7 +365,10 @@ def process_state(device: str = "auto") -> Any:
     """Return accelerate's view of the processes of this run; one, unless `accelerate launch` started several."""
     from accelerate import PartialState
 
-    return PartialState(cpu=device == "cpu")
+    from elfatt_sd.pipelines import pick_device
+
+    # The first process scores alone at the end, while the others wait: far longer than the usual ten minutes.
+    return PartialState(cpu=pick_device(device).type == "cpu", timeout=datetime.timedelta(days=1))
 
 
 def _gather_reason(state: Any, reason: str | None) -> str | None:

@@ -161,15 +161,29 @@ for moment, before in ((1, True), (3, False), (4, True), (9, False), (10, True),
 
 
 def test_two_processes_make_the_same_bytes(made: tuple[Path, Protocol], tmp_path: Path) -> None:
-    run_dir, _ = made
-    (tmp_path / "start.py").write_text("from elfatt_sd.cli import main\nmain()\n")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    run_dir, protocol = made
+    (tmp_path / "start.py").write_text(f"""
+import os
+from pathlib import Path
+from elfatt_sd.cli import main
+from elfatt_sd.evaluation import generate
+
+def noted(pipe, run_dir, protocol, cell, number, batch):
+    (Path({str(tmp_path)!r}) / f"process {{os.environ['RANK']}} made {{cell.name}} {{number}}").touch()
+    make(pipe, run_dir, protocol, cell, number, batch)
+
+make, generate._generate_batch = generate._generate_batch, noted
+main()
+""")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     command = ["eval", "generate", str(run_dir.parent / "small.toml"), "--out", str(tmp_path / "run"), "--quiet"]
     done = subprocess.run(
         [*launch, str(tmp_path / "start.py"), *command], env=ONE_THREAD, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    shares = {f"process {number % 2} made {cell.name} {number}" for cell in protocol.cells for number in range(3)}
+    assert {path.name for path in tmp_path.glob("process *")} == shares
     assert small_run.tree(tmp_path / "run" / "cells") == small_run.tree(run_dir / "cells")
 
 
