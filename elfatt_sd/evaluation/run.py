@@ -157,9 +157,14 @@ def is_first() -> bool:
 
 def leave_processes() -> None:
     """Wait for the other processes of a launch and part from them."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _among_others():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+def _among_others() -> bool:
+    """Tell whether there are other processes that this one has not left."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def check_inputs(protocol: Protocol) -> None:
@@ -235,14 +240,14 @@ def _once(
     run = folder.read_run(run_dir) or {}
     now = sha256_of_data([run.get("identity"), inputs])
     done = (folder.read_json(path) or {}).get(stage) == now and (run_dir / output).is_file()
-    state = process_state()
-    state.wait_for_everyone()  # all processes decide before any of them writes
+    if _among_others():
+        torch.distributed.barrier()  # all processes decide before any of them writes
     if done:
         report(f"{stage}: done before")
         return
     started = time.perf_counter()
     action()
-    if state.is_main_process:
+    if is_first():
         write_json(path, {**(folder.read_json(path) or {}), stage: now})
     report(f"{stage}: done in {time.perf_counter() - started:.0f} s")
 

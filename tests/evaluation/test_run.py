@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,34 @@ def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monke
     page = (tmp_path / "run" / "report" / "index.html").read_text()
     assert "ELFATT-SD" in page
     assert (tmp_path / "run" / "report" / "table.csv").read_text().count("\n") >= 17
+
+
+def test_two_processes_go_through_all_stages(full_protocol: Protocol, workplace: Path, tmp_path: Path) -> None:
+    """Under a launcher; the scores, which have tests of their own, are empty."""
+    (tmp_path / "start.py").write_text("""
+from elfatt_sd.cli import main
+from elfatt_sd.evaluation import measure, run, score
+from elfatt_sd.files import write_json
+
+def no_scores(run_dir):
+    if run.is_first():
+        write_json(run_dir / "scores.json", {"rows": {}})
+
+score.score_run = no_scores
+measure.run_worker = measure.measure_peaks
+main()
+""")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(tmp_path / "start.py")]
+    command = ["eval", "run", str(workplace / "small.toml"), "--out", str(tmp_path / "run")]
+    for override in small_run.full_overrides(workplace):
+        command += ["--set", override]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([*launch, *command], env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    finished = [line.split(" in ")[0] for line in done.stderr.splitlines() if ": done in" in line]
+    assert finished == [f"{stage}: done" for stage in ("score", "time", "memory", "report")]  # each of them once
+    assert (tmp_path / "run" / "report" / "index.html").is_file()
 
 
 def test_a_second_run_does_nothing_again(
@@ -149,7 +180,7 @@ def test_missing_inputs_are_told_before_any_work(workplace: Path, tmp_path: Path
     protocol = small_run.small_protocol(tmp_path, workplace / "sd15", *small_run.full_overrides(workplace), override)
     with pytest.raises(ElfattError, match=message):
         stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {folder.LOCK_FILE}
+    assert {path.name for path in (tmp_path / "run").glob("*")} <= {folder.LOCK_FILE}
 
 
 def test_the_estimate_counts_images_and_extrapolates_steps(
