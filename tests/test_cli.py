@@ -356,6 +356,7 @@ def test_flat_pictures_are_pointed_out(model: Path, tmp_path: Path, monkeypatch:
 
 def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from elfatt_sd import pipelines
+    from elfatt_sd.toy.models import GUIDANCE
 
     loaded = pipelines.load_pipeline(model, device="cpu")
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
@@ -368,10 +369,11 @@ def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypat
 
 def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from elfatt_sd import pipelines
+    from elfatt_sd.toy.models import GUIDANCE
 
     loaded = pipelines.load_pipeline(model, device="cpu")
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
-    for name, expected in (("toy", (25, 4.0)), ("another", (50, 7.5))):
+    for name, expected in (("toy", (25, GUIDANCE)), ("another", (50, 7.5))):
         assert call("generate", "a red star", "--model", name, "--out", tmp_path / name).exit_code == 0
         record = json.loads((tmp_path / name / "0001-a-red-star.json").read_text())
         assert (record["steps"], record["guidance"]) == expected

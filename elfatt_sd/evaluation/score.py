@@ -287,7 +287,9 @@ def torchmetrics_distance(features: Tensor | Array, reference: FeatureStatistics
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
 
-    metric = FrechetInceptionDistance(feature=_Passed(features.shape[1])).set_dtype(torch.float64)
+    metric = FrechetInceptionDistance(feature=_Passed(features.shape[1]), sync_on_compute=False).set_dtype(
+        torch.float64
+    )
     count, mean = reference.count, reference.mean
     metric.real_features_num_samples = torch.tensor(count)
     metric.real_features_sum = mean * count
