@@ -356,7 +356,6 @@ def test_flat_pictures_are_pointed_out(model: Path, tmp_path: Path, monkeypatch:
 
 def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from elfatt_sd import pipelines
-    from elfatt_sd.toy.models import GUIDANCE
 
     loaded = pipelines.load_pipeline(model, device="cpu")
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
