@@ -46,7 +46,9 @@ Seed {seed}; {versions}; {date}.
 
 The stages `layout`, `outline` and `detail` grow the UNet from its two inner levels outwards. In `outline` and `detail`
 the self-attention of the grids finer than 16x16 sees a random coarse grid of 16x16 keys; in `finish` it is exact
-softmax attention everywhere. {finish}
+softmax attention everywhere.
+
+{finish}
 
 ![loss curves](curves.png)
 
@@ -96,7 +98,7 @@ def write_card(folder: Path, record: dict[str, Any], quality: dict[str, Any] | N
         versions=", ".join(f"{name} {version}" for name, version in record["packages"].items()),
         date=record["date"],
         stages="\n".join(rows),
-        finish="" if "finish" in stages else "This export is from before `finish`.",
+        finish=record.get("notes", ""),
         quality=_quality(quality) if quality else "Not measured yet: `python -m elfatt_sd.toy.quality --out DIR`.",
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
