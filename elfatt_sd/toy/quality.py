@@ -131,7 +131,7 @@ def measure(
     return figures, images
 
 
-def save_sheet(images: Tensor, path: Path, columns: int = 8, side: int = 128) -> None:
+def save_sheet(images: Tensor, path: Path, columns: int = 8, side: int = 112) -> None:
     """Write pictures `[n, 3, h, w]` (uint8) as one PNG, row by row."""
     from PIL import Image
 
