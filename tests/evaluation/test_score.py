@@ -233,6 +233,22 @@ def test_features_are_computed_once_per_picture(tmp_path: Path, monkeypatch: pyt
     assert [int(extractor.network.calls) for extractor in made[1:]] == [4 * COUNT, 0]  # type: ignore[arg-type]
 
 
+def test_the_distances_of_a_row_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline's too, although every other row is compared with it."""
+    counting(monkeypatch)
+    calls: list[str] = []
+    for name in ("frechet_estimate", "kernel_distance", "torchmetrics_distance"):
+        real = getattr(score, name)
+
+        def noted(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
+            calls.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(score, name, noted)
+    score_run(write_run(tmp_path / "run", protocol()))
+    assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, len(CELLS))
+
+
 def test_other_extractors_tell_no_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counting(monkeypatch)
     run_dir = write_run(tmp_path / "run", protocol())
