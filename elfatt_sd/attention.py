@@ -94,13 +94,11 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, **kernel: 
         As the queries.
     """
     _no_mask(kernel)
-    blocks, base, larger = partition(q.shape[1], block_size)
+    blocks, _, _ = partition(q.shape[1], block_size)
     if blocks == 1:
         return softmax_attention(q, k, v, **kernel)
-    cut = larger * (base + 1)
-    parts = [(slice(0, cut), base + 1), (slice(cut, None), base)] if larger else [(slice(None), base)]
-    done = [_equal_blocks(q[:, part], k[:, part], v[:, part], size, kernel) for part, size in parts]
-    return done[0] if len(done) == 1 else torch.cat(done, dim=1)
+    parts = _equal_parts(q.shape[1], blocks)
+    return _join([_equal_blocks(q[:, part], k[:, part], v[:, part], size, kernel) for part, size in parts], dim=1)
 
 
 def pool_agents(q: Tensor, agents: int) -> Tensor:
@@ -116,11 +114,8 @@ def pool_agents(q: Tensor, agents: int) -> Tensor:
     tokens = q.shape[1]
     if agents >= tokens:
         return q
-    base, larger = tokens // agents, tokens % agents
-    if not larger:
-        return q.reshape(q.shape[0], agents, base, *q.shape[2:]).mean(dim=2)
-    cut = larger * (base + 1)
-    return torch.cat([pool_agents(q[:, :cut], larger), pool_agents(q[:, cut:], agents - larger)], dim=1)
+    parts = _equal_parts(tokens, agents)
+    return _join([q[:, part].unflatten(1, (-1, size)).mean(dim=2) for part, size in parts], dim=1)
 
 
 def agent_attention(
@@ -206,7 +201,19 @@ def elfatt_attention(
         done.append(agent_attention(qa, ka, va, own, query_scale=query_scale, value_shortcut=value_shortcut, **kernel))
     if sizes[1]:
         done.append(block_attention(qb, kb, vb, block_size, **kernel))
-    return done[0] if len(done) == 1 else torch.cat(done, dim=dim)
+    return _join(done, dim)
+
+
+def _equal_parts(tokens: int, count: int) -> list[tuple[slice, int]]:
+    """Cut a sequence in `count` runs as `partition` does: where the runs of one size lie, and that size."""
+    base, larger = tokens // count, tokens % count
+    cut = larger * (base + 1)
+    return [(slice(0, cut), base + 1), (slice(cut, None), base)] if larger else [(slice(None), base)]
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate, without a copy where there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _channels_for_agents(head_dim: int, share: float) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ATTENTIONS = ("softmax", "agent", "block", "elfatt", "cell_spread")
+ATTENTIONS = ("softmax", "agent", "block", "elfatt", "cell_spread", "sampled")
 BLOCK_ORDERS = ("sequence", "raster", "windows", "curve", "strided", "spread")
 AGENT_SOURCES = ("pooled", "merged")
 SPLITS = ("auto", "heads", "channels")
@@ -53,15 +53,18 @@ class Phase:
 
     Attributes:
         until: share of the denoising steps at which the phase ends, in (0, 1].
-        attention: `softmax` (exact), `agent`, `block`, `elfatt` (agents and blocks, half of the heads each), or
+        attention: `softmax` (exact), `agent`, `block`, `elfatt` (agents and blocks, half of the heads each),
             `cell_spread` (the own compact cell exactly, and a `spread` block that stands for all other cells; without
-            merging).
+            merging), or `sampled` (every query sees a stratified random sample of the picture; without merging).
         ratio: share of the tokens that are merged before attention (ToMe); 0 merges nothing.
         stride: one destination token for each `stride x stride` cell of the grid.
-        block_size: tokens in a block, to the nearest size that tiles the sequence.
+        block_size: tokens in a block, to the nearest size that tiles the sequence; for `sampled` the keys that every
+            query sees.
         block_order: which tokens share a block: `sequence` (as they come: after merging, by similarity), `raster`,
             `windows` (squares), `curve` (Hilbert curve), `strided` (every n-th token) or `spread` (stratified random
-            sample of the picture, drawn anew from seed, step and layer).
+            sample of the picture, drawn from seed, step and layer).
+        groups: for `sampled`, the number of groups of queries that have a sample of their own.
+        redraw: whether what is random in blocks and samples is drawn anew in every step, or once for a run.
         agents: number of agent tokens when they are pooled.
         agent_source: `pooled` averages neighbouring queries (ELFATT); `merged` projects tokens that are merged at
             `agent_ratio` (Agent-SD).
@@ -79,6 +82,8 @@ class Phase:
     stride: int = 2
     block_size: int = 128
     block_order: str = "sequence"
+    groups: int = 8
+    redraw: bool = True
     agents: int = 64
     agent_source: str = "pooled"
     agent_ratio: float = 0.95
@@ -101,6 +106,8 @@ class Phase:
         _whole("stride", self.stride, 2, 64)
         _whole("block_size", self.block_size, 1)
         _choice("block_order", self.block_order, BLOCK_ORDERS)
+        _whole("groups", self.groups, 1)
+        _flag("redraw", self.redraw)
         _whole("agents", self.agents, 1)
         _choice("agent_source", self.agent_source, AGENT_SOURCES)
         _real("agent_ratio", self.agent_ratio, 0.0, 1.0, open_high=True)
@@ -113,6 +120,8 @@ class Phase:
                 f"block_order={self.block_order!r} and ratio={self.ratio!r} are not accepted with "
                 "attention='cell_spread'; give block_order='spread' and ratio=0."
             )
+        if self.attention == "sampled" and self.ratio > 0:
+            raise ElfattError(f"ratio={self.ratio!r} is not accepted with attention='sampled'; give ratio=0.")
 
     @property
     def exact(self) -> bool:

@@ -15,7 +15,15 @@ from elfatt_sd.attention import partition
 from elfatt_sd.config import BLOCK_ORDERS, ElfattError
 
 
-def block_permutation(order: str, height: int, width: int, block_size: int, noise: Tensor | None) -> Tensor | None:
+def block_permutation(
+    order: str,
+    height: int,
+    width: int,
+    block_size: int,
+    *,
+    noise: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor | None:
     """Return the tokens of a grid in block order.
 
     Args:
@@ -26,7 +34,8 @@ def block_permutation(order: str, height: int, width: int, block_size: int, nois
         height: rows of the grid.
         width: columns of the grid.
         block_size: wanted tokens in a block.
-        noise: uniform random numbers `[height * width]`, used by `spread`; the result lies on their device.
+        noise: uniform random numbers `[height * width]` on the device, used by `spread`.
+        device: where the result lies.
 
     Returns:
         Positions `[height * width]`, int64; None where the tokens stay as they are.
@@ -38,18 +47,23 @@ def block_permutation(order: str, height: int, width: int, block_size: int, nois
         raise ElfattError(f"block_order={order!r} is not known; accepted: {', '.join(BLOCK_ORDERS)}.")
     if order in ("sequence", "raster"):
         return None
-    device = torch.device("cpu") if noise is None else noise.device
+    device = torch.device(device)
     if order != "spread":
         return _static_on(order, height, width, block_size, device)
     if noise is None or noise.shape != (height * width,):
         given = None if noise is None else list(noise.shape)
         raise ElfattError(f"block_order='spread' got noise of shape {given}; give one of shape [{height * width}].")
     blocks, base, larger = partition(height * width, block_size)
-    cells = _static_on("cells", height, width, blocks, device)
+    cells = compact_path(height, width, blocks, device)
     whole, rest = cells[: blocks * base].view(base, blocks), cells[blocks * base :]
     whole = whole.gather(1, noise[: blocks * base].view(base, blocks).argsort(dim=1))
     rest = rest[noise[blocks * base :].argsort()]
     return _deal(whole, rest, larger)
+
+
+def compact_path(height: int, width: int, cell: int, device: torch.device) -> Tensor:
+    """Return all positions of a grid, `[height * width]`, such that runs of `cell` of them are compact."""
+    return _static_on("cells", height, width, cell, device)
 
 
 def order_merged(permutation: Tensor | None, positions: Tensor) -> Tensor:

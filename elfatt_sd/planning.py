@@ -10,6 +10,7 @@ from typing import Any
 from elfatt_sd.autotune import Decision
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention, find_denoisers, unwrap
+from elfatt_sd.sampled import sample_counts
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def describe(phase: Phase) -> str:
         "block": blocks,
         "elfatt": f"{agents} and {blocks}",
         "cell_spread": f"own cell and {blocks}",
+        "sampled": f"{phase.block_size} sampled keys ({phase.groups} groups)",
     }
     return merge + how[phase.attention]
 
@@ -237,7 +239,9 @@ def multiply_adds(phase: Phase, height: int, width: int, channels: int) -> int:
     merged = min(tokens - destinations, int(tokens * phase.ratio))
     kept = tokens - merged
     matching = (tokens - destinations) * destinations * channels if merged else 0
-    projections = 4 * kept * channels**2
+    sampled, groups = sample_counts(tokens, phase.block_size, phase.groups)
+    keys = sampled * groups if phase.attention == "sampled" else kept
+    projections = 2 * (kept + keys) * channels**2
     agents = min(phase.agents, kept)
     if phase.agent_source == "merged" and phase.uses_agents:
         agents = tokens - min(tokens - destinations, int(tokens * phase.agent_ratio))
@@ -247,6 +251,7 @@ def multiply_adds(phase: Phase, height: int, width: int, channels: int) -> int:
         "agent": 2.0 * agents,
         "block": float(min(phase.block_size, kept)),
         "cell_spread": float(min(phase.block_size, kept) + kept / min(phase.block_size, kept)),
+        "sampled": float(sampled),
         "elfatt": phase.agent_share * 2 * agents + (1 - phase.agent_share) * min(phase.block_size, kept),
     }[phase.attention]
     return matching + projections + round(2 * kept * pairs * channels)

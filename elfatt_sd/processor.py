@@ -8,7 +8,6 @@ The processor itself holds nothing: diffusers rebuilds processors without argume
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import warnings
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention
 from elfatt_sd.merging import Matching, match_tokens
 from elfatt_sd.ordering import block_permutation, order_merged
+from elfatt_sd.sampled import sample_counts, sampled_attention, stratified_samples
 from elfatt_sd.schedule import Position
 
 STATE = "elfatt_state"  # attribute of a patched attention module
@@ -87,13 +87,15 @@ class LayerState:
         self.permutation: Tensor | None = None
         self.inverse: Tensor | None = None
         self.blocks = 1  # of `cell_spread`
+        self.samples: Tensor | None = None  # of `sampled`: positions of the keys
+        self.groups = 1
 
     def begin(self, phase: Phase, step: int, sample: Tensor) -> None:
         """Set phase and grid, draw the merge destinations and the blocks of this step."""
         config, device = self.denoiser.config, sample.device
         self.phase = phase
         self.grid = self.layer.grid(int(sample.shape[-2]), int(sample.shape[-1]))
-        self.block_input = self.choice = self.permutation = self.inverse = None
+        self.block_input = self.choice = self.permutation = self.inverse = self.samples = None
         if phase.exact:
             return
         rows, columns = self.grid
@@ -103,16 +105,19 @@ class LayerState:
             group = step // config.reuse_steps * config.reuse_steps
             draws = self._uniform("destinations", group, cells, device)
             self.choice = (draws * phase.stride**2).long()
+        drawn = step if phase.redraw else 0
+        if phase.attention == "sampled":
+            count, self.groups = sample_counts(rows * columns, phase.block_size, phase.groups)
+            noise = self._uniform("samples", drawn, count, device)
+            self.samples = stratified_samples(rows, columns, count, self.groups, noise)
         if phase.uses_blocks:
             size = phase.block_size
             if phase.attention == "cell_spread":
                 self.blocks = cell_blocks(rows * columns, size)
                 size = rows * columns // self.blocks
-            if phase.block_order == "spread":
-                noise = self._uniform("blocks", step, rows * columns, device)
-                self.permutation = block_permutation("spread", rows, columns, size, noise)
-            else:
-                self.permutation = _fixed_permutation(phase.block_order, rows, columns, size, device)
+            random = phase.block_order == "spread"
+            noise = self._uniform("blocks", drawn, rows * columns, device) if random else None
+            self.permutation = block_permutation(phase.block_order, rows, columns, size, noise=noise, device=device)
             self.inverse = None if self.permutation is None else self.permutation.argsort()
 
     def _uniform(self, what: str, step: int, count: int, device: torch.device) -> Tensor:
@@ -146,12 +151,6 @@ class LayerState:
         """Return what similarity is measured on: the block's input where it is known."""
         known = self.block_input
         return known if known is not None and known.shape == tokens.shape else tokens
-
-
-@functools.lru_cache(maxsize=64)
-def _fixed_permutation(order: str, rows: int, columns: int, block_size: int, device: torch.device) -> Tensor | None:
-    permutation = block_permutation(order, rows, columns, block_size, None)
-    return None if permutation is None else permutation.to(device)
 
 
 class ElfattProcessor:
@@ -219,7 +218,7 @@ def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor
 def attend(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor, merged: Tensor) -> Tensor:
     """Self-attention among merged tokens by the phase's approximation, `[batch, merged tokens, channels]`."""
     config = state.denoiser.config
-    query, key, value = project(attn, merged)
+    query, key, value = project(attn, merged, state.samples)
     options: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
     query_scale = query.shape[-1] ** (-0.5 * phase.agent_scale) if phase.agent_scale != 1 else None
     if phase.attention == "softmax":
@@ -228,6 +227,8 @@ def attend(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor, mer
         mixed = block_attention(query, key, value, phase.block_size, **options)
     elif phase.attention == "cell_spread":
         mixed = cell_spread_attention(query, key, value, state.blocks)
+    elif phase.attention == "sampled":
+        mixed = sampled_attention(query, key, value, state.groups, **options)
     elif phase.attention == "agent":
         agents = _agents(attn, state, phase, tokens)
         mixed = agent_attention(
@@ -265,12 +266,15 @@ def _agents(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor) ->
     return _heads(attn, attn.to_q(tokens if matching is None else matching.merge(tokens)), attn.norm_q)
 
 
-def project(attn: Attention, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, each `[batch, tokens, heads, head_dim]`."""
+def project(attn: Attention, tokens: Tensor, samples: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, each `[batch, tokens, heads, head_dim]`; k and v of the tokens at `samples` alone."""
     if getattr(attn, "fused_projections", False):
         query, key, value = attn.to_qkv(tokens).chunk(3, dim=-1)
+        if samples is not None:
+            key, value = key.index_select(1, samples), value.index_select(1, samples)
     else:
-        query, key, value = attn.to_q(tokens), attn.to_k(tokens), attn.to_v(tokens)
+        source = tokens if samples is None else tokens.index_select(1, samples)
+        query, key, value = attn.to_q(tokens), attn.to_k(source), attn.to_v(source)
     return _heads(attn, query, attn.norm_q), _heads(attn, key, attn.norm_k), _heads(attn, value, None)
 
 

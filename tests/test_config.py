@@ -116,6 +116,11 @@ def test_cells_need_spread_blocks_of_all_tokens(settings: dict[str, Any]) -> Non
         Phase(1.0, "cell_spread", **settings)
 
 
+def test_samples_are_of_all_tokens() -> None:
+    with pytest.raises(ElfattError, match="ratio=0.5 is not accepted with attention='sampled'; give ratio=0"):
+        Phase(1.0, "sampled", ratio=0.5)
+
+
 def test_unknown_method_and_keys() -> None:
     with pytest.raises(ElfattError, match="accepted: sd, tome, agent, elfatt"):
         PatchConfig.preset("flash")

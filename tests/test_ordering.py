@@ -22,7 +22,7 @@ def noise(count: int, seed: int = 0) -> Tensor:
 
 
 def order(name: str, height: int, width: int, block_size: int, seed: int = 0) -> Tensor:
-    permutation = block_permutation(name, height, width, block_size, noise(height * width, seed))
+    permutation = block_permutation(name, height, width, block_size, noise=noise(height * width, seed))
     assert permutation is not None
     return permutation
 
@@ -45,7 +45,7 @@ def test_every_token_once_in_blocks_of_equal_size(name: str, height: int, width:
 
 @pytest.mark.parametrize("name", ["sequence", "raster"])
 def test_orders_that_leave_the_tokens_where_they_are(name: str) -> None:
-    assert block_permutation(name, 8, 8, 16, None) is None
+    assert block_permutation(name, 8, 8, 16) is None
 
 
 @pytest.mark.parametrize(("height", "width"), [(8, 8), (5, 7), (6, 9), (16, 24), (33, 25), (1, 9)])
@@ -135,12 +135,12 @@ def test_spread_pairs_are_drawn_evenly() -> None:
 @pytest.mark.parametrize("bad", [None, torch.rand(5), torch.rand(8, 8)])
 def test_spread_needs_noise_for_every_token(bad: Tensor | None) -> None:
     with pytest.raises(ElfattError, match=r"noise .*\[64\]"):
-        block_permutation("spread", 8, 8, 16, bad)
+        block_permutation("spread", 8, 8, 16, noise=bad)
 
 
 def test_unknown_order() -> None:
     with pytest.raises(ElfattError, match=r"zigzag.*windows"):
-        block_permutation("zigzag", 8, 8, 16, None)
+        block_permutation("zigzag", 8, 8, 16)
 
 
 def test_merged_tokens_follow_their_positions() -> None:

@@ -28,6 +28,8 @@ EVERY_SETTING = [
     PatchConfig.preset("elfatt", active_fraction=1.0, ratio=0.0, split="channels", agents=7),
     PatchConfig.preset("tome", ratio=0.75, reuse_layers=True, reuse_steps=2),
     PatchConfig("cells", (Phase(1.0, "cell_spread", block_size=37, block_order="spread"),)),
+    PatchConfig("samples", (Phase(1.0, "sampled", block_size=37, groups=4),)),
+    PatchConfig("samples", (Phase(1.0, "sampled", block_size=20, groups=1, redraw=False),), levels=2, fp32_logits=True),
 ]
 EVERY_ID = [f"{config.method}-{config.phases[-1].block_order}-{index}" for index, config in enumerate(EVERY_SETTING)]
 
@@ -342,3 +344,38 @@ def test_one_block_and_no_merging_is_exact_attention(pipe: Any) -> None:
         pipe, dataclasses.replace(config, phases=(Phase(1.0, "block", block_size=256, block_order="spread"),))
     ):
         torch.testing.assert_close(picture(pipe), untouched, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("redraw", [True, False])
+@pytest.mark.parametrize("attention", ["sampled", "block"])
+def test_blocks_and_samples_are_drawn_in_every_step_or_once(pipe: Any, attention: str, redraw: bool) -> None:
+    phase = Phase(1.0, attention, block_size=16, block_order="spread", redraw=redraw)
+    elfatt_sd.apply_patch(pipe, PatchConfig("drawn", (phase,)))
+    state = next(module.elfatt_state for module in pipe.unet.modules() if hasattr(module, "elfatt_state"))
+    drawn = []
+
+    def record(*_: Any) -> None:
+        drawn.append(state.samples if attention == "sampled" else state.permutation)
+
+    hook = pipe.unet.register_forward_hook(record)
+    try:
+        picture(pipe, steps=3)
+    finally:
+        hook.remove()
+    assert torch.equal(drawn[0], drawn[1]) is not redraw
+    assert torch.equal(drawn[0], drawn[-1]) is not redraw
+
+
+def test_samples_of_fused_projections(pipe: Any) -> None:
+    config = PatchConfig("samples", (Phase(1.0, "sampled", block_size=16, groups=4),))
+    with elfatt_sd.patched(pipe, config):
+        apart = picture(pipe)
+    fused = copy.deepcopy(pipe.unet)
+    unet, pipe.unet = pipe.unet, fused
+    try:
+        fused.fuse_qkv_projections()
+        with elfatt_sd.patched(pipe, config):
+            together = picture(pipe)
+    finally:
+        pipe.unet = unet
+    torch.testing.assert_close(together, apart, atol=1e-4, rtol=0)

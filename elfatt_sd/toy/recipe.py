@@ -56,13 +56,13 @@ class Recipe:
 
 STAGES = tuple(field.name for field in dataclasses.fields(Recipe))[1:]
 # Which levels a stage draws its steps from, and how many pictures a step has for each of `Stage.batch`.
-LEVELS = {"layout": (2,), "outline": (1, 1, 2), "detail": (0, 0, 1, 2), "finish": (0, 2, 2)}
+LEVELS = {"layout": (2,), "outline": (1, 1, 2), "detail": (0, 0, 1), "finish": (0, 0, 1)}
 PICTURES = (1, 3, 6)
 
 
 def full_recipe(minutes: float) -> Recipe:
     """The recipe of the published weights, fitted into a time budget."""
-    shares = {"vae": 0.12, "classifier": 0.06, "layout": 0.2, "outline": 0.12, "detail": 0.15, "finish": 0.35}
+    shares = {"vae": 0.08, "classifier": 0.05, "layout": 0.1, "outline": 0.12, "detail": 0.35, "finish": 0.3}
     seconds = {name: 60 * minutes * share for name, share in shares.items()}
     return Recipe(
         models.FULL,

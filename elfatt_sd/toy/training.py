@@ -122,10 +122,11 @@ def _steps(
         if len(recent) == 20:
             state["curve"].append((state["step"], torch.stack(recent).mean().item()))
             recent.clear()
-            if state["step"] % 200 == 0:
-                speed = state["step"] * stage.batch / (time.monotonic() - began)
+            if len(state["curve"]) % 10 == 0:
+                speed = state["step"] / (time.monotonic() - began)
                 print(
-                    f"{stage.name}: step {state['step']}, loss {state['curve'][-1][1]:.5f}, {speed:.0f} pictures/s",
+                    f"{stage.name}: step {state['step']} ({progress:.0%}), loss {state['curve'][-1][1]:.5f}, "
+                    f"{speed:.2f} steps/s",
                     flush=True,
                 )
         state["elapsed"] = time.monotonic() - began

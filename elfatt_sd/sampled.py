@@ -1,0 +1,70 @@
+"""Attention to a stratified random sample of the picture. Pure tensors.
+
+Every query sees the same number of keys, one from each compact cell of the grid, so its cost does not grow with the
+picture. Keys and values are projected for the sampled tokens alone, and no query is moved: queries are dealt to groups
+by their position modulo the number of groups, which is a view that turns groups into heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.attention import softmax_attention
+from elfatt_sd.ordering import compact_path
+
+
+def sampled_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, **kernel: Any) -> Tensor:
+    """Softmax attention of each group of queries to its own sample: `softmax(s q_n K_g^T) V_g`, `g = n mod groups`.
+
+    Args:
+        q: queries `[batch, tokens, heads, head_dim]`.
+        k: keys `[batch, samples * groups, heads, head_dim]`; those of group g are at g, g + groups, ...
+        v: values, shaped as the keys.
+        groups: divides the queries and the keys.
+        **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
+
+    Returns:
+        As the queries.
+    """
+    batch, _, heads, size = q.shape
+    grouped = (batch, -1, groups * heads, size)
+    return softmax_attention(*(x.reshape(grouped) for x in (q, k, v)), **kernel).reshape(q.shape)
+
+
+def sample_counts(tokens: int, samples: int, groups: int) -> tuple[int, int]:
+    """Return how many keys each query sees, and the number of groups, which divides the tokens.
+
+    Args:
+        tokens: of the grid.
+        samples: wanted keys for each query.
+        groups: wanted groups; together they use no token twice as a key.
+    """
+    samples = min(samples, tokens)
+    most = min(groups, tokens // samples)
+    return samples, next(count for count in range(most, 0, -1) if tokens % count == 0)
+
+
+def stratified_samples(height: int, width: int, samples: int, groups: int, noise: Tensor) -> Tensor:
+    """Draw the keys of all groups: one token of every compact cell for each, spaced evenly along the cell.
+
+    The spacing makes the groups' errors differ, so that those of neighbouring queries average out.
+
+    Args:
+        height: rows of the grid.
+        width: columns of the grid.
+        samples: cells, as many as each group has keys; they are equal but for one token.
+        groups: number of groups, at most the tokens of a cell.
+        noise: uniform random numbers `[samples]` in [0, 1); the result lies on their device.
+
+    Returns:
+        Positions `[samples * groups]`, int64; sample i of group g is at `i * groups + g`.
+    """
+    tokens = height * width
+    path = compact_path(height, width, round(tokens / samples), noise.device)
+    edges = torch.arange(samples + 1, device=noise.device) * tokens // samples
+    place = (noise[:, None] + torch.arange(groups, device=noise.device) / groups) % 1
+    chosen = edges[:-1, None] + (place * edges.diff()[:, None]).long()
+    return path[chosen.flatten()]
