@@ -217,12 +217,14 @@ def _join(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def _channels_for_agents(head_dim: int, share: float) -> int:
-    """Split a head's channels, both parts a multiple of 8 (what fused kernels need) where there is room for two."""
-    unit = 8 if head_dim % 8 == 0 and head_dim >= 16 else 1
+    """Split a head's channels, both parts a multiple of 8 (what fused kernels need) where that is near the share."""
     if share in (0, 1):
         return int(head_dim * share)
-    units = head_dim // unit
-    return unit * min(max(round(units * share), min(1, units - 1)), max(units - 1, 1))
+    for unit in (8, 4, 2):
+        first = unit * round(head_dim * share / unit)
+        if head_dim % unit == 0 and 0 < first < head_dim and abs(first / head_dim - share) <= 1 / 8:
+            return first
+    return min(max(round(head_dim * share), 1), head_dim - 1)
 
 
 def _equal_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, kernel: dict[str, Any]) -> Tensor:

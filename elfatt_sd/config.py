@@ -60,9 +60,9 @@ class Phase:
         stride: one destination token for each `stride x stride` cell of the grid.
         block_size: tokens in a block, to the nearest size that tiles the sequence; for `sampled` the keys that every
             query sees.
-        block_order: which tokens share a block: `sequence` (as they come: after merging, by similarity), `raster`,
-            `windows` (squares), `curve` (Hilbert curve), `strided` (every n-th token) or `spread` (stratified random
-            sample of the picture, drawn from seed, step and layer).
+        block_order: which tokens share a block, or are pooled to an agent: `sequence` (as they come: after merging, by
+            similarity), `raster`, `windows` (squares), `curve` (Hilbert curve), `strided` (every n-th token) or
+            `spread` (stratified random sample of the picture, drawn from seed, step and layer).
         groups: for `sampled`, the number of groups of queries that have a sample of their own.
         redraw: whether what is random in blocks and samples is drawn anew in every step, or once for a run.
         agents: number of agent tokens when they are pooled.
@@ -137,6 +137,11 @@ class Phase:
     def uses_agents(self) -> bool:
         """Whether any head attends through agents."""
         return self.attention == "agent" or (self.attention == "elfatt" and self.agent_share > 0)
+
+    @property
+    def uses_order(self) -> bool:
+        """Whether the order of the tokens matters: to blocks, and to agents that are pooled."""
+        return self.uses_blocks or (self.uses_agents and self.agent_source == "pooled")
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,8 @@ class LayerState:
             count, self.groups = sample_counts(rows * columns, phase.block_size, phase.groups)
             noise = self._uniform("samples", drawn, count, device)
             self.samples = stratified_samples(rows, columns, count, self.groups, noise)
-        if phase.uses_blocks:
-            size = phase.block_size
+        if phase.uses_order:
+            size = phase.block_size if phase.uses_blocks else max(1, rows * columns // phase.agents)
             if phase.attention == "cell_spread":
                 self.blocks = cell_blocks(rows * columns, size)
                 size = rows * columns // self.blocks
@@ -140,7 +140,7 @@ class LayerState:
         key = (self.grid if config.reuse_layers else self.index, tokens.shape[0])
         if reused and key in self.denoiser.matchings:
             return self.denoiser.matchings[key]
-        in_sequence = phase.uses_blocks and phase.block_order == "sequence"
+        in_sequence = phase.uses_order and phase.block_order == "sequence"
         metric = self.metric(tokens)
         matching = match_tokens(metric, *self.grid, phase.ratio, phase.stride, self.choice, ordered=in_sequence)
         if reused:

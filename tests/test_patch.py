@@ -366,6 +366,16 @@ def test_blocks_and_samples_are_drawn_in_every_step_or_once(pipe: Any, attention
     assert torch.equal(drawn[0], drawn[-1]) is not redraw
 
 
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_agents_are_pooled_in_the_order_asked_for(pipe: Any, ratio: float) -> None:
+    pictures = []
+    for order in ("sequence", "windows", "strided"):
+        phase = Phase(1.0, "agent", agents=16, block_order=order, ratio=ratio)
+        with elfatt_sd.patched(pipe, PatchConfig("pooled", (phase,))):
+            pictures.append(picture(pipe))
+    assert len({picture.numpy().tobytes() for picture in pictures}) == 3
+
+
 def test_samples_of_fused_projections(pipe: Any) -> None:
     config = PatchConfig("samples", (Phase(1.0, "sampled", block_size=16, groups=4),))
     with elfatt_sd.patched(pipe, config):
