@@ -9,7 +9,7 @@ import json
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,11 +23,11 @@ from elfatt_sd.config import BACKENDS, BLOCK_ORDERS, METHODS, ElfattError, Patch
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
-def _option(kind: Any, *names: str, **details: Any) -> Any:
-    return Annotated[kind | None, typer.Option(*names, rich_help_panel="The patch", **details)]
+def _option(kind: Any, *names: str, **details: Any) -> tuple[Any, None]:
+    return Annotated[kind | None, typer.Option(*names, rich_help_panel="The patch", **details)], None
 
 
-PATCH_OPTIONS: dict[str, Any] = {
+PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {
     "method": _option(str, help=f"One of {', '.join(METHODS)}; elfatt if nothing is given."),
     "config_file": _option(Path, "--config", metavar="FILE", help="Instead of a method, what `patch --save` wrote."),
     "ratio": _option(float, help="Share of the tokens that are merged, 0 to less than 1."),
@@ -112,23 +112,34 @@ def lazy_group(home: str) -> typer.Typer:
     return typer.Typer(cls=kind, no_args_is_help=True, callback=lambda: None)
 
 
-def takes_patch(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options that make up a patch; it receives what they say as `chosen`."""
-    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "chosen"]
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in PATCH_OPTIONS.items()
-    ]
+def adds_options(
+    receives: str, options: Mapping[str, tuple[Any, Any]], build: Callable[..., Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that gives a command more options.
 
-    @functools.wraps(command)
-    def wrapper(**given: Any) -> Any:
-        options = {name: given.pop(name) for name in PATCH_OPTIONS}
-        return command(chosen=choose(**options), **given)
+    Args:
+        receives: the command's parameter that gets what `build` makes of them.
+        options: annotation and default value of each, by name.
+        build: called with the values by name.
+    """
 
-    parameters = [*own, *added]
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {item.name: item.annotation for item in parameters}
-    return wrapper
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != receives]
+        parameters = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own] + [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, (kind, default) in options.items()
+        ]
+
+        @functools.wraps(command)
+        def wrapper(**given: Any) -> Any:
+            values = {name: given.pop(name) for name in options}
+            return command(**{receives: build(**values)}, **given)
+
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {item.name: item.annotation for item in parameters}
+        return wrapper
+
+    return decorate
 
 
 def choose(
@@ -160,6 +171,9 @@ def choose(
         raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
     config = read_config(config_file).with_settings(**settings)
     return Chosen(config, from_file(config_file) + written, bool(autotune))
+
+
+takes_patch = adds_options("chosen", PATCH_OPTIONS, choose)
 
 
 def from_file(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from elfatt_sd.console import FAILURE, complain, output, quiet_libraries
+from elfatt_sd.console import FAILURE, adds_options, complain, output, quiet_libraries
 from elfatt_sd.evaluation.folder import RunFailure, load_run
 from elfatt_sd.evaluation.protocols import Protocol, load_protocol
 
@@ -52,34 +52,17 @@ PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
 _KEYS = {"reference": "reference.source", "allow_count": "reference.allow_count"}
 
 
-def takes_protocol(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options that choose a protocol and change it; it receives the result as `protocol`."""
-    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "protocol"]
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, (kind, default) in PROTOCOL_OPTIONS.items()
-    ]
-
-    @functools.wraps(command)
-    def wrapper(**given: Any) -> Any:
-        chosen = {name: given.pop(name) for name in PROTOCOL_OPTIONS}
-        return command(protocol=build_protocol(chosen), **given)
-
-    ordered = [added[0], *(item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in own), *added[1:]]
-    wrapper.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {item.name: item.annotation for item in ordered}
-    return wrapper
-
-
-def build_protocol(chosen: Mapping[str, Any]) -> Protocol:
-    """Load a protocol with what the options change.
+def build_protocol(protocol_file: str, set: list[str] | None = None, **options: Any) -> Protocol:
+    """Load a protocol with what the options change; None is not given.
 
     Raises:
         ElfattError: no such protocol, an unknown key, or a value that is not accepted.
     """
-    options = {name: value for name, value in chosen.items() if name not in ("protocol_file", "set")}
     overrides = [f"{_KEYS.get(name, name)}={json.dumps(value)}" for name, value in options.items() if value is not None]
-    return load_protocol(chosen["protocol_file"], [*(chosen["set"] or ()), *overrides])
+    return load_protocol(protocol_file, [*(set or ()), *overrides])
+
+
+takes_protocol = adds_options("protocol", PROTOCOL_OPTIONS, build_protocol)
 
 
 def reports_failure(command: Callable[..., Any]) -> Callable[..., Any]:
