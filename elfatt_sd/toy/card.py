@@ -73,7 +73,7 @@ def write_card(folder: Path, record: dict[str, Any], quality: dict[str, Any] | N
 
     Args:
         folder: the pipeline.
-        record: the content of the recipe's `record.json`.
+        record: the content of the recipe's `weights-training/record.json`.
         quality: the content of `quality.json`, if it was measured.
     """
     config = json.loads((folder / "unet" / "config.json").read_text(encoding="utf-8"))
@@ -119,10 +119,13 @@ def plot_curves(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
     """Plot the loss of each stage over its steps, on logarithmic axes, into one PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.2 * max(1, len(curves)), 2.2), dpi=80, layout="constrained")
-    for axes, (name, curve) in zip(
-        figure.subplots(1, max(1, len(curves)), squeeze=False)[0], curves.items(), strict=False
-    ):
+    columns = max(1, min(5, len(curves)))
+    rows = max(1, -(-len(curves) // columns))
+    figure = Figure(figsize=(2.2 * columns, 2.2 * rows), dpi=80, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in panels[len(curves) :]:
+        axes.remove()
+    for axes, (name, curve) in zip(panels, curves.items(), strict=False):
         axes.plot([step for step, _ in curve], [loss for _, loss in curve], color="tab:blue", linewidth=1)
         axes.set_title(name, fontsize=9)
         axes.tick_params(labelsize=7, which="both")
@@ -132,15 +135,16 @@ def plot_curves(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the card anew, for `python -m elfatt_sd.toy.card PIPELINE --record record.json --quality quality.json`."""
+    """Write the card anew, for `python -m elfatt_sd.toy.card PIPELINE --quality quality.json`."""
     import argparse
 
     parser = argparse.ArgumentParser(prog="python -m elfatt_sd.toy.card", description=main.__doc__)
     parser.add_argument("pipeline", type=Path)
-    parser.add_argument("--record", type=Path, required=True)
-    parser.add_argument("--quality", type=Path)
+    parser.add_argument("--record", type=Path, help="of the training (default: weights-training beside the pipeline)")
+    parser.add_argument("--quality", type=Path, help="what `python -m elfatt_sd.toy.quality` wrote")
     options = parser.parse_args(arguments)
-    read = [json.loads(path.read_text(encoding="utf-8")) for path in (options.record, options.quality) if path]
+    record = options.record or options.pipeline.parent / "weights-training" / "record.json"
+    read = [json.loads(path.read_text(encoding="utf-8")) for path in (record, options.quality) if path]
     write_card(options.pipeline, *read)
 
 

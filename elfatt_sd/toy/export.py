@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 from importlib.metadata import version
@@ -16,24 +17,25 @@ from elfatt_sd.toy import models
 from elfatt_sd.toy.card import write_card
 
 DIFFUSERS_VERSION = "0.32.1"  # the oldest release whose settings these files use
+RECORD = Path("weights-training", "record.json")
 
 
 def export(
     sizes: models.Sizes,
     parts: dict[str, nn.Module],
     others: dict[str, nn.Module],
-    records: dict[str, Any],
+    training: dict[str, Any],
     out: Path,
     seed: int,
     device: str,
 ) -> Path:
-    """Write `out/pipeline`, `out/weights-classifier`, `out/weights-training`, and the training record.
+    """Write `out/pipeline`, `out/weights-classifier` and `out/weights-training`, the last with the training record.
 
     Args:
         sizes: the networks' sizes.
         parts: trained `vae`, `unet` and `text_encoder`.
         others: what is no part of the pipeline: the `classifier`, and what further `training` needs.
-        records: what `train` returned, by stage.
+        training: for the record: the `stages`, what `train` returned by name, and `notes` in words.
         out: the folder to write into.
         seed: the recipe's seed, for the record.
         device: where training ran, for the record.
@@ -54,8 +56,8 @@ def export(
     for name, module in others.items():
         save_half(module.state_dict(), out / f"weights-{name}" / f"{name}.safetensors")
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
-    record = {**environment(), "device": device, "seed": seed, "parameters": counts, "stages": records}
-    models.write_json(out / "record.json", record)
+    record = {**environment(), "device": device, "seed": seed, "parameters": counts, **training}
+    models.write_json(out / RECORD, record)
     write_card(folder, record)
     return folder
 
@@ -117,6 +119,12 @@ def load_half(module: nn.Module, folder: Path) -> None:
     if not any(name.startswith("text_model.") for name in module.state_dict()):
         state = {name.removeprefix("text_model."): value for name, value in state.items()}
     module.load_state_dict(state)
+
+
+def load_record(folder: Path) -> dict[str, Any]:
+    """The training record that `export` wrote into a folder; empty if there is none."""
+    path = folder / RECORD
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def environment() -> dict[str, Any]:

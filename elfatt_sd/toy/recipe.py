@@ -201,6 +201,7 @@ class Workshop:
         torch.manual_seed(seed)  # the initial weights; later draws have their own generators
         self.recipe, self.out, self.seed, self.device, self.save_every = recipe, out, seed, device, save_every
         self.records: dict[str, Any] = {}
+        self.notes = ""
         self.vae = self._placed(models.build("vae", recipe.sizes))
         self.classifier = self._placed(ToyClassifier())
         self.denoiser = self._placed(Denoiser(recipe.sizes))
@@ -212,12 +213,17 @@ class Workshop:
         return module.to(self.device, memory_format=torch.channels_last)
 
     def load(self, folder: Path) -> None:
-        """Start from exported weights: a pipeline's folder, and the classifier's and the training's own beside it."""
+        """Start from exported weights: a pipeline's folder, and the classifier's and the training's own beside it.
+
+        Their training record goes on: a stage that is run again is a further row.
+        """
         parts = {"vae": self.vae, "unet": self.denoiser.unet, "text_encoder": self.denoiser.text_encoder}
         for name, module in parts.items():
             export.load_half(module, folder / name)
         export.load_half(self.classifier, folder.parent / "weights-classifier")
         export.load_half(self.denoiser.doors, folder.parent / "weights-training")
+        earlier = export.load_record(folder.parent)
+        self.records, self.notes = dict(earlier.get("stages", {})), earlier.get("notes", "")
 
     def run(self, name: str) -> None:
         """Run a stage, from where an earlier run stopped."""
@@ -235,7 +241,9 @@ class Workshop:
         checkpoints = self.out / "checkpoints"
         record = train(stage, model, loss, checkpoints, self.seed, self.device, self.save_every)
         counts = sorted({stage.batch * PICTURES[level] for level in levels or (0,)})
-        self.records[name] = {**record, "pictures": " or ".join(map(str, counts))}
+        times = 1 + sum(title.split()[0] == name for title in self.records)
+        title = name if times == 1 else f"{name} ({times})"
+        self.records[title] = {**record, "pictures": " or ".join(map(str, counts))}
 
     def export(self) -> Path:
         """Write the results; return the pipeline's folder."""
@@ -244,7 +252,7 @@ class Workshop:
             self.recipe.sizes,
             parts,
             {"classifier": self.classifier, "training": self.denoiser.doors},
-            self.records,
+            {"stages": self.records, "notes": self.notes},
             self.out,
             self.seed,
             str(self.device),
