@@ -21,6 +21,7 @@ _DTYPES = {
     "bf16": torch.bfloat16,
 }
 TOY = Path(__file__).parent / "toy" / "weights"
+INDEX = "model_index.json"
 _PICKLES = {".ckpt", ".pt", ".pth", ".bin"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -37,6 +38,8 @@ def load_pipeline(
 
     Args:
         model: `toy` (the pipeline in this package), a diffusers directory, a `.safetensors` checkpoint, or a hub id.
+            A checkpoint says nothing about the configuration of its parts: it comes from the folder of the file, if a
+            `model_index.json` of the same kind lies there, or else from the hub (or from `config=`, see diffusers).
         device: `auto` (CUDA, then MPS, then the CPU) or a torch device.
         dtype: `auto` (float16 on an accelerator, float32 on the CPU), `float32`, `float16` or `bfloat16`.
         allow_pickle: load pickled weights too; they can run any code.
@@ -116,7 +119,7 @@ def _from_directory(path: Path, options: dict[str, Any], allow_pickle: bool) -> 
     wanted = [name for name in _parts(path) if name not in options]
     missing = [name for name in wanted if not (path / name).is_dir()]
     if missing:
-        raise ElfattError(f"model={str(path)!r} lacks a part: {', '.join(missing)} (named in its model_index.json).")
+        raise ElfattError(f"model={str(path)!r} lacks a part: {', '.join(missing)} (named in its {INDEX}).")
     pickled = [name for name in wanted if _only_pickles(path / name)]
     if pickled and not allow_pickle:
         raise ElfattError(
@@ -128,16 +131,26 @@ def _from_directory(path: Path, options: dict[str, Any], allow_pickle: bool) -> 
 
 def _parts(path: Path) -> list[str]:
     """Return the names of the parts that a pipeline directory says it has."""
-    index = path / "model_index.json"
+    return [name for name, kind in _index(path).items() if isinstance(kind, list) and kind and kind[0]]
+
+
+def _kind_of_directory(path: Path) -> str | None:
+    """Return the class of pipeline that a directory holds; None where it holds none."""
+    return _index(path).get("_class_name") if (path / INDEX).is_file() else None
+
+
+def _index(path: Path) -> dict[str, Any]:
+    """Read the index of a pipeline directory."""
+    index = path / INDEX
     if not index.is_file():
-        raise ElfattError(f"model={str(path)!r} has no model_index.json; give a diffusers pipeline directory.")
+        raise ElfattError(f"model={str(path)!r} has no {INDEX}; give a diffusers pipeline directory.")
     try:
         parts = json.loads(index.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ElfattError(f"{index} is not valid JSON ({error}); the model directory is damaged.") from error
     if not isinstance(parts, dict):
         raise ElfattError(f"{index} holds a {type(parts).__name__}, not an object; the model directory is damaged.")
-    return [name for name, kind in parts.items() if isinstance(kind, list) and kind and kind[0]]
+    return parts
 
 
 def _only_pickles(part: Path) -> bool:
@@ -152,6 +165,8 @@ def _from_file(path: Path, options: dict[str, Any]) -> Any:
     if suffix != ".safetensors" and suffix not in _PICKLES:
         raise ElfattError(f"model={str(path)!r} is not a checkpoint; give a .safetensors file.")
     kind = _single_file_kind(path) if suffix == ".safetensors" else "StableDiffusionPipeline"
+    if not options.keys() & {"config", "original_config"} and _kind_of_directory(path.parent) == kind:
+        options["config"] = str(path.parent)
     return _load(path, getattr(diffusers, kind).from_single_file, str(path), **options)
 
 

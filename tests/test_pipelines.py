@@ -32,16 +32,22 @@ def damaged(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
+def draws_the_same(pipe: Any, other: Any) -> None:
+    pictures = [
+        tiny.quiet(each)(
+            "a", num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt"
+        ).images
+        for each in (pipe, other)
+    ]
+    assert torch.equal(*pictures)
+
+
 def test_a_directory_is_loaded_as_it_was_saved(saved: Path, folder: Path) -> None:
-    pipe = tiny.quiet(elfatt_sd.load_pipeline(saved, device="cpu"))
+    pipe = elfatt_sd.load_pipeline(saved, device="cpu")
     original = tiny.sd15(folder, sample_size=8)
     assert isinstance(pipe, diffusers.StableDiffusionPipeline)
     assert pipe.unet.dtype == torch.float32
-    pictures = [
-        each("a cat", num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt").images
-        for each in (pipe, original)
-    ]
-    assert torch.equal(*pictures)
+    draws_the_same(pipe, original)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "bf16", torch.bfloat16])
@@ -158,6 +164,40 @@ def test_single_files_by_what_they_hold(
     elfatt_sd.load_pipeline(path, device="cpu", dtype="float32", config="somewhere")
     assert given.pop("dtype" if "dtype" in given else "torch_dtype") == torch.float32
     assert given == {"path": str(path), "config": "somewhere"}
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pipeline's weights in a single file, as Stable Diffusion 1.x has them; its configuration is in `parts`."""
+
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("diffusers.loaders.single_file.snapshot_download", unreachable)
+    weights = tiny.original_checkpoint(elfatt_sd.load_pipeline(saved, device="cpu"))
+    save_file(weights, tmp_path / "model.safetensors")
+    shutil.copytree(saved, tmp_path / "parts", ignore=shutil.ignore_patterns("*.safetensors"))
+    return tmp_path / "model.safetensors"
+
+
+def test_a_single_file_draws_what_its_directory_draws(checkpoint: Path, saved: Path) -> None:
+    pipe = elfatt_sd.load_pipeline(checkpoint, device="cpu", config=str(checkpoint.parent / "parts"))
+    assert type(pipe) is diffusers.StableDiffusionPipeline
+    draws_the_same(pipe, elfatt_sd.load_pipeline(saved, device="cpu"))
+
+
+def test_a_single_file_takes_the_configuration_that_lies_beside_it(checkpoint: Path, saved: Path) -> None:
+    beside = checkpoint.rename(checkpoint.parent / "parts" / checkpoint.name)
+    pipe = elfatt_sd.load_pipeline(beside, device="cpu")
+    draws_the_same(pipe, elfatt_sd.load_pipeline(saved, device="cpu"))
+
+
+def test_a_configuration_of_another_kind_beside_a_single_file_is_not_taken(checkpoint: Path) -> None:
+    index = checkpoint.parent / "model_index.json"
+    index.write_text(json.dumps({"_class_name": "StableDiffusionXLPipeline"}))
+    refused(checkpoint, "could not be loaded: the hub was asked")
+    index.write_text("{")
+    refused(checkpoint, "model_index.json is not valid JSON")
 
 
 def test_single_files_that_are_no_checkpoint(tmp_path: Path) -> None:
