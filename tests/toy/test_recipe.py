@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.toy import export, growing, models, recipe, training
+from elfatt_sd.toy.renderer import sample_parameters
 
 TINY = ["--config", "tiny", "--device", "cpu"]
 
@@ -115,6 +116,15 @@ def test_the_code_is_undone_by_its_frame():
     code = models.encode_code(images)
     frame = torch.tensor(models.FRAME, dtype=torch.float32) / 2
     torch.testing.assert_close(torch.einsum("kc,nkhw->nchw", frame, code) + models.CENTER, images)
+
+
+def test_the_object_weighs_more_than_the_rest():
+    _, geometry = sample_parameters(4, torch.Generator().manual_seed(0))
+    weights = recipe.object_weights(geometry, 64)
+    torch.testing.assert_close(weights.mean((1, 2, 3)), torch.ones(4))
+    for weight, (x, y, radius, *_) in zip(weights[:, 0], geometry.tolist(), strict=True):
+        centre, edge = weight[int(64 * y), int(64 * x)], weight[int(64 * y), int(64 * (x + 1.4 * radius))]
+        assert abs(centre / edge - recipe.OBJECT_WEIGHT) < 1e-5
 
 
 def test_a_checkpoint_is_old_or_new_but_never_broken(tmp_path, monkeypatch):
