@@ -20,6 +20,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
+Reuse = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="RUN", help="Another run, whose rows are copied where they are the same; several times."),
+]
 PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
     "protocol_file": (
         Annotated[str, typer.Argument(metavar="PROTOCOL", help="A TOML file, or the name of one under eval/.")],
@@ -86,6 +90,7 @@ def run_command(
     protocol: Protocol,
     out: Out,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print rows, images, disk and time, and stop.")] = False,
+    reuse: Reuse = None,
     quiet: Quiet = False,
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
@@ -95,7 +100,7 @@ def run_command(
     if dry_run:
         _print_estimate(protocol)
         return
-    failed = run(protocol, out, _reporter(quiet), show_progress=not quiet)
+    failed = run(protocol, out, _reporter(quiet), reuse=reuse or (), show_progress=not quiet)
     if is_first():
         typer.echo(out / "report" / "index.html")
         _name_failures(failed)
@@ -104,14 +109,14 @@ def run_command(
 @app.command("generate")
 @takes_protocol
 @reports_failure
-def generate_command(protocol: Protocol, out: Out, quiet: Quiet = False) -> None:
+def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Quiet = False) -> None:
     """Make the images of every row. Several processes share them under `accelerate launch`."""
     from elfatt_sd.evaluation.generate import generate
     from elfatt_sd.evaluation.run import is_first, leave_processes, writing
 
     quiet_libraries()
     with writing(out, protocol):
-        failed = generate(out, protocol, show_progress=not quiet)
+        failed = generate(out, protocol, reuse=reuse or (), show_progress=not quiet)
         leave_processes()
     if is_first():
         _name_failures(failed)

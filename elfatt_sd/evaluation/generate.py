@@ -29,6 +29,7 @@ from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.environment import describe_environment, same_images
 from elfatt_sd.evaluation.prompts import Prompt, build_prompts, load_labels
 from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.reuse import take_over
 from elfatt_sd.files import atomic_file, sha256_of_data, write_json
 
 Value = TypeVar("Value")
@@ -200,12 +201,15 @@ def check_images(images: Tensor, indices: Sequence[int]) -> None:
             raise BadImage(f"image {index} has the single value {high:.3f}")
 
 
-def generate(run_dir: Path, protocol: Protocol, *, show_progress: bool = True) -> dict[str, str]:
+def generate(
+    run_dir: Path, protocol: Protocol, *, reuse: Sequence[Path] = (), show_progress: bool = True
+) -> dict[str, str]:
     """Generate all images of a run that are not there yet; several processes share the batches.
 
     Args:
         run_dir: the run's folder; the caller holds its lock.
         protocol: what to generate.
+        reuse: folders of other runs, whose rows are copied where they are the same.
         show_progress: draw a bar over all rows with the time left.
 
     Returns:
@@ -226,7 +230,10 @@ def generate(run_dir: Path, protocol: Protocol, *, show_progress: bool = True) -
     device = str(state.device) if state.num_processes > 1 and protocol.device == "auto" else None
     pipe = load_protocol_pipeline(protocol, device)
     _record_run(run_dir, protocol, pipe, items, write=state.is_main_process)
+    if state.is_main_process:
+        take_over(run_dir, protocol, reuse)
     state.wait_for_everyone()
+    pending = [cell for cell in pending if not folder.manifest_path(run_dir, cell).is_file()]
     batches = [items[start : start + protocol.batch] for start in range(0, len(items), protocol.batch)]
     mine = list(enumerate(batches))[state.process_index :: state.num_processes]
     total = len(pending) * sum(len(batch) for _, batch in mine)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +93,14 @@ def probe_seconds(protocol: Protocol) -> float:
     return seconds["unet"] / len(calls) * (protocol.steps + len(calls) - _PROBE_STEPS) + rest
 
 
-def run(protocol: Protocol, run_dir: Path, report: _Report = print, *, show_progress: bool = True) -> dict[str, str]:
+def run(
+    protocol: Protocol,
+    run_dir: Path,
+    report: _Report = print,
+    *,
+    reuse: Sequence[Path] = (),
+    show_progress: bool = True,
+) -> dict[str, str]:
     """Run all stages of a protocol; what is finished already is not done again.
 
     Under `accelerate launch` the processes share images and features, and the first one does the rest.
@@ -102,6 +109,7 @@ def run(protocol: Protocol, run_dir: Path, report: _Report = print, *, show_prog
         protocol: what to run.
         run_dir: its folder.
         report: gets a line for each step of each stage.
+        reuse: folders of other runs, whose rows are copied where they are the same.
         show_progress: draw a bar while generating.
 
     Returns:
@@ -115,7 +123,7 @@ def run(protocol: Protocol, run_dir: Path, report: _Report = print, *, show_prog
         if first:
             folder.check_run(run_dir, protocol)
             check_inputs(protocol)
-        failed = generate(run_dir, protocol, show_progress=show_progress)
+        failed = generate(run_dir, protocol, reuse=reuse, show_progress=show_progress)
         _free_memory()
         score(run_dir, protocol, report if first else _say_nothing)
         leave_processes()
@@ -203,13 +211,14 @@ def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:
     Raises:
         ElfattError: no row is finished, or reference or extractor are missing.
     """
-    from elfatt_sd.evaluation.score import score_run
+    from elfatt_sd.evaluation.score import FORMAT, score_run
 
     finished = [cell for cell in protocol.cells if folder.manifest_path(run_dir, cell).is_file()]
     if protocol.baseline not in finished:
         reason = folder.read_failure(run_dir, protocol.baseline) or "it is not generated yet"
         raise folder.RunFailure(f"row {protocol.baseline.name!r}, the baseline, has no images: {reason}")
     inputs = {cell.name: sha256_of_file(folder.manifest_path(run_dir, cell)) for cell in finished}
+    inputs["format"] = str(FORMAT)
     _once(run_dir, "score", inputs, SCORES_FILE, lambda: score_run(run_dir), report)
 
 

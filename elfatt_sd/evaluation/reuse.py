@@ -1,0 +1,71 @@
+"""Take rows over from other runs that made the very same images, such as the untouched pipeline's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import folder
+from elfatt_sd.evaluation.environment import same_images
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.files import atomic_file
+
+_DECISIVE = ("model", "scheduler", "steps", "guidance", "height", "width", "dtype", "batch", "seed")
+
+
+def take_over(run_dir: Path, protocol: Protocol, others: Sequence[Path]) -> dict[str, Path]:
+    """Copy the finished rows of other runs that this run would make again with the same bytes.
+
+    Weights, prompts, versions and device must be those of this run, whose `run.json` is there.
+
+    Args:
+        run_dir: the run's folder; the caller holds its lock.
+        protocol: of the run.
+        others: folders of runs.
+
+    Returns:
+        Where each row that was taken over comes from.
+
+    Raises:
+        ElfattError: one of the folders holds no run, or an image there is not what it was.
+    """
+    own = folder.read_run(run_dir)
+    taken: dict[str, Path] = {}
+    for other in others:
+        there, found = folder.load_run(other), folder.read_run(other)
+        if own is None or found is None or same_images(found["environment"], own["environment"]):
+            continue
+        made = {_made(there, cell): cell for cell in there.cells if folder.manifest_path(other, cell).is_file()}
+        for cell in protocol.cells:
+            source = made.get(_made(protocol, cell))
+            if source is not None and not folder.manifest_path(run_dir, cell).is_file():
+                _copy_row(other, source, run_dir, cell)
+                taken[cell.name] = other
+    return taken
+
+
+def _made(protocol: Protocol, cell: Cell) -> str:
+    """Return all that decides a row's images beside weights, prompts, versions and device, as text."""
+    config: dict[str, Any] = cell.config().to_dict()
+    del config["method"]  # a name
+    return repr([[getattr(protocol, name) for name in _DECISIVE], config, cell.peer, cell.seed_offset])
+
+
+def _copy_row(other: Path, source: Cell, run_dir: Path, cell: Cell) -> None:
+    for entry in folder.read_manifest(other, source):
+        path = folder.image_path(other, source, entry["index"])
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ElfattError(
+                f"{path} cannot be read ({error.strerror}); row {cell.name!r} cannot be reused."
+            ) from error
+        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+            raise ElfattError(f"{path} is not the image that was generated; row {cell.name!r} cannot be reused.")
+        with atomic_file(folder.image_path(run_dir, cell, entry["index"])) as file:
+            file.write(content)
+    with atomic_file(folder.manifest_path(run_dir, cell)) as file:
+        file.write(folder.manifest_path(other, source).read_bytes())

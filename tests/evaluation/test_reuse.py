@@ -1,0 +1,97 @@
+"""Rows that another run made already are copied; all others are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import small_run
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import folder, generate
+from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.reuse import take_over
+
+
+def make(run_dir: Path, protocol: Protocol, *reuse: Path) -> None:
+    with folder.run_lock(run_dir):
+        assert generate.generate(run_dir, protocol, reuse=reuse, show_progress=False) == {}
+
+
+def images(run_dir: Path, protocol: Protocol) -> dict[str, list[str]]:
+    return {cell.name: [entry["sha256"] for entry in folder.read_manifest(run_dir, cell)] for cell in protocol.cells}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Protocol]:
+    """A finished generation and its protocol."""
+    place = tmp_path_factory.mktemp("made")
+    protocol = small_run.small_protocol(place, model)
+    make(place / "run", protocol)
+    return place / "run", protocol
+
+
+def renamed(protocol: Protocol, method: str) -> Protocol:
+    """The same protocol under another name, its third row under another name and with another block size."""
+    untouched, null, third, peer = protocol.cells
+    other = dataclasses.replace(third, name="other", settings={**third.settings, "block_size": 32})
+    return dataclasses.replace(
+        protocol, name=method, cells=(untouched, dataclasses.replace(null, name="seeds"), third, other, peer)
+    )
+
+
+def test_rows_of_the_same_images_are_copied(
+    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, protocol = made
+    larger = renamed(protocol, "larger")
+    generated: list[str] = []
+    original = generate._generate_batch
+
+    def note(pipe: object, run_dir: Path, protocol: Protocol, cell: folder.Cell, *rest: object) -> None:
+        generated.append(cell.name)
+        original(pipe, run_dir, protocol, cell, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(generate, "_generate_batch", note)
+    make(tmp_path / "reusing", larger, there)
+    assert set(generated) == {"other"}
+    make(tmp_path / "alone", larger)
+    assert images(tmp_path / "reusing", larger) == images(tmp_path / "alone", larger)
+
+
+@pytest.mark.parametrize("changed", [{"steps": 3}, {"seed": 4}, {"guidance": 2.0}, {"batch": 1}])
+def test_rows_of_other_images_are_not(made: tuple[Path, Protocol], tmp_path: Path, changed: dict[str, float]) -> None:
+    there, protocol = made
+    other = dataclasses.replace(protocol, **changed)  # type: ignore[arg-type]
+    run = folder.read_run(there)
+    assert run is not None
+    generate.write_json(tmp_path / folder.RUN_FILE, {**run, "protocol": other.to_dict(), "identity": other.identity})
+    assert take_over(tmp_path, other, [there]) == {}
+
+
+def test_rows_of_another_machine_are_not(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    there, protocol = made
+    run = folder.read_run(there)
+    assert run is not None
+    elsewhere = {**run, "environment": {**run["environment"], "device": "another"}}
+    generate.write_json(tmp_path / folder.RUN_FILE, elsewhere)
+    assert take_over(tmp_path, protocol, [there]) == {}
+    generate.write_json(tmp_path / folder.RUN_FILE, run)
+    assert set(take_over(tmp_path, protocol, [there])) == {cell.name for cell in protocol.cells}
+
+
+def test_an_altered_image_is_named(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    there, protocol = made
+    make(tmp_path / "copy", protocol, there)
+    path = folder.image_path(tmp_path / "copy", protocol.cells[1], 2)
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(
+        ElfattError, match=r"00002\.png is not the image that was generated; row 'null'"
+    ):
+        make(tmp_path / "again", protocol, tmp_path / "copy")
+
+
+def test_a_folder_without_a_run_is_refused(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    with pytest.raises(ElfattError, match="holds no run"):
+        make(tmp_path / "new", made[1], tmp_path / "nothing")
