@@ -9,7 +9,6 @@ part, so that a run that is stopped loses nothing. `--tiny` tries all parts on a
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import time
@@ -22,7 +21,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from elfatt_sd import benchmark
+from elfatt_sd.benchmarking.layer import growth
+from elfatt_sd.benchmarking.merging import merging
+from elfatt_sd.benchmarking.models import Model, make_model, random_unet
+from elfatt_sd.benchmarking.record import Record
+from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.tables import markdown
+from elfatt_sd.benchmarking.unet import unet
+from elfatt_sd.benchmarking.variants import resolve_methods
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
@@ -73,8 +79,8 @@ class Suite:
         self.start = time.monotonic()
         self.limit: float = options.seconds
         self.results: dict[str, Any] = {"parts": {}, "errors": {}, "seconds": {}}
-        self.models: dict[str, benchmark.Model] = {}
-        self.parts: dict[str, Callable[[], benchmark.Results]] = {
+        self.models: dict[str, Model] = {}
+        self.parts: dict[str, Callable[[], Results]] = {
             "sd15 512 batch 1": lambda: self.unet("sd15", 512, 1, 15),
             "sd15 512 batch 8": lambda: self.unet("sd15", 512, 8, 20),
             "sd15 512 batch 48": lambda: self.unet("sd15", 512, 48, 35),
@@ -93,12 +99,12 @@ class Suite:
             "sdxl 1024 batch 48": lambda: self.unet("sdxl", 1024, 48, 20, few=True),
             "sd15 1024 batch 48": lambda: self.unet("sd15", 1024, 48, 20, few=True),
         }
-        self.extra: dict[str, Callable[[], benchmark.Results]] = {
+        self.extra: dict[str, Callable[[], Results]] = {
             "sd15 512 batch 1 compiled": lambda: self.unet("sd15", 512, 1, 30, few=True, compile=True),
             "sd15 1024 batch 8 compiled": lambda: self.unet("sd15", 1024, 8, 30, few=True, compile=True),
         }
 
-    def run(self, name: str, part: Callable[[], benchmark.Results]) -> None:
+    def run(self, name: str, part: Callable[[], Results]) -> None:
         """Run one part and write what there is; an error is written down and the suite goes on."""
         begun = time.monotonic()
         if begun - self.start > self.limit:
@@ -107,7 +113,7 @@ class Suite:
         print(f"\n## {name} ({begun - self.start:.0f} s)", flush=True)
         try:
             self.results["parts"][name] = part()
-            print(benchmark.markdown(self.results["parts"][name]), flush=True)
+            print(markdown(self.results["parts"][name]), flush=True)
         except Exception as error:
             self.results["errors"][name] = f"{type(error).__name__}: {str(error)[:500]}"
             traceback.print_exc(limit=-4, file=sys.stdout)
@@ -128,11 +134,9 @@ class Suite:
         if name not in self.models:
             self.models.clear()
             self.models[name] = self.make(name)
-        methods = methods_of_suite()
-        if few:
-            methods = [config for config in methods if config.method in ("tome", "elfatt", "elfatt-fast")]
+        methods: list[PatchConfig] = resolve_methods(("tome", "elfatt", "elfatt-fast") if few else None)
         size, pictures = (size // 8, min(pictures, 3)) if self.tiny else (size, pictures)
-        return benchmark.unet(
+        return unet(
             self.models[name],
             sizes=[size],
             methods=methods,
@@ -140,37 +144,35 @@ class Suite:
             repeats=1 if self.tiny else 7,
             seconds=seconds,
             device=str(self.device),
+            memory=[2 * pictures],
             **options,
         )
 
-    def make(self, name: str) -> benchmark.Model:
+    def make(self, name: str) -> Model:
         """Build a model with random weights."""
         dtype = pick_dtype("auto", self.device)
         if self.tiny:
-            return benchmark.Model(benchmark.random_unet(TINY, self.device, dtype), 8)
-        return benchmark.make_model(name, self.device, dtype)
+            return Model(random_unet(TINY, self.device, dtype), 8)
+        return make_model(name, self.device, dtype)
 
-    def merging(self) -> benchmark.Results:
+    def merging(self) -> Results:
         """Time matching, merge and unmerge beside tomesd's."""
         sizes, dtypes = ([256], ["float32"]) if self.tiny else ([4096, 16384], ["float32", "float16"])
-        return benchmark.merging(tokens=sizes, dtypes=dtypes, device=str(self.device))
+        return merging(tokens=sizes, dtypes=dtypes, device=str(self.device))
 
-    def growth(self) -> benchmark.Results:
+    def growth(self) -> Results:
         """Time a layer from 4,096 to 65,536 tokens."""
         sizes = [256, 1024] if self.tiny else [4096, 9216, 16384, 36864, 65536]
-        return benchmark.growth(tokens=sizes, repeats=3, device=str(self.device))
+        return growth(tokens=sizes, repeats=3, device=str(self.device))
 
-    def backends(self) -> benchmark.Results:
+    def backends(self) -> Results:
         """Time PyTorch's fused attention kernels on whole sequences and on blocks."""
-        rows = []
+        record = Record(None, "layer", self.device, {}, bases=["default"])
         for batch, heads, tokens, size in [(2, 8, 4096, 40), (2, 10, 4096, 64), (2, 8, 16384, 40), (64, 8, 128, 40)]:
             tokens = tokens // 16 if self.tiny else tokens
-            times = benchmark.interleave(self.kernels(batch, heads, tokens, size), 5, self.device)
-            for name, taken in times.items():
-                row = {"tokens": tokens, "batch": batch, "part": f"{heads} heads of {size}", "method": name}
-                gain = benchmark.ratios(times["default"], taken)
-                rows.append({**row, "seconds": sorted(taken)[len(taken) // 2], "rounds": taken, "gain": gain})
-        return {"kind": "layer", "settings": {}, "rows": rows}
+            key = {"tokens": tokens, "batch": batch, "part": f"{heads} heads of {size}"}
+            record.time(key, self.kernels(batch, heads, tokens, size), 5)
+        return record.results
 
     def kernels(self, batch: int, heads: int, tokens: int, size: int) -> dict[str, Callable[[], Any]]:
         """Return a call for every kernel that takes this shape."""
@@ -198,7 +200,7 @@ class Suite:
     def conclude(self) -> None:
         """Print the goals and the memory slopes."""
         self.results["goals"] = [
-            {"part": name, "method": method, "gain": row["gain"]["median"], "goal": least}
+            {"part": name, "method": method, "gain": row["speed"]["untouched"]["median"], "goal": least}
             for method, model, size, least in GOALS
             for name, part in self.results["parts"].items()
             if name.startswith(f"{model} {size} batch")
@@ -233,15 +235,6 @@ class Suite:
             }
             for shape, methods in peaks.items()
         }
-
-
-def methods_of_suite() -> list[PatchConfig]:
-    """Return the presets, and `elfatt-fast` with other blocks and levels."""
-    presets = [PatchConfig.preset(name) for name in ("tome", "agent", "elfatt", "elfatt-fast")]
-    for levels, block_size in ((1, 128), (1, 512), (2, 128), (2, 512)):
-        config = PatchConfig.preset("elfatt-fast", block_size=block_size, levels=levels)
-        presets.append(dataclasses.replace(config, method=f"spread {block_size}, {levels} level{'s' * (levels > 1)}"))
-    return presets
 
 
 if __name__ == "__main__":

@@ -1,132 +1,280 @@
-"""`elfatt-sd bench`: parse, call `elfatt_sd.benchmark`, print."""
+"""`elfatt-sd bench`: parse, call `elfatt_sd.benchmarking`, print."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elfatt_sd.config import METHODS
+from elfatt_sd.config import METHODS, ElfattError
+from elfatt_sd.console import adds_options
+
+if TYPE_CHECKING:
+    from elfatt_sd.benchmarking.record import Session
 
 app = typer.Typer(no_args_is_help=True)
 
 Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
 Sizes = Annotated[list[int], typer.Option("--size", help="Side of the pictures in pixels; may be given several times.")]
 Methods = Annotated[
-    list[str] | None, typer.Option("--method", help=f"One of {', '.join(METHODS)}; several times, or all of them.")
+    list[str] | None,
+    typer.Option(
+        "--method",
+        help=f"One of {', '.join(METHODS)}, with settings as in elfatt-fast:block_size=512,levels=2; several times, or "
+        "all of them with their variations.",
+    ),
 ]
 Model = Annotated[str, typer.Option(help="sd15 or sdxl (random weights), toy, a directory, a hub id or a file.")]
-Ratio = Annotated[float | None, typer.Option(help="Share of the tokens that are merged.")]
+Ratio = Annotated[float | None, typer.Option(help="Share of the tokens that are merged, for all that merge.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
 Batch = Annotated[int, typer.Option(help="Pictures at a time (a UNet sees two for each with guidance).")]
 Repeats = Annotated[int, typer.Option(help="Rounds that count.")]
 MaxSeconds = Annotated[float, typer.Option(help="Leave out what is expected to take longer for one call.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
-Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Also write JSON, Markdown and a plot to this folder.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Run everything through torch.compile.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Time everything but tomesd through torch.compile too.")]
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Also measure the peak memory.")]
+MemoryBatch = Annotated[
+    list[int] | None,
+    typer.Option(help="Batch at which the peak is measured; two of them give the growth. The batch and twice it."),
+]
+
+
+Seconds = Annotated[float, typer.Option(help="Start no further round past this time, for each size.")]
+RecordAt = Annotated[list[int], typer.Option(help="Index of a UNet call to compare in; may be given several times.")]
+Steps = Annotated[int, typer.Option(help="Denoising steps.")]
+SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "out": (
+        Annotated[
+            Path | None,
+            typer.Option(
+                metavar="DIR",
+                help="Folder for JSON, written after every round, a Markdown table and a plot. The same command goes "
+                "on where it stopped.",
+            ),
+        ],
+        None,
+    ),
+    "name": (Annotated[str | None, typer.Option(help="Of those files, if not the benchmark's.")], None),
+    "again": (Annotated[bool, typer.Option("--again", help="Start over where the folder has such files.")], False),
+}
+
+
+def build_session(out: Path | None, name: str | None, again: bool) -> Session:
+    """Check the folder, and return where results go.
+
+    Raises:
+        ElfattError: the folder cannot be written, or the name is no file name.
+    """
+    from elfatt_sd.benchmarking.record import Session
+    from elfatt_sd.generation import check_writable
+
+    if name is not None and (out is None or Path(name).name != name):
+        raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
+    if out is not None:
+        check_writable(out)
+    return Session(out, name, again, shlex.join(["elfatt-sd", *sys.argv[1:]]))
+
+
+takes_session = adds_options("session", SESSION_OPTIONS, build_session)
+
+
+def _add_layer_command(name: str, sizes: list[int], text: str) -> None:
+    @app.command(name, help=text)
+    @takes_session
+    def command(
+        session: Session,
+        tokens: Tokens = sizes,
+        batch: Batch = 2,
+        repeats: Repeats = 5,
+        block_size: BlockSize = 128,
+        max_seconds: MaxSeconds = float("inf"),
+        device: Device = "auto",
+        dtype: Dtype = "auto",
+    ) -> None:
+        options = {"batch": batch, "repeats": repeats, "block_size": block_size, "max_seconds": max_seconds}
+        _run("layer", session, tokens=tokens, device=device, dtype=dtype, kind=name, **options)
+
+
+_add_layer_command(
+    "layer",
+    [4096, 16384],
+    "One self-attention layer of SD 1.5's finest level, attention alone and with its projections.",
+)
+_add_layer_command(
+    "growth",
+    [4096, 9216, 16384, 36864, 65536],
+    "How a layer's time grows with the number of tokens: the exponent of each attention.",
+)
 
 
 @app.command()
-def layer(
-    tokens: Tokens = [4096, 16384],  # noqa: B006
-    batch: Batch = 2,
-    repeats: Repeats = 5,
-    block_size: BlockSize = 128,
-    max_seconds: MaxSeconds = float("inf"),
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    out: Out = None,
-) -> None:
-    """One self-attention layer of SD 1.5's finest level, attention alone and with its projections."""
-    options = {"batch": batch, "repeats": repeats, "block_size": block_size, "max_seconds": max_seconds}
-    _run("layer", out, tokens=tokens, device=device, dtype=dtype, **options)
-
-
-@app.command()
-def growth(
-    tokens: Tokens = [4096, 9216, 16384, 36864, 65536],  # noqa: B006
-    batch: Batch = 2,
-    repeats: Repeats = 5,
-    block_size: BlockSize = 128,
-    max_seconds: MaxSeconds = float("inf"),
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    out: Out = None,
-) -> None:
-    """How a layer's time grows with the number of tokens: the exponent of each attention."""
-    options = {"batch": batch, "repeats": repeats, "block_size": block_size, "max_seconds": max_seconds}
-    _run("growth", out, tokens=tokens, device=device, dtype=dtype, **options)
-
-
-@app.command()
+@takes_session
 def unet(
+    session: Session,
     model: Model = "sd15",
     sizes: Sizes = [512, 1024],  # noqa: B006
     methods: Methods = None,
     ratio: Ratio = None,
     batch: Batch = 2,
     repeats: Repeats = 5,
+    seconds: Seconds = float("inf"),
     device: Device = "auto",
     dtype: Dtype = "auto",
     compile: Compile = False,
     memory: Memory = True,
-    out: Out = None,
+    memory_batch: MemoryBatch = None,
 ) -> None:
     """One UNet call in every phase of every method, added up over a run."""
-    options = {"batch": batch, "repeats": repeats, "compile": compile, "memory": memory, **_given(ratio=ratio)}
-    _run("unet", out, model=model, sizes=sizes, methods=methods, device=device, dtype=dtype, **options)
+    options = {"batch": batch, "repeats": repeats, "seconds": seconds, "compile": compile, **_given(ratio=ratio)}
+    options |= {"model": model, "sizes": sizes, "methods": methods, "memory": memory_batch if memory else []}
+    _run("unet", session, device=device, dtype=dtype, **options)
 
 
 @app.command()
+@takes_session
 def pipeline(
+    session: Session,
     model: Model = "toy",
     sizes: Sizes = [],  # noqa: B006
     methods: Methods = None,
     ratio: Ratio = None,
     batch: Batch = 1,
     repeats: Repeats = 5,
-    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 25,
+    steps: Steps = 25,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    out: Out = None,
 ) -> None:
     """A whole pipeline with guidance, from prompt to picture."""
     options = {"batch": batch, "repeats": repeats, "steps": steps, **_given(ratio=ratio)}
-    _run("pipeline", out, model=model, sizes=sizes, methods=methods, device=device, dtype=dtype, **options)
+    _run("pipeline", session, model=model, sizes=sizes, methods=methods, device=device, dtype=dtype, **options)
 
 
 @app.command()
+@takes_session
 def merging(
+    session: Session,
     tokens: Tokens = [4096, 16384],  # noqa: B006
     ratio: Annotated[float, typer.Option(help="Share of the tokens that are merged.")] = 0.5,
     batch: Batch = 2,
     repeats: Repeats = 5,
     device: Device = "auto",
     dtypes: Annotated[list[str], typer.Option("--dtype", help="May be given several times.")] = ["float32", "bfloat16"],  # noqa: B006
-    out: Out = None,
 ) -> None:
     """Matching, merge and unmerge beside tomesd's."""
-    _run("merging", out, tokens=tokens, ratio=ratio, batch=batch, repeats=repeats, device=device, dtypes=dtypes)
+    options = {"tokens": tokens, "ratio": ratio, "batch": batch, "repeats": repeats}
+    _run("merging", session, device=device, dtypes=dtypes, **options)
+
+
+@app.command()
+@takes_session
+def orders(
+    session: Session,
+    model: Annotated[str, typer.Option(help="toy, a directory, a hub id or a file.")] = "toy",
+    prompts: Annotated[list[str] | None, typer.Option("--prompt", help="May be given several times.")] = None,
+    steps: Steps = 25,
+    record_at: RecordAt = [2, 6, 12, 18, 23],  # noqa: B006
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale; the model's own if not given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first picture.")] = 0,
+    draws: Annotated[int, typer.Option(help="How often what is random is drawn.")] = 4,
+    device: Device = "auto",
+) -> None:
+    """The error of every block order, size and attention on a pipeline's own activations."""
+    options = {"steps": steps, "record_at": record_at, "guidance": guidance, "seed": seed, "draws": draws}
+    _run("orders", session, model=model, device=device, **options, **_given(prompts=prompts))
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of JSON files.")] = Path(
+        "benchmarks/results"
+    ),
+    out: Annotated[Path, typer.Option(metavar="PAGE", help="Page with markers `<!-- bench NAME -->`.")] = Path(
+        "docs/performance.md"
+    ),
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit code 1 if the page is out of step.")
+    ] = False,
+) -> None:
+    """Put the tables and plots of a folder of results into a page."""
+    from elfatt_sd.benchmarking.page import fill_page
+    from elfatt_sd.console import FAILURE, complain
+    from elfatt_sd.files import atomic_file
+
+    if not out.is_file():
+        raise ElfattError(f"out={str(out)!r} does not exist; give a page with markers '<!-- bench NAME -->'.")
+    before = out.read_text(encoding="utf-8")
+    after = fill_page(before, folder, out.parent)
+    if check and after != before:
+        complain(f"{out} is not in step with {folder}; elfatt-sd bench report {folder} --out {out} mends it")
+        raise typer.Exit(FAILURE)
+    if after != before:
+        with atomic_file(out) as file:
+            file.write(after.encode())
+    print(out)
 
 
 def _given(**settings: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _run(name: str, out: Path | None, **options: Any) -> None:
-    from elfatt_sd import benchmark
-    from elfatt_sd.config import ElfattError
-    from elfatt_sd.generation import check_writable
-
-    for option in ("batch", "repeats", "steps"):
+def _run(name: str, session: Session, **options: Any) -> None:
+    """Run a benchmark, and show what it has, also when it is stopped."""
+    for option in ("batch", "repeats", "steps", "draws"):
         if options.get(option, 1) < 1:
             raise ElfattError(f"{option}={options[option]} is not accepted; give a whole number of at least 1.")
-    if out is not None:
-        check_writable(out)
-    results = getattr(benchmark, name)(**options)
-    print(benchmark.markdown(results), end="")
-    if out is not None:
-        print("\n".join(map(str, benchmark.save(results, out))))
+    if options.get("methods") is not None:
+        options["methods"] = [_method(text) for text in options["methods"]]
+    bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
+    try:
+        with _progress(session):
+            bench(session=session, **options)
+    finally:
+        _show(session)
+
+
+def _method(text: str) -> Any:
+    """Return what `--method` names: a preset's name, or a configuration where settings follow it."""
+    from elfatt_sd.console import choose
+
+    method, colon, changes = text.partition(":")
+    return dataclasses.replace(choose(method, set=changes.split(",")).config, method=text) if colon else text
+
+
+def _show(session: Session) -> None:
+    """Print the rows that there are, and write table and plot beside the JSON file."""
+    from elfatt_sd.benchmarking.page import save
+    from elfatt_sd.benchmarking.tables import markdown
+
+    if session.results is None or not session.results["rows"]:
+        return
+    print(markdown(session.results), end="")
+    path = session.path(session.results["kind"])
+    if path is not None:
+        print("\n".join(map(str, save(session.results, path))))
+
+
+@contextmanager
+def _progress(session: Session) -> Iterator[None]:
+    """Show a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    quiet: Any = {"transient": True, "auto_refresh": False}  # a thread that draws would take time from what is measured
+    with Progress(*columns, console=console, disable=not console.is_terminal, **quiet) as bar:
+        task = bar.add_task("preparing", total=None)
+
+        def tell(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name, completed=done, total=total, refresh=True)
+
+        session.progress = tell
+        yield

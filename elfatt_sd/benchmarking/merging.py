@@ -1,0 +1,75 @@
+"""Matching, merge and unmerge beside tomesd's."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.benchmarking.layer import CHANNELS, grid_side
+from elfatt_sd.benchmarking.record import Record, Session
+from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.timing import Call, without_gradients
+from elfatt_sd.merging import match_tokens
+from elfatt_sd.pipelines import pick_device, pick_dtype
+
+
+def merging(
+    *,
+    tokens: Sequence[int] = (4096, 16384),
+    ratio: float = 0.5,
+    stride: int = 2,
+    channels: int = CHANNELS,
+    batch: int = 2,
+    repeats: int = 5,
+    device: str = "auto",
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    session: Session | None = None,
+) -> Results:
+    """Time matching, merge and unmerge beside tomesd's, with the same destinations.
+
+    Args:
+        tokens: of the (square) grid.
+        ratio: share of the tokens merged away.
+        stride: side of a cell.
+        channels: of the tokens.
+        batch: of the tokens.
+        repeats: rounds that count.
+        device: as for `load_pipeline`.
+        dtypes: precisions to time.
+        session: where the results go.
+
+    Returns:
+        Machine, settings, raw rounds and rows.
+    """
+    place = pick_device(device)
+    sides = {count: grid_side(count) for count in tokens}
+    asked = {"ratio": ratio, "stride": stride, "channels": channels}
+    record = Record(session, "merging", place, asked, bases=["tomesd"])
+    for dtype, (count, side) in itertools.product(dtypes, sides.items()):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(batch, count, channels, generator=generator).to(place, pick_dtype(dtype, place))
+        calls: dict[str, Call] = {
+            "tomesd": functools.partial(_peer, x, side, ratio, stride),
+            "ours": functools.partial(_ours, x, side, ratio, stride, ordered=True),
+            "ours, unordered": functools.partial(_ours, x, side, ratio, stride, ordered=False),
+        }
+        record.time({"tokens": count, "batch": batch, "dtype": dtype}, without_gradients(calls), repeats)
+    return record.results
+
+
+def _peer(x: Tensor, side: int, ratio: float, stride: int) -> None:
+    from tomesd.merge import bipartite_soft_matching_random2d
+
+    removed = int(x.shape[1] * ratio)
+    merge, unmerge = bipartite_soft_matching_random2d(x, side, side, stride, stride, removed, no_rand=True)
+    unmerge(merge(x))
+
+
+def _ours(x: Tensor, side: int, ratio: float, stride: int, *, ordered: bool) -> None:
+    matching = match_tokens(x, side, side, ratio, stride, ordered=ordered)
+    if matching is not None:
+        matching.unmerge(matching.merge(x))

@@ -1,0 +1,165 @@
+"""Models to time: UNets of known shapes with random weights, for which nothing is downloaded, and real pipelines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elfatt_sd.layers import unwrap
+from elfatt_sd.pipelines import load_pipeline
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "sd15": {
+        "sample_size": 64,
+        "block_out_channels": (320, 640, 1280, 1280),
+        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 768,
+    },
+    "sdxl": {
+        "sample_size": 128,
+        "block_out_channels": (320, 640, 1280),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 10),
+        "attention_head_dim": (5, 10, 20),
+        "cross_attention_dim": 2048,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+        "use_linear_projection": True,
+    },
+}
+VAE: dict[str, Any] = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "force_upcast": False,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A UNet and what its inputs look like.
+
+    Attributes:
+        unet: the denoiser.
+        scale: pixels of the picture to one of the latent, on each side.
+    """
+
+    unet: nn.Module
+    scale: int
+
+    @property
+    def least_size(self) -> int:
+        """Side in pixels of a small picture that every level of the UNet can halve."""
+        config: Any = unwrap(self.unet).config
+        return int(2 ** len(config.block_out_channels) * self.scale)
+
+    def inputs(self, size: int, batch: int) -> dict[str, Any]:
+        """Return the keyword arguments of a UNet call for square pictures of `size` pixels."""
+        config: Any = unwrap(self.unet).config
+        parameter = next(self.unet.parameters())
+        side = size // self.scale
+        generator = torch.Generator().manual_seed(0)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(parameter)
+
+        inputs: dict[str, Any] = {
+            "timestep": torch.tensor(500, device=parameter.device),
+            "encoder_hidden_states": noise(batch, 77, config.cross_attention_dim),
+        }
+        if config.addition_embed_type == "text_time":
+            pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+            sizes = torch.tensor([[size, size, 0, 0, size, size]]).to(parameter).expand(batch, -1)
+            inputs["added_cond_kwargs"] = {"text_embeds": noise(batch, pooled), "time_ids": sizes}
+        return {"sample": noise(batch, config.in_channels, side, side), **inputs}
+
+
+def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return a function that calls a UNet, without gradients."""
+    others = {name: value for name, value in inputs.items() if name != "sample"}
+
+    def call() -> Any:
+        with torch.inference_mode():
+            return unet(inputs["sample"], **others).sample
+
+    return call
+
+
+def make_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
+    """Build a UNet with random weights (`sd15`, `sdxl`) or take a pipeline's (`toy`, a path, a hub id)."""
+    if name in SHAPES:
+        return Model(random_unet(SHAPES[name], device, dtype), 8)
+    pipe = load_pipeline(name, device=str(device), dtype=dtype)
+    return Model(pipe.unet, int(pipe.vae_scale_factor))
+
+
+def make_pipeline(name: str, device: torch.device, dtype: torch.dtype, batch: int) -> tuple[Any, dict[str, Any]]:
+    """Return a pipeline and its inputs; one with random weights is given embeddings."""
+    if name not in SHAPES:
+        return load_pipeline(name, device=str(device), dtype=dtype), {"prompt": ["a red circle"] * batch}
+    import diffusers
+
+    library: Any = diffusers
+    with torch.device("meta"):
+        vae = library.AutoencoderKL(**VAE)
+    model = make_model(name, device, dtype)
+    parts = {
+        "unet": model.unet,
+        "vae": fill(vae, device, dtype).eval(),
+        "scheduler": library.DDIMScheduler(steps_offset=1, clip_sample=False),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+    example = model.inputs(8 * model.scale, batch)
+    text = example["encoder_hidden_states"]
+    inputs = {"prompt_embeds": text, "negative_prompt_embeds": torch.zeros_like(text)}
+    if name == "sd15":
+        unused = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        return library.StableDiffusionPipeline(**parts, **unused), inputs
+    pooled = example["added_cond_kwargs"]["text_embeds"]
+    inputs |= {"pooled_prompt_embeds": pooled, "negative_pooled_prompt_embeds": torch.zeros_like(pooled)}
+    return library.StableDiffusionXLPipeline(**parts, text_encoder_2=None, tokenizer_2=None), inputs
+
+
+def random_unet(shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Build a UNet whose weights are drawn on the device, without a copy in float32."""
+    import diffusers
+
+    make: Any = diffusers.UNet2DConditionModel
+    with torch.device("meta"):
+        unet = make(**shape)
+    filled: nn.Module = fill(unet, device, dtype).eval()
+    return filled
+
+
+def fill(module: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Draw the weights of a module on the meta device: uniform by fan-in, norms 1, biases 0."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    module = module.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim > 1:
+                bound = parameter[0].numel() ** -0.5
+                parameter.uniform_(-bound, bound, generator=generator)
+            else:
+                parameter.fill_(float(name.endswith("weight")))
+    return module.requires_grad_(False)
+
+
+def copy_structure(module: nn.Module) -> nn.Module:
+    """Copy a module without its weights: both have the same parameters and buffers."""
+    shared = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})

@@ -1,0 +1,103 @@
+"""The page on performance: tables and plots of committed results, between markers in a text that people write.
+
+<!-- bench NAME -->
+... what `NAME.json` holds ...
+<!-- end -->
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from elfatt_sd.benchmarking.plots import plot
+from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.tables import markdown
+from elfatt_sd.config import ElfattError
+from elfatt_sd.files import atomic_file
+
+_BLOCK = re.compile(r"(<!-- bench ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MISSING = "Not measured yet."
+
+
+def save(results: Results, path: Path) -> list[Path]:
+    """Write a Markdown table and a plot beside the JSON file of results; return the paths of the three."""
+    table, picture = path.with_suffix(".md"), path.with_suffix(".png")
+    with atomic_file(table) as file:
+        file.write(markdown(results).encode())
+    with atomic_file(picture) as file:
+        plot(results).savefig(file, format="png", dpi=150)
+    return [path, table, picture]
+
+
+def fill_page(text: str, folder: Path, start: Path) -> str:
+    """Put results between the markers of a page.
+
+    Args:
+        text: of the page.
+        folder: of the results.
+        start: folder of the page, from which links lead to the plots.
+
+    Raises:
+        ElfattError: the page has no markers, or a file is no result of a benchmark.
+    """
+    if not _BLOCK.search(text):
+        raise ElfattError("the page has no marker '<!-- bench NAME -->' with an '<!-- end -->' after it.")
+    return _BLOCK.sub(lambda found: found[1] + _section(folder / f"{found[2]}.json", start) + found[3], text)
+
+
+def _section(path: Path, start: Path) -> str:
+    if not path.exists():
+        return f"{MISSING}\n"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        parts = data.get("parts", {"": data})
+        said = [_described(name, results, path, start) for name, results in parts.items()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ElfattError(f"{path} holds no results of a benchmark ({type(error).__name__}: {error}).") from error
+    return "\n".join(said)
+
+
+def _described(name: str, results: Results, path: Path, start: Path) -> str:
+    """Return one benchmark's table, plot and origin."""
+    lines = [f"### {name}", ""] if name else []
+    lines += [markdown(results)]
+    picture = path.with_suffix(".png")
+    if not name and picture.exists():
+        link = Path(os.path.relpath(picture, start)).as_posix()
+        lines += [f"![{results['kind']}]({link})", ""]
+    return "\n".join([*lines, _origin(results), ""])
+
+
+def _origin(results: Results) -> str:
+    """Say in a sentence or two where figures come from."""
+    machine = results["machine"]
+    packages = machine["packages"]
+    said = f"{machine['device']}, {machine['cpu_threads']} threads, torch {packages['torch']}, diffusers "
+    said += f"{packages['diffusers']}, {_precision(results)}"
+    rounds = [row["rounds"] for row in results["rows"] if "rounds" in row]
+    if rounds:
+        said += f"; medians of {_span(rounds)} interleaved rounds, in brackets the least and greatest ratio"
+    sittings = [sitting for group in results["groups"] for sitting in group["sittings"]]
+    shares = [sitting["bystanders"] for sitting in sittings if sitting["bystanders"] is not None]
+    if shares:
+        said += f"; other processes took at most {max(shares):.0%} of the processors' time"
+    commit = (machine.get("commit") or "")[:12]
+    made = f"Made by `{results['command']}`" if results.get("command") else "Made"
+    return f"{said}. {made}" + (f" at commit {commit}." if commit else ".")
+
+
+def _precision(results: Results) -> str:
+    settings = results["settings"]
+    return (
+        settings.get("dtype")
+        or ", ".join(dict.fromkeys(row["dtype"] for row in results["rows"] if "dtype" in row))
+        or "float32"
+    )
+
+
+def _span(counts: Sequence[int]) -> str:
+    return str(counts[0]) if len({*counts}) == 1 else f"{min(counts)} to {max(counts)}"

@@ -1,0 +1,78 @@
+"""A whole pipeline with guidance, from prompt to pictures."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from elfatt_sd.benchmarking.models import copy_structure, make_pipeline
+from elfatt_sd.benchmarking.record import Record, Session
+from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.variants import Variant, resolve_methods, whole
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.pipelines import pick_device, pick_dtype
+
+
+def pipeline(
+    model: str = "toy",
+    *,
+    sizes: Sequence[int] = (),
+    methods: Iterable[str | PatchConfig] | None = None,
+    batch: int = 1,
+    repeats: int = 5,
+    steps: int = 25,
+    device: str = "auto",
+    dtype: str = "auto",
+    session: Session | None = None,
+    **settings: Any,
+) -> Results:
+    """Time a whole pipeline with guidance, from text (or its embedding, with random weights) to pictures.
+
+    Args:
+        model: as for `unet`.
+        sizes: of the pictures in pixels; the model's own by default.
+        methods: as for `unet`.
+        batch: pictures in a run.
+        repeats: rounds that count.
+        steps: denoising steps.
+        device: as for `load_pipeline`.
+        dtype: likewise.
+        session: where the results go.
+        **settings: for the presets.
+
+    Returns:
+        As `unet`; the seconds are those of a run.
+    """
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place)
+    lineup = whole(resolve_methods(methods, **settings))
+    pipe, inputs = make_pipeline(model, place, precision, batch)
+    pipe.set_progress_bar_config(disable=True)
+    twins = {name: twin(pipe, variant) for name, variant in lineup.variants.items()}
+    asked = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
+    described = {name: variant.to_dict() for name, variant in lineup.variants.items()}
+    runs = {row: dataclasses.asdict(run) for row, run in lineup.runs.items()}
+    bases = [base for base in ("untouched", "tomesd") if base in runs]
+    record = Record(session, "pipeline", place, {**asked, "variants": described}, bases=bases, runs=runs)
+    for size in sizes or (int(pipe.unet.config.sample_size * pipe.vae_scale_factor),):
+        calls = {name: functools.partial(_run, each, inputs, size, steps) for name, each in twins.items()}
+        warm_up = {name: functools.partial(_run, each, inputs, size, min(steps, 5)) for name, each in twins.items()}
+        record.time({"size": size, "batch": batch}, calls, repeats, warm_up=warm_up)
+    return record.results
+
+
+def twin(pipe: Any, variant: Variant) -> Any:
+    """Return a pipeline of the same parts, with a variant on its own copy of the UNet's structure."""
+    other = copy.copy(pipe)
+    other.unet = copy_structure(pipe.unet)
+    return variant.install(other)
+
+
+def _run(pipe: Any, inputs: dict[str, Any], size: int, steps: int) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return pipe(**inputs, height=size, width=size, num_inference_steps=steps, generator=generator, output_type="pt")

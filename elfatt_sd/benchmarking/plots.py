@@ -1,0 +1,110 @@
+"""Results as a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elfatt_sd.benchmarking.record import title
+from elfatt_sd.benchmarking.rows import Results
+
+_KEYS = ("size", "tokens", "batch", "dtype")
+
+
+def plot(results: Results) -> Any:
+    """Draw time over tokens for a layer, errors over steps for orders, else bars of the speed with its spread."""
+    from matplotlib.figure import Figure
+
+    rows = results["rows"]
+    if results["kind"] == "orders":
+        figure = Figure(figsize=(11, 7), layout="constrained")
+        steps, means = figure.subplots(1, 2, width_ratios=(3, 2))
+        _draw_errors(steps, rows)
+        _draw_means(means, rows)
+        return figure
+    if results["kind"] in ("layer", "growth"):
+        parts = list(dict.fromkeys(row["part"] for row in rows))
+        figure = Figure(figsize=(5.5 * len(parts), 4.5), layout="constrained")
+        for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+            _draw_growth(axes, [row for row in rows if row["part"] == part], part)
+        return figure
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        panels.setdefault(title({key: row[key] for key in _KEYS if key in row}), []).append(row)
+    height = 1.2 + 0.42 * max(len(panel) for panel in panels.values())
+    figure = Figure(figsize=(6.5 * len(panels), height), layout="constrained")
+    for axes, (name, panel) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        _draw_speeds(axes, panel, name, results["bases"][0])
+    return figure
+
+
+def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the part of a method's run that no other method has; None where the run is one part."""
+    named = (part for part in row.get("parts", ()) if part["variant"].startswith(f"{row['method']}/"))
+    return next(named, None) if len(row.get("parts", ())) > 1 else None
+
+
+def _draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, base: str) -> None:
+    """Draw a bar for each method's run, and a thinner one for its own phase where the run has several."""
+    greatest = 1.0
+    for place, row in enumerate(rows):
+        part, peer = own_part(row), row["method"] in (base, "tomesd") or row["method"].startswith("floor")
+        bars = [(row["speed"][base], place - 0.15 * (part is not None), 0.5, "0.75" if peer else "tab:blue")]
+        bars += [] if part is None else [(part["speed"][base], place + 0.25, 0.25, "tab:orange")]
+        for speed, where, width, colour in bars:
+            spread = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
+            axes.barh(where, speed["median"], width, xerr=spread, color=colour, error_kw={"linewidth": 1})
+            text = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+            axes.annotate(f"{speed['median']:.2f}", (speed["max"], where), **text)
+            greatest = max(greatest, speed["max"])
+    axes.axvline(1, color="0.4", linewidth=0.8, zorder=0)
+    several = any(own_part(row) for row in rows)
+    label = f"times as fast as {base}" + "; orange: one call in the method's own phase" * several
+    axes.set(title=name, xlabel=label, xlim=(0, 1.18 * greatest))
+    axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
+    axes.invert_yaxis()
+
+
+def _draw_growth(axes: Any, rows: Sequence[Mapping[str, Any]], part: str) -> None:
+    for index, name in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        own = [row for row in rows if row["method"] == name]
+        times = [row["seconds"] * 1e3 for row in own]
+        axes.plot([row["tokens"] for row in own], times, label=name, **_style(index))
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds", title=part)
+    sizes = sorted({row["tokens"] for row in rows})
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def _draw_errors(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    steps = sorted({row["step"] for row in rows})
+    for index, name in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        means = [_mean(row for row in rows if (row["method"], row["step"]) == (name, step)) for step in steps]
+        axes.plot(steps, means, label=name, **_style(index))
+    axes.set(xlabel="denoising step", ylabel="relative L2 error, mean over layers", yscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _draw_means(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    names = dict.fromkeys(row["method"] for row in rows)
+    means = {name: _mean(row for row in rows if row["method"] == name) for name in names}
+    ranked = sorted(means, key=means.__getitem__)
+    axes.barh(ranked, [means[name] for name in ranked], color="tab:blue")
+    axes.set(xlabel="mean over layers and steps")
+    axes.tick_params(axis="y", labelsize=7)
+    axes.invert_yaxis()
+
+
+def _mean(rows: Any) -> float:
+    return statistics.fmean(row["error"] for row in rows)
+
+
+def _style(index: int) -> dict[str, Any]:
+    from matplotlib import colormaps
+
+    colour = colormaps["tab20"](2 * index % 20 + index // 10 % 2)
+    return {"color": colour, "marker": "osv^Dx"[index % 6], "markersize": 4}

@@ -1,0 +1,210 @@
+"""The record of a benchmark: raw rounds on disk as they come, and the same command goes on where it stopped.
+
+A group is what is timed together, such as one picture size. Its rounds are whole, so rounds of several sittings can
+stand beside each other: ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import elfatt_sd
+from elfatt_sd.benchmarking.rows import Results, make_exponents, make_rows
+from elfatt_sd.benchmarking.timing import Bystanders, Call, Watch, interleave
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.environment import describe_environment
+from elfatt_sd.files import write_json
+
+Progress = Callable[[str, int, int], None]
+_FREE = ("commit",)  # of the machine: the hash of the code says more
+
+
+@dataclass
+class Session:
+    """What one invocation of a benchmark writes and tells.
+
+    Attributes:
+        out: folder of the JSON file; None writes nothing.
+        name: of the file, if not that of the benchmark.
+        again: start over where the file holds results.
+        command: the words that were typed, for the record.
+        progress: called with a group's name, the number of its calls done, and of all of them.
+        results: of the benchmark that began last.
+    """
+
+    out: Path | None = None
+    name: str | None = None
+    again: bool = False
+    command: str = ""
+    progress: Progress = lambda name, done, total: None
+    results: Results | None = None
+
+    def path(self, kind: str) -> Path | None:
+        """Return where a benchmark's results go."""
+        return None if self.out is None else self.out / f"{self.name or kind}.json"
+
+
+class Record:
+    """The results of one benchmark; they are written after every round.
+
+    Args:
+        session: where to; None keeps them in memory.
+        kind: which benchmark.
+        device: that it runs on.
+        settings: what decides about the figures; earlier results with other ones are not added to.
+        **details: further keys of the results, such as `bases`, the rows that others are compared with.
+
+    Raises:
+        ElfattError: the file holds results of other settings, code or another machine.
+    """
+
+    def __init__(
+        self, session: Session | None, kind: str, device: torch.device, settings: Mapping[str, Any], **details: Any
+    ) -> None:
+        self._session = session or Session()
+        self._device = device
+        self._path = self._session.path(kind)
+        machine = {**describe_environment(device), "code_sha256": code_hash()}
+        fresh = {"kind": kind, "command": self._session.command, "settings": dict(settings), "machine": machine}
+        fresh |= {**details, "groups": [], "rows": []}
+        fresh = json.loads(json.dumps(fresh))  # as it will be read back
+        earlier = None if self._session.again else _read(self._path)
+        if earlier is not None:
+            if different := differences(earlier, fresh):
+                raise ElfattError(
+                    f"{self._path} holds other results ({'; '.join(different)}); give another --name, or "
+                    "--again to start over."
+                )
+            fresh |= {"groups": earlier["groups"]}
+        self.results: Results = fresh
+        self._session.results = fresh
+        self._work_out()
+
+    def time(
+        self,
+        key: Mapping[str, Any],
+        calls: Mapping[str, Call],
+        repeats: int,
+        *,
+        seconds: float = math.inf,
+        warm_up: Mapping[str, Call] | None = None,
+    ) -> dict[str, list[float]]:
+        """Time calls in turns, and keep each whole round; see `interleave`.
+
+        Args:
+            key: what tells this group from the others.
+            calls: by the name of the variant.
+            repeats: rounds in all, those of earlier sittings included.
+            seconds: start no further round past this time.
+            warm_up: calls of the warm-up round.
+        """
+        group = self.group(key)
+        sitting: dict[str, Any] = {"started": _now(), "rounds": 0, "bystanders": None}
+        bystanders = Bystanders()
+
+        def keep_round() -> None:
+            if not sitting["rounds"]:
+                group["sittings"].append(sitting)
+            sitting["rounds"] += 1
+            sitting["bystanders"] = bystanders.share()
+            self.save()
+
+        watch = Watch(functools.partial(self.tell, title(key)), keep_round)
+        options: dict[str, Any] = {"seconds": seconds, "warm_up": warm_up, "times": group["times"], "watch": watch}
+        return interleave(calls, repeats, self._device, **options)
+
+    def keep_peak(self, key: Mapping[str, Any], variant: str, batch: int, measure: Callable[[], int | None]) -> None:
+        """Measure the peak memory of a variant, unless it is known."""
+        known = self.group(key)["peaks"].setdefault(variant, {})
+        if str(batch) not in known:
+            self.tell(f"{title(key)}, memory of {variant} at batch {batch}", 0, 1)
+            known[str(batch)] = measure()
+            self.save()
+
+    def keep_errors(self, method: str, rows: list[dict[str, Any]]) -> None:
+        """Keep the rows of a method that was compared with exact attention."""
+        self.group({"method": method})["errors"] = rows
+        self.save()
+
+    def tell(self, name: str, done: int, total: int) -> None:
+        """Tell how far a benchmark is."""
+        self._session.progress(name, done, total)
+
+    def group(self, key: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the group of a key; a new one if there is none."""
+        groups: list[dict[str, Any]] = self.results["groups"]
+        found = next((group for group in groups if group["key"] == dict(key)), None)
+        if found is None:
+            found = {"key": dict(key), "times": {}, "peaks": {}, "sittings": []}
+            groups.append(found)
+        return found
+
+    def save(self) -> None:
+        """Work out the rows and write everything."""
+        self._work_out()
+        if self._path is not None:
+            write_json(self._path, self.results)
+
+    def _work_out(self) -> None:
+        self.results["rows"] = make_rows(self.results)
+        if self.results["kind"] == "growth":
+            self.results["exponents"] = make_exponents(self.results["rows"])
+
+
+def title(key: Mapping[str, Any]) -> str:
+    """Name a group in a few words."""
+    words = {"size": "{0} pixels", "batch": "batch {0}", "tokens": "{0} tokens"}
+    return ", ".join(words.get(name, "{0}").format(value) for name, value in key.items())
+
+
+def differences(earlier: Results, now: Results) -> list[str]:
+    """Name what keeps the rounds of two results from standing beside each other."""
+    found = []
+    for part in ("kind", "settings", "machine"):
+        old, new = ({part: each} if part == "kind" else each for each in (earlier.get(part, {}), now[part]))
+        keys = sorted(({*old} | {*new}) - {*_FREE})
+        found += [
+            f"{key}: {_short(old.get(key))}, now {_short(new.get(key))}" for key in keys if old.get(key) != new.get(key)
+        ]
+    return found
+
+
+def code_hash() -> str:
+    """Return a hash of the code that is timed and of the code that times it."""
+    package = Path(elfatt_sd.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*package.glob("*.py"), *package.glob("benchmarking/*.py"), package / "evaluation/errors.py"]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path | None) -> Results | None:
+    """Read earlier results; None where there are none."""
+    if path is None or not path.exists():
+        return None
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        earlier = None
+    if not isinstance(earlier, dict) or not isinstance(earlier.get("groups"), list):
+        raise ElfattError(f"{path} holds no results of a benchmark; give another --name, or --again to replace it.")
+    return earlier
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else "..."
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,83 @@
+"""From raw rounds to rows: medians, ratios within rounds, peak memory and its growth."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elfatt_sd.benchmarking.timing import fit_exponent, ratios
+
+Results = dict[str, Any]
+Times = Mapping[str, Sequence[float]]
+
+
+def make_rows(results: Results) -> list[dict[str, Any]]:
+    """Work out a row for each group and method.
+
+    Args:
+        results: `groups` (each with its `key`, `times` and `peaks` by variant), `bases` (the methods that others are
+            compared with) and, where a method's run has several parts, `runs` and `variants`.
+
+    Returns:
+        Rows as `attention_errors` gives them, and rows with the group's key, `method`, median `seconds` of a call,
+        `speed` (by base, how many times as fast, within rounds), `floor` (the time as a multiple of the floor's),
+        `peak_bytes`, `bytes_per_picture` and `parts`.
+    """
+    rows: list[dict[str, Any]] = []
+    for group in results["groups"]:
+        rows += group.get("errors", ())
+        known = {name: times for name, times in group["times"].items() if times}
+        runs = results.get("runs") or {name: {"parts": [[name, 1]], "floor": None} for name in known}
+        runs = {method: run for method, run in runs.items() if all(name in known for name, _ in run["parts"])}
+        totals = {method: _total(run["parts"], known) for method, run in runs.items()}
+        for method, run in runs.items():
+            bases = [base for base in results["bases"] if base in totals]
+            names = [name for name, _ in run["parts"]]
+            row = {**group["key"], "method": method, **_timing(totals[method], totals, bases, run["floor"])}
+            row |= _memory([group["peaks"].get(name, {}) for name in names])
+            if len(names) > 1 or names[0] != method:
+                row["parts"] = [
+                    {"variant": name, "steps": steps, "what": results["settings"]["variants"][name]["what"]}
+                    | _timing(known[name], totals, bases, run["floor"])
+                    for name, steps in run["parts"]
+                ]
+            rows.append(row)
+    return rows
+
+
+def make_exponents(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Fit the growth of each method's time with the tokens, for each part of a layer's results."""
+    fitted: dict[str, dict[str, float | None]] = {}
+    for part, name in dict.fromkeys((row["part"], row["method"]) for row in rows):
+        own = [row for row in rows if (row["part"], row["method"]) == (part, name)]
+        exponent = fit_exponent([row["tokens"] for row in own], [row["seconds"] for row in own])
+        fitted.setdefault(part, {})[name] = exponent
+    return fitted
+
+
+def _total(parts: Sequence[tuple[str, int]], times: Times) -> list[float]:
+    """Add up, round by round, the parts of a run, as the mean of its steps."""
+    steps = sum(count for _, count in parts)
+    turns = min(len(times[name]) for name, _ in parts)
+    return [sum(times[name][turn] * count for name, count in parts) / steps for turn in range(turns)]
+
+
+def _timing(own: Sequence[float], totals: Times, bases: Sequence[str], floor: str | None) -> dict[str, Any]:
+    return {
+        "seconds": statistics.median(own),
+        "rounds": len(own),
+        "speed": {base: ratios(totals[base], own) for base in bases},
+        "floor": {"name": floor, **ratios(own, totals[floor])} if floor is not None else None,
+    }
+
+
+def _memory(peaks: Sequence[Mapping[str, int | None]]) -> dict[str, Any]:
+    """Take the greatest peak of a run's parts for each batch, and the growth for one more picture (two rows)."""
+    batches = sorted({int(batch) for each in peaks for batch, peak in each.items() if peak is not None})
+    greatest = {batch: max(peak for each in peaks if (peak := each.get(str(batch))) is not None) for batch in batches}
+    if not greatest:
+        return {"peak_bytes": None, "bytes_per_picture": None}
+    least, most = batches[0], batches[-1]
+    growth = None if least == most else 2 * (greatest[most] - greatest[least]) / (most - least)
+    return {"peak_bytes": greatest[least], "bytes_per_picture": growth}

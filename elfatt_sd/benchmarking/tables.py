@@ -1,0 +1,79 @@
+"""Results as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elfatt_sd.benchmarking.rows import Results
+
+_KEYS = ("size", "tokens", "batch", "dtype", "part")
+
+
+def markdown(results: Results) -> str:
+    """Return the rows as a Markdown table, and the exponents below it where they were fitted."""
+    if results["kind"] == "orders":
+        return error_table(results["rows"])
+    lines = _table(results["rows"], results["bases"])
+    for part, fitted in results.get("exponents", {}).items():
+        lines += ["", f"Time of the {part} grows with tokens to the power of: "]
+        lines[-1] += ", ".join(f"{name} {value:.2f}" for name, value in fitted.items() if value is not None) + "."
+    return "\n".join(lines) + "\n"
+
+
+def error_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the relative errors, as a mean over layers and steps, for each step, and for each layer."""
+    steps, layers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("step", "layer"))
+    short = [f"layer {index + 1}" for index in range(len(layers))]
+    lines = _start(["method", "mean", *(f"step {step}" for step in steps), *short])
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        parts = [own, *([row for row in own if row["step"] == step] for step in steps)]
+        parts += [[row for row in own if row["layer"] == layer] for layer in layers]
+        means = ["" if not part else f"{statistics.fmean(row['error'] for row in part):.3f}" for part in parts]
+        lines.append(_line([method, *means]))
+    named = ", ".join(f"{name} is `{layer}`" for name, layer in zip(short, layers, strict=True))
+    return "\n".join([*lines, "", f"{named}."]) + "\n" if layers else ""
+
+
+def _table(rows: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> list[str]:
+    keys = [key for key in _KEYS if any(key in row for row in rows)]
+    bases = [base for base in bases if any(base in row["speed"] for row in rows)]
+    floors = any(row["floor"] for row in rows)
+    peaks = any(row["peak_bytes"] is not None for row in rows)
+    growth = any(row["bytes_per_picture"] is not None for row in rows)
+    head = [*keys, "method", "ms", *(f"times as fast as {base}" for base in bases)]
+    head += ["of its floor's time"] * floors + ["peak MiB"] * peaks + ["GB for +1 picture"] * growth
+    lines = _start(head)
+    for row in rows:
+        for each in (row, *_parts(row)):
+            cells = [f"{each['seconds'] * 1e3:.4g}", *(_spread(each["speed"].get(base)) for base in bases)]
+            cells += [_spread(each["floor"], 3)] * floors
+            cells += [_scaled(each.get("peak_bytes"), 2**20, 0)] * peaks
+            cells += [_scaled(each.get("bytes_per_picture"), 1e9, 3)] * growth
+            lines.append(_line([*(str(row.get(key, "")) for key in keys), each["method"], *cells]))
+    return lines
+
+
+def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a line for each part of a method's run."""
+    return [{**part, "method": f"&nbsp; {part['steps']} steps: {part['what']}"} for part in row.get("parts", ())]
+
+
+def _start(head: Sequence[str]) -> list[str]:
+    return [_line(head), "|" + "---|" * len(head)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _spread(ratio: Mapping[str, Any] | None, digits: int = 2) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio['median']:.{digits}f} ({ratio['min']:.{digits}f} to {ratio['max']:.{digits}f})"
+
+
+def _scaled(value: float | None, unit: float, digits: int) -> str:
+    return "" if value is None else f"{value / unit:.{digits}f}"

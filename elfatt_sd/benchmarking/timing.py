@@ -1,0 +1,146 @@
+"""Timing in turns, and what is worked out from the rounds."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who is told how a timing goes on.
+
+    Attributes:
+        turn: called after every call that counts or warms up, with the number of them so far and in all.
+        round: called after every whole round.
+    """
+
+    turn: Callable[[int, int], None] = lambda done, total: None
+    round: Callable[[], None] = lambda: None
+
+
+def interleave(
+    calls: Mapping[str, Call],
+    repeats: int,
+    device: torch.device,
+    *,
+    seconds: float = math.inf,
+    warm_up: Mapping[str, Call] | None = None,
+    times: dict[str, list[float]] | None = None,
+    watch: Watch | None = None,
+) -> dict[str, list[float]]:
+    """Time functions in turns, after a warm-up round that does not count.
+
+    Args:
+        calls: what to time, by name.
+        repeats: rounds; every round runs all of them, each time starting with another one.
+        device: that they run on; quick calls on an accelerator are repeated within a turn.
+        seconds: start no further round past this time, once there is one.
+        warm_up: calls for the warm-up round, in place of the timed ones.
+        times: of earlier rounds, to which whole rounds are added.
+        watch: who is told.
+
+    Returns:
+        Seconds of one call in each round, by name; the same object as `times` where that was given.
+    """
+    watch = watch or Watch()
+    times = {} if times is None else times
+    first = min((len(times.setdefault(name, [])) for name in calls), default=repeats)
+    if first >= repeats:
+        return times
+    start, names = time.monotonic(), list(calls)
+    warm = calls if warm_up is None else warm_up
+    total, done = len(warm) + (repeats - first) * len(calls), 0
+    repeated = dict.fromkeys(names, 1)
+    for name, call in warm.items():
+        _timed(call, 1, device)
+        if device.type != "cpu" and name in repeated:
+            repeated[name] = max(1, min(20, round(0.1 / _timed(call, 1, device))))
+        done += 1
+        watch.turn(done, total)
+    for turn in range(first, repeats):
+        if turn > first and time.monotonic() - start > seconds:
+            break
+        shift, taken = turn % len(names), {}
+        for name in names[shift:] + names[:shift]:
+            taken[name] = _timed(calls[name], repeated[name], device)
+            done += 1
+            watch.turn(done, total)
+        for name in names:
+            times[name].append(taken[name])
+        watch.round()
+    return times
+
+
+def _timed(call: Call, repeated: int, device: torch.device) -> float:
+    synchronise(device)
+    start = time.perf_counter()
+    for _ in range(repeated):
+        call()
+    synchronise(device)
+    return (time.perf_counter() - start) / repeated
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until an accelerator has done its work."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def without_gradients(calls: Mapping[str, Call]) -> dict[str, Call]:
+    """Return the calls, each under `torch.inference_mode`."""
+    return {name: torch.inference_mode()(call) for name, call in calls.items()}
+
+
+def ratios(base: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """Return median, least and greatest of `base / other` over the rounds."""
+    each = [before / after for before, after in zip(base, other, strict=True)]
+    return {"median": statistics.median(each), "min": min(each), "max": max(each)}
+
+
+def fit_exponent(tokens: Sequence[int], seconds: Sequence[float]) -> float | None:
+    """Return the slope of time over tokens in double logarithm; None for fewer than two sizes."""
+    if len(tokens) < 2:
+        return None
+    return statistics.linear_regression([math.log(n) for n in tokens], [math.log(t) for t in seconds]).slope
+
+
+class Bystanders:
+    """Measures what share of the machine's processor time went to other processes, from its making on."""
+
+    def __init__(self) -> None:
+        self._start = _processor_seconds()
+
+    def share(self) -> float | None:
+        """Return the share since the start, in [0, 1]; None where the system does not tell."""
+        now = _processor_seconds()
+        if now is None or self._start is None:
+            return None
+        everything, busy, own = (after - before for after, before in zip(now, self._start, strict=True))
+        return min(1.0, max(0.0, (busy - own) / everything)) if everything > 0 else None
+
+
+def _processor_seconds() -> tuple[float, float, float] | None:
+    """Return the seconds of all processors, those they were busy, and those spent for this process."""
+    try:
+        fields = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    unit = os.sysconf("SC_CLK_TCK")
+    idle = fields[3] + fields[4]
+    own = os.times()
+    return (
+        sum(fields) / unit,
+        (sum(fields) - idle) / unit,
+        own.user + own.system + own.children_user + own.children_system,
+    )

@@ -1,0 +1,143 @@
+"""One UNet call in every phase of every method, added up over a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elfatt_sd.benchmarking.memory import FreshPeaks, peak_memory
+from elfatt_sd.benchmarking.models import Model, copy_structure, make_model, unet_call
+from elfatt_sd.benchmarking.record import Record, Session
+from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.timing import Call
+from elfatt_sd.benchmarking.variants import COMPILED, Variant, by_phase, resolve_methods, with_compiled
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.pipelines import pick_device, pick_dtype
+
+
+def unet(
+    model: str | Model = "sd15",
+    *,
+    sizes: Sequence[int] = (512, 1024),
+    methods: Iterable[str | PatchConfig] | None = None,
+    batch: int = 2,
+    repeats: int = 5,
+    device: str = "auto",
+    dtype: str = "auto",
+    compile: bool = False,
+    graphs: bool = False,
+    memory: Sequence[int] | None = None,
+    seconds: float = math.inf,
+    session: Session | None = None,
+    **settings: Any,
+) -> Results:
+    """Time one UNet call in every phase of every method, and add them up over a run of 50 steps.
+
+    Args:
+        model: `sd15`, `sdxl` (random weights), `toy`, a path or a hub id; or a model.
+        sizes: of the pictures in pixels.
+        methods: presets or configurations; see `resolve_methods`. `tome` brings the package tomesd with it.
+        batch: of the UNet: pictures, times two with guidance.
+        repeats: rounds that count.
+        device: as for `load_pipeline`.
+        dtype: likewise.
+        compile: time every variant but tomesd through `torch.compile` too.
+        graphs: replay CUDA graphs, so that the time to launch kernels does not hide what the device needs.
+        memory: batches at which the peak memory is measured, on a CPU in a fresh process for each variant (not for a
+            model that is given); by default `batch` and twice that, which gives the growth for one more picture.
+        seconds: for each size, start no further round past this time.
+        session: where the results go.
+        **settings: for the presets, such as `ratio=0.5`.
+
+    Returns:
+        Machine, settings, raw rounds, and rows: for each size and method the seconds of a call (the mean over the run's
+        steps), its parts, how many times as fast it is, and its time as a multiple of its floor's.
+    """
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place)
+    if graphs and place.type != "cuda":
+        raise ElfattError(f"graphs=True is not accepted on {place.type}; CUDA graphs need a CUDA device.")
+    lineup = by_phase(resolve_methods(methods, **settings))
+    lineup = with_compiled(lineup) if compile else lineup
+    made = model if isinstance(model, Model) else make_model(model, place, precision)
+    units = _units(made, lineup.variants)
+    asked = {"model": model if isinstance(model, str) else "given", "dtype": str(precision).removeprefix("torch.")}
+    described = {name: variant.to_dict() for name, variant in lineup.variants.items()}
+    asked |= {"graphs": graphs, "variants": described}
+    runs = {row: dataclasses.asdict(run) for row, run in lineup.runs.items()}
+    bases = [base for base in ("untouched", "tomesd", "untouched" + COMPILED) if base in runs]
+    record = Record(session, "unet", place, asked, bases=bases, runs=runs)
+    keys = [{"size": size, "batch": batch} for size in sizes]
+    for key in keys:
+        inputs = made.inputs(key["size"], batch)
+        make_call = _graphed_call if graphs else unet_call
+        calls = {name: make_call(unit, inputs) for name, unit in units.items()}
+        small = made.inputs(min(key["size"], made.least_size), batch)
+        warm_up = _warm_up(units, lineup.variants, calls, small) if place.type == "cpu" else None
+        record.time(key, calls, repeats, seconds=seconds, warm_up=warm_up)
+    batches = (batch, 2 * batch) if memory is None else memory
+    if batches and place.type == "cuda":
+        for key, name, rows in itertools.product(keys, units, batches):
+            call = unet_call(units[name], made.inputs(key["size"], rows))
+            record.keep_peak(key, name, rows, functools.partial(peak_memory, call, place))
+    elif batches and isinstance(model, str):
+        measured = [
+            name for name, variant in lineup.variants.items() if variant.kind != "floor" and not variant.compiled
+        ]
+        with FreshPeaks(model, precision) as peaks:
+            for key, name, rows in itertools.product(keys, measured, batches):
+                measure = functools.partial(peaks.peak, lineup.variants[name], key["size"], rows)
+                record.keep_peak(key, name, rows, measure)
+    return record.results
+
+
+def _units(made: Model, variants: Mapping[str, Variant]) -> dict[str, Any]:
+    """Put every variant on its own copy of the model."""
+    units = {name: variant.install(copy_structure(made.unet)) for name, variant in variants.items()}
+    if any(variant.compiled for variant in variants.values()):
+        _let_compile(len(units))
+    return {
+        name: torch.compile(unit, dynamic=False) if variants[name].compiled else unit for name, unit in units.items()
+    }
+
+
+def _let_compile(copies: int) -> None:
+    """Raise the limit of compilations: the copies share the code of their class, so each is an entry in its cache."""
+    import torch._dynamo
+
+    config: Any = torch._dynamo.config
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before PyTorch 2.6
+    setattr(config, limit, max(getattr(config, limit), 16 * copies))
+
+
+def _warm_up(
+    units: Mapping[str, Any], variants: Mapping[str, Variant], calls: Mapping[str, Call], small: Mapping[str, Any]
+) -> dict[str, Call]:
+    """On a CPU, warm every variant up with a small picture; what depends on the size, the cheapest one warms up.
+
+    A call at the size itself can take minutes. What is compiled, is compiled for its size.
+    """
+    cheapest = [name for name, variant in variants.items() if variant.kind in ("untouched", "floor")][-1]
+    full = {name: call for name, call in calls.items() if name == cheapest or variants[name].compiled}
+    shrunk = {f"{name}, small": unet_call(unit, small) for name, unit in units.items() if not variants[name].compiled}
+    return {**shrunk, **full}
+
+
+def _graphed_call(unet: Any, inputs: Mapping[str, Any]) -> Call:
+    """Capture a UNet call in a CUDA graph; what its hooks prepare on the host, the warm-up prepares once."""
+    if hasattr(unet, "_tome_info"):
+        unet._tome_info["args"]["use_rand"] = False  # tomesd's own generator cannot be captured
+    call = unet_call(unet, inputs)
+    call()
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        unet.forward(**inputs)
+    return graph.replay

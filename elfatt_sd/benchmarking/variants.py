@@ -1,0 +1,233 @@
+"""What is timed: the untouched model, the methods phase by phase, the peer tomesd, and the floor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elfatt_sd.config import EXACT, METHODS, PatchConfig, Phase
+from elfatt_sd.layers import find_denoisers, find_layers, select_layers
+from elfatt_sd.patch import apply_patch
+from elfatt_sd.planning import describe
+
+COMPILED = ", compiled"
+STEPS = 50  # of the run that the phases of a method are added up to
+VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("elfatt", {"ratio": 0}),
+    ("elfatt-fast", {"block_size": 128, "levels": 1}),
+    ("elfatt-fast", {"block_size": 128, "levels": 2}),
+    ("elfatt-fast", {"block_size": 512, "levels": 1}),
+    ("elfatt-fast", {"block_size": 512, "levels": 2}),
+)
+
+
+class NoAttention:
+    """A processor that leaves the layer out: what no attention can beat."""
+
+    def __call__(self, attn: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return zeros."""
+        return torch.zeros_like(hidden_states)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run a UNet.
+
+    Attributes:
+        kind: `untouched`, `tomesd` (the package), `floor` (the patched layers give zeros), or `patch`.
+        config: of the patch; for `tomesd` its ratio and `floor` its layers are used.
+        compiled: run it through `torch.compile`.
+    """
+
+    kind: str
+    config: PatchConfig = dataclasses.field(default_factory=PatchConfig)
+    compiled: bool = False
+
+    def install(self, target: Any) -> Any:
+        """Put the variant on a pipeline or UNet that is as it was made, and return it."""
+        unet = find_denoisers(target)["unet"]
+        layers = find_layers(unet)
+        chosen = select_layers(layers, self.config, sorted({layer.downsample for layer in layers}))
+        if self.kind == "patch":
+            apply_patch(target, self.config)
+        elif self.kind == "tomesd":
+            import tomesd
+
+            deepest = max(layer.downsample for layer in chosen)
+            tomesd.apply_patch(unet, ratio=self.config.phases[0].ratio, max_downsample=deepest)
+        elif self.kind == "floor":
+            for layer in chosen:
+                layer.attention.set_processor(NoAttention())  # type: ignore[arg-type]
+        return target
+
+    def same_work(self, other: Variant) -> bool:
+        """Tell whether another variant does the same under another name."""
+        alike = (self.kind, self.compiled) == (other.kind, other.compiled)
+        return alike and same_work(self.config, other.config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        what = ", then ".join(describe(phase) for phase in self.config.phases)
+        what = {"patch": what, "floor": "the layers left out", "tomesd": f"tomesd, {what}"}.get(self.kind, self.kind)
+        what += COMPILED * self.compiled
+        return {"kind": self.kind, "what": what, "config": self.config.to_dict()}
+
+
+UNTOUCHED = Variant("untouched")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of which timed variants a method's run is made.
+
+    Attributes:
+        parts: names of variants, each with its number of steps of `STEPS`.
+        floor: the floor of the levels that the method patches.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    floor: str | None = None
+
+
+@dataclass
+class Lineup:
+    """Variants by name, and for each row of a table its run."""
+
+    variants: dict[str, Variant]
+    runs: dict[str, Run]
+
+    def add(self, row: str, variant: Variant, floor: str | None = None) -> None:
+        """Add a row that is one variant; the same work is timed once."""
+        self.runs[row] = Run(((self.place(row, variant), STEPS),), floor)
+
+    def place(self, name: str, variant: Variant) -> str:
+        """Add a variant, and return the name under which it, or one of the same work, is timed."""
+        known = next((known for known, other in self.variants.items() if other.same_work(variant)), name)
+        self.variants.setdefault(known, variant)
+        return known
+
+
+def varied(method: str, **settings: Any) -> PatchConfig:
+    """Return a preset with other settings, and these in its name: `elfatt-fast:levels=2`."""
+    config = PatchConfig.preset(method, **settings)
+    changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
+    return dataclasses.replace(config, method=f"{method}:{changes}" if changes else method)
+
+
+def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any) -> list[PatchConfig]:
+    """Return the configurations to time, each kind of work once.
+
+    Args:
+        methods: names of presets, or configurations; all presets and `VARIATIONS` where none is named.
+        **settings: changes to the named presets; `ratio` changes those that merge.
+
+    Raises:
+        ElfattError: a method that is not known.
+    """
+    named = [method for method in (METHODS if methods is None else methods) if method != "sd"]
+    found = [method if isinstance(method, PatchConfig) else _preset(method, settings) for method in named]
+    if methods is None:
+        found += [varied(method, **changes) for method, changes in VARIATIONS]
+    kept: list[PatchConfig] = []
+    for config in found:
+        if not any(same_work(config, other) for other in kept):
+            kept.append(config)
+    return kept
+
+
+def _preset(method: str, settings: Mapping[str, Any]) -> PatchConfig:
+    config = PatchConfig.preset(method)
+    merges = any(phase.ratio for phase in config.phases)
+    return config.with_settings(**{name: value for name, value in settings.items() if merges or name != "ratio"})
+
+
+def same_work(one: PatchConfig, other: PatchConfig) -> bool:
+    """Tell whether two configurations differ in nothing but their name."""
+    return dataclasses.replace(one, method="same") == dataclasses.replace(other, method="same")
+
+
+def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
+    """Work out which UNet calls to time, one for each phase, and of how many of which each method's run is made."""
+
+    def parts(lineup: Lineup, config: PatchConfig) -> list[tuple[str, int]]:
+        return [
+            (lineup.place(f"{config.method}/{index}", Variant("patch", part) if part.phases else UNTOUCHED), count)
+            for index, (part, count) in enumerate(single_phases(config))
+        ]
+
+    return _line_up(configs, parts)
+
+
+def whole(configs: Iterable[PatchConfig]) -> Lineup:
+    """Work out which pipelines to time, one for each method."""
+
+    def parts(lineup: Lineup, config: PatchConfig) -> list[tuple[str, int]]:
+        return [(lineup.place(config.method, Variant("patch", config) if config.phases else UNTOUCHED), STEPS)]
+
+    return _line_up(configs, parts)
+
+
+def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfig], list[tuple[str, int]]]) -> Lineup:
+    """Put untouched first, tomesd before our own token merging, and the floors last."""
+    lineup = Lineup({"untouched": UNTOUCHED}, {})
+    lineup.add("untouched", UNTOUCHED)
+    floors: dict[str, Variant] = {}
+    for config in configs:
+        floor = floor_name(config)
+        floors.setdefault(floor, Variant("floor", layers_of(config)))
+        if config.method == "tome" and any(phase.ratio > 0 for phase in config.phases):
+            lineup.add("tomesd", Variant("tomesd", config), floor)
+        lineup.runs[config.method] = Run(tuple(parts(lineup, config)), floor)
+    for name, variant in floors.items():
+        lineup.add(name, variant)
+    return lineup
+
+
+def with_compiled(lineup: Lineup) -> Lineup:
+    """Add a compiled twin of every variant but tomesd, and of every row that is made of them."""
+    chosen = {name: variant for name, variant in lineup.variants.items() if variant.kind != "tomesd"}
+    twins = {name + COMPILED: dataclasses.replace(variant, compiled=True) for name, variant in chosen.items()}
+    runs = {
+        row + COMPILED: Run(
+            tuple((name + COMPILED, count) for name, count in run.parts), run.floor and run.floor + COMPILED
+        )
+        for row, run in lineup.runs.items()
+        if all(name in chosen for name, _ in run.parts)
+    }
+    return Lineup(lineup.variants | twins, lineup.runs | runs)
+
+
+def single_phases(config: PatchConfig, steps: int = STEPS) -> list[tuple[PatchConfig, int]]:
+    """Cut a method in configurations of one phase each.
+
+    Returns:
+        Each with its number of steps in a run of `steps`; exact phases have no phases.
+    """
+    counts: dict[Phase, int] = {}
+    for step in range(steps):
+        phase = config.phase_at(step, steps)
+        if phase.attention == "softmax":  # what it does not use makes no difference
+            phase = Phase(1.0, ratio=phase.ratio, stride=phase.stride) if phase.ratio else EXACT
+        phase = dataclasses.replace(phase, until=1.0)
+        counts[phase] = counts.get(phase, 0) + 1
+    return [
+        (dataclasses.replace(config, phases=() if phase.exact else (phase,)), count) for phase, count in counts.items()
+    ]
+
+
+def layers_of(config: PatchConfig) -> PatchConfig:
+    """Return a configuration of the same layers and nothing else."""
+    return PatchConfig(levels=config.levels, max_downsample=config.max_downsample)
+
+
+def floor_name(config: PatchConfig) -> str:
+    """Return the name of the floor of the levels that a configuration patches."""
+    if config.max_downsample is not None:
+        return f"floor to 1/{config.max_downsample}"
+    return "floor" if config.levels == 1 else f"floor of {config.levels} levels"

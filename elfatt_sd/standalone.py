@@ -1,0 +1,56 @@
+"""One self-attention layer outside its pipeline, patched as `apply_patch` does it: to time it, or to see its error."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.layers import SelfAttention
+from elfatt_sd.processor import STATE, Denoiser, ElfattProcessor, LayerState
+from elfatt_sd.schedule import Position
+
+
+class StandaloneLayer:
+    """A copy of a layer with a method; the original stays as it is, and both have the same weights.
+
+    Args:
+        layer: the layer.
+        config: the method.
+        index: number of the layer among all of its denoiser, on which what is drawn at random depends.
+    """
+
+    def __init__(self, layer: SelfAttention, config: PatchConfig, index: int = 0) -> None:
+        attention: Any = layer.attention
+        shared = {id(tensor): tensor for tensor in (*attention.parameters(), *attention.buffers())}
+        self._attention: Any = copy.deepcopy(attention, shared)
+        self._denoiser = Denoiser(config)
+        self._state = LayerState(
+            dataclasses.replace(layer, attention=self._attention), index, attention.processor, self._denoiser
+        )
+        self._denoiser.layers = [self._state]
+        setattr(self._attention, STATE, self._state)
+        self._attention.set_processor(ElfattProcessor())
+
+    def begin(
+        self, position: Position, latent: torch.Size | tuple[int, ...], block_input: Tensor | None = None
+    ) -> None:
+        """Prepare for a denoising step, as at the beginning of a UNet call.
+
+        Args:
+            position: of the step.
+            latent: shape of the UNet's input, `[batch, channels, height, width]`.
+            block_input: of the transformer block, before its normalisation: ToMe's metric.
+        """
+        device = next(self._attention.parameters()).device
+        self._denoiser.begin(position, 0, torch.empty(1, device=device).expand(latent))
+        self._state.block_input = block_input
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Apply the layer to `[batch, tokens, channels]`."""
+        output: Tensor = self._attention(hidden_states)
+        return output

@@ -1,0 +1,66 @@
+"""Models small enough for a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from elfatt_sd.benchmarking import models
+from elfatt_sd.benchmarking.models import Model, random_unet
+from elfatt_sd.config import PatchConfig, Phase
+
+SMALL: dict[str, Any] = {
+    "sample_size": 16,
+    "block_out_channels": (16, 32),
+    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    "attention_head_dim": 2,
+    "cross_attention_dim": 16,
+    "norm_num_groups": 8,
+    "layers_per_block": 1,
+}
+SMALL_XL: dict[str, Any] = {
+    **SMALL,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 64,
+}
+SMALL_VAE: dict[str, Any] = {
+    "block_out_channels": (8,) * 4,
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "force_upcast": False,
+}
+
+
+@pytest.fixture(scope="session")
+def cpu() -> torch.device:
+    return torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def model(cpu: torch.device) -> Model:
+    """A UNet with two levels, seven self-attention layers and random weights."""
+    return Model(random_unet(SMALL, cpu, torch.float32), 8)
+
+
+@pytest.fixture
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The named shapes are small ones."""
+    monkeypatch.setattr(models, "SHAPES", {"sd15": SMALL, "sdxl": SMALL_XL})
+    monkeypatch.setattr(models, "VAE", SMALL_VAE)
+
+
+@pytest.fixture
+def methods() -> list[PatchConfig]:
+    """Merging, two phases, and exact early steps with two levels."""
+    return [
+        PatchConfig.preset("tome"),
+        PatchConfig.preset("elfatt", block_size=32, agents=8),
+        PatchConfig("fast", (Phase(0.2), Phase(1.0, "block", block_order="spread", block_size=32)), levels=2),
+    ]

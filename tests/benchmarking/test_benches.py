@@ -1,0 +1,191 @@
+"""The benchmarks measure what they say, on models small enough for a test; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+
+from elfatt_sd.benchmarking.layer import growth, layer, layer_phases
+from elfatt_sd.benchmarking.merging import merging
+from elfatt_sd.benchmarking.models import Model, make_pipeline
+from elfatt_sd.benchmarking.page import save
+from elfatt_sd.benchmarking.pipeline import pipeline, twin
+from elfatt_sd.benchmarking.record import Session
+from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.unet import unet
+from elfatt_sd.benchmarking.variants import Variant
+from elfatt_sd.config import ATTENTIONS, BLOCK_ORDERS, ElfattError, PatchConfig
+from elfatt_sd.processor import ElfattProcessor
+
+QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}
+
+
+def check_saved(results: Results, folder: Path) -> None:
+    """JSON that reads back, a table row for each, a picture."""
+    path = folder / "x.json"
+    path.write_text(json.dumps(results))
+    _, table, plot = save(results, path)
+    lines = [line for line in table.read_text().splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    for row in results["rows"]:
+        assert any(f"| {row['method']} | {row['seconds'] * 1e3:.4g} |" in line for line in lines)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_unet(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
+    results = unet(model, sizes=[64, 128], methods=methods, repeats=2, device="cpu")
+    names = ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 levels"]
+    assert [(row["size"], row["method"]) for row in results["rows"]] == [
+        (size, it) for size in (64, 128) for it in names
+    ]
+    for row in results["rows"]:
+        assert set(row["speed"]) == {"untouched", "tomesd"}
+        assert row["speed"]["untouched"]["min"] <= row["speed"]["untouched"]["max"]
+        assert sum(part["steps"] for part in row.get("parts", [{"steps": 50}])) == 50
+    elfatt, fast = results["rows"][3:5]
+    assert (elfatt["floor"]["name"], fast["floor"]["name"]) == ("floor", "floor of 2 levels")
+    assert elfatt["rounds"] == 2
+    assert results["settings"]["variants"]["elfatt/0"]["config"]["phases"][0]["attention"] == "elfatt"
+    assert results["machine"]["cpu_cores"] == os.cpu_count()
+    check_saved(results, tmp_path)
+
+
+def test_unet_at_one_size_goes_on_at_another(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
+    for sizes in ([64], [64, 128]):
+        results = unet(model, sizes=sizes, methods=methods[2:], session=Session(tmp_path), **QUICK)
+    assert [row["size"] for row in results["rows"]] == [64] * 3 + [128] * 3
+    assert [len(group["sittings"]) for group in results["groups"]] == [1, 1]
+
+
+def test_compiled_variants_are_timed_beside_the_others(
+    model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda unet, dynamic: compiled.append(unet) or unet)
+    results = unet(model, sizes=[64], methods=methods[2:], compile=True, **QUICK)
+    plain = ["untouched", "fast", "floor of 2 levels"]
+    assert [row["method"] for row in results["rows"]] == plain + [f"{name}, compiled" for name in plain]
+    assert len({id(each) for each in compiled}) == 3
+    last = results["rows"][-2]
+    assert set(last["speed"]) == {"untouched", "untouched, compiled"}
+    assert last["floor"]["name"] == "floor of 2 levels, compiled"
+
+
+def test_peaks_are_those_of_fresh_processes(
+    small_shapes: None, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every variant but the floor, at every batch asked for."""
+    from elfatt_sd.benchmarking import unet as module
+
+    class Peaks:
+        def __init__(self, name: str, dtype: torch.dtype) -> None:
+            assert (name, dtype) == ("sd15", torch.float32)
+
+        def __enter__(self) -> Peaks:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def peak(self, variant: Variant, size: int, batch: int) -> int:
+            assert variant.kind != "floor"
+            return size * batch
+
+    monkeypatch.setattr(module, "FreshPeaks", Peaks)
+    rows = unet("sd15", sizes=[64], methods=methods[2:], batch=2, **QUICK)["rows"]
+    assert [row["peak_bytes"] for row in rows] == [128, 128, None]
+    assert [row["bytes_per_picture"] for row in rows] == [128, 128, None]
+    rows = unet("sd15", sizes=[64], methods=methods[2:], memory=[3], **QUICK)["rows"]
+    assert [row["peak_bytes"] for row in rows] == [192, 192, None]
+
+
+def test_cuda_graphs_need_cuda(model: Model) -> None:
+    with pytest.raises(ElfattError, match="graphs=True"):
+        unet(model, sizes=[64], device="cpu", graphs=True)
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_pipeline_with_random_weights(
+    name: str, small_shapes: None, methods: list[PatchConfig], tmp_path: Path
+) -> None:
+    results = pipeline(name, sizes=[64], methods=methods, steps=5, **QUICK)
+    names = ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 levels"]
+    assert [row["method"] for row in results["rows"]] == names
+    assert results["settings"]["steps"] == 5
+    check_saved(results, tmp_path)
+
+
+def processors(unet: Any) -> dict[str, str]:
+    modules = unet.named_modules()
+    return {name: type(module.processor).__name__ for name, module in modules if isinstance(module, Attention)}
+
+
+def test_twins_leave_the_pipeline_alone(small_shapes: None, methods: list[PatchConfig], cpu: torch.device) -> None:
+    """Each has its own UNet with the same weights, and finds its own scheduler."""
+    pipe, inputs = make_pipeline("sd15", cpu, torch.float32, 1)
+    unet, before = pipe.unet, processors(pipe.unet)
+    patched, peer = twin(pipe, Variant("patch", methods[1])), twin(pipe, Variant("tomesd", methods[0]))
+    assert ElfattProcessor.__name__ in processors(patched.unet).values()
+    assert any(type(module).__name__ == "ToMeBlock" for module in peer.unet.modules())
+    assert pipe.unet is unet
+    assert processors(unet) == before
+    assert patched.unet.conv_in.weight is unet.conv_in.weight
+    patched.set_progress_bar_config(disable=True)
+    options: dict[str, Any] = {"num_inference_steps": 5, "height": 64, "width": 64, "output_type": "latent"}
+    assert patched(**inputs, **options).images.isfinite().all()
+
+
+def test_growth(tmp_path: Path) -> None:
+    results = growth(tokens=[256, 64], block_size=16, **QUICK)
+    assert [row["tokens"] for row in results["rows"]] == sorted(row["tokens"] for row in results["rows"])
+    assert set(results["exponents"]) == {"attention", "layer"}
+    for fitted in results["exponents"].values():
+        assert "softmax" in fitted
+        assert all(value is not None and math.isfinite(value) for value in fitted.values())
+    assert {"tomesd 0.5", *layer_phases(16)} <= set(results["exponents"]["layer"])
+    check_saved(results, tmp_path)
+
+
+def test_every_order_and_attention_is_timed() -> None:
+    phases = layer_phases(128).values()
+    assert {phase.attention for phase in phases} == set(ATTENTIONS)
+    assert {phase.block_order for phase in phases if phase.attention == "block"} == {*BLOCK_ORDERS} - {"sequence"}
+
+
+def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of an order is that of a denoising step: permutations are drawn within what is timed."""
+    from elfatt_sd import processor
+
+    drawn: list[str] = []
+    original = processor.LayerState.begin
+    monkeypatch.setattr(
+        processor.LayerState, "begin", lambda self, *args: (drawn.append("x"), original(self, *args))[1]
+    )
+    layer(tokens=[64], block_size=16, repeats=2, device="cpu")
+    assert len(drawn) == 3 * len(layer_phases(16))  # a warm-up and two rounds
+
+
+def test_layers_that_would_take_too_long_are_left_out() -> None:
+    results = layer(tokens=[64, 256], block_size=16, max_seconds=1e-9, **QUICK)
+    assert {row["tokens"] for row in results["rows"]} == {64}
+
+
+def test_layer_needs_square_grids() -> None:
+    with pytest.raises(ElfattError, match="tokens=1000"):
+        layer(tokens=[1000], **QUICK)
+
+
+def test_merging(tmp_path: Path) -> None:
+    results = merging(tokens=[256], channels=32, repeats=2, device="cpu")
+    assert [(row["dtype"], row["method"]) for row in results["rows"]] == [
+        (dtype, name) for dtype in ("float32", "bfloat16") for name in ("tomesd", "ours", "ours, unordered")
+    ]
+    assert results["rows"][0]["speed"] == {"tomesd": {"median": 1.0, "min": 1.0, "max": 1.0}}
+    check_saved(results, tmp_path)

@@ -1,0 +1,110 @@
+"""Calls take turns, rounds are whole, ratios are taken within them; no time is asserted from above."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from elfatt_sd.benchmarking import timing
+from elfatt_sd.benchmarking.timing import Bystanders, Watch, fit_exponent, interleave, ratios
+
+
+def calls(names: str, seen: list[str]) -> dict[str, Callable[[], None]]:
+    return {name: lambda name=name: seen.append(name) for name in names}
+
+
+def test_interleaved_calls_take_turns(cpu: torch.device) -> None:
+    """One warm-up round, then rounds that each start with another call."""
+    seen: list[str] = []
+    times = interleave(calls("abc", seen), 3, cpu)
+    assert {name: len(taken) for name, taken in times.items()} == {"a": 3, "b": 3, "c": 3}
+    rounds = ["".join(seen[start : start + 3]) for start in range(0, 12, 3)]
+    assert [sorted(each) for each in rounds] == [list("abc")] * 4
+    assert len(set(rounds[1:])) == 3
+
+
+def test_the_warm_up_can_be_other_calls(cpu: torch.device) -> None:
+    seen: list[str] = []
+    interleave(calls("ab", seen), 1, cpu, warm_up=calls("xyz", seen))
+    assert "".join(seen) == "xyzab"
+
+
+def test_no_round_starts_late_but_one_is_run(cpu: torch.device) -> None:
+    seen: list[str] = []
+    times = interleave(calls("a", seen), 100, cpu, seconds=0)
+    assert (len(seen), len(times["a"])) == (2, 1)
+
+
+def test_earlier_rounds_are_added_to(cpu: torch.device) -> None:
+    """The missing rounds are run, in the turns they would have had."""
+    seen: list[str] = []
+    earlier = {"a": [1.0], "b": [2.0]}
+    times = interleave(calls("ab", seen), 3, cpu, times=earlier)
+    assert times is earlier
+    assert [(times[name][0], len(times[name])) for name in "ab"] == [(1.0, 3), (2.0, 3)]
+    assert "".join(seen) == "ab" + "ba" + "ab"
+
+
+def test_nothing_runs_where_all_rounds_are_there(cpu: torch.device) -> None:
+    seen: list[str] = []
+    interleave(calls("ab", seen), 2, cpu, times={"a": [1.0, 1.0], "b": [2.0, 2.0]})
+    assert seen == []
+
+
+def test_a_round_that_is_stopped_does_not_count(cpu: torch.device) -> None:
+    """Ctrl-C in the second round leaves the first one, whole."""
+    seen: list[str] = []
+    kept: list[int] = []
+    times: dict[str, list[float]] = {}
+
+    def stop() -> None:
+        seen.append("stop")
+        if seen.count("stop") == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interleave({**calls("a", seen), "stop": stop}, 5, cpu, times=times, watch=Watch(round=lambda: kept.append(0)))
+    assert (len(times["a"]), len(times["stop"]), len(kept)) == (1, 1, 1)
+
+
+def test_the_watch_hears_of_every_call(cpu: torch.device) -> None:
+    heard: list[tuple[int, int]] = []
+    interleave(calls("ab", []), 2, cpu, watch=Watch(turn=lambda done, total: heard.append((done, total))))
+    assert heard == [(done, 6) for done in range(1, 7)]
+
+
+def test_a_call_is_timed(cpu: torch.device) -> None:
+    """Sleeping takes at least as long as asked for."""
+    assert min(interleave({"a": lambda: time.sleep(0.02)}, 2, cpu)["a"]) >= 0.02
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    assert ratios([2.0, 4.0, 9.0], [1.0, 1.0, 3.0]) == {"median": 3.0, "min": 2.0, "max": 4.0}
+
+
+@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
+def test_exponent(exponent: float) -> None:
+    tokens = [4096, 9216, 65536]
+    fitted = fit_exponent(tokens, [3e-9 * count**exponent for count in tokens])
+    assert fitted == pytest.approx(exponent)
+    assert fit_exponent([4096], [1.0]) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_the_share_of_others_is_a_share() -> None:
+    bystanders = Bystanders()
+    time.sleep(0.05)
+    share = bystanders.share()
+    assert share is not None
+    assert 0 <= share <= 1
+
+
+def test_processor_time_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds of two processors, six busy, four of them for this process: others had two of twenty."""
+    readings = iter([(100.0, 50.0, 7.0), (120.0, 56.0, 11.0)])
+    monkeypatch.setattr(timing, "_processor_seconds", lambda: next(readings))
+    assert Bystanders().share() == pytest.approx(0.1)

@@ -1,0 +1,165 @@
+"""What is timed is what it is called: phases, copies, floors, the package tomesd."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+
+from elfatt_sd.benchmarking.models import Model, copy_structure, unet_call
+from elfatt_sd.benchmarking.variants import (
+    VARIATIONS,
+    Run,
+    Variant,
+    by_phase,
+    resolve_methods,
+    same_work,
+    single_phases,
+    varied,
+    whole,
+    with_compiled,
+)
+from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
+from elfatt_sd.processor import ElfattProcessor
+
+
+@pytest.mark.parametrize(
+    ("method", "counts"),
+    [("sd", [50]), ("tome", [50]), ("agent", [20, 30]), ("elfatt", [10, 40])],
+)
+def test_phases_of_a_run(method: str, counts: list[int]) -> None:
+    config = PatchConfig.preset(method)
+    parts = single_phases(config)
+    assert [count for _, count in parts] == counts
+    for part, _ in parts:
+        assert all(phase.until == 1 for phase in part.phases)
+    attentions = [part.phases[0].attention if part.phases else "softmax" for part, _ in parts]
+    assert attentions == ([phase.attention for phase in config.phases] or ["softmax"])
+
+
+def test_exact_phases_are_untouched() -> None:
+    (exact, steps), _ = single_phases(PatchConfig("x", (Phase(0.2), Phase(1.0, "block"))))
+    assert (exact.phases, steps) == ((), 10)
+
+
+def test_what_is_the_same_is_timed_once(methods: list[PatchConfig]) -> None:
+    lineup = by_phase(methods)
+    assert list(lineup.runs) == ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 levels"]
+    assert lineup.runs["elfatt"] == Run((("elfatt/0", 10), ("tome/0", 40)), "floor")
+    assert lineup.runs["fast"] == Run((("untouched", 10), ("fast/1", 40)), "floor of 2 levels")
+    assert len(lineup.variants) == 7
+
+
+def test_a_whole_pipeline_is_one_variant(methods: list[PatchConfig]) -> None:
+    lineup = whole(methods)
+    assert lineup.runs["elfatt"] == Run((("elfatt", 50),), "floor")
+    assert lineup.variants["elfatt"].config == methods[1]
+    assert list(lineup.variants) == ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 levels"]
+
+
+def test_compiled_twins_of_all_but_tomesd(methods: list[PatchConfig]) -> None:
+    plain = by_phase(methods)
+    lineup = with_compiled(plain)
+    assert {name.removesuffix(", compiled") for name, it in lineup.variants.items() if it.compiled} == (
+        plain.variants.keys() - {"tomesd"}
+    )
+    assert lineup.runs["fast, compiled"] == Run(
+        (("untouched, compiled", 10), ("fast/1, compiled", 40)), "floor of 2 levels, compiled"
+    )
+    assert "tomesd, compiled" not in lineup.runs
+
+
+def test_by_default_all_presets_and_the_variations_are_timed() -> None:
+    """Each kind of work once, under the first of its names."""
+    found = resolve_methods(None)
+    assert {method for method in METHODS if method != "sd"} <= {config.method for config in found}
+    for method, changes in VARIATIONS:
+        assert any(same_work(config, PatchConfig.preset(method, **changes)) for config in found)
+    assert not any(same_work(one, two) for index, one in enumerate(found) for two in found[:index])
+    floors = {run.floor for run in by_phase(found).runs.values()}
+    assert {"floor", "floor of 2 levels"} <= floors
+
+
+def test_a_variation_is_named_after_its_settings() -> None:
+    config = varied("elfatt-fast", block_size=512, levels=2)
+    assert config.method == "elfatt-fast:block_size=512,levels=2"
+    assert same_work(config, PatchConfig.preset("elfatt-fast", block_size=512, levels=2))
+
+
+def test_the_ratio_changes_methods_that_merge() -> None:
+    tome, fast = resolve_methods(["tome", "elfatt-fast"], ratio=0.25)
+    assert tome.phases[0].ratio == 0.25
+    assert fast == PatchConfig.preset("elfatt-fast")
+
+
+def test_unknown_method() -> None:
+    with pytest.raises(ElfattError, match="'quick'"):
+        resolve_methods(["quick"])
+
+
+def processors(unet: Any) -> dict[str, str]:
+    return {
+        name: type(module.processor).__name__
+        for name, module in unet.named_modules()
+        if isinstance(module, Attention) and name.endswith("attn1")
+    }
+
+
+def test_copies_share_weights_and_nothing_else(model: Model) -> None:
+    before = processors(model.unet)
+    copy = copy_structure(model.unet)
+    for mine, theirs in zip(copy.parameters(), model.unet.parameters(), strict=True):
+        assert mine is theirs
+    Variant("patch", PatchConfig.preset("tome")).install(copy)
+    assert ElfattProcessor.__name__ in processors(copy).values()
+    assert processors(model.unet) == before
+
+
+@pytest.mark.parametrize(("levels", "layers"), [(1, 3), (2, 7)])
+def test_floor_removes_the_layers_that_are_patched(model: Model, levels: int, layers: int) -> None:
+    config = PatchConfig("x", (Phase(1.0, "block"),), levels=levels)
+    name = by_phase([config]).runs["x"].floor
+    assert name is not None
+    floor = by_phase([config]).variants[name].install(copy_structure(model.unet))
+    patched = Variant("patch", config).install(copy_structure(model.unet))
+    removed = {name for name, kind in processors(floor).items() if kind == "NoAttention"}
+    assert removed == {name for name, kind in processors(patched).items() if kind == "ElfattProcessor"}
+    assert len(removed) == layers
+    x = torch.randn(2, 64, 16)
+    attention = floor.get_submodule(next(iter(removed)))
+    assert torch.equal(attention(x), torch.zeros_like(x))
+
+
+def test_the_floor_goes_as_deep_as_the_method() -> None:
+    assert by_phase([PatchConfig.preset("tome", max_downsample=4)]).runs["tome"].floor == "floor to 1/4"
+
+
+def test_tomesd_is_the_package(model: Model) -> None:
+    config = PatchConfig.preset("tome", ratio=0.3)
+    unet = by_phase([config]).variants["tomesd"].install(copy_structure(model.unet))
+    assert unet._tome_info["args"]["ratio"] == 0.3
+    assert unet._tome_info["args"]["max_downsample"] == 1
+    assert any(type(module).__name__ == "ToMeBlock" for module in unet.modules())
+
+
+def test_weights_are_drawn_and_finite(model: Model) -> None:
+    inputs = model.inputs(128, 2)
+    assert inputs["sample"].shape == (2, 4, 16, 16)
+    out = unet_call(model.unet, inputs)()
+    assert out.isfinite().all()
+    assert out.std() > 1e-3
+
+
+def test_every_level_can_halve_the_least_picture(model: Model) -> None:
+    inputs = model.inputs(model.least_size, 1)
+    assert unet_call(model.unet, inputs)().shape == inputs["sample"].shape
+
+
+def test_variants_are_described() -> None:
+    fast = Variant("patch", PatchConfig("x", (Phase(1.0, "block", block_order="spread"),)))
+    assert fast.to_dict()["what"] == "spread blocks of 128"
+    assert dataclasses.replace(fast, compiled=True).to_dict()["what"] == "spread blocks of 128, compiled"
+    assert fast.to_dict()["config"]["phases"][0]["block_order"] == "spread"
