@@ -63,7 +63,7 @@ PICTURES = (1, 3, 6)
 
 def full_recipe(minutes: float) -> Recipe:
     """The recipe of the published weights, fitted into a time budget."""
-    shares = {"vae": 0.06, "classifier": 0.04, "layout": 0.08, "outline": 0.1, "detail": 0.42, "finish": 0.3}
+    shares = {"vae": 0.08, "classifier": 0.05, "layout": 0.12, "outline": 0.12, "detail": 0.45, "finish": 0.18}
     seconds = {name: 60 * minutes * share for name, share in shares.items()}
     return Recipe(
         models.FULL,
