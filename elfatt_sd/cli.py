@@ -145,7 +145,7 @@ def patch(
     if save is not None:
         if save.exists():
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
-        check_writable(save.parent)
+        check_writable(save.parent, f"save={str(save)!r}")
     pipe = _load(model, device, dtype, allow_pickle)
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
     if save is not None:

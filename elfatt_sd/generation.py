@@ -24,6 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 import elfatt_sd
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.files import atomic_file, write_json
+from elfatt_sd.layers import find_denoisers
 from elfatt_sd.patch import apply_patch, patched, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
 
@@ -292,8 +293,9 @@ def check_text_to_image(pipe: Any) -> None:
     """Check that a pipeline draws a picture from a prompt alone.
 
     Raises:
-        ElfattError: it does not.
+        ElfattError: it does not, or it has no UNet.
     """
+    find_denoisers(pipe)
     takes = set(inspect.signature(pipe.__call__).parameters)
     alone = {"prompt", "height", "width", "callback_on_step_end"} <= takes
     if not alone or takes & {"image", "control_image", "mask_image", "num_frames"}:
@@ -303,8 +305,12 @@ def check_text_to_image(pipe: Any) -> None:
         )
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, given: str | None = None) -> None:
     """Check that files can be written to a folder, and leave nothing behind.
+
+    Args:
+        folder: it need not exist.
+        given: what the user gave, where that is not `out`.
 
     Raises:
         ElfattError: the folder cannot be made or written to.
@@ -317,9 +323,8 @@ def check_writable(folder: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ElfattError(
-            f"out={str(folder)!r} cannot be written ({error.strerror}); give a folder that can."
-        ) from error
+        given = given or f"out={str(folder)!r}"
+        raise ElfattError(f"{given} cannot be written ({error.strerror}); give a folder that can.") from error
     finally:
         for place in reversed(made):
             place.rmdir()

@@ -158,8 +158,10 @@ def choose_layers(denoisers: dict[str, nn.Module], config: PatchConfig) -> dict[
     found = {name: find_layers(denoiser) for name, denoiser in denoisers.items()}
     levels = sorted({layer.downsample for layer in found["unet"]})
     chosen = {name: (layers, select_layers(layers, config, levels)) for name, layers in found.items()}
+    if config.phases and not found["unet"]:
+        raise ElfattError("the UNet has no self-attention layer over the picture; there is nothing to patch.")
     if config.phases and not chosen["unet"][1]:
-        seen = ", ".join(f"{layer.name} (downsample {layer.downsample})" for layer in found["unet"]) or "none"
+        seen = ", ".join(f"{layer.name} (downsample {layer.downsample})" for layer in found["unet"])
         raise ElfattError(
             f"no self-attention layer matches max_downsample={config.max_downsample}; looked at: {seen}. "
             "Give max_downsample=None to take the finest level that has self-attention."

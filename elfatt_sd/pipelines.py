@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def _single_file_kind(path: Path) -> str:
         with safe_open(path, framework="pt") as weights:
             names = set(weights.keys())
     except (SafetensorError, OSError) as error:
-        raise ElfattError(f"model={str(path)!r} is not a readable .safetensors file: {_first_line(error)}") from error
+        raise ElfattError(f"model={str(path)!r} is not a readable .safetensors file: {_short(error)}") from error
     if any(name.startswith("conditioner.embedders.1.") for name in names):
         return "StableDiffusionXLPipeline"
     if any(name.startswith("conditioner.embedders.0.model.") for name in names):
@@ -194,15 +195,17 @@ def _from_pretrained(model: str | Path, allow_pickle: bool, options: dict[str, A
     from diffusers import DiffusionPipeline
 
     safe = None if allow_pickle else True
-    return _load(model, DiffusionPipeline.from_pretrained, model, use_safetensors=safe, **options)
+    source = "" if isinstance(model, Path) else " from the hub, and there is no such directory here"
+    return _load(model, DiffusionPipeline.from_pretrained, model, source=source, use_safetensors=safe, **options)
 
 
-def _load(model: str | Path, load: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _load(model: str | Path, load: Callable[..., Any], *args: Any, source: str = "", **options: Any) -> Any:
     """Call a loader of diffusers, which raises errors of any kind for a model that is damaged or not there."""
     try:
         return load(*args, **options)
     except Exception as error:
-        raise ElfattError(f"model={str(model)!r} could not be loaded: {_first_line(error)}") from error
+        reason = _short(error.__cause__ or error)
+        raise ElfattError(f"model={str(model)!r} could not be loaded{source}: {reason}") from error
 
 
 def _dtype_keyword() -> str:
@@ -213,5 +216,6 @@ def _dtype_keyword() -> str:
     return "dtype" if renamed else "torch_dtype"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _short(error: BaseException) -> str:
+    """Return an error's message as one line of bearable length."""
+    return textwrap.shorten(str(error), 240, placeholder=" ...") or type(error).__name__

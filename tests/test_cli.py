@@ -290,6 +290,8 @@ def test_models_that_cannot_be_loaded(model: Path, tmp_path: Path) -> None:
     check_error(call("patch", tmp_path / "bad.safetensors"), "bad.safetensors")
     check_error(call("patch", model, "--height", 12), "height=12")
     check_error(call("patch", model, "--save", tmp_path / "damaged"), "exists")
+    inside = tmp_path / "weights.ckpt" / "my.json"
+    check_error(call("patch", model, "--save", inside), f"save='{inside}' cannot be written")
     assert files(tmp_path) == ["bad.safetensors", "damaged", "weights.ckpt"]
 
 
@@ -305,6 +307,16 @@ def test_pipelines_that_need_more_than_a_prompt_are_refused(folder: Path) -> Non
     pipe = StableDiffusionImg2ImgPipeline(**tiny.sd15_parts(folder), requires_safety_checker=False)
     with pytest.raises(elfatt_sd.ElfattError, match="Img2ImgPipeline needs more than a prompt"):
         check_text_to_image(pipe)
+
+
+def test_pipelines_without_a_unet_are_refused(tmp_path: Path) -> None:
+    from diffusers import DiTPipeline, DiTTransformer2DModel
+
+    size = {"num_attention_heads": 2, "attention_head_dim": 4, "num_layers": 1, "sample_size": 8}
+    transformer = DiTTransformer2DModel(in_channels=4, norm_num_groups=4, **size)
+    DiTPipeline(transformer, tiny.vae(), tiny.ddim()).save_pretrained(tmp_path / "dit")
+    for command in (["patch", tmp_path / "dit"], ["generate", PROMPT, "--model", tmp_path / "dit"]):
+        check_error(call(*command), "DiTPipeline has no UNet (its parts: ")
 
 
 def test_failures_have_exit_code_one_and_show_where_on_request(model: Path, tmp_path: Path, monkeypatch: Any) -> None:

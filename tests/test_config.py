@@ -117,7 +117,7 @@ def test_cells_need_spread_blocks_of_all_tokens(settings: dict[str, Any]) -> Non
 
 
 def test_samples_are_of_all_tokens() -> None:
-    with pytest.raises(ElfattError, match="ratio=0.5 is not accepted with attention='sampled'; give ratio=0"):
+    with pytest.raises(ElfattError, match=r"ratio=0\.5 is not accepted with attention='sampled'; give ratio=0"):
         Phase(1.0, "sampled", ratio=0.5)
 
 

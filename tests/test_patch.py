@@ -262,6 +262,12 @@ def test_no_layer_matches(folder: Path) -> None:
     assert processors(pipe) == before
 
 
+def test_no_layer_at_all() -> None:
+    without = {"down_block_types": ("DownBlock2D",) * 3, "up_block_types": ("UpBlock2D",) * 3, "mid_block_type": None}
+    with pytest.raises(ElfattError, match="the UNet has no self-attention layer over the picture; there is nothing"):
+        elfatt_sd.apply_patch(tiny.unet(**without), "tome")
+
+
 def test_a_failed_patch_leaves_the_old_one(pipe: Any) -> None:
     elfatt_sd.apply_patch(pipe, "tome")
     with pytest.raises(ElfattError):

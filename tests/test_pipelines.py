@@ -234,4 +234,14 @@ def test_a_hub_id_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"cannot reach the hub for {name}\nmore lines")
 
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", unreachable)
-    refused("owner/name", "model='owner/name' could not be loaded: cannot reach the hub")
+    refused("owner/name", "model='owner/name' could not be loaded from the hub, and .* here: cannot reach the hub")
+
+
+def test_the_cause_of_a_failed_download_is_named_in_one_bearable_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(name: str, **options: Any) -> Any:
+        raise OSError("look at the stacktrace above") from ConnectionError(
+            "404\n\nRepository Not Found " + "for a while " * 99
+        )
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", unreachable)
+    refused("owner/name", r"here: 404 Repository Not Found for a while .{100,200} \.\.\.$")
