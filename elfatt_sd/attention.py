@@ -16,8 +16,8 @@ from elfatt_sd.config import ElfattError
 
 _GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
 _GRID_FREE = ("cpu",)  # devices without such a limit
-_PACKAGES = {  # of the dispatcher's backends: module, and how it is installed
-    "flash": ("flash_attn", "pip install flash-attn"),
+PACKAGES = {  # of the dispatcher's backends: module, and how it is installed
+    "flash": ("flash_attn", "pip install flash-attn --no-build-isolation"),
     "flash_hub": ("kernels", "pip install kernels"),
     "_flash_3": ("flash_attn_interface", "build the `hopper` folder of flash-attention"),
     "sage": ("sageattention", "pip install sageattention"),
@@ -277,7 +277,7 @@ def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor
 def _backend_error(backend: str, q: Tensor, error: Exception) -> ElfattError:
     """Say that a package is missing, or else what the backend rejects."""
     always = "'native' needs no package, 'auto' takes what there is."
-    package, install = _PACKAGES.get(backend, ("torch", ""))
+    package, install = PACKAGES.get(backend, ("torch", ""))
     if importlib.util.find_spec(package) is None:
         return ElfattError(
             f"attention_backend={backend!r} needs {package}, which is not installed: {install}. {always}"

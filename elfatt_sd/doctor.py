@@ -24,14 +24,6 @@ OPTIONAL = {
     "peft": ("peft", "LoRA in diffusers", "pip install peft"),
     "nbconvert": ("nbconvert", "executing the notebooks", "pip install 'elfatt-sd[notebooks]'"),
 }
-# Backends of diffusers' attention dispatcher that need a package of their own.
-BACKEND_PACKAGES = {
-    "flash": ("flash_attn", "pip install 'elfatt-sd[flash]'"),
-    "flash_hub": ("kernels", "pip install kernels"),
-    "_flash_3": ("flash_attn_interface", "build flash-attention's hopper folder from source"),
-    "sage": ("sageattention", "pip install sageattention"),
-    "xformers": ("xformers", "pip install xformers"),
-}
 TOLERANCE = 1e-5  # of float32 attention against float64 formulas
 
 
@@ -138,12 +130,14 @@ def _optional_packages() -> Iterator[Finding]:
 
 
 def _backends() -> Iterator[Finding]:
+    from elfatt_sd.attention import PACKAGES
+
     yield Finding("native", "PyTorch's scaled_dot_product_attention", "ok")
     if importlib.util.find_spec("diffusers.models.attention_dispatch") is None:
         yield Finding("others", "this diffusers has no attention dispatcher", "optional", "pip install -U diffusers")
         return
     yield Finding("flex", "PyTorch's flex_attention, through diffusers", "ok")
-    for name, (module, install) in BACKEND_PACKAGES.items():
+    for name, (module, install) in PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             yield Finding(name, f"needs {module}", "optional", install)
         else:

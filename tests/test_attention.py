@@ -326,7 +326,7 @@ def test_dispatchers_native_backend_agrees() -> None:
 @pytest.mark.parametrize(("backend", "package"), [("flash", "flash-attn"), ("sage", "sageattention")])
 def test_missing_backend_names_the_remedy(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers.models.attention_dispatch")
-    monkeypatch.setitem(attention._PACKAGES, backend, ("no_such_module", f"pip install {package}"))
+    monkeypatch.setitem(attention.PACKAGES, backend, ("no_such_module", f"pip install {package}"))
     q, k, v = qkv(50)
     with pytest.raises(ElfattError, match=f"attention_backend='{backend}' .* not installed: pip install {package}"):
         block_attention(q, k, v, 16, backend=backend)

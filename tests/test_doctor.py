@@ -10,7 +10,7 @@ import pytest
 import tiny_pipelines as tiny
 from typer.testing import CliRunner
 
-from elfatt_sd import doctor, pipelines
+from elfatt_sd import attention, doctor, pipelines
 from elfatt_sd.cli import app
 from elfatt_sd.doctor import Finding, attention_error, examine, healthy
 
@@ -78,16 +78,19 @@ def test_optional_things_do_not_make_a_machine_ill() -> None:
 
 def test_an_optional_package_that_is_not_there_names_its_install_line(monkeypatch: Any) -> None:
     monkeypatch.setattr(doctor, "OPTIONAL", {"nothing": ("no_such_module", "nothing", "pip install 'it[extra]'")})
-    monkeypatch.setattr(doctor, "BACKEND_PACKAGES", {"flash": ("no_such_module", "pip install 'elfatt-sd[flash]'")})
     sections = examine()
     assert sections["optional packages"] == [Finding("nothing", "for nothing", "optional", "pip install 'it[extra]'")]
-    assert sections["attention backends"][-1].status == "optional"
     assert "pip install 'it[extra]'" in CliRunner().invoke(app, ["doctor"]).stdout
 
 
-def test_the_self_check_sees_a_wrong_attention(monkeypatch: Any) -> None:
-    import elfatt_sd.attention as attention
+def test_a_backend_that_is_not_there_names_its_install_line(monkeypatch: Any) -> None:
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    monkeypatch.setattr(attention, "PACKAGES", {"flash": ("no_such_module", "pip install flash-attn")})
+    *_, flash = doctor._backends()
+    assert flash == Finding("flash", "needs no_such_module", "optional", "pip install flash-attn")
 
+
+def test_the_self_check_sees_a_wrong_attention(monkeypatch: Any) -> None:
     assert attention_error("cpu") < doctor.TOLERANCE
     right = attention.elfatt_attention
     monkeypatch.setattr(attention, "elfatt_attention", lambda *args, **kernel: right(*args, **kernel) * 1.001)
