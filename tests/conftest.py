@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_pipelines as tiny
 import torch
+
+import elfatt_sd
 
 # Deprecations inside other packages that we cannot mend: each is named with the module that raises it.
 THIRD_PARTY = (
@@ -19,6 +24,21 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in THIRD_PARTY:
         config.addinivalue_line("filterwarnings", line)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def shared_pipe(folder: Path) -> Any:
+    """Stable Diffusion 1.5 in miniature, one for the tests of a file; see `pipe`."""
+    return tiny.sd15(folder)
+
+
+@pytest.fixture
+def pipe(shared_pipe: Any) -> Iterator[Any]:
+    """Stable Diffusion 1.5 in miniature, with its own scheduler and no patch, before every test."""
+    scheduler = shared_pipe.scheduler
+    yield shared_pipe
+    elfatt_sd.remove_patch(shared_pipe)
+    shared_pipe.scheduler = scheduler
 
 
 @pytest.fixture(scope="session")

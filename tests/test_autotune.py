@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
 import torch
+from checks import runner
 
 import elfatt_sd
 from elfatt_sd import autotune
@@ -22,28 +22,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "autotune.json"
 
 
-@pytest.fixture(scope="module")
-def pipe(folder: Path) -> Any:
-    return tiny.sd15(folder)
-
-
-@pytest.fixture(autouse=True)
-def put_back(pipe: Any) -> Any:
-    yield
-    elfatt_sd.remove_patch(pipe)
-
-
-def picture(pipe: Any, **options: Any) -> torch.Tensor:
-    options = {"generator": torch.Generator().manual_seed(5), **options}
-    return pipe("a", num_inference_steps=3, output_type="pt", **options).images
-
-
 def test_a_shape_too_small_to_pay_is_left_alone(pipe: Any, own_cache: Path) -> None:
     """Merging 64 tokens of 16 channels and attending in 16 blocks costs more than attending to all of them."""
     config = PatchConfig("small", (Phase(1.0, "elfatt", ratio=0.5, block_size=2, block_order="spread"),))
-    untouched = picture(pipe, height=16, width=16)
+    untouched = runner(pipe, height=16, width=16)()
     elfatt_sd.apply_patch(pipe, config, autotune=True)
-    assert torch.equal(picture(pipe, height=16, width=16), untouched)
+    assert torch.equal(runner(pipe, height=16, width=16)(), untouched)
     known = json.loads(own_cache.read_text())
     assert len(known) == 1  # the three layers have one shape
     assert next(iter(known.values()))["ratio"] > 1
@@ -80,15 +64,15 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Decision]:
 
 def test_each_phase_and_shape_is_measured_once(pipe: Any, measured: list[Decision]) -> None:
     elfatt_sd.apply_patch(pipe, "elfatt")
-    expected = picture(pipe)
+    expected = runner(pipe)()
     elfatt_sd.apply_patch(pipe, "elfatt", autotune=True)
-    assert torch.equal(picture(pipe), expected)  # measuring leaves no trace in the result
+    assert torch.equal(runner(pipe)(), expected)  # measuring leaves no trace in the result
     assert len(measured) == 2
-    picture(pipe)
+    runner(pipe)()
     elfatt_sd.apply_patch(pipe, "elfatt", autotune=True)  # from the file
-    picture(pipe)
+    runner(pipe)()
     assert len(measured) == 2
-    picture(pipe, guidance_scale=1.0)  # another batch
+    runner(pipe, guidance_scale=1.0)()  # another batch
     assert len(measured) == 4
 
 
@@ -96,7 +80,7 @@ def test_nested_contexts_keep_it(pipe: Any, measured: list[Decision]) -> None:
     with elfatt_sd.patched(pipe, "tome", autotune=True):
         with elfatt_sd.patched(pipe, "elfatt"):
             pass
-        picture(pipe)
+        runner(pipe)()
     assert len(measured) == 1
 
 

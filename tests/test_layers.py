@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +11,6 @@ from torch import nn
 
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, is_denoiser, select_layers, unwrap
-
-
-@pytest.fixture(scope="module")
-def pipe(folder: Path) -> Any:
-    return tiny.sd15(folder)
 
 
 @pytest.fixture(scope="module")

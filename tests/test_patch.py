@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_pipelines as tiny
 import torch
+from checks import processors
 
 import elfatt_sd
 from elfatt_sd import processor as processor_module
@@ -34,24 +35,9 @@ EVERY_SETTING = [
 EVERY_ID = [f"{config.method}-{config.phases[-1].block_order}-{index}" for index, config in enumerate(EVERY_SETTING)]
 
 
-@pytest.fixture(scope="module")
-def pipe(folder: Path) -> Any:
-    return tiny.sd15(folder)
-
-
-@pytest.fixture(autouse=True)
-def put_back(pipe: Any) -> Any:
-    yield
-    elfatt_sd.remove_patch(pipe)
-
-
 def picture(pipe: Any, steps: int = 3, **options: Any) -> torch.Tensor:
     given = {"prompt": "a b", "guidance_scale": 3.0, "generator": torch.Generator().manual_seed(5), **options}
     return pipe(num_inference_steps=steps, output_type="pt", **given).images
-
-
-def processors(pipe: Any) -> dict[str, Any]:
-    return dict(pipe.unet.attn_processors)
 
 
 @pytest.mark.parametrize("config", EVERY_SETTING, ids=EVERY_ID)
@@ -241,7 +227,7 @@ def test_a_processor_built_anew_works_like_the_old_one(pipe: Any) -> None:
     """Loading an IP-Adapter rebuilds every self-attention processor without arguments."""
     elfatt_sd.apply_patch(pipe, "elfatt")
     expected = picture(pipe)
-    pipe.unet.set_attn_processor({name: type(old)() for name, old in processors(pipe).items()})
+    pipe.unet.set_attn_processor({name: type(old)() for name, old in pipe.unet.attn_processors.items()})
     assert torch.equal(picture(pipe), expected)
 
 

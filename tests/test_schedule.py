@@ -60,16 +60,8 @@ TWO_PHASES = PatchConfig("two", (Phase(0.2, "block", block_size=64), Phase(1.0, 
 
 
 @pytest.fixture(scope="module")
-def pipe(folder: Path) -> Any:
+def shared_pipe(folder: Path) -> Any:
     return tiny.sd15(folder, sample_size=8)
-
-
-@pytest.fixture(autouse=True)
-def put_back(pipe: Any) -> Any:
-    before = pipe.scheduler
-    yield
-    elfatt_sd.remove_patch(pipe)
-    pipe.scheduler = before
 
 
 def run(pipe: Any, steps: int, **options: Any) -> None:
