@@ -158,7 +158,8 @@ class PatchConfig:
         use_rand: draw the merge destinations at random (True) or take the first token of each cell (False).
         reuse_steps: number of steps that share one token matching; 1 computes it anew in every step.
         reuse_layers: layers on the same grid share the matching of the first of them.
-        attention_backend: `auto`, or the name of a backend of diffusers' attention dispatcher.
+        attention_backend: `auto`, or the name of a backend of diffusers' attention dispatcher, which then serves the
+            patched layers in exact phases too.
         fp32_logits: compute the attention logits of approximated layers in float32 (advised for SD 2.1).
     """
 
@@ -197,6 +198,11 @@ class PatchConfig:
         _whole("reuse_steps", self.reuse_steps, 1)
         _choice("attention_backend", self.attention_backend, BACKENDS)
         _flag("fp32_logits", self.fp32_logits)
+
+    @property
+    def active(self) -> bool:
+        """Whether a patch does anything: approximate in some phase, or choose the kernel of exact attention."""
+        return bool(self.phases) or self.attention_backend != "auto"
 
     @classmethod
     def preset(cls, method: str, **settings: Any) -> PatchConfig:

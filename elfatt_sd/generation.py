@@ -80,7 +80,7 @@ class Request:
             pixels = getattr(self, name)
             if pixels is not None and (pixels <= 0 or pixels % 8):
                 raise ElfattError(f"{name}={pixels} is not accepted; give a positive multiple of 8.")
-        if self.compare and not self.config.phases:
+        if self.compare and not self.config.active:
             raise ElfattError(f"method={self.config.method!r} changes nothing to compare with; give another method.")
 
 

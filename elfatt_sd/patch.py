@@ -44,7 +44,7 @@ def apply_patch(
     denoisers = find_denoisers(pipe)
     chosen = choose_layers(denoisers, config)
     remove_patch(pipe)
-    if config.phases:
+    if config.active:
         schedule = Schedule(_scheduler_finder(pipe))
         for name, denoiser in denoisers.items():
             _Patch(config, autotune, schedule, denoiser, chosen[name]).install()
@@ -158,9 +158,9 @@ def choose_layers(denoisers: dict[str, nn.Module], config: PatchConfig) -> dict[
     found = {name: find_layers(denoiser) for name, denoiser in denoisers.items()}
     levels = sorted({layer.downsample for layer in found["unet"]})
     chosen = {name: (layers, select_layers(layers, config, levels)) for name, layers in found.items()}
-    if config.phases and not found["unet"]:
+    if config.active and not found["unet"]:
         raise ElfattError("the UNet has no self-attention layer over the picture; there is nothing to patch.")
-    if config.phases and not chosen["unet"][1]:
+    if config.active and not chosen["unet"][1]:
         seen = ", ".join(f"{layer.name} (downsample {layer.downsample})" for layer in found["unet"])
         raise ElfattError(
             f"no self-attention layer matches max_downsample={config.max_downsample}; looked at: {seen}. "
@@ -230,7 +230,7 @@ class _Patch:
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
         position = self._schedule.locate(timestep)
         if position is None:
-            if len(self.config.phases) > 1 or self.config.phases[0].until < 1:
+            if [phase.until for phase in self.config.phases] not in ([], [1.0]):
                 raise unknown_position(len(self.config.phases))
             position = Position(0, 1)
         self._warn_if_displaced()

@@ -199,7 +199,9 @@ def _plan_layer(
         for phase, worth, decision in zip(phases, pays, decisions, strict=True)
         if not phase.exact
     ]
-    if not chosen or not own:
+    if not own:
+        reason = describe(EXACT)
+    elif not chosen:
         reason = f"left alone: its grid is 1/{layer.downsample} of the latent's"
     else:
         reason = (

@@ -204,7 +204,7 @@ def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor
     matching = state.matching(tokens, phase)
     permutation = state.permutation
     if matching is not None:
-        if permutation is not None:
+        if phase.uses_order and phase.block_order != "sequence":
             matching = matching.reordered(order_merged(permutation, matching.positions))
         merged = matching.merge(tokens)
     else:

@@ -317,6 +317,7 @@ def test_plan_of_a_late_method_ends_with_exact_attention(pipe: Any) -> None:
     assert plan.multiply_adds_after > 0.5 * plan.multiply_adds_before
     nothing = elfatt_sd.plan(pipe, "sd")
     assert nothing.multiply_adds_after == nothing.multiply_adds_before
+    assert {layer.reason for layer in nothing.layers} == {"exact attention"}
 
 
 def test_default_processor_on_layers_that_are_not_patched(pipe: Any) -> None:

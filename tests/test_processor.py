@@ -1,0 +1,218 @@
+"""The processor computes each method's formula through a real layer, and never waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+from checks import generator
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import elfatt_sd
+from elfatt_sd.attention import partition
+from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
+from elfatt_sd.layers import find_layers
+from elfatt_sd.merging import match_tokens
+from elfatt_sd.ordering import block_permutation
+
+ROWS = COLUMNS = 16
+
+
+def inputs(dtype: torch.dtype = torch.float64, batch: int = 2) -> tuple[Tensor, Tensor]:
+    sample = torch.randn(batch, 4, ROWS, COLUMNS, generator=generator(), dtype=torch.float64)
+    text = torch.randn(batch, 5, tiny.TEXT_WIDTH, generator=generator(), dtype=torch.float64)
+    return sample.to(dtype), text.to(dtype)
+
+
+class Layer:
+    """The first self-attention of a patched UNet in float64, with what one call of the UNet put in and got out."""
+
+    def __init__(self, config: PatchConfig, **changes: Any) -> None:
+        unet = tiny.unet(**changes).double()
+        elfatt_sd.apply_patch(unet, config)
+        first = find_layers(unet)[0]
+        self.attention: Any = first.attention
+        sample, text = inputs()
+        handles = [
+            first.norm.register_forward_pre_hook(lambda _, given: setattr(self, "block_input", given[0])),
+            self.attention.register_forward_hook(self._keep),
+        ]
+        with torch.no_grad():
+            unet(sample, 999, text)
+        for handle in handles:
+            handle.remove()
+        self.choice = self.attention.elfatt_state.choice
+
+    def _keep(self, module: Any, given: tuple[Tensor, ...], result: Tensor) -> None:
+        self.tokens, self.result = given[0], result
+
+    def matching(self, ratio: float, stride: int) -> Any:
+        return match_tokens(self.block_input, ROWS, COLUMNS, ratio, stride, self.choice)
+
+    def heads(self, projected: Tensor) -> Tensor:
+        """`[batch, heads, tokens, head_dim]`."""
+        return projected.unflatten(2, (self.attention.heads, -1)).transpose(1, 2)
+
+    def qkv(self, tokens: Tensor) -> list[Tensor]:
+        return [self.heads(getattr(self.attention, name)(tokens)) for name in ("to_q", "to_k", "to_v")]
+
+    def out(self, mixed: Tensor) -> Tensor:
+        projected: Tensor = self.attention.to_out[0](mixed.transpose(1, 2).flatten(2))
+        return projected
+
+    def check(self, expected: Tensor) -> None:
+        torch.testing.assert_close(self.result, expected, atol=1e-10, rtol=0)
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, allowed: Tensor | None = None) -> Tensor:
+    logits = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    return logits.softmax(dim=3) @ v
+
+
+def same_block(tokens: int, size: int) -> Tensor:
+    """`[tokens, tokens]`: whether two tokens of a sequence share a block."""
+    blocks, base, larger = partition(tokens, size)
+    block = torch.repeat_interleave(torch.tensor([base + 1] * larger + [base] * (blocks - larger)))
+    return block[:, None] == block
+
+
+def pooled(q: Tensor, agents: int) -> Tensor:
+    return torch.stack([part.mean(dim=2) for part in q.tensor_split(agents, dim=2)], dim=2)
+
+
+def through_agents(q: Tensor, k: Tensor, v: Tensor, agents: int) -> Tensor:
+    own = pooled(q, agents)
+    return softmax(q, own, softmax(own, k, v))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_rand", [True, False])
+def test_agent_sd_follows_its_recipe(use_rand: bool) -> None:
+    """Agents are the projected tokens of a merge at 0.95; the second softmax is softer; 0.075 V is added."""
+    layer = Layer(PatchConfig.preset("agent", use_rand=use_rand))
+    assert (layer.choice is not None) is use_rand
+    merge = layer.matching(0.4, 4)
+    q, k, v = layer.qkv(merge.merge(layer.tokens))
+    assert q.shape[2] == 256 - int(0.4 * 256)
+    agents = layer.heads(layer.attention.to_q(layer.matching(0.95, 4).merge(layer.tokens)))
+    assert agents.shape[2] == 16  # all but one of each 4x4 tokens
+    mixed = softmax(q, agents, softmax(agents, k, v), scale=q.shape[3] ** (-0.5 * 0.3)) + 0.075 * v
+    layer.check(merge.unmerge(layer.out(mixed)))
+
+
+@torch.no_grad()
+def test_elfatt_with_an_even_number_of_heads() -> None:
+    """Eq. lepe2sd on merged tokens: the first half of the heads through agents, the second inside blocks."""
+    layer = Layer(PatchConfig.preset("elfatt", agents=12, block_size=30))
+    merge = layer.matching(0.5, 2)
+    q, k, v = layer.qkv(merge.merge(layer.tokens))
+    first = through_agents(q[:, :1], k[:, :1], v[:, :1], 12)
+    second = softmax(q[:, 1:], k[:, 1:], v[:, 1:], allowed=same_block(128, 30))
+    layer.check(merge.unmerge(layer.out(torch.cat([first, second], dim=1))))
+
+
+@torch.no_grad()
+def test_elfatt_with_an_odd_number_of_heads() -> None:
+    """Eq. lepe1sd, as at the top of SD 2.x: half of the channels of each of five heads."""
+    layer = Layer(
+        PatchConfig.preset("elfatt", agents=12, block_size=30),
+        block_out_channels=(80, 160, 160),
+        attention_head_dim=(5, 10, 10),
+    )
+    merge = layer.matching(0.5, 2)
+    (qa, qb), (ka, kb), (va, vb) = (x.split(8, dim=3) for x in layer.qkv(merge.merge(layer.tokens)))
+    assert qa.shape[1] == 5
+    mixed = torch.cat([through_agents(qa, ka, va, 12), softmax(qb, kb, vb, allowed=same_block(128, 30))], dim=3)
+    layer.check(merge.unmerge(layer.out(mixed)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+@pytest.mark.parametrize("order", ["raster", "windows", "curve", "strided"])
+def test_blocks_of_tokens_in_the_picture(order: str, ratio: float) -> None:
+    """Merged tokens are put in blocks by where they are; each token gets its own result back."""
+    phase = Phase(1.0, "block", ratio=ratio, block_size=20, block_order=order)
+    layer = Layer(PatchConfig("blocks", (phase,)))
+    permutation = block_permutation(order, ROWS, COLUMNS, 20)
+    place = torch.arange(256) if permutation is None else permutation.argsort()
+    merge = layer.matching(ratio, 2) if ratio else None
+    tokens = layer.tokens if merge is None else merge.merge(layer.tokens)
+    positions = torch.arange(256).expand(2, -1) if merge is None else merge.positions
+    rank = place[positions].argsort(dim=1).argsort(dim=1)  # of each merged token in the block order
+    together = same_block(tokens.shape[1], 20)
+    allowed = torch.stack([together[row][:, row] for row in rank])[:, None]
+    mixed = layer.out(softmax(*layer.qkv(tokens), allowed=allowed))
+    layer.check(mixed if merge is None else merge.unmerge(mixed))
+
+
+HALF = {
+    "merged": Phase(1.0, "softmax", ratio=0.5),
+    "agent": PatchConfig.preset("agent").phases[0],
+    "elfatt": PatchConfig.preset("elfatt").phases[0],
+    "block": Phase(1.0, "block", block_size=20, block_order="windows"),
+}
+
+
+@pytest.mark.parametrize("fp32_logits", [True, False])
+@pytest.mark.parametrize("phase", HALF.values(), ids=list(HALF))
+def test_logits_in_float32_on_request(phase: Phase, fp32_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = tiny.unet().half()
+    elfatt_sd.apply_patch(unet, PatchConfig("half", (phase,), fp32_logits=fp32_logits))
+    with torch.no_grad():
+        unet(*inputs(torch.float16)[:1], 999, inputs(torch.float16)[1])
+        tokens = torch.randn(2, 256, 16, generator=generator()).half()
+        seen = set()
+        attend = torch.nn.functional.scaled_dot_product_attention
+
+        def spy(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            seen.add(q.dtype)
+            return attend(q, *args, **kwargs)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+        assert find_layers(unet)[0].attention(tokens).dtype == torch.float16
+    assert seen == {torch.float32 if fp32_logits else torch.float16}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_backend_serves_patched_layers_in_every_phase(method: str) -> None:
+    """Also those of a method that approximates nothing."""
+    unet = tiny.unet()
+    elfatt_sd.apply_patch(unet, method, attention_backend="flash")
+    sample, text = inputs(torch.float32)
+    for timestep in (999, 0):
+        with torch.no_grad(), pytest.raises(ElfattError, match=r"attention_backend='flash' (needs|does not take) "):
+            unet(sample, timestep, text)
+
+
+class Waits(TorchDispatchMode):
+    """Collects the operations for whose result the host would have to wait on an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_call_waits_for_the_device(method: str) -> None:
+    unet, scheduler = tiny.unet(), tiny.ddim()
+    elfatt_sd.apply_patch(unet, method, reuse_steps=2)
+    scheduler.set_timesteps(5)
+    sample, text = inputs(torch.float32)
+    with torch.no_grad(), Waits() as waits:
+        for timestep in scheduler.timesteps:
+            unet(sample, timestep, text)
+    assert waits.seen == []
+    with Waits() as waits:
+        assert sample.max().item() > 0
+    assert waits.seen == ["_local_scalar_dense"]
