@@ -23,6 +23,7 @@ Kind = TypeVar("Kind")
 ROLES = ("baseline", "null", "method")
 SCOPES = ("end_to_end", "unet")
 PEERS = ("tomesd",)
+FEW_REPEATS = 5  # rounds of timing; with fewer the results say so, and claim no gain
 NULL_SEED_OFFSET = 1_000_000  # the null row's seeds start here, past those of every image of a run
 _PEER_SETTINGS = ("max_downsample", "ratio", "stride", "use_rand")
 _REPORT_ONLY = ("description", "published")  # words and printed figures: they change no measurement
@@ -39,8 +40,9 @@ class Cell:
         label: name in the table.
         method: one of `METHODS`, or `custom` where `phases` are given.
         role: `baseline` (the untouched pipeline), `null` (the same with other seeds) or `method`.
-        settings: settings of the method, as `PatchConfig.preset` takes them.
+        settings: settings of the method, as `PatchConfig.with_settings` takes them.
         phases: phases of a custom method, as `Phase` takes them.
+        swept: the values, by a name for tables, that this row took where a phase lists several; they stand in `phases`.
         peer: `tomesd` runs that package in place of this one's patch.
         seed_offset: added to the seed of every image.
     """
@@ -51,6 +53,7 @@ class Cell:
     role: str = "method"
     settings: Mapping[str, Any] = field(default_factory=dict)
     phases: tuple[Mapping[str, Any], ...] = ()
+    swept: Mapping[str, Any] = field(default_factory=dict)
     peer: str = ""
     seed_offset: int = 0
 
@@ -79,8 +82,8 @@ class Cell:
         """Return the patch of this row; a peer's row gets what the package has in its place."""
         if not self.phases:
             return PatchConfig.preset(self.method, **self.settings)
-        data = {"method": self.method, "phases": [dict(phase) for phase in self.phases], **self.settings}
-        return PatchConfig.from_dict(data)
+        phases = [dict(phase) for phase in self.phases]
+        return PatchConfig.from_dict({"method": self.method, "phases": phases}).with_settings(**self.settings)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class Time:
     """How time is measured.
 
     Attributes:
-        repeats: rounds over all rows; the results name fewer than five.
+        repeats: rounds over all rows; the results name fewer than `FEW_REPEATS`. A file may say 0 to measure none.
         warmup: untimed calls of every row before the first round, of a few steps each.
         batch: images per call; 0 takes the protocol's batch.
         scopes: `end_to_end` (prompt to uint8, no disk) and `unet` (the sum of the UNet's calls).
@@ -143,7 +146,7 @@ class Memory:
     """How memory is measured: one fresh process for every row and batch size.
 
     Attributes:
-        batches: batch sizes, the points of the regression.
+        batches: batch sizes, the points of the regression. A file may say [] to measure none.
         steps: denoising steps of each call; 0 takes the protocol's.
     """
 
@@ -313,6 +316,7 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Pr
         raise ElfattError(f"{path} cannot be read: {error.strerror}.") from error
     for override in overrides:
         _override(data, override)
+    _leave_out_unmeasured(data)
     cells = data.get("cells")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise ElfattError(f"{path}: cells is missing; give one [[cells]] table for every row.")
@@ -366,37 +370,69 @@ def _override(data: dict[str, Any], override: str) -> None:
     target[last] = value
 
 
+def _leave_out_unmeasured(data: dict[str, Any]) -> None:
+    """Drop the tables that say that nothing is to be measured: time without repeats, memory without batches."""
+    for table, key, nothing in (("time", "repeats", 0), ("memory", "batches", [])):
+        settings = data.get(table)
+        if isinstance(settings, dict) and settings.get(key) == nothing and settings.get(key) is not False:
+            del data[table]
+
+
 def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Turn settings with several values into one row for each, and give rows their names and seeds."""
-    fields = {item.name for item in dataclasses.fields(Cell)} - {"settings"}
+    fields = {item.name for item in dataclasses.fields(Cell)} - {"settings", "swept"}
     expanded: list[dict[str, Any]] = []
     for number, cell in enumerate(cells, 1):
         own = {key: value for key, value in cell.items() if key in fields}
         settings = {key: value for key, value in cell.items() if key not in fields}
-        allowed = (
-            SETTINGS if "phases" not in own else {item.name for item in dataclasses.fields(PatchConfig)} - {"method"}
-        )
-        unknown = sorted(settings.keys() - allowed)
+        unknown = sorted(settings.keys() - SETTINGS)
         if unknown:
-            accepted = ", ".join(sorted(fields | allowed))
+            accepted = ", ".join(sorted(fields | SETTINGS))
             raise ElfattError(f"key {unknown[0]!r} of cell {number} is not known; accepted: {accepted}.")
-        varied = {key: value if isinstance(value, list) else [value] for key, value in settings.items()}
-        for values in itertools.product(*varied.values()):
-            expanded.append(_row(own, dict(zip(varied, values, strict=True))))
+        for chosen in _choices(settings, f"cell {number}"):
+            expanded += [_row({**own, **swept}, chosen) for swept in _expand_phases(own.get("phases"), number)]
     nulls = [row for row in expanded if row.get("role") == "null"]
     for count, row in enumerate(nulls, 1):
         row.setdefault("seed_offset", count * NULL_SEED_OFFSET)
     return expanded
 
 
+def _choices(values: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return every combination of the values, of which those that are lists give one each.
+
+    Raises:
+        ElfattError: a list is empty.
+    """
+    empty = [key for key, value in values.items() if value == []]
+    if empty:
+        raise _error(f"{empty[0]}=[] of {where}", "a value, or a list of at least one")
+    lists = [value if isinstance(value, list) else [value] for value in values.values()]
+    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*lists)]
+
+
+def _expand_phases(phases: Any, number: int) -> list[dict[str, Any]]:
+    """Return the rows that the lists of values inside a cell's phases make: `phases` and `swept` of each."""
+    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
+        return [{}]  # none; or what `Cell` will refuse
+    lists = {(place, key): value for place, phase in enumerate(phases) for key, value in phase.items()}
+    lists = {where: value for where, value in lists.items() if isinstance(value, list)}
+    keys = [key for _, key in lists]
+    titles = {(place, key): key if keys.count(key) == 1 else f"phase{place + 1}_{key}" for place, key in lists}
+    rows = []
+    for chosen in _choices({titles[where]: value for where, value in lists.items()}, f"cell {number}"):
+        own = [dict(phase) for phase in phases]
+        for (place, key), title in titles.items():
+            own[place][key] = chosen[title]
+        rows.append({"phases": own, "swept": chosen})
+    return rows
+
+
 def _row(own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     method = str(own.get("method", "custom" if "phases" in own else "sd"))
     base = own.get("peer") or ("null" if own.get("role") == "null" else method)
-    name = "-".join([str(own.get("name", base)), *(f"{key}{value}" for key, value in settings.items())])
-    row = {"label": method, **own, "method": method, "name": name, "settings": settings}
-    if "phases" in row and isinstance(row["phases"], list):
-        row["phases"] = [dict(phase) for phase in row["phases"]]
-    return row
+    varied = [*settings.items(), *own.get("swept", {}).items()]
+    name = "-".join([str(own.get("name", base)), *(f"{key}{value}" for key, value in varied)])
+    return {"label": method, **own, "method": method, "name": name, "settings": settings}
 
 
 def _build(kind: type[Kind], data: Mapping[str, Any], prefix: str) -> Kind:

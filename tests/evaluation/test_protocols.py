@@ -64,6 +64,71 @@ max_downsample = 2
     assert (config.method, config.max_downsample, config.phases[1].block_size) == ("custom", 2, 64)
 
 
+LATE = """
+[[cells]]
+name = "late"
+label = "blocks in the last part"
+"""
+
+
+def test_settings_of_a_custom_method_become_rows_too(tmp_path: Path) -> None:
+    own = f"""{LATE}
+phases = [{{ until = 0.2 }}, {{ until = 0.6, attention = "block" }}, {{ until = 1.0, attention = "elfatt" }}]
+block_size = [32, 56]
+agents = [16, 64]
+ratio = 0.3
+levels = 2
+"""
+    cells = load(tmp_path, cells=small_run.CELLS + own).cells[-4:]
+    assert [cell.name for cell in cells] == [
+        f"late-block_size{size}-agents{agents}-ratio0.3-levels2" for size in (32, 56) for agents in (16, 64)
+    ]
+    for cell in cells:
+        first, *patched = cell.config().phases
+        assert first.exact, "a setting leaves exact phases exact"
+        assert {phase.block_size for phase in patched} == {cell.settings["block_size"]}
+        assert {(phase.agents, phase.ratio) for phase in patched} == {(cell.settings["agents"], 0.3)}
+        assert cell.config().levels == 2
+
+
+def test_lists_inside_phases_become_rows(tmp_path: Path) -> None:
+    own = f"""{LATE}
+phases = [{{ until = [0.1, 0.2] }}, {{ until = 1.0, attention = "block", block_size = [32, 56], ratio = 0.3 }}]
+use_rand = false
+"""
+    protocol = load(tmp_path, cells=small_run.CELLS + own)
+    cells = protocol.cells[-4:]
+    assert [cell.name for cell in cells] == [
+        f"late-use_randFalse-until{until}-block_size{size}" for until in (0.1, 0.2) for size in (32, 56)
+    ]
+    for cell in cells:
+        first, second = cell.config().phases
+        assert cell.swept == {"until": first.until, "block_size": second.block_size}
+        assert cell.settings == {"use_rand": False}
+    assert Protocol.from_dict(json.loads(json.dumps(protocol.to_dict()))).identity == protocol.identity
+
+
+def test_a_list_in_several_phases_is_told_by_the_phase(tmp_path: Path) -> None:
+    blocks = 'attention = "block", block_size = [32, 56]'
+    own = f"{LATE}\nphases = [{{ until = 0.5, {blocks} }}, {{ until = 1.0, {blocks} }}]\n"
+    cells = load(tmp_path, cells=small_run.CELLS + own).cells[-4:]
+    assert [dict(cell.swept) for cell in cells] == [
+        {"phase1_block_size": first, "phase2_block_size": second} for first in (32, 56) for second in (32, 56)
+    ]
+    assert len({cell.config() for cell in cells}) == 4
+
+
+@pytest.mark.parametrize("override", ["time.repeats=0", "memory.batches=[]"])
+def test_nothing_to_measure_leaves_a_stage_out(tmp_path: Path, override: str) -> None:
+    plain = load(tmp_path, "time.repeats=3", "memory.batches=[1, 2]")
+    assert plain.time is not None
+    assert plain.memory is not None
+    without = load(tmp_path, "time.repeats=3", "memory.batches=[1, 2]", override)
+    assert (without.time is None) == override.startswith("time")
+    assert (without.memory is None) == override.startswith("memory")
+    assert load(tmp_path, override).identity == load(tmp_path).identity
+
+
 def test_overrides_change_values_and_identity(tmp_path: Path) -> None:
     plain = load(tmp_path)
     changed = load(tmp_path, "steps=9", "time.repeats=3", "template=a photo of a {label}", "reference.source=/data/val")
@@ -136,6 +201,12 @@ def test_wrong_values_are_named(tmp_path: Path, override: str, parts: tuple[str,
         ('method = "tome"\npeer = "tomesd"\nratio = 0.5', ("tomesd-ratio0.5", "given twice")),
         ('method = "tome"\nname = "../out"', ("../out", "letters")),
         ("phases = [{ untill = 1.0 }]", ("'untill'", "until")),
+        ("phases = [{ until = [] }]", ("until=[]", "at least one")),
+        ("phases = [{ until = [0.5, 2.0] }]", ("until=2.0", "from 0 to 1")),
+        ('phases = ["all"]', ("phases", "a table")),
+        ('phases = [{ until = 1.0 }]\nblock_size = "many"', ("block_size='many'", "whole number")),
+        ("phases = [{ until = 1.0 }]\nswept = { until = 1.0 }", ("'swept'", "phases")),
+        ('method = "tome"\nratio = []', ("ratio=[]", "at least one")),
     ],
 )
 def test_wrong_cells_are_named(tmp_path: Path, cell: str, parts: tuple[str, ...]) -> None:
