@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import shlex
 import sys
@@ -27,8 +26,8 @@ Methods = Annotated[
     list[str] | None,
     typer.Option(
         "--method",
-        help=f"One of {', '.join(METHODS)}, with settings as in elfatt-fast:block_size=512,levels=2; several times, or "
-        "all of them with their variations.",
+        help=f"One of {', '.join(METHODS)}, tomesd, cell_spread, sampled; with settings as in "
+        "elfatt-fast:block_size=512,levels=2; several times, or all presets and their variations.",
     ),
 ]
 Model = Annotated[str, typer.Option(help="sd15 or sdxl (random weights), toy, a directory, a hub id or a file.")]
@@ -241,11 +240,12 @@ def _run(name: str, session: Session, **options: Any) -> None:
 
 
 def _method(text: str) -> Any:
-    """Return what `--method` names: a preset's name, or a configuration where settings follow it."""
-    from elfatt_sd.console import choose
+    """Return what `--method` names, with the settings that follow its name."""
+    from elfatt_sd.benchmarking.variants import varied
+    from elfatt_sd.console import _name_and_value
 
-    method, colon, changes = text.partition(":")
-    return dataclasses.replace(choose(method, set=changes.split(",")).config, method=text) if colon else text
+    method, _, settings = text.partition(":")
+    return varied(method, **dict(map(_name_and_value, settings.split(",")))) if settings else method
 
 
 def _show(session: Session) -> None:

@@ -20,11 +20,12 @@ from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
 from elfatt_sd.config import BLOCK_ORDERS, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention
 from elfatt_sd.pipelines import pick_device, pick_dtype
+from elfatt_sd.sampled import sample_counts, sampled_attention
 from elfatt_sd.schedule import Position
 from elfatt_sd.standalone import StandaloneLayer
 
 CHANNELS, HEADS = 320, 8  # of the finest level of SD 1.5
-_AGENTS = 64
+_AGENTS, _GROUPS = 64, 8
 
 
 def layer(
@@ -110,11 +111,14 @@ def _attention_calls(
     shape = (3, batch, side * side, HEADS, CHANNELS // HEADS)
     q, k, v = torch.randn(shape, generator=generator).to(device, dtype)
     blocks = cell_blocks(side * side, block_size)
+    seen, groups = sample_counts(side * side, block_size, _GROUPS)
+    keys, values = (x[:, : seen * groups] for x in (k, v))
     return {
         "softmax": lambda: softmax_attention(q, k, v),
         "agent": lambda: agent_attention(q, k, v, pool_agents(q, _AGENTS)),
         "block": lambda: block_attention(q, k, v, block_size),
         "cell_spread": lambda: cell_spread_attention(q, k, v, blocks),
+        "sampled": lambda: sampled_attention(q, keys, values, groups),
         "elfatt": lambda: elfatt_attention(q, k, v, agents=_AGENTS, block_size=block_size),
     }
 
@@ -139,6 +143,7 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
     phases = {f"block, {order}": Phase(1.0, "block", block_size=block_size, block_order=order) for order in orders}
     return phases | {
         "cell_spread": Phase(1.0, "cell_spread", block_size=block_size, block_order="spread"),
+        "sampled": Phase(1.0, "sampled", block_size=block_size, groups=_GROUPS),
         "agent": Phase(1.0, "agent", agents=_AGENTS),
         "elfatt": Phase(1.0, "elfatt", block_size=block_size, agents=_AGENTS),
         "elfatt, spread": Phase(1.0, "elfatt", block_size=block_size, agents=_AGENTS, block_order="spread"),

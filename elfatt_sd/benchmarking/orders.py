@@ -23,6 +23,7 @@ def order_configs(block_sizes: Sequence[int] = BLOCK_SIZES) -> dict[str, PatchCo
         if order != "sequence":  # without merging, that is `raster`
             phases |= {f"block {size}, {order}": _blocks("block", size, order) for size in block_sizes}
     phases |= {f"cell_spread {size}": _blocks("cell_spread", size, "spread") for size in block_sizes}
+    phases |= {f"sampled {size}": _blocks("sampled", size, "raster") for size in block_sizes}
     sd = {"agent_source": "merged", "agent_scale": 0.3, "value_shortcut": 0.075}
     for agents in (64, 256):
         phases[f"agent {agents}"] = Phase(1.0, "agent", agents=agents)

@@ -67,7 +67,10 @@ def unet(
     lineup = with_compiled(lineup) if compile else lineup
     made = model if isinstance(model, Model) else make_model(model, place, precision)
     units = _units(made, lineup.variants)
-    asked = {"model": model if isinstance(model, str) else "given", "dtype": str(precision).removeprefix("torch.")}
+    asked: dict[str, Any] = {
+        "model": model if isinstance(model, str) else "given",
+        "dtype": str(precision).removeprefix("torch."),
+    }
     described = {name: variant.to_dict() for name, variant in lineup.variants.items()}
     asked |= {"graphs": graphs, "variants": described}
     runs = {row: dataclasses.asdict(run) for row, run in lineup.runs.items()}

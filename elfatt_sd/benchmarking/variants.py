@@ -17,7 +17,12 @@ from elfatt_sd.patch import apply_patch
 from elfatt_sd.planning import describe
 
 COMPILED = ", compiled"
+PEER = "tomesd"
 STEPS = 50  # of the run that the phases of a method are added up to
+ATTENTIONS_ALONE = {
+    "cell_spread": Phase(1.0, "cell_spread", block_order="spread"),
+    "sampled": Phase(1.0, "sampled"),
+}
 VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("elfatt", {"ratio": 0}),
     ("elfatt-fast", {"block_size": 128, "levels": 1}),
@@ -56,7 +61,7 @@ class Variant:
         chosen = select_layers(layers, self.config, sorted({layer.downsample for layer in layers}))
         if self.kind == "patch":
             apply_patch(target, self.config)
-        elif self.kind == "tomesd":
+        elif self.kind == PEER:
             import tomesd
 
             deepest = max(layer.downsample for layer in chosen)
@@ -74,7 +79,7 @@ class Variant:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         what = ", then ".join(describe(phase) for phase in self.config.phases)
-        what = {"patch": what, "floor": "the layers left out", "tomesd": f"tomesd, {what}"}.get(self.kind, self.kind)
+        what = {"patch": what, "floor": "the layers left out", PEER: f"tomesd, {what}"}.get(self.kind, self.kind)
         what += COMPILED * self.compiled
         return {"kind": self.kind, "what": what, "config": self.config.to_dict()}
 
@@ -114,18 +119,31 @@ class Lineup:
 
 
 def varied(method: str, **settings: Any) -> PatchConfig:
-    """Return a preset with other settings, and these in its name: `elfatt-fast:levels=2`."""
-    config = PatchConfig.preset(method, **settings)
+    """Return a method with other settings, and these in its name: `elfatt-fast:levels=2`."""
+    config = named(method).with_settings(**settings)
     changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
     return dataclasses.replace(config, method=f"{method}:{changes}" if changes else method)
+
+
+def named(method: str) -> PatchConfig:
+    """Return a preset, the package `tomesd`, or one of `ATTENTIONS_ALONE` after exact early steps.
+
+    Raises:
+        ElfattError: a method that is not known.
+    """
+    if method == PEER:
+        return dataclasses.replace(PatchConfig.preset("tome"), method=PEER)
+    if method in ATTENTIONS_ALONE:
+        return PatchConfig(method, (Phase(0.2), ATTENTIONS_ALONE[method]))
+    return PatchConfig.preset(method)
 
 
 def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any) -> list[PatchConfig]:
     """Return the configurations to time, each kind of work once.
 
     Args:
-        methods: names of presets, or configurations; all presets and `VARIATIONS` where none is named.
-        **settings: changes to the named presets; `ratio` changes those that merge.
+        methods: names as for `named`, or configurations; all presets and `VARIATIONS` where none is named.
+        **settings: changes to the named methods; `ratio` changes those that merge.
 
     Raises:
         ElfattError: a method that is not known.
@@ -142,14 +160,15 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
 
 
 def _preset(method: str, settings: Mapping[str, Any]) -> PatchConfig:
-    config = PatchConfig.preset(method)
+    config = named(method)
     merges = any(phase.ratio for phase in config.phases)
     return config.with_settings(**{name: value for name, value in settings.items() if merges or name != "ratio"})
 
 
 def same_work(one: PatchConfig, other: PatchConfig) -> bool:
-    """Tell whether two configurations differ in nothing but their name."""
-    return dataclasses.replace(one, method="same") == dataclasses.replace(other, method="same")
+    """Tell whether two configurations differ in nothing but their name, and mean the same implementation."""
+    alike = dataclasses.replace(one, method="same") == dataclasses.replace(other, method="same")
+    return alike and (one.method == PEER) == (other.method == PEER)
 
 
 def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
@@ -181,8 +200,10 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
     for config in configs:
         floor = floor_name(config)
         floors.setdefault(floor, Variant("floor", layers_of(config)))
-        if config.method == "tome" and any(phase.ratio > 0 for phase in config.phases):
-            lineup.add("tomesd", Variant("tomesd", config), floor)
+        if config.method in ("tome", PEER) and any(phase.ratio > 0 for phase in config.phases):
+            lineup.add(PEER, Variant(PEER, config), floor)
+            if config.method == PEER:
+                continue
         lineup.runs[config.method] = Run(tuple(parts(lineup, config)), floor)
     for name, variant in floors.items():
         lineup.add(name, variant)
@@ -191,7 +212,7 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
 
 def with_compiled(lineup: Lineup) -> Lineup:
     """Add a compiled twin of every variant but tomesd, and of every row that is made of them."""
-    chosen = {name: variant for name, variant in lineup.variants.items() if variant.kind != "tomesd"}
+    chosen = {name: variant for name, variant in lineup.variants.items() if variant.kind != PEER}
     twins = {name + COMPILED: dataclasses.replace(variant, compiled=True) for name, variant in chosen.items()}
     runs = {
         row + COMPILED: Run(

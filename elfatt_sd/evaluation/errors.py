@@ -192,7 +192,8 @@ class _Recorder:
 def _in_float32(layer: SelfAttention) -> SelfAttention:
     """Copy a layer, with exact attention and without its residual connection."""
     attention: Any = copy.deepcopy(layer.attention).float()
-    attention.set_processor(AttnProcessor2_0())
+    exact: Any = AttnProcessor2_0
+    attention.set_processor(exact())
     attention.residual_connection = False
     return dataclasses.replace(layer, attention=attention)
 
@@ -203,9 +204,11 @@ def _relative_errors(inputs: Inputs, config: PatchConfig) -> Tensor:
     layer.begin(inputs.position, inputs.latent, inputs.block_input)
     with torch.no_grad():
         difference = layer(inputs.hidden_states) - inputs.exact
-    return difference.flatten(1).norm(dim=1) / inputs.exact.flatten(1).norm(dim=1)
+    errors: Tensor = difference.flatten(1).norm(dim=1) / inputs.exact.flatten(1).norm(dim=1)
+    return errors
 
 
 def _draws_at_random(config: PatchConfig, phase: Phase) -> bool:
     merges = phase.ratio > 0 or (phase.uses_agents and phase.agent_source == "merged")
-    return (phase.uses_blocks and phase.block_order == "spread") or (merges and config.use_rand)
+    ordered = phase.uses_order and phase.block_order == "spread"
+    return ordered or phase.attention == "sampled" or (merges and config.use_rand)

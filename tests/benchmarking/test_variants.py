@@ -145,6 +145,21 @@ def test_tomesd_is_the_package(model: Model) -> None:
     assert any(type(module).__name__ == "ToMeBlock" for module in unet.modules())
 
 
+def test_tomesd_can_be_asked_for_alone() -> None:
+    lineup = by_phase(resolve_methods(["tomesd", "elfatt-fast"]))
+    assert list(lineup.runs)[:3] == ["untouched", "tomesd", "elfatt-fast"]
+    assert lineup.variants["tomesd"].kind == "tomesd"
+    assert "tome" not in lineup.runs
+    both = by_phase(resolve_methods(["tomesd", "tome"]))
+    assert list(both.runs) == ["untouched", "tomesd", "tome", "floor"]
+
+
+def test_an_attention_alone_follows_exact_steps() -> None:
+    [config] = resolve_methods(["sampled"])
+    assert [phase.attention for phase in config.phases] == ["softmax", "sampled"]
+    assert varied("sampled", block_size=64).phases[1].block_size == 64
+
+
 def test_weights_are_drawn_and_finite(model: Model) -> None:
     inputs = model.inputs(128, 2)
     assert inputs["sample"].shape == (2, 4, 16, 16)

@@ -1,0 +1,70 @@
+"""The suite for one GPU, tried with its tiny models: it writes after every part and needs few packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SUITE = Path(__file__).parents[2] / "benchmarks" / "gpu_suite.py"
+NOT_NEEDED = ("jinja2", "matplotlib", "rich", "scipy", "torchmetrics", "torchvision", "typer")
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_suite", SUITE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(folder: Path) -> Any:
+    return json.loads((folder / "gpu_suite.json").read_text())
+
+
+def test_it_writes_after_every_part(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that fails is written down; the others are there."""
+    parts = "merging,backends,sd15 512 batch 1,sd15 512 batch 8,sd15 512 batch 1 graph"
+    words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", parts]
+    monkeypatch.setattr(sys, "argv", words)
+    written = []
+    original = suite.Suite.write
+    monkeypatch.setattr(suite.Suite, "write", lambda self: (original(self), written.append(read(tmp_path)))[0])
+    suite.main()
+    assert [len(results["parts"]) for results in written] == [1, 2, 3, 4, 4, 4]
+    assert "ElfattError" in written[-1]["errors"]["sd15 512 batch 1 graph"]
+    assert {goal["method"] for goal in written[-1]["goals"]} == {"elfatt", "elfatt-fast"}
+    methods = {row["method"] for row in written[-1]["parts"]["sd15 512 batch 1"]["rows"]}
+    assert {"untouched", "tomesd", "tome", "agent", "elfatt", "elfatt:ratio=0", "floor", "floor of 2 levels"} <= methods
+
+
+def test_memory_slopes(suite: Any) -> None:
+    """From one picture to eight."""
+    fake = type("Fake", (), {"results": {"parts": {}}})()
+    for pictures, peak in ((1, 2e9), (8, 9e9)):
+        row = {"method": "untouched", "batch": 2 * pictures, "peak_bytes": peak}
+        fake.results["parts"][f"sd15 512 batch {pictures}"] = {"rows": [row]}
+    assert suite.Suite.memory_slopes(fake) == {"sd15 512": {"untouched": pytest.approx(1.0)}}
+
+
+def test_it_needs_torch_diffusers_and_tomesd_only(tmp_path: Path) -> None:
+    """In a process that cannot import what only our other commands need, two parts run."""
+    parts = ["merging", "sd15 512 batch 1"]
+    words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", ",".join(parts)]
+    code = (
+        "import runpy, sys\n"
+        f"sys.modules.update(dict.fromkeys({NOT_NEEDED!r}))\n"  # None there makes an import fail
+        f"sys.argv = {words!r}\n"
+        f"runpy.run_path({str(SUITE)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path)["errors"] == {}
+    assert list(read(tmp_path)["parts"]) == parts

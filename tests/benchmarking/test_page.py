@@ -1,0 +1,114 @@
+"""The page shows what the files hold, keeps what people wrote, and the committed one is in step."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from elfatt_sd import benchmark_cli
+from elfatt_sd.benchmarking.merging import merging
+from elfatt_sd.benchmarking.page import MISSING, fill_page, save
+from elfatt_sd.benchmarking.record import Session
+from elfatt_sd.cli import app
+from elfatt_sd.config import ElfattError
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+TEXT = "# Title\n\n<!-- bench merging -->\nold\n<!-- end -->\n\nProse.\n\n<!-- bench other -->\n<!-- end -->\n"
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    session = Session(folder, command="elfatt-sd bench merging")
+    made = merging(tokens=[64], channels=16, repeats=2, device="cpu", dtypes=["float32"], session=session)
+    save(made, folder / "merging.json")
+    return folder
+
+
+def test_tables_replace_what_stands_between_the_markers(results: Path, tmp_path: Path) -> None:
+    page = fill_page(TEXT, results, tmp_path)
+    assert page.startswith("# Title\n\n<!-- bench merging -->\n| tokens |")
+    assert (results / "merging.md").read_text() in page
+    assert "old" not in page
+    assert "![merging](results/merging.png)" in page
+    assert "2 interleaved rounds" in page
+    assert "Made by `elfatt-sd bench merging` at commit" in page
+    assert f"Prose.\n\n<!-- bench other -->\n{MISSING}\n<!-- end -->" in page
+    assert fill_page(page, results, tmp_path) == page
+
+
+def test_a_suite_shows_all_its_parts(results: Path, tmp_path: Path) -> None:
+    part = json.loads((results / "merging.json").read_text())
+    (results / "other.json").write_text(json.dumps({"parts": {"first": part, "second": part}, "errors": {}}))
+    page = fill_page(TEXT, results, tmp_path)
+    assert page.index("### first") < page.index("### second")
+
+
+def test_a_page_without_markers_and_a_foreign_file_are_refused(results: Path, tmp_path: Path) -> None:
+    with pytest.raises(ElfattError, match="has no marker"):
+        fill_page("# Title\n", results, tmp_path)
+    (results / "other.json").write_text("{}")
+    with pytest.raises(ElfattError, match=r"other.json holds no results"):
+        fill_page(TEXT, results, tmp_path)
+
+
+def test_the_command_fills_and_checks_the_page(results: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(TEXT)
+    words = ["bench", "report", str(results), "--out", str(page)]
+    assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 1
+    assert page.read_text() == TEXT
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert "| tokens |" in page.read_text()
+    assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 0
+
+
+def test_the_committed_page_is_in_step_with_the_committed_results() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert fill_page(text, RESULTS, PAGE.parent) == text, "elfatt-sd bench report benchmarks/results mends it"
+
+
+def commands() -> list[str]:
+    """The commands that make the committed results, as benchmarks/README.md gives them."""
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    return re.findall(r"^elfatt-sd bench .*$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [each for each in commands() if " report" not in each])
+def test_every_published_command_can_be_parsed(command: str, monkeypatch: Any, tmp_path: Path) -> None:
+    """Options exist, methods are known, and the file's name has its place on the page."""
+    seen: dict[str, Any] = {}
+
+    class Module:
+        def __getattr__(self, name: str) -> Any:
+            return lambda **options: seen.update(options)
+
+    monkeypatch.setattr(benchmark_cli.importlib, "import_module", lambda name: Module())
+    words = shlex.split(command)[1:]
+    words[words.index("--out") + 1] = str(tmp_path)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    if seen.get("methods"):
+        from elfatt_sd.benchmarking.variants import resolve_methods
+
+        assert resolve_methods(seen["methods"])
+    session = seen["session"]
+    assert f"<!-- bench {session.name or words[1]} -->" in PAGE.read_text(encoding="utf-8")
+
+
+def test_every_place_on_the_page_has_its_command() -> None:
+    names = re.findall(r"<!-- bench ([\w-]+) -->", PAGE.read_text(encoding="utf-8"))
+    made = {"gpu_suite"}
+    for command in commands():
+        words = shlex.split(command)
+        made.add(words[words.index("--name") + 1] if "--name" in words else words[2])
+    assert set(names) <= made
+    assert len(names) == len(set(names))
