@@ -2,7 +2,8 @@
 
 Every query sees the same number of keys, one from each compact cell of the grid, so its cost does not grow with the
 picture. Keys and values are projected for the sampled tokens alone, and no query is moved: queries are dealt to groups
-by their position modulo the number of groups, which is a view that turns groups into heads.
+by their position modulo the number of groups, which is a view that turns groups into heads. A relative is ToDo
+(arXiv:2402.13573), where all queries share a fixed coarse grid of keys and values.
 """
 
 from __future__ import annotations

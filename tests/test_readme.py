@@ -38,7 +38,7 @@ def test_the_python_runs(folder: Path, monkeypatch: Any, tmp_path: Path) -> None
         exec(block, names)
     from elfatt_sd.patch import current_config
 
-    assert current_config(pipe) == elfatt_sd.PatchConfig.preset("elfatt")
+    assert current_config(pipe) == names["late"]
     assert names["picture"].size == (32, 32)
 
 
