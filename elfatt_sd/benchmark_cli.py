@@ -89,7 +89,7 @@ def _add_layer_command(name: str, sizes: list[int], text: str) -> None:
     @app.command(name, help=text)
     @takes_session
     def command(
-        session: Session,
+        session: Any,
         tokens: Tokens = sizes,
         batch: Batch = 2,
         repeats: Repeats = 5,
@@ -117,7 +117,7 @@ _add_layer_command(
 @app.command()
 @takes_session
 def unet(
-    session: Session,
+    session: Any,
     model: Model = "sd15",
     sizes: Sizes = [512, 1024],  # noqa: B006
     methods: Methods = None,
@@ -140,7 +140,7 @@ def unet(
 @app.command()
 @takes_session
 def pipeline(
-    session: Session,
+    session: Any,
     model: Model = "toy",
     sizes: Sizes = [],  # noqa: B006
     methods: Methods = None,
@@ -159,7 +159,7 @@ def pipeline(
 @app.command()
 @takes_session
 def merging(
-    session: Session,
+    session: Any,
     tokens: Tokens = [4096, 16384],  # noqa: B006
     ratio: Annotated[float, typer.Option(help="Share of the tokens that are merged.")] = 0.5,
     batch: Batch = 2,
@@ -175,7 +175,7 @@ def merging(
 @app.command()
 @takes_session
 def orders(
-    session: Session,
+    session: Any,
     model: Annotated[str, typer.Option(help="toy, a directory, a hub id or a file.")] = "toy",
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="May be given several times.")] = None,
     steps: Steps = 25,

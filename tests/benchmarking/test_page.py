@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from elfatt_sd import benchmark_cli
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.page import MISSING, fill_page, save
 from elfatt_sd.benchmarking.record import Session
+from elfatt_sd.benchmarking.variants import resolve_methods
 from elfatt_sd.cli import app
 from elfatt_sd.config import ElfattError
 
@@ -86,19 +87,14 @@ def commands() -> list[str]:
 def test_every_published_command_can_be_parsed(command: str, monkeypatch: Any, tmp_path: Path) -> None:
     """Options exist, methods are known, and the file's name has its place on the page."""
     seen: dict[str, Any] = {}
-
-    class Module:
-        def __getattr__(self, name: str) -> Any:
-            return lambda **options: seen.update(options)
-
-    monkeypatch.setattr(benchmark_cli.importlib, "import_module", lambda name: Module())
+    for name in ("layer", "merging", "orders", "pipeline", "unet"):
+        module = importlib.import_module(f"elfatt_sd.benchmarking.{name}")
+        monkeypatch.setattr(module, name, lambda **options: seen.update(options))
     words = shlex.split(command)[1:]
     words[words.index("--out") + 1] = str(tmp_path)
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    if seen.get("methods"):
-        from elfatt_sd.benchmarking.variants import resolve_methods
-
+    if "methods" in seen:
         assert resolve_methods(seen["methods"])
     session = seen["session"]
     assert f"<!-- bench {session.name or words[1]} -->" in PAGE.read_text(encoding="utf-8")
