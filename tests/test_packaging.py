@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -72,6 +74,33 @@ def test_the_extras_that_users_are_told_to_install_exist() -> None:
     named = {extra for path in sources for extra in re.findall(r"elfatt-sd\[(\w+)\]", path.read_text())}
     assert named
     assert named <= extras
+
+
+def test_every_import_is_declared() -> None:
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "elfatt_sd").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"elfatt_sd"}
+    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
+    declared = {re.match(r"[\w-]+", line)[0].lower() for line in lines}  # type: ignore[index]
+    homes = importlib.metadata.packages_distributions()
+    found = {name: {home.lower().replace("_", "-") for home in homes.get(name, [name])} for name in imported}
+    assert {name for name, home in found.items() if not home & declared} == set()
+
+
+def test_the_patents_are_named_as_the_paper_does() -> None:
+    for file in ("NOTICE", "README.md"):
+        text = " ".join((ROOT / file).read_text().split())
+        for part in (
+            "19/011,779",
+            "HK30118021A2",
+            "202510108088.7",
+            "kt@innocimda.com",
+            "7 January 2025",
+            "30 May 2025",
+        ):
+            assert part in text, f"{file} lacks {part}"
 
 
 def test_versions_agree() -> None:
