@@ -99,8 +99,9 @@ class ToyExtractor(Extractor):
     @torch.no_grad()
     def classify(self, features: Tensor) -> dict[str, Tensor]:
         """Read attributes from features `[n, 64]`: indices `[n]` for each of the renderer's `ATTRIBUTES`."""
-        heads: Any = self.network.heads
-        return {name: head(features.to(self.device, torch.float32)).argmax(1).cpu() for name, head in heads.items()}
+        network: Any = self.network
+        scores = network.scores(features.to(self.device, torch.float32))
+        return {name: values.argmax(1).cpu() for name, values in scores.items()}
 
 
 class VisionExtractor(Extractor):

@@ -38,11 +38,11 @@ from elfatt_sd.evaluation.generate import (
     run_prompts,
     to_uint8,
 )
-from elfatt_sd.evaluation.protocols import Cell, Memory, Protocol, Time
+from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Memory, Protocol, Time
+from elfatt_sd.evaluation.statistics import student_quantile
 from elfatt_sd.files import sha256_of_data, write_json
 
 TIME_FILE, MEMORY_FILE = "time.json", "memory.json"
-FEW_REPEATS = 5  # results say so where there are fewer
 STAGES = ("text", "unet", "vae")
 WARMUP_STEPS = 5  # enough for every phase of the presets
 _GIB = 2**30
@@ -273,9 +273,9 @@ def summarize_memory(
         note: why there are no larger batches, or None.
 
     Returns:
-        `gib_per_image` (the slope), `intercept_gib`, `fit_error_gib` (root mean square of the residuals), `batches`,
-        `peaks_gib`, `kind`, `stages` with the same of each stage, and `reserved` on CUDA. With fewer than two batches
-        there is no slope.
+        `gib_per_image` (the slope), `interval` (of the slope, 95 %), `intercept_gib`, `fit_error_gib` (root mean square
+        of the residuals), `batches`, `peaks_gib`, `kind`, `stages` with the same of each stage, and `reserved` on CUDA.
+        With fewer than two batches there is no slope, with fewer than three no interval.
     """
     summary: dict[str, Any] = {"batches": list(batches), "note": note, "failed": None if results else note}
     if not results:
@@ -298,11 +298,33 @@ def _line(batches: Sequence[int], peaks: Sequence[float]) -> dict[str, Any]:
     """Fit `peak = intercept + slope * batch` by least squares."""
     data: dict[str, Any] = {"peaks_gib": list(peaks)}
     if len(batches) < 2:
-        return {"gib_per_image": None, "intercept_gib": None, "fit_error_gib": None, **data}
+        return {"gib_per_image": None, "interval": None, "intercept_gib": None, "fit_error_gib": None, **data}
     slope, intercept = statistics.linear_regression(batches, peaks)
     residuals = [peak - intercept - slope * batch for batch, peak in zip(batches, peaks, strict=True)]
     error = math.sqrt(sum(residual**2 for residual in residuals) / len(residuals))
-    return {"gib_per_image": slope, "intercept_gib": intercept, "fit_error_gib": error, **data}
+    return {
+        "gib_per_image": slope,
+        "interval": _slope_interval(batches, slope, error),
+        "intercept_gib": intercept,
+        "fit_error_gib": error,
+        **data,
+    }
+
+
+def _slope_interval(batches: Sequence[int], slope: float, error: float) -> list[float] | None:
+    """Return the 95 % interval of a line's slope; two points leave no error to judge it by.
+
+    Args:
+        batches: where the line was measured.
+        slope: of the line.
+        error: root mean square of its residuals.
+    """
+    count, middle = len(batches), statistics.fmean(batches)
+    if count < 3:
+        return None
+    spread = math.sqrt((count - 2) / count * sum((batch - middle) ** 2 for batch in batches))
+    half = student_quantile(0.975, count - 2) * error / spread
+    return [slope - half, slope + half]
 
 
 def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:

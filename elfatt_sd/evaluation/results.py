@@ -12,7 +12,7 @@ from elfatt_sd.files import write_json
 
 RESULTS_FILE, SCORES_FILE = "results.json", "scores.json"
 FORMAT = 1
-_SCORED = ("images", "distances", "paired", "accuracy", "most_changed")
+_SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed")
 
 
 def join_results(run_dir: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _row(
         "label": cell.label,
         "method": cell.method,
         "peer": cell.peer or None,
-        "settings": dict(cell.settings),
+        "settings": {**cell.settings, **cell.swept},
         "role": cell.role,
         **{key: score.get(key) for key in _SCORED},
         "time": timing or None,

@@ -41,7 +41,7 @@ from elfatt_sd.evaluation.statistics import (
 )
 from elfatt_sd.files import atomic_file, sha256_of_data, write_json
 
-FORMAT = 1
+FORMAT = 2
 SCORES_FILE = "scores.json"
 MOST_CHANGED = 16
 IDENTICAL_DB = 100.0  # what PSNR says of identical pictures, in place of infinity
@@ -136,7 +136,10 @@ def score_run(run_dir: Path, *, batch_size: int = 32, progress: Progress | None 
         data = {
             "format": FORMAT,
             "identity": protocol.identity,
-            "references": {scale.distance_name: scale.reference.description for scale in scales},
+            "references": {
+                scale.distance_name: {**scale.reference.description, "features": scale.extractor.dimension}
+                for scale in scales
+            },
             "rows": {name: score_cell(images, baseline, scales, cache, toy) for name, images in rows.items()},
         }
         write_json(run_dir / SCORES_FILE, data)
@@ -312,8 +315,8 @@ def score_cell(
         toy: whether class indices are those of the toy's list, so that its extractor can tell right from wrong.
 
     Returns:
-        Plain data: `images`, `distances`, `paired` (None for the baseline), `accuracy` (None off the toy) and
-        `most_changed`.
+        Plain data: `images` and `classes` (their numbers), `distances`, `paired` (None for the baseline), `accuracy`
+        (None off the toy) and `most_changed`.
 
     Raises:
         ElfattError: the rows do not show the same prompts, or a picture was altered.
@@ -324,6 +327,7 @@ def score_cell(
     changes = pair_changes(images, other, cache) if other else None
     return {
         "images": len(images.paths),
+        "classes": len(set(images.classes)),
         "distances": _distances(images, other, scales),
         "paired": _paired(images, baseline, changes, scales[0]) if changes is not None else None,
         "accuracy": _accuracy(images, other, scales) if toy else None,
@@ -345,7 +349,7 @@ def _distances(images: Images, baseline: Images | None, scales: Sequence[Scale])
 
 def _difference(figure: Estimate, other: Estimate, classes: Sequence[int], *, lower_is_better: bool) -> dict[str, Any]:
     difference = figure - other
-    found = verdict(difference.interval(classes), lower_is_better=lower_is_better)
+    found = verdict(difference.interval(classes), len(set(classes)), lower_is_better=lower_is_better)
     return {**estimate_as_dict(difference, classes), "verdict": found}
 
 
@@ -384,14 +388,21 @@ def _paired(images: Images, baseline: Images, changes: Tensor, scale: Scale) -> 
     """Summaries of the changes; the cosine is that of the first extractor's features."""
     pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
     cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
-    psnr = {**_summary(changes[:, 0]), "unit": "dB", "identical": int((changes[:, 0] == IDENTICAL_DB).sum())}
-    cosines = {**_summary(cosine), "extractor": scale.extractor.name}
-    return {"psnr": psnr, "ssim": _summary(changes[:, 1]), "cosine": cosines}
+    psnr, ssim, cosines = (_summary(values, images.classes) for values in (changes[:, 0], changes[:, 1], cosine))
+    psnr |= {"unit": "dB", "identical": int((changes[:, 0] == IDENTICAL_DB).sum())}
+    return {"psnr": psnr, "ssim": ssim, "cosine": {**cosines, "extractor": scale.extractor.name}}
 
 
-def _summary(values: Tensor) -> dict[str, Any]:
+def _summary(values: Tensor, classes: Sequence[int]) -> dict[str, Any]:
+    """The mean of one number per picture with its 95 % interval, and median and quartiles of the pictures."""
+    mean = Estimate.mean(values)
     quartiles = torch.quantile(values, torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype)).tolist()
-    return {"median": quartiles[1], "mean": values.mean().item(), "quartiles": [quartiles[0], quartiles[2]]}
+    return {
+        "mean": mean.value,
+        "interval": as_list(mean.interval(classes)),
+        "median": quartiles[1],
+        "quartiles": [quartiles[0], quartiles[2]],
+    }
 
 
 def _most_changed(changes: Tensor) -> list[int]:
@@ -413,6 +424,8 @@ def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) 
         rows[name] = estimate_as_dict(figure, images.classes)
         if name in right:
             rows[name]["interval"] = as_list(wilson_interval(int(values.sum()), len(values)))
+        elif rows[name]["interval"]:
+            rows[name]["interval"] = [min(max(end, 0.0), 1.0) for end in rows[name]["interval"]]
         if other is not None:
             before = Estimate.mean(other[name] if name in other else torch.stack(list(other.values())).mean(0))
             rows[name]["difference"] = _difference(figure, before, images.classes, lower_is_better=False)
@@ -421,14 +434,12 @@ def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) 
 
 def _right(scale: Scale, images: Images) -> dict[str, Tensor]:
     """Whether each picture shows its prompt's attributes: `[n]` of 0 or 1, per attribute."""
-    from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES
+    from elfatt_sd.toy.quality import class_labels
+    from elfatt_sd.toy.renderer import CLASSES
 
     extractor = scale.extractor
     if not isinstance(extractor, ToyExtractor):
         raise TypeError(f"extractor {extractor.name} does not read attributes")
-    features = torch.from_numpy(np.array(scale.features(images)))
-    wanted = [CLASSES[number] for number in images.classes]
-    return {
-        name: (seen == torch.tensor([ATTRIBUTES[name].index(labels[place]) for labels in wanted])).to(torch.float64)
-        for place, (name, seen) in enumerate(extractor.classify(features).items())
-    }
+    seen = extractor.classify(torch.from_numpy(np.array(scale.features(images))))
+    wanted = class_labels([CLASSES[number] for number in images.classes])
+    return {name: (found == wanted[:, place]).to(torch.float64) for place, (name, found) in enumerate(seen.items())}

@@ -152,6 +152,19 @@ def test_fit_error_is_the_residuals_root_mean_square() -> None:
     assert "stages" not in found
 
 
+def test_the_slope_has_the_interval_that_the_fit_allows() -> None:
+    """Against the textbook's formula for a slope's standard error, times Student's t."""
+    peaks, batches = [1.0, 2.2, 2.9, 5.1, 8.8], [1, 2, 3, 5, 9]
+    found = measure.summarize_memory(batches, [{"kind": "VmHWM", "peaks": {"all": peak}} for peak in peaks])
+    slope, intercept = found["gib_per_image"], found["intercept_gib"]
+    squares = sum((peak - intercept - slope * batch) ** 2 for batch, peak in zip(batches, peaks, strict=True))
+    error = (squares / 3 / sum((batch - 4) ** 2 for batch in batches)) ** 0.5
+    assert found["interval"] == pytest.approx([slope - 3.1824 * error, slope + 3.1824 * error], rel=1e-3)
+    assert found["interval"][0] < found["interval"][1]
+    two = measure.summarize_memory([1, 2], [{"kind": "VmHWM", "peaks": {"all": peak}} for peak in (1.0, 3.0)])
+    assert (two["gib_per_image"], two["interval"]) == (2.0, None)
+
+
 def test_out_of_memory_ends_a_row_and_is_named(
     timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

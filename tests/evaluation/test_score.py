@@ -21,23 +21,30 @@ from elfatt_sd.evaluation.features import Extractor, load_extractor
 from elfatt_sd.evaluation.protocols import Cell, Protocol, Reference
 from elfatt_sd.evaluation.reference import Renders
 from elfatt_sd.evaluation.score import Images, build_references, score_run
-from elfatt_sd.evaluation.statistics import BETTER, NO_DIFFERENCE, WORSE, FeatureStatistics, frechet_distance
+from elfatt_sd.evaluation.statistics import (
+    BETTER,
+    NO_DIFFERENCE,
+    TOO_FEW,
+    WORSE,
+    FeatureStatistics,
+    frechet_distance,
+    student_quantile,
+)
 
-CLASSES = [3, 250, 600, 1100]
 CELLS = (
     Cell("sd", "SD", "sd", role="baseline"),
     Cell("null", "other seeds", "sd", role="null", seed_offset=1000),
     Cell("tome", "ToMe", "tome"),
     Cell("dark", "dark", "elfatt"),
 )
-COUNT = 24
+COUNT = 32
 
 
 def protocol(**changes: Any) -> Protocol:
     settings: dict[str, Any] = {
         "labels": "toy",
-        "classes": 4,
-        "images_per_class": 6,
+        "classes": COUNT,
+        "images_per_class": 1,
         "extractors": ("toy",),
         "reference": Reference("toy", count=64),
         "height": 256,
@@ -110,8 +117,8 @@ def test_every_row_is_scored(scores: dict[str, Any]) -> None:
     assert list(scores["rows"]) == ["sd", "null", "tome", "dark"]
     assert list(scores["references"]) == ["FD-toy"]
     for name, row in scores["rows"].items():
-        assert set(row) == {"images", "distances", "paired", "accuracy", "most_changed"}
-        assert row["images"] == COUNT
+        assert set(row) == {"images", "classes", "distances", "paired", "accuracy", "most_changed"}
+        assert row["images"] == row["classes"] == COUNT
         assert list(row["distances"]) == ["FD-toy", "KD-toy"]
         for distance in row["distances"].values():
             low, high = distance["interval"]
@@ -157,7 +164,13 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
     )
     changes = score.pair_changes(Images.of_cell(scored, CELLS[2]), Images.of_cell(scored, CELLS[0]), scored / "scores")
     assert changes[2, 0] == pytest.approx(10 * np.log10(255**2 / ((ours - theirs) ** 2).mean()), rel=1e-5)
-    assert tome["psnr"]["mean"] == pytest.approx(changes[:, 0].mean().item())
+    for measure, values in (("psnr", changes[:, 0]), ("ssim", changes[:, 1])):
+        half = student_quantile(0.975, COUNT - 1) * values.std().item() / COUNT**0.5
+        middle = values.mean().item()
+        assert tome[measure]["mean"] == pytest.approx(middle)
+        assert tome[measure]["interval"] == pytest.approx([middle - half, middle + half])
+    low, high = tome["cosine"]["interval"]
+    assert low < tome["cosine"]["mean"] < high
 
 
 def test_accuracy_of_attributes(scores: dict[str, Any]) -> None:
@@ -167,10 +180,22 @@ def test_accuracy_of_attributes(scores: dict[str, Any]) -> None:
     for name in good:
         low, high = good[name]["interval"]
         assert good[name]["value"] >= 0.95
-        assert low <= good[name]["value"] <= high + 1e-12
+        assert 0 <= low <= good[name]["value"] <= high <= 1
     assert bad["mean"]["value"] < 0.9
     assert bad["mean"]["difference"]["verdict"] == WORSE
     assert scores["rows"]["tome"]["accuracy"]["mean"]["difference"]["verdict"] == NO_DIFFERENCE
+
+
+def test_few_classes_give_no_verdict_however_many_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol(classes=4, images_per_class=COUNT // 4))
+    score_run(run_dir)
+    rows = json.loads((run_dir / "scores.json").read_text())["rows"]
+    assert rows["dark"]["classes"] == 4
+    for distance in rows["dark"]["distances"].values():
+        low, _ = distance["difference"]["interval"]
+        assert low > 0, "an interval there is, and it leaves out zero"
+        assert distance["difference"]["verdict"] == TOO_FEW
 
 
 def test_better_is_said_where_it_is_shown(scored: Path) -> None:

@@ -16,7 +16,9 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import statistics
 from elfatt_sd.evaluation.statistics import (
     BETTER,
+    FEWEST_CLASSES,
     NO_DIFFERENCE,
+    TOO_FEW,
     WORSE,
     Estimate,
     FeatureStatistics,
@@ -322,11 +324,40 @@ def test_kernel_distance_of_many_pictures_uses_a_sample(monkeypatch: pytest.Monk
 
 
 def test_verdicts() -> None:
-    assert verdict((-2.0, -1.0)) == BETTER
-    assert verdict((1.0, 2.0)) == WORSE
-    assert verdict((-1.0, 1.0)) == verdict(None) == NO_DIFFERENCE
-    assert verdict((0.1, 0.2), lower_is_better=False) == BETTER
-    assert verdict((-0.2, -0.1), lower_is_better=False) == WORSE
+    enough = FEWEST_CLASSES
+    assert verdict((-2.0, -1.0), enough) == BETTER
+    assert verdict((1.0, 2.0), enough) == WORSE
+    assert verdict((-1.0, 1.0), enough) == verdict(None, enough) == NO_DIFFERENCE
+    assert verdict((0.1, 0.2), enough, lower_is_better=False) == BETTER
+    assert verdict((-0.2, -0.1), enough, lower_is_better=False) == WORSE
+    for interval in ((-2.0, -1.0), (1.0, 2.0), (-1.0, 1.0), None):
+        assert verdict(interval, enough - 1) == TOO_FEW
+
+
+def test_the_fewest_classes_are_those_that_do_not_miss_rare_damage() -> None:
+    """A method that sharpens all pictures a little and breaks one in ten: it is worse, and must not be called better.
+
+    Wrong verdicts of 400 simulated runs, by the number of pictures, one a class.
+    """
+    generator = torch.Generator().manual_seed(29)
+    mean, covariance = torch.zeros(8, dtype=torch.float64), torch.eye(8, dtype=torch.float64)
+
+    def wrong(count: int) -> float:
+        differences, better = [], 0
+        for _ in range(400):
+            before = 1.2 * torch.randn(count, 8, generator=generator, dtype=torch.float64)
+            broken = (torch.rand(count, 1, generator=generator) < 0.1).double()
+            after = 0.95 * before + 2 * broken
+            one, two = (frechet_estimate(features, mean, covariance) for features in (after, before))
+            interval = (one - two).interval(range(count))
+            assert interval is not None
+            differences.append(one.value - two.value)
+            better += interval[1] < 0
+        assert sum(differences) > 0
+        return better / 400
+
+    assert wrong(FEWEST_CLASSES) <= 0.07  # a rate of 5 %, and two standard deviations of chance
+    assert wrong(5) > 0.25
 
 
 def test_quantiles_of_student_against_tables() -> None:
