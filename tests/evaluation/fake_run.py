@@ -22,6 +22,7 @@ PUBLISHED = {
     "agent": {0.1: (30.2, 0.794, 1.00), 0.3: (30.3, 0.760, 1.00), 0.5: (30.7, 0.724, 0.70)},
     "elfatt": {0.1: (30.2, 0.772, 0.80), 0.3: (30.4, 0.739, 0.75), 0.5: (30.4, 0.707, 0.70)},
 }
+PICTURES = 64  # of a row, by the results; the folder has the first few
 FAILED = "agent-0.5"
 NO_MEMORY = "tome-0.3"
 
@@ -67,14 +68,44 @@ def build_run(folder: Path, *, images: int = 12, size: int = 128) -> dict:
         ),
     ]
     for row in rows:
-        row["images"] = images
         if row["cell"] == FAILED:
             row |= dict.fromkeys(("distances", "paired", "accuracy", "most_changed", "time", "memory"))
             row["failed"] = "picture 7 is black (all pixels 0); 8 of 12 pictures were made"
         if row["cell"] == NO_MEMORY:
             row["memory"] = None
         _write_cell(folder, row, images, size)
-    results = {
+    results = _results(rows)
+    save(folder, results)
+    return results
+
+
+def build_sweep(folder: Path, *, images: int = 2, size: int = 32) -> dict:
+    """Write a run of 40 rows of many methods with long labels, some swept, with UNet time and no memory."""
+    chance = random.Random(1)
+    rows = [_row("sd", "SD (Baseline)", "sd", {}, "baseline", 0.0, chance)]
+    rows.append(_row("sd-null", "SD, other seeds", "sd", {}, "null", 6.0, chance))
+    for number in range(20):
+        label = f"blocks of a stratified sample, drawn anew in every layer, from step {number} on"
+        rows.append(_row(f"late{number}", label, "custom", {}, "method", 0.2 + number / 20, chance))
+    for ratio in (0.3, 0.5):
+        for size_of_block in (32, 56, 81, 128, 227, 512):
+            settings = {"ratio": ratio, "block_size": size_of_block}
+            label = "ELFATT with blocks along a curve in the first fifth of all steps"
+            name = f"curve-ratio{ratio}-block_size{size_of_block}"
+            rows.append(_row(name, label, "custom", settings, "method", 0.1 + ratio, chance))
+    for until in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
+        rows.append(_row(f"until{until}", "ToMe, then exact", "custom", {"until": until}, "method", until, chance))
+    for row in rows:
+        row["memory"] = None
+        del row["time"]["end_to_end"]
+        _write_cell(folder, row, images, size)
+    results = _results(rows) | {"published": None}
+    save(folder, results)
+    return results
+
+
+def _results(rows: list[dict]) -> dict:
+    return {
         "format": 1,
         "name": "toy_full",
         "description": "The shape of the paper's table on the embedded toy pipeline.",
@@ -91,6 +122,7 @@ def build_run(folder: Path, *, images: int = 12, size: int = 128) -> dict:
             "attention_backends": {"scaled_dot_product_attention": ["flash (CPU)", "math"]},
         },
         "rows": rows,
+        "reference": {"FD-toy": {"source": "renders", "count": 10_000, "features": 32}},
         "published": {
             "source": "tabSD",
             "rows": [
@@ -103,8 +135,6 @@ def build_run(folder: Path, *, images: int = 12, size: int = 128) -> dict:
             ],
         },
     }  # fmt: skip
-    save(folder, results)
-    return results
 
 
 def save(folder: Path, results: object) -> None:
@@ -135,13 +165,16 @@ def _row(cell, label, method, settings, role, change, chance) -> dict:  # type: 
         "method": method,
         "settings": settings,
         "role": role,
+        "images": PICTURES,
+        "classes": PICTURES,
         "distances": distances,
         "paired": None if baseline else pairs,
-        "accuracy": {name: _around(0.95 - change / 40, 0.03) for name in ("shape", "color", "mean")},
+        "accuracy": {name: _accuracy(0.95 - change / 40, baseline) for name in ("shape", "color", "mean")},
         "most_changed": [] if baseline else [3, 7, 1, 9],
         "time": {"end_to_end": _timing(3.12, speed, chance), "unet": _timing(2.61, speed + 0.02, chance)},
         "memory": {
             "gib_per_image": slope,
+            "interval": [slope - 0.006, slope + 0.006],
             "intercept_gib": 0.92,
             "fit_error_gib": 0.004,
             "batches": batches,
@@ -158,7 +191,14 @@ def _around(value: float, half: float) -> dict:
 
 
 def _spread(median: float, half: float) -> dict:
-    return {"median": median, "mean": median + half / 9, "quartiles": [median - half, median + half * 0.8]}
+    mean = median + half / 9
+    quartiles = [median - half, median + half * 0.8]
+    return {"median": median, "mean": mean, "interval": [mean - half / 5, mean + half / 5], "quartiles": quartiles}
+
+
+def _accuracy(value: float, baseline: bool) -> dict:
+    difference = {} if baseline else {"difference": _around(value - 0.95, 0.02) | {"verdict": "no difference shown"}}
+    return _around(value, 0.03) | difference
 
 
 def _timing(untouched: float, speed: float, chance: random.Random) -> dict:

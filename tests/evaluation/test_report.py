@@ -8,19 +8,22 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from fake_run import FAILED, NO_MEMORY, build_run, picture, prompt, save
+from fake_run import FAILED, NO_MEMORY, build_run, build_sweep, picture, prompt, save
+from matplotlib.text import Text
 from PIL import Image
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report import charts, page, write_report
 from elfatt_sd.evaluation.report.data import Estimate, Results
-from elfatt_sd.evaluation.report.palette import Palette
+from elfatt_sd.evaluation.report.palette import PAPER, Palette
 from elfatt_sd.evaluation.report.pictures import Pictures
 from elfatt_sd.evaluation.report.plots import draw_plots
+from elfatt_sd.evaluation.report.scatter import Spot, distance_over_time, front
 from elfatt_sd.evaluation.report.summary import findings, headline
 from elfatt_sd.evaluation.report.tables import main_table, more_table
 from elfatt_sd.evaluation.report.text import decimals_for, fixed
 from elfatt_sd.evaluation.report.writers import to_csv, to_latex, to_markdown
+from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
 
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> $\\frac{ & | _x % {{ 7 * 7 }} \N{SNOWMAN}"
 
@@ -69,6 +72,17 @@ def results(run):
     return copy.deepcopy(run[1])
 
 
+@pytest.fixture(scope="module")
+def sweep_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    return folder, build_sweep(folder)
+
+
+@pytest.fixture
+def sweep(sweep_run):
+    return copy.deepcopy(sweep_run[1])
+
+
 def test_page_shows_each_figure_of_the_table(run):
     _, results, page = run
     lines = {row["cell"]: line for row, line in zip(results["rows"], page.tables[0][2:], strict=True)}
@@ -83,7 +97,9 @@ def test_page_shows_each_figure_of_the_table(run):
         if row["role"] == "method":
             assert f"{abs(distance['difference']['value']):.2f}" in shown
             assert distance["difference"]["verdict"] in shown
-            assert f"{row['paired']['psnr']['median']:.1f}" in shown
+            psnr = row["paired"]["psnr"]
+            assert f"{psnr['mean']:.2f} [{psnr['interval'][0]:.2f}, {psnr['interval'][1]:.2f}]" in shown
+            assert f"{row['accuracy']['mean']['value']:.3f}" in shown
             assert f"{row['time']['end_to_end']['ratio']['median']:.2f}×" in shown  # noqa: RUF001
         if row["memory"]:
             assert f"{row['memory']['gib_per_image']:.2f}" in shown
@@ -102,7 +118,7 @@ def test_headline_counts_the_verdicts(run):
     assert worse > 1 and same > 1, "the fake run must show several verdicts"
     title = headline(Results(results))
     assert title == (
-        "9 settings of ToMe-SD, Agent-SD and ELFATT-SD on 12 pictures each (toy): "
+        "9 settings of ToMe-SD, Agent-SD and ELFATT-SD on 64 pictures each (toy): "
         f"by FD-toy, {worse} are worse than the untouched pipeline, {same} show no difference and 1 failed."
     )
     assert title in page.text
@@ -117,20 +133,105 @@ def test_findings_name_the_fastest_the_null_row_and_failures(results):
         in told
     )
     assert "The null row, the same pipeline with other seeds, differs by +0.21" in told
-    assert "picture 7 is black" in told and "12 pictures a row are too few" in told
+    assert "picture 7 is black" in told and "64 pictures a row" not in told
     results["rows"][1]["distances"]["FD-toy"]["difference"]["verdict"] = "worse"
     results["protocol"]["limit"] = 8
     results["environment"]["timing"] = {"note": "only 2 repeats; take 5 or more", "environment": {"device_name": "GPU"}}
     told = " ".join(findings(Results(results)))
     assert "needs more pictures" in told and "limited to 8 pictures" in told and "only 2 repeats" in told
-    assert "Fastest end to end on GPU" in told
+    assert "Fastest by the median, end to end on GPU" in told
 
 
-def test_no_speedup_is_told_as_such(results):
+def told_of(results, word):
+    """The sentence on time or memory."""
+    return next(sentence for sentence in findings(Results(results)) if word in sentence)
+
+
+def speed(results, ratios, null=(0.98, 1.0, 1.02), rounds=5):
+    """Give the methods these speed-ups: lowest, median, highest."""
+    given = iter(ratios)
     for row in results["rows"]:
-        for part in (row["time"] or {}).values():
-            part["ratio"] = {"median": 0.9, "low": 0.85, "high": 0.95}
-    assert "No setting is faster than the untouched pipeline" in " ".join(findings(Results(results)))
+        if row["time"]:
+            low, median, high = null if row["role"] != "method" else next(given, (0.8, 0.9, 0.99))
+            values = row["time"]["end_to_end"]["values"][:rounds]
+            ratio = {"median": median, "low": low, "high": high}
+            row["time"] = {"end_to_end": {"seconds_per_image": 3.0, "values": values, "ratio": ratio}}
+    return results
+
+
+def test_a_speedup_is_claimed_beyond_the_spread_alone(results):
+    told = told_of(speed(results, [(1.05, 1.1, 1.2)]), "untouched (")
+    assert told.startswith("Fastest by the median, end to end")
+    assert "1.10 times as fast as untouched (1.05–1.20)" in told  # noqa: RUF001
+    for ratios in ((0.97, 1.04, 1.1), (1.01, 1.03, 1.06)):  # across 1; within what the null row does
+        told = told_of(speed(results, [ratios]), "untouched (")
+        assert told.startswith("No setting is shown to be faster") and "Fastest" not in told
+    assert "7 settings are slower than untouched" not in told
+    slower = told_of(speed(results, [(0.8, 0.9, 0.97)] * 2 + [(0.8, 0.9, 0.99)] * 6), "untouched (")
+    assert "No setting is shown to be faster" in slower and "2 settings are slower than untouched." in slower
+
+
+def test_few_rounds_claim_no_speedup(results):
+    told = told_of(speed(results, [(1.5, 1.6, 1.7)], rounds=2), "rounds")
+    assert told.startswith("Too few rounds of timing") and "(2)" in told and "Fastest" not in told
+
+
+def line_of(row, slope, half):
+    ends = None if half is None else [slope - half, slope + half]
+    row["memory"] |= {"gib_per_image": slope, "interval": ends}
+
+
+def test_less_memory_is_claimed_beyond_the_fit_error_alone(results):
+    rows = [row for row in results["rows"] if row["memory"]]
+    for row in rows:
+        line_of(row, 0.12, 0.001)
+    line_of(rows[0], 0.11, 0.001)
+    told = told_of(results, "VmHWM")
+    assert told.startswith("No setting is shown to take less memory") and "Least memory" not in told
+    assert "settings take more than untouched." in told and "untouched 0.1100 [0.1090, 0.1110]" in told
+    line_of(rows[-1], 0.10, 0.02)
+    assert told_of(results, "VmHWM").startswith("No setting is shown to take less memory")
+    line_of(rows[-1], 0.10, None)
+    assert "0.1000 (no interval) GiB per image" in told_of(results, "No setting is shown to take less memory")
+    line_of(rows[-1], 0.10, 0.004)
+    told = told_of(results, "Least memory")
+    assert "ELFATT-SD 0.5, 0.1000 [0.0960, 0.1040] GiB per image, untouched 0.1100 [0.1090, 0.1110]" in told
+    rows[0]["memory"] = None
+    assert "Memory of the untouched pipeline was not measured; the least of the others" in " ".join(
+        findings(Results(results))
+    )
+
+
+def test_no_verdict_is_given_from_few_classes(tmp_path, results):
+    for row in results["rows"]:
+        row |= {"images": 5, "classes": 5}
+        if row["distances"] and row["role"] != "baseline":
+            for distance in row["distances"].values():
+                distance["difference"]["verdict"] = TOO_FEW
+    save(tmp_path, results)
+    page = Page(write_report(tmp_path))
+    assert "no verdict, of too few classes" in headline(Results(results))
+    told = " ".join(findings(Results(results)))
+    assert f"the pictures are of 5; an interval over fewer than {FEWEST_CLASSES} different classes" in told
+    for word in ("better than", "worse than", "Better:", "Worse:"):
+        assert word not in told + headline(Results(results))
+    assert sum(item.get("class") == "few" for item in page.all("td")) == 2 * 9, "distance and kernel distance"
+    for name in ("table.csv", "table.md", "table.tex"):
+        text = (tmp_path / "report" / name).read_text(encoding="utf-8")
+        assert text.count(TOO_FEW) >= 9
+        assert not re.search(r"\b(better|worse)\b", text)
+    (marks,) = charts.differences(Results(results), Palette(Results(results))).figure.axes
+    assert {line.get_markerfacecolor() for line in marks.lines if line.get_marker() in "os^dD"} == {PAPER}
+
+
+def test_a_singular_covariance_is_told(results):
+    assert "features of FD-toy" not in " ".join(findings(Results(results)))
+    results["reference"]["FD-toy"]["features"] = 64
+    assert "64 pictures a row are no more than the 64 features of FD-toy" in told_of(results, "KD-toy, among the other")
+
+
+def test_many_comparisons_warn_of_chance_verdicts(sweep):
+    assert "of 38 rows that do not differ, about 2 would get one" in told_of(sweep, "verdicts rest on")
 
 
 def test_csv_holds_every_figure_unrounded(run):
@@ -150,6 +251,10 @@ def test_csv_holds_every_figure_unrounded(run):
                 assert float(record[f"{name} difference"]) == distance["difference"]["value"]
                 assert record[f"{name} verdict"] == distance["difference"]["verdict"]
         assert float(record["end_to_end seconds_per_image"]) == row["time"]["end_to_end"]["seconds_per_image"]
+        for measure, found in (row["paired"] or {}).items():
+            shown = [float(record[f"{measure}{what}"]) for what in ("", " low", " high", " median")]
+            assert shown == [found["mean"], *found["interval"], found["median"]]
+            assert float(record[f"{measure} quartile 3"]) == found["quartiles"][1]
         assert record["gib_per_image"] == ("" if row["memory"] is None else str(row["memory"]["gib_per_image"]))
         assert float(record["accuracy shape"]) == row["accuracy"]["shape"]["value"]
         assert record["setting_ratio"] == str(row["settings"].get("ratio", ""))
@@ -225,15 +330,15 @@ def test_page_is_accessible(run):
     assert page.all("html")[0]["lang"] == "en" and len(page.all("h1")) == 1
     assert all(attributes.get("scope") for attributes in page.all("th"))
     plots = [item for item in page.all("div") if item.get("role") == "img"]
-    assert len(plots) == 8 and all("ELFATT-SD 0.5: " in item["aria-label"] for item in plots)
+    assert len(plots) == 10 and all("ELFATT-SD 0.5: " in item["aria-label"] for item in plots)
 
 
 def test_plots_are_written_as_png_too(run):
     folder, _, page = run
     names = {path.stem for path in (folder / "report").glob("*.png")}
     assert names == {
-        "difference", "distance_time", "distance_memory", "closeness_time", "ablation_ratio", "memory",
-        "timing_end_to_end", "timing_unet",
+        "difference", "distance_time", "distance_unet_time", "distance_memory", "accuracy_time", "closeness_time",
+        "ablation_ratio", "memory", "timing_end_to_end", "timing_unet",
     }  # fmt: skip
     assert len(page.all("svg")) == len(names)
     for name in names:
@@ -380,10 +485,10 @@ def test_identical_pictures_are_called_identical(results):
         "median": 100.0,
         "mean": 98.0,
         "quartiles": [100.0, 100.0],
-        "identical": 11,
+        "identical": 61,
     }
     entry = main_table(Results(results)).lines[-1].entries[-1]
-    assert (entry.text, entry.note) == ("identical", "(11 of 12)")
+    assert (entry.text, entry.note) == ("identical", "(61 of 64)")
     plots, _ = draw_plots(Results(results), Palette(Results(results)))
     closeness = next(plot for plot in plots if plot.name == "closeness_time")
     assert "ELFATT-SD 0.5:" not in closeness.alt and "ELFATT-SD 0.3:" in closeness.alt
@@ -402,9 +507,91 @@ def test_settings_that_vary_have_their_column_and_plot(results):
     assert found == {"sd": "—", "sd-null": "—", "elfatt-0.1": "—", "elfatt-0.3": "30.8", "elfatt-0.5": "—"}
     plots, missing = draw_plots(shown, Palette(shown))
     svg = next(plot.svg for plot in plots if plot.name == "ablation_block_size")
-    ticks = [text for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg) if text in ("32", "128", "512")]
-    assert ticks == ["32", "128", "512"], "values in order, not as the protocol lists them"
+    texts = "|".join(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
+    assert "|32|128|512|" in texts, "values in order, not as the protocol lists them"
     assert any("Ratio" in line for line in missing)
+
+
+def test_an_ablation_has_a_line_for_each_set_of_other_settings(sweep):
+    shown = Results(sweep)
+    plots, _ = draw_plots(shown, Palette(shown))
+    ablations = {plot.name: plot for plot in plots if plot.name.startswith("ablation")}
+    assert set(ablations) == {"ablation_ratio", "ablation_block_size", "ablation_until"}
+    sizes = re.findall(r"<text[^>]*>([^<]*)</text>", ablations["ablation_block_size"].svg)
+    lines = [text for text in sizes if "ratio 0" in text]
+    assert lines == ["ELFATT with blocks al… ratio 0.3", "ELFATT with blocks al… ratio 0.5"]
+    for measure in ("FD-toy", "Accuracy", "PSNR, dB", "UNet, s/img"):
+        assert measure in sizes and f": {measure} " in ablations["ablation_block_size"].alt
+    assert "from step" not in ablations["ablation_block_size"].alt, "a row without the setting has no place"
+
+
+def test_forty_rows_are_numbered_and_told_apart(sweep, tmp_path):
+    shown = Results(sweep)
+    assert len(shown.rows) == 40 and shown.crowded
+    names = [row.short(34) for row in shown.rows]
+    assert len(set(names)) == 40 and all(len(name) <= 34 for name in names)
+    assert names[22].startswith("23 · ELFATT") and names[22].endswith("… 0.3, block size 32")
+    styles = {Palette(shown).style(row) for row in shown.methods}
+    assert len(styles) == len({row.label for row in shown.methods}) == 22, "a style of its own for each method"
+    assert "38 settings of 22 methods on 64 pictures each" in headline(shown)
+    assert all(len(sentence) < 400 for sentence in findings(shown))
+    told = told_of(sweep, "verdicts rest on")
+    assert told.startswith("Worse: rows ") and " to " in told and "No difference shown" not in told.split(";")[0]
+    assert main_table(shown).lines[4].heads[0].text.startswith("5 · blocks of a stratified")
+    plots, _ = draw_plots(shown, Palette(shown))
+    texts = re.findall(
+        r"<text[^>]*>([^<]*)</text>", next(plot.svg for plot in plots if plot.name == "distance_unet_time")
+    )
+    assert {str(number) for number in range(3, 41)} <= set(texts)
+
+
+def test_numbers_beside_points_do_not_cover_each_other(sweep):
+    shown = Results(sweep)
+    figure = distance_over_time(shown, Palette(shown), "unet").figure
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    boxes = [Text.get_window_extent(text) for text in axes.texts if text.get_text().isdecimal()]
+    assert len(boxes) == 40
+    crossing = [(one, two) for place, one in enumerate(boxes) for two in boxes[:place] if one.overlaps(two)]
+    assert len(crossing) <= 2
+    assert all(axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max) for box in boxes)
+
+
+def test_a_run_without_time_or_memory_says_so(sweep):
+    for row in sweep["rows"]:
+        row["time"] = None
+    shown = Results(sweep)
+    line = main_table(shown).lines[5]
+    told = dict(zip([column.title for column in main_table(shown).columns], [*line.heads, *line.entries], strict=True))
+    assert told["s/img"].text == told["GiB/img"].text == "not measured"
+    assert {"Time was not measured.", "Memory was not measured."} <= set(findings(shown))
+
+
+def test_the_time_of_the_unet_alone_is_named(sweep):
+    shown = Results(sweep)
+    assert "UNet, s/img" in [column.title for column in main_table(shown).columns]
+    assert "UNet, s/img" not in [column.title for column in more_table(shown).columns]
+    assert "Fastest by the median, UNet alone" in " ".join(findings(shown))
+
+
+def test_the_stepped_line_joins_rows_that_none_beats_in_both(results):
+    spots = [
+        Spot(row, across, Estimate(up))
+        for row, across, up in zip(
+            Results(results).rows, (3.0, 1.0, 2.0, 2.0, 1.5), (1.0, 9.0, 5.0, 4.0, 9.0), strict=False
+        )
+    ]
+    assert [(spot.across, spot.up.value) for spot in front(spots, low_is_better=True)] == [(1, 9), (2, 4), (3, 1)]
+    assert [(spot.across, spot.up.value) for spot in front(spots, low_is_better=False)] == [(1, 9)]
+
+
+def test_a_far_null_row_does_not_press_the_others_together(results):
+    shown = Results(results)
+    plots = {plot.name: plot for plot in draw_plots(shown, Palette(shown))[0]}
+    null = results["rows"][1]["paired"]["psnr"]["mean"]
+    assert f"The null row is far off this plot, at {null:.3g}." in plots["closeness_time"].caption
+    assert "null row" not in plots["closeness_time"].alt
+    assert "far off" not in plots["distance_time"].caption and "null row" in plots["distance_time"].alt
 
 
 def test_a_wide_null_row_does_not_hide_the_methods(results):

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from fake_run import FAILED, build_run
+from fake_run import FAILED, build_run, build_sweep
 
 from elfatt_sd.evaluation.report import write_report
 
@@ -80,11 +80,26 @@ def browse(folder, path, *options):
     return done.stdout
 
 
-def probe(folder, report, *options):
-    """Open a copy of the report that watches for errors, moves the slider and tells what it saw."""
+LAYOUT = """<script>
+addEventListener("load", () => {
+  const heights = [...document.querySelectorAll("#table tbody tr")].map((row) => row.getBoundingClientRect().height);
+  const told = { problems, rows: heights.length, tallest: Math.max(...heights) };
+  told.overflow = document.documentElement.scrollWidth - innerWidth;
+  const label = document.querySelector("#table tbody th").getBoundingClientRect().width;
+  told.label = label / document.querySelector("#table .scroll").getBoundingClientRect().width;
+  const result = document.createElement("pre");
+  result.id = "probe-result";
+  result.textContent = JSON.stringify(told);
+  document.body.append(result);
+});
+</script>"""
+
+
+def probe(folder, report, *options, script=PROBE):
+    """Open a copy of the report that watches for errors, runs a script and tells what it saw."""
     text = report.read_text(encoding="utf-8")
     assert text.count("<head>") == text.count("</body>") == 1
-    watched = text.replace("<head>", f"<head>{WATCH}").replace("</body>", PROBE.replace("FAILED", FAILED) + "</body>")
+    watched = text.replace("<head>", f"<head>{WATCH}").replace("</body>", script.replace("FAILED", FAILED) + "</body>")
     copy = folder / "watched.html"
     copy.write_text(watched, encoding="utf-8")
     document = browse(folder / "profile", copy, *options)
@@ -162,3 +177,12 @@ def test_plots_are_readable_in_light_and_dark(told, told_narrow_dark):
 def test_narrow_page_does_not_overflow(told, told_narrow_dark):
     assert told["overflow"] <= 0 and told_narrow_dark["overflow"] <= 0
     assert told_narrow_dark["problems"] == []
+
+
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_table_of_forty_long_names_stays_readable(tmp_path, width):
+    build_sweep(tmp_path / "run")
+    told = probe(tmp_path, write_report(tmp_path / "run"), f"--window-size={width},900", script=LAYOUT)
+    assert told["problems"] == [] and told["overflow"] <= 0 and told["rows"] == 40
+    assert told["tallest"] < 130, "a name takes some lines, not a column of single words"
+    assert told["label"] < 0.5, "the names, which stay in view, leave room for figures"

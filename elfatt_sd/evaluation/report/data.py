@@ -14,6 +14,8 @@ from elfatt_sd.config import ElfattError
 
 FORMAT = 1
 BASELINE, NULL, METHOD = "baseline", "null", "method"
+PARTS = {"end_to_end": "end to end", "unet": "UNet alone"}
+CROWD = 8  # methods; with more, colours repeat, so rows are numbered
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,16 @@ def setting_text(value: Any) -> str:
     return str(value) if isinstance(value, str | int) else json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
+def shortened(head: str, tail: str, width: int) -> str:
+    """Join two texts within so many characters; the first one is cut, or, where it stands alone, its middle."""
+    whole = f"{head} {tail}".strip()
+    if len(whole) <= width:
+        return whole
+    tail = f" {tail}" if tail else head[-(width * 2 // 5) :]
+    room = max(width - len(tail) - 1, width // 3)
+    return f"{head[:room].rstrip(' ,')}…{tail}"[:width].rstrip()
+
+
 @dataclass(frozen=True)
 class Row:
     """One cell of the run: a method with its settings.
@@ -86,11 +98,13 @@ class Row:
         data: the row of `results.json`.
         name: what tells the row from all others in a plot or a sentence.
         suffix: the part of the name behind the label.
+        number: the row's place in a run of so many methods that rows are known by their numbers, else None.
     """
 
     data: Mapping[str, Any]
     name: str
     suffix: str
+    number: int | None = None
 
     @property
     def cell(self) -> str:
@@ -101,6 +115,15 @@ class Row:
     def label(self) -> str:
         """The method's name in tables."""
         return _label(self.data)
+
+    @property
+    def title(self) -> str:
+        """The label, behind the row's number where it has one."""
+        return self.label if self.number is None else f"{self.number} · {self.label}"
+
+    def short(self, width: int) -> str:
+        """Return the name in so many characters at most: the label is cut, number and settings are kept."""
+        return shortened(self.name.removesuffix(self.suffix).rstrip(), self.suffix, width)
 
     @property
     def method(self) -> str:
@@ -131,6 +154,12 @@ class Row:
         return None if count is None or not math.isfinite(count) else int(count)
 
     @property
+    def classes(self) -> int | None:
+        """The number of different classes, or prompts, of the pictures."""
+        count = number(self.data, "classes")
+        return None if count is None else int(count)
+
+    @property
     def most_changed(self) -> list[int]:
         """The indices of the pictures that differ most from the baseline's, most first."""
         return [int(index) for index in numbers(self.data, "most_changed")]
@@ -154,7 +183,11 @@ class Row:
         return None if verdict is None else str(verdict)
 
     def paired(self, measure: str) -> Estimate | None:
-        """Return median and quartiles of a measure against the baseline on the same latents."""
+        """Return the mean, with its interval, of a measure against the baseline on the same latents."""
+        return estimate(dig(self.data, "paired", measure), "mean")
+
+    def pictures(self, measure: str) -> Estimate | None:
+        """Return median and quartiles over the pictures of such a measure."""
         return estimate(dig(self.data, "paired", measure), "median", "quartiles")
 
     @property
@@ -166,6 +199,15 @@ class Row:
     def accuracy(self, name: str) -> Estimate | None:
         """Return the share of pictures that show what the prompt says of one attribute."""
         return estimate(dig(self.data, "accuracy", name))
+
+    def accuracy_difference(self, name: str) -> Estimate | None:
+        """Return the paired difference in that share, this row minus the baseline."""
+        return estimate(dig(self.data, "accuracy", name, "difference"))
+
+    def accuracy_verdict(self, name: str) -> str | None:
+        """Return the verdict on that difference."""
+        verdict = dig(self.data, "accuracy", name, "difference", "verdict")
+        return None if verdict is None else str(verdict)
 
     def seconds(self, part: str = "end_to_end") -> float | None:
         """Return the seconds per image of a part: `end_to_end` or `unet`."""
@@ -184,6 +226,11 @@ class Row:
     def memory(self, key: str = "gib_per_image") -> float | None:
         """Return a figure of the memory regression, in GiB."""
         return number(self.data, "memory", key)
+
+    @property
+    def slope(self) -> Estimate | None:
+        """The GiB that one more image of a batch takes, with the interval that the fit allows."""
+        return estimate(dig(self.data, "memory"), "gib_per_image")
 
     def memory_points(self) -> list[tuple[float, float]]:
         """Return (batch size, peak in GiB) of each measured batch."""
@@ -214,7 +261,11 @@ class Results:
             name if names.count(name) == 1 else f"{name} ({row.get('cell')})"
             for row, name in zip(raw, names, strict=True)
         ]
-        self.rows = [Row(*parts) for parts in zip(raw, unique, suffixes, strict=True)]
+        self.crowded = len({_label(row) for row in raw if row.get("role") not in (BASELINE, NULL)}) > CROWD
+        if self.crowded:
+            unique = [f"{place} · {name}" for place, name in enumerate(unique, 1)]
+        places = [place if self.crowded else None for place in range(1, len(raw) + 1)]
+        self.rows = [Row(*parts) for parts in zip(raw, unique, suffixes, places, strict=True)]
 
     @property
     def name(self) -> str:
@@ -269,8 +320,20 @@ class Results:
 
     @cached_property
     def attributes(self) -> list[str]:
-        """The attributes whose accuracy was measured."""
+        """The attributes whose accuracy was measured, and `mean`, that of all of them."""
         return _keys(self.rows, "accuracy")
+
+    @cached_property
+    def time_part(self) -> str:
+        """What the time of the main table is of: `end_to_end`, or `unet` where nothing else was timed."""
+        timed = [part for part in PARTS if any(row.seconds(part) is not None for row in self.rows)]
+        return next(iter(timed), "end_to_end")
+
+    @cached_property
+    def features(self) -> int | None:
+        """The number of features that the distance of the main table rests on; None where it was not recorded."""
+        count = number(self.data, "reference", self.distance or "", "features")
+        return None if count is None else int(count)
 
     def from_protocol(self, key: str) -> Any:
         """Return the value of a key at any depth of the protocol, the outermost first; None where there is none."""

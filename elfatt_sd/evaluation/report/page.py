@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.data import PARTS, Results
 from elfatt_sd.evaluation.report.palette import METHODS, METHODS_DARK, Palette
 from elfatt_sd.evaluation.report.pictures import DETAILS, Detail, Pictures
 from elfatt_sd.evaluation.report.plots import Plot
 from elfatt_sd.evaluation.report.published import comparability, comparable_words, published_source
 from elfatt_sd.evaluation.report.summary import findings, headline
 from elfatt_sd.evaluation.report.tables import main_table, more_table, published_table
+from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
 
 MAX_BYTES = 5 * 1000 * 1000
 _HERE = Path(__file__).parent
@@ -53,6 +54,9 @@ def render_page(
         "source": published_source(results),
         "comparability": comparability(results),
         "comparable": comparable_words(results),
+        "too_few": TOO_FEW,
+        "fewest": FEWEST_CLASSES,
+        "timed": PARTS[results.time_part],
         "plots": plots,
         "missing": missing,
         "downloads": {name: _download(name, text) for name, text in files.items()},

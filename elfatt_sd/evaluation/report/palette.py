@@ -6,6 +6,7 @@ fall below a contrast of 3 to 1. Markers repeat the distinction without colour.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row
@@ -31,6 +32,8 @@ class Style:
 class Palette:
     """The styles of a run's methods: known methods always have the same, others take what is free.
 
+    Past the number of colours, a colour comes again with another marker.
+
     Args:
         results: the run.
     """
@@ -38,13 +41,11 @@ class Palette:
     def __init__(self, results: Results) -> None:
         """Give every label its style."""
         self._slots: dict[str, int] = {}
-        free = [slot for slot in range(len(METHODS)) if slot not in self._wanted(results)]
+        free = (slot for slot in itertools.count() if slot not in self._wanted(results))
         for row in results.methods:
             if row.label not in self._slots:
                 slot = _FIXED.get(row.method)
-                if slot is None or slot in self._slots.values():
-                    slot = free.pop(0) if free else len(self._slots) % len(METHODS)
-                self._slots[row.label] = slot
+                self._slots[row.label] = next(free) if slot is None or slot in self._slots.values() else slot
 
     @staticmethod
     def _wanted(results: Results) -> set[int]:
@@ -56,8 +57,8 @@ class Palette:
             return Style(BASE, "--base", "o", "○")
         if row.role == NULL:
             return Style(SHADOW, "--shadow", "d", "◇")
-        slot = self._slots[row.label]
-        return Style(METHODS[slot], f"--m{slot}", *_MARKERS[slot])
+        turn, slot = divmod(self._slots[row.label], len(METHODS))
+        return Style(METHODS[slot], f"--m{slot}", *_MARKERS[(slot + turn) % len(_MARKERS)])
 
     @staticmethod
     def variables() -> dict[str, str]:

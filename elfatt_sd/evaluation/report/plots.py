@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import warnings
@@ -10,8 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from elfatt_sd.evaluation.report import charts
-from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.ablation import ablation
+from elfatt_sd.evaluation.report.data import PARTS, Results
 from elfatt_sd.evaluation.report.palette import INK, PAPER, RULE, Palette
+from elfatt_sd.evaluation.report.scatter import (
+    accuracy_over_time,
+    closeness_over_time,
+    distance_over_memory,
+    distance_over_time,
+)
 
 _STYLE: Any = {
     "font.size": 9,
@@ -84,14 +92,17 @@ def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str
 
 def _makers(results: Results) -> Iterator[Callable[[Results, Palette], charts.Chart | str]]:
     yield charts.differences
-    yield charts.distance_over_time
-    yield charts.distance_over_memory
-    yield charts.closeness_over_time
+    for part in PARTS:
+        yield functools.partial(distance_over_time, part=part)
+    yield distance_over_memory
+    if "mean" in results.attributes:
+        yield accuracy_over_time
+    yield closeness_over_time
     for setting in results.varied:
-        yield lambda results, palette, setting=setting: charts.ablation(results, palette, setting)  # type: ignore[misc]
+        yield functools.partial(ablation, setting=setting)
     yield charts.memory_regression
-    for part in ("end_to_end", "unet"):
-        yield lambda results, palette, part=part: charts.timing_strip(results, palette, part)  # type: ignore[misc]
+    for part in PARTS:
+        yield functools.partial(charts.timing_strip, part=part)
 
 
 def _finish(chart: charts.Chart, palette: Palette) -> Plot:

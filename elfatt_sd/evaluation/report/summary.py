@@ -1,27 +1,35 @@
-"""The run in a few sentences: what was compared, on what, and what came out."""
+"""The run in a few sentences: what was compared, on what, and what came out.
+
+A sentence claims a gain only where the figures carry it: a verdict for quality, spread and null row for time, the
+intervals of both lines for memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
-from elfatt_sd.evaluation.report.data import Estimate, Results, Row, dig, number
-from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, join_names, plural
+from elfatt_sd.evaluation.protocols import FEW_REPEATS
+from elfatt_sd.evaluation.report.data import PARTS, Estimate, Results, Row, dig, number
+from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, join_names, plural, span
+from elfatt_sd.evaluation.statistics import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 
-ENOUGH = 64  # pictures; with fewer, a Frechet distance and its interval are a test of the harness
 _COUNTED = (
-    ("better", "{0} {1} better than the untouched pipeline"),
-    ("worse", "{0} {1} worse than the untouched pipeline"),
-    ("no difference shown", "{0} show{2} no difference"),
+    (BETTER, "{0} {1} better than the untouched pipeline"),
+    (WORSE, "{0} {1} worse than the untouched pipeline"),
+    (NO_DIFFERENCE, "{0} show{2} no difference"),
 )
-_VERDICTS = (("better", "better"), ("worse", "worse"), ("no difference shown", "no difference shown"))
+_LISTED = 6  # methods that a headline names; more are counted
+_MANY = 10  # comparisons from which on chance verdicts are worth a word
+_ERROR_RATE = 0.05  # of a 95 % interval
 
 
 def headline(results: Results) -> str:
     """Say in one sentence what was compared, on what, and with which verdicts."""
     counts = sorted({row.images for row in results.rows if row.images})
     pictures = f"{counts[0]} to {plural(counts[-1], 'picture')}" if len(counts) > 1 else plural(sum(counts), "picture")
-    methods = join_names(dict.fromkeys(row.label for row in results.methods))
+    labels = list(dict.fromkeys(row.label for row in results.methods))
+    methods = join_names(labels) if len(labels) <= _LISTED else plural(len(labels), "method")
     model = results.from_protocol("model")
     where = f" ({PurePath(model).name or model})" if isinstance(model, str) and model else ""
     start = f"{plural(len(results.methods), 'setting')} of {methods} on {pictures} each{where}"
@@ -35,38 +43,61 @@ def _verdict_counts(results: Results) -> str:
     parts = [title.format(count, *(("is", "s") if count == 1 else ("are", ""))) for title, count in counts if count]
     failed = sum(row.failed is not None for row in results.methods)
     parts += [f"{failed} failed"] if failed else []
-    if not any(count for _, count in counts):
-        return join_names(["no verdict, since no paired difference was measured", *parts])
-    return f"by {name}, {join_names(parts)}"
+    if any(count for _, count in counts):
+        return f"by {name}, {join_names(parts)}"
+    why = "of too few classes" if TOO_FEW in said else "since no paired difference was measured"
+    return join_names([f"no verdict, {why}", *parts])
 
 
 def findings(results: Results) -> list[str]:
     """Return one sentence for each thing a reader must know: verdicts by name, chance, speed, memory, gaps."""
-    found = [_named_verdicts(results), _null(results), _speed(results), _memory(results), *_gaps(results)]
-    return [sentence for sentence in found if sentence]
+    found = [_named_verdicts(results), _null(results), _bias(results), _speed(results), _memory(results)]
+    return [sentence for sentence in (*found, *_gaps(results)) if sentence]
 
 
 def _named_verdicts(results: Results) -> str:
     name = results.distance
-    if name is None:
-        return ""
-    parts = []
-    for known, title in _VERDICTS:
-        rows = [row for row in results.methods if row.verdict(name) == known]
-        if rows:
-            parts.append(f"{title}: {_grouped(rows)}")
+    judged = [(row, row.verdict(name)) for row in results.methods] if name else []
+    if any(said == TOO_FEW for _, said in judged):
+        classes = next((row.classes for row, _ in judged if row.classes), None)
+        seen = "" if classes is None else f": the pictures are of {classes}"
+        return (
+            f"No verdicts{seen}; an interval over fewer than {FEWEST_CLASSES} different classes may be far too short."
+        )
+    known = (BETTER, WORSE, NO_DIFFERENCE)
+    grouped = [(title, [row for row, said in judged if said == title]) for title in known]
+    parts = [f"{title}: {_grouped(rows)}" for title, rows in grouped if rows]
     if not parts:
         return ""
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]} (verdicts rest on the paired 95 % interval of the difference in {name})."
+    text, count = "; ".join(parts), sum(len(rows) for _, rows in grouped)
+    chance = ""
+    if count >= _MANY:
+        chance = f"; of {count} rows that do not differ, about {max(round(count * _ERROR_RATE), 1)} would get one"
+    rest = f"verdicts rest on the paired 95 % interval of the difference in {name}{chance}"
+    return f"{text[0].upper()}{text[1:]} ({rest})."
 
 
-def _grouped(rows: Iterable[Row]) -> str:
-    """Name rows, those of one method together: `ToMe-SD 0.1, 0.3 and ELFATT-SD 0.5`."""
+def _grouped(rows: Sequence[Row]) -> str:
+    """Name rows, those of one method together: `ToMe-SD 0.1 / 0.3 and ELFATT-SD 0.5`; or by their numbers."""
+    numbers = [row.number for row in rows if row.number is not None]
+    if numbers:
+        return f"row{'s' if len(numbers) > 1 else ''} {join_names(_stretches(numbers))}"
     groups: dict[str, list[str]] = {}
     for row in rows:
         groups.setdefault(row.label, []).append(row.suffix)
     return join_names(f"{label} {' / '.join(filter(None, suffixes))}".strip() for label, suffixes in groups.items())
+
+
+def _stretches(numbers: Sequence[int]) -> list[str]:
+    """Write ascending numbers, three or more in a row as a stretch: `3 to 6`, `9`."""
+    stretches: list[list[int]] = []
+    for value in numbers:
+        if stretches and value == stretches[-1][-1] + 1:
+            stretches[-1].append(value)
+        else:
+            stretches.append([value])
+    long = [[f"{part[0]} to {part[-1]}"] if len(part) > 2 else [str(value) for value in part] for part in stretches]
+    return [text for texts in long for text in texts]
 
 
 def _null(results: Results) -> str:
@@ -79,46 +110,88 @@ def _null(results: Results) -> str:
         f"The null row, the same pipeline with other seeds, differs by {fixed(found.value, decimals, sign=True)} "
         f"{interval(found, decimals, sign=True)}, by chance alone."
     )
-    if row.verdict(name) in ("better", "worse"):
+    if row.verdict(name) in (BETTER, WORSE):
         sentence += " It was itself judged different, so every verdict of this run needs more pictures."
     return sentence
 
 
+def _bias(results: Results) -> str:
+    """Warn of a Frechet distance whose covariance is singular."""
+    fewest = min((row.images for row in results.rows if row.images), default=None)
+    if fewest is None or results.features is None or fewest > results.features:
+        return ""
+    unbiased = next((name for name in results.distances if name.startswith(("KID", "KD"))), None)
+    other = f"; {unbiased}, among the other measures, is free of it" if unbiased else ""
+    return (
+        f"{plural(fewest, 'picture')} a row are no more than the {results.features} features of {results.distance}: "
+        f"its value is raised by that, and not by the same amount for pictures of another variety{other}."
+    )
+
+
 def _speed(results: Results) -> str:
-    timed = [(row, row.speedup()) for row in results.methods]
+    part = results.time_part
+    timed = [(row, row.speedup(part)) for row in results.methods]
     known: list[tuple[Row, Estimate]] = [(row, ratio) for row, ratio in timed if ratio is not None]
     if not known:
         return "Time was not measured."
     row, best = max(known, key=lambda pair: pair[1].value)
     place = f" on {results.hardware}" if results.hardware else ""
-    spread = f" ({fixed(best.ends[0], 2)} to {fixed(best.ends[1], 2)})" if best.ends else ""
-    if best.value <= 1:
-        closest = f"the closest is {row.name}, {fixed(best.value, 2)} times as fast{spread}"
-        return f"No setting is faster than the untouched pipeline{place}; {closest}."
-    slower = sum(ratio.value < 1 for _, ratio in known)
+    figure = (
+        f"{row.name}, {fixed(best.value, 2)} times as fast as untouched{f' ({span(best, 2)})' if best.ends else ''}"
+    )
+    rounds = len(row.time_values(part))
+    if rounds < FEW_REPEATS:
+        return f"Too few rounds of timing{place} to claim a gain ({rounds}): the highest median is that of {figure}."
+    low, high = _clock_noise(results, part)
+    slower = sum(ratio.ends is not None and ratio.ends[1] < low for _, ratio in known)
     rest = f" {plural(slower, 'setting')} {'is' if slower == 1 else 'are'} slower than untouched." if slower else ""
-    return f"Fastest end to end{place}: {row.name}, {fixed(best.value, 2)} times as fast as untouched{spread}.{rest}"
+    if best.ends is None or best.ends[0] <= high:
+        start = f"No setting is shown to be faster than the untouched pipeline{place}"
+        return f"{start}: the highest median is that of {figure}.{rest}"
+    return f"Fastest by the median, {PARTS[part]}{place}: {figure}.{rest}"
+
+
+def _clock_noise(results: Results, part: str) -> tuple[float, float]:
+    """Return the ratios between which no row differs from the untouched pipeline: 1, and those of the null row."""
+    ratio = results.null.speedup(part) if results.null else None
+    ends = ratio.ends if ratio else None
+    return (1.0, 1.0) if ends is None else (min(1.0, ends[0]), max(1.0, ends[1]))
 
 
 def _memory(results: Results) -> str:
-    base = results.baseline.memory() if results.baseline else None
-    known = [(row, value) for row in results.methods if (value := row.memory()) is not None]
+    known = [(row, slope) for row in results.methods if (slope := row.slope) is not None]
     if not known:
         return "Memory was not measured."
-    row, least = min(known, key=lambda pair: pair[1])
-    beside = f", untouched {base:.2f}" if base is not None else ""
-    kind = dig(row.data, "memory", "kind") or "kind not recorded"
-    return f"Least memory: {row.name}, {least:.2f} GiB per image{beside} ({kind})."
+    base = results.baseline.slope if results.baseline else None
+    row, least = min(known, key=lambda pair: pair[1].value)
+    decimals = max(decimals_for([least, base]), 2)
+    kind = f"{dig(row.data, 'memory', 'kind') or 'kind not recorded'}, with the 95 % interval of the fitted line"
+    figure = f"{row.name}, {_slope(least, decimals)} GiB per image"
+    if base is None:
+        return f"Memory of the untouched pipeline was not measured; the least of the others is {figure} ({kind})."
+    beside = f"untouched {_slope(base, decimals)}"
+    more = sum(_apart(base, slope) for _, slope in known)
+    rest = f" {plural(more, 'setting')} {'takes' if more == 1 else 'take'} more than untouched." if more else ""
+    if not _apart(least, base):
+        start = "No setting is shown to take less memory than the untouched pipeline"
+        return f"{start}: the smallest slope is {figure}, {beside} ({kind}).{rest}"
+    return f"Least memory: {figure}, {beside} ({kind}).{rest}"
 
 
-def _gaps(results: Results) -> list[str]:
-    """Name what limits the run: a limit on the pictures, cells that failed."""
+def _slope(value: Estimate, decimals: int) -> str:
+    return f"{fixed(value.value, decimals)} {interval(value, decimals) or '(no interval)'}"
+
+
+def _apart(less: Estimate, more: Estimate) -> bool:
+    """Tell whether one slope is below another beyond the errors of both lines."""
+    return less.ends is not None and more.ends is not None and less.ends[1] < more.ends[0]
+
+
+def _gaps(results: Results) -> Iterable[str]:
+    """Name what limits the run: a limit on the pictures, few rounds of timing, cells that failed."""
     limit, note = number(results.protocol, "limit"), dig(results.environment, "timing", "note")
-    cut = [f"A quick look: every row was limited to {plural(int(limit), 'picture')}."] if limit else []
-    fewest = min((row.images for row in results.rows if row.images), default=ENOUGH)
-    if fewest < ENOUGH:
-        cut.append(
-            f"{plural(fewest, 'picture')} a row are too few to judge quality by a distance, whatever the verdicts say."
-        )
-    cut += [f"Time: {note}."] if note else []
-    return cut + [f"Failed: {row.name} ({row.failed})." for row in results.rows if row.failed]
+    if limit:
+        yield f"A quick look: every row was limited to {plural(int(limit), 'picture')}."
+    if note:
+        yield f"Time: {note}."
+    yield from (f"Failed: {row.name} ({row.failed})." for row in results.rows if row.failed)

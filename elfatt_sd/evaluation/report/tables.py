@@ -7,13 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import BASELINE, NULL, Estimate, Results, Row, number, setting_text, setting_title
+from elfatt_sd.evaluation.report.data import (
+    BASELINE,
+    NULL,
+    PARTS,
+    Estimate,
+    Results,
+    Row,
+    number,
+    setting_text,
+    setting_title,
+)
 from elfatt_sd.evaluation.report.published import FIGURES, published_for, published_rows, published_source
 from elfatt_sd.evaluation.report.text import MISSING, TIMES, decimals_for, fixed, interval, span
+from elfatt_sd.evaluation.statistics import BETTER, TOO_FEW, WORSE
 
 DASH = "—"
 REFERENCE = "reference"
 THIS_RUN = "This run"
+_TIMES = {"end_to_end": "s/img", "unet": "UNet, s/img"}
+_VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,7 @@ class Entry:
     Attributes:
         text: the figure.
         note: its interval or spread, set smaller.
-        kind: `number`, `text`, `reference`, `missing`, or a verdict: `better`, `worse`, `same`.
+        kind: `number`, `text`, `reference`, `missing`, or a verdict: `better`, `worse`, `same`, `few`.
     """
 
     text: str
@@ -87,11 +100,17 @@ _Maker = Callable[[Row], Entry]
 
 
 def main_table(results: Results) -> Table:
-    """Build the table in the paper's shape: distance and verdict, time, memory, closeness; published figures beside."""
+    """Build the table in the paper's shape: distance and verdict, time, memory, closeness; published figures beside.
+
+    On the toy the accuracy of all attributes stands beside the distance.
+    """
     makers: list[tuple[str, _Maker]] = []
     if results.distance is not None:
         makers += _distance_columns(results, results.distance)
-    makers += [("s/img", _time_maker(results, "end_to_end")), ("GiB/img", _memory_maker(results))]
+    if "mean" in results.attributes:
+        makers += [("Accuracy ↑", _estimate_maker(results, lambda row: row.accuracy("mean")))]
+    makers += [(_TIMES[results.time_part], _time_maker(results, results.time_part))]
+    makers += [("GiB/img", _memory_maker(results))]
     makers += [("PSNR, dB", _paired_maker(results, "psnr", 1))]
     return _build(results, makers, published=True)
 
@@ -102,14 +121,33 @@ def more_table(results: Results) -> Table:
     for name in results.distances:
         if name != results.distance:
             makers += _distance_columns(results, name)
-    makers += [("SSIM", _paired_maker(results, "ssim", 3)), ("Feature cosine", _paired_maker(results, "cosine", 3))]
+    makers += [("SSIM", _paired_maker(results, "ssim", 2)), ("Feature cosine", _paired_maker(results, "cosine", 2))]
     for name in results.attributes:
-        title = f"{setting_title(name)} accuracy"
-        makers.append((title, _estimate_maker(results, lambda row, name=name: row.accuracy(name))))  # type: ignore[misc]
-    makers += [("UNet, s/img", _time_maker(results, "unet"))]
+        if name == "mean":
+            makers += _accuracy_difference(results)
+        else:
+            title = f"{setting_title(name)} accuracy"
+            makers.append((title, _estimate_maker(results, lambda row, name=name: row.accuracy(name))))  # type: ignore[misc]
+    makers += [(_TIMES[part], _time_maker(results, part)) for part in PARTS if part != results.time_part]
     for key, title in (("intercept_gib", "Memory at batch 0, GiB"), ("fit_error_gib", "Fit error, GiB")):
         makers.append((title, _plain_maker(results, lambda row, key=key: row.memory(key))))  # type: ignore[misc]
     return _build(results, makers, published=False)
+
+
+def study_table(results: Results) -> Table:
+    """Build the table of a study: closeness to the untouched pictures, distance and accuracy, UNet time."""
+    makers: list[tuple[str, _Maker]] = [
+        ("PSNR, dB", _paired_maker(results, "psnr", 1)),
+        ("SSIM", _paired_maker(results, "ssim", 2)),
+        ("Feature cosine", _paired_maker(results, "cosine", 2)),
+    ]
+    if results.distance is not None:
+        _, difference, verdict = _distance_columns(results, results.distance)
+        makers += [(f"{results.distance} difference", difference[1]), verdict]
+    if "mean" in results.attributes:
+        makers += [("Accuracy ↑", _estimate_maker(results, lambda row: row.accuracy("mean")))]
+    part = "unet" if any(row.seconds("unet") is not None for row in results.rows) else results.time_part
+    return _build(results, [*makers, (_TIMES[part], _time_maker(results, part))], published=False)
 
 
 def published_table(results: Results) -> tuple[list[str], list[list[str]]]:
@@ -149,7 +187,7 @@ def _build(results: Results, makers: Sequence[tuple[str, _Maker]], *, published:
     columns += [Column(title, source) for title, _ in FIGURES.values()] if beside else []
     lines, before = [], None
     for row in results.rows:
-        names = [Entry(row.label, row_kind(row), kind="text")]
+        names = [Entry(row.title, row_kind(row), kind="text")]
         names += [Entry(setting_text(row.settings.get(key))) for key in results.varied]
         found = published_for(results, row) if beside else None
         rule = before is not None and before != (row.label, row.role)
@@ -165,21 +203,36 @@ def _count(value: int | None) -> Entry:
 
 def _distance_columns(results: Results, name: str) -> list[tuple[str, _Maker]]:
     values = _estimate_maker(results, lambda row: row.distance(name))
-    decimals = decimals_for(row.difference(name) for row in results.rows)
+    titles = ("Difference", "Verdict") if name == results.distance else (f"{name} difference", f"{name} verdict")
+    difference = _difference_maker(results, lambda row: row.difference(name))
+    verdict = _verdict_maker(lambda row: row.verdict(name))
+    return [(f"{name} ↓", values), (titles[0], difference), (titles[1], verdict)]
 
-    def difference(row: Row) -> Entry:
-        found = row.difference(name)
+
+def _accuracy_difference(results: Results) -> list[tuple[str, _Maker]]:
+    difference = _difference_maker(results, lambda row: row.accuracy_difference("mean"))
+    verdict = _verdict_maker(lambda row: row.accuracy_verdict("mean"))
+    return [("Accuracy difference", difference), ("Accuracy verdict", verdict)]
+
+
+def _difference_maker(results: Results, get: Callable[[Row], Estimate | None]) -> _Maker:
+    decimals = decimals_for(get(row) for row in results.rows)
+
+    def make(row: Row) -> Entry:
+        found = get(row)
         if found is None:
             return _no_pair(row)
         return Entry(fixed(found.value, decimals, sign=True), interval(found, decimals, sign=True))
 
-    def verdict(row: Row) -> Entry:
-        said = row.verdict(name)
-        kind = said if said in ("better", "worse") else "same"
-        return _no_pair(row, "text") if said is None else Entry(said, kind=kind)
+    return make
 
-    titles = ("Difference", "Verdict") if name == results.distance else (f"{name} difference", f"{name} verdict")
-    return [(f"{name} ↓", values), (titles[0], difference), (titles[1], verdict)]
+
+def _verdict_maker(get: Callable[[Row], str | None]) -> _Maker:
+    def make(row: Row) -> Entry:
+        said = get(row)
+        return _no_pair(row, "text") if said is None else Entry(said, kind=_VERDICTS.get(said, "same"))
+
+    return make
 
 
 def _no_pair(row: Row, kind: str = "reference") -> Entry:
@@ -206,7 +259,9 @@ def _plain_maker(results: Results, get: Callable[[Row], float | None]) -> _Maker
     return _estimate_maker(results, wrap)
 
 
-def _paired_maker(results: Results, measure: str, decimals: int) -> _Maker:
+def _paired_maker(results: Results, measure: str, least: int) -> _Maker:
+    decimals = max(decimals_for(row.paired(measure) for row in results.rows), least)
+
     def make(row: Row) -> Entry:
         found = row.paired(measure)
         if row.role == BASELINE and (found is None or math.isinf(found.value)):
@@ -215,7 +270,7 @@ def _paired_maker(results: Results, measure: str, decimals: int) -> _Maker:
             return Entry(MISSING, kind="missing")
         if measure == "psnr" and (row.identical or math.isinf(found.value)):
             return Entry("identical", f"({row.identical} of {row.images})" if row.identical else "")
-        return Entry(fixed(found.value, decimals), f"({span(found, decimals)})" if found.ends else "")
+        return Entry(fixed(found.value, decimals), interval(found, decimals))
 
     return make
 
@@ -238,14 +293,13 @@ def _time_maker(results: Results, part: str) -> _Maker:
 
 
 def _memory_maker(results: Results) -> _Maker:
-    found = [row.memory() for row in results.rows]
-    decimals = max(decimals_for((Estimate(value) for value in found if value is not None), default=2), 2)
+    decimals = max(decimals_for((row.slope for row in results.rows), default=2), 2)
 
     def make(row: Row) -> Entry:
-        value = row.memory()
-        if value is None:
+        found = row.slope
+        if found is None:
             return Entry(row.reason("memory") or MISSING, kind="missing")
-        return Entry(fixed(value, decimals))
+        return Entry(fixed(found.value, decimals), interval(found, decimals))
 
     return make
 

@@ -7,7 +7,7 @@ import io
 import math
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import Estimate, Results, Row, dig, estimate, setting_text
+from elfatt_sd.evaluation.report.data import Estimate, Results, Row, setting_text
 from elfatt_sd.evaluation.report.published import FIGURES, published_for
 from elfatt_sd.evaluation.report.tables import DASH, THIS_RUN, Column, Entry, Line, Table
 from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO
@@ -116,26 +116,33 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
     record: dict[str, Any] = {"protocol": results.name, "identity": results.data.get("identity"), "cell": row.cell}
     record |= {"label": row.label, "method": row.method, "role": row.role}
     record |= {f"setting_{key}": setting_text(value) for key, value in row.settings.items()}
-    record["images"] = row.images
+    record |= {"images": row.images, "classes": row.classes}
     for name in results.distances:
         record |= _columns(name, row.distance(name)) | _columns(f"{name} difference", row.difference(name))
         record[f"{name} verdict"] = row.verdict(name)
     for measure in ("psnr", "ssim", "cosine"):
-        record |= _columns(measure, row.paired(measure), ("quartile 1", "quartile 3"))
+        spread = _columns(
+            f"{measure} median", row.pictures(measure), (f"{measure} quartile 1", f"{measure} quartile 3")
+        )
+        record |= _columns(measure, row.paired(measure)) | spread
     for name in results.attributes:
         record |= _columns(f"accuracy {name}", row.accuracy(name))
-        record |= _columns(f"accuracy {name} difference", estimate(dig(row.data, "accuracy", name, "difference")))
+        record |= _columns(f"accuracy {name} difference", row.accuracy_difference(name))
+        record[f"accuracy {name} verdict"] = row.accuracy_verdict(name)
     for part in ("end_to_end", "unet"):
         record[f"{part} seconds_per_image"] = row.seconds(part)
         record |= _columns(f"{part} speedup", row.speedup(part))
-    for key in ("gib_per_image", "intercept_gib", "fit_error_gib"):
+    record |= _columns("gib_per_image", row.slope)
+    for key in ("intercept_gib", "fit_error_gib"):
         record[key] = row.memory(key)
     record["failed"] = row.failed
     published = published_for(results, row) or {}
     return record | {f"published {key}": published.get(key) for key in FIGURES}
 
 
-def _columns(name: str, value: Estimate | None, ends: tuple[str, str] = ("low", "high")) -> dict[str, Any]:
+def _columns(name: str, value: Estimate | None, ends: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the columns of a value and of the ends of its interval, which have its name unless they get their own."""
     found = value or Estimate(math.nan)
-    figures = zip((name, f"{name} {ends[0]}", f"{name} {ends[1]}"), (found.value, found.low, found.high), strict=True)
+    names = (name, *(ends or (f"{name} low", f"{name} high")))
+    figures = zip(names, (found.value, found.low, found.high), strict=True)
     return {key: None if figure is None or math.isnan(figure) else figure for key, figure in figures}

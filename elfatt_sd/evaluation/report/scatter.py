@@ -1,0 +1,241 @@
+"""Trade-offs: one figure of each row over another, and the line of the rows that no other row beats in both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, groups, legend_above, legend_name
+from elfatt_sd.evaluation.report.data import BASELINE, NULL, PARTS, Estimate, Results, Row
+from elfatt_sd.evaluation.report.palette import BASE, INK, PAPER, Palette
+from elfatt_sd.evaluation.report.text import decimals_for, fixed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
+
+CROWDED_HEIGHT = 4.8  # inches
+_OFFSETS = ((5, 4), (-5, 4), (5, -9), (-5, -9))  # points; keeps the names of neighbouring methods apart
+_RADII, _DIRECTIONS = (7, 10, 14, 19, 25, 32), 16  # where a number may stand around its point, in points
+_DIGIT, _LINE = 4.3, 7.5  # width and height of a digit of 7 points
+_NAMED = 12  # rows that a caption names
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What one axis shows.
+
+    Attributes:
+        title: of the axis.
+        get: the figure of a row, None where there is none.
+        low_is_better: which way is better.
+    """
+
+    title: str
+    get: Callable[[Row], Estimate | None]
+    low_is_better: bool = True
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A row in the plane."""
+
+    row: Row
+    across: float
+    up: Estimate
+
+
+def distance_over_time(results: Results, palette: Palette, part: str) -> Chart | str:
+    """Draw the distance over the seconds per image of a part: `end_to_end` or `unet`."""
+    name = "time" if part == "end_to_end" else "UNet time"
+    return _distance(results, palette, name, f"distance_{name.lower().replace(' ', '_')}", _seconds(part))
+
+
+def distance_over_memory(results: Results, palette: Palette) -> Chart | str:
+    """Draw the distance over the memory that one more image of a batch takes."""
+    memory = Measure("GiB per image of a batch (left is better)", lambda row: row.slope)
+    return _distance(results, palette, "memory", "distance_memory", memory)
+
+
+def _distance(results: Results, palette: Palette, what: str, file: str, across: Measure) -> Chart | str:
+    name = results.distance
+    if name is None:
+        return f"Distance over {what}: no distance was measured."
+    up = Measure(f"{name} (down is better)", lambda row: row.distance(name))
+    caption = (
+        f"Line up and down: 95 % interval of {name} itself, which is wider than that of a paired difference. Dashed: "
+        "the untouched pipeline."
+    )
+    return _tradeoff(results, palette, file, f"{name} over {what}", across, up, caption)
+
+
+def accuracy_over_time(results: Results, palette: Palette) -> Chart | str:
+    """Draw the share of attributes that the toy's classifier finds right over the time."""
+    up = Measure("Accuracy of attributes (up is better)", lambda row: row.accuracy("mean"), low_is_better=False)
+    caption = (
+        "Share of the prompt's attributes that the classifier sees in the picture, with its 95 % interval. Dashed: the "
+        "untouched pipeline."
+    )
+    part = results.time_part
+    return _tradeoff(results, palette, "accuracy_time", "Accuracy over time", _seconds(part), up, caption)
+
+
+def closeness_over_time(results: Results, palette: Palette) -> Chart | str:
+    """Draw the PSNR to the untouched pictures over the time."""
+    up = Measure("PSNR to untouched, dB (up is closer)", _psnr, low_is_better=False)
+    caption = (
+        "Mean over the pictures with its 95 % interval, each against the untouched pipeline's picture from the same "
+        "latent. Closer is not the same as better; the null row shows how far apart unrelated pictures are."
+    )
+    title = "Closeness to the untouched pictures over time"
+    return _tradeoff(results, palette, "closeness_time", title, _seconds(results.time_part), up, caption)
+
+
+def _seconds(part: str) -> Measure:
+    def get(row: Row) -> Estimate | None:
+        value = row.seconds(part)
+        return None if value is None else Estimate(value)
+
+    return Measure(f"Seconds per image, {PARTS[part]} (left is better)", get)
+
+
+def _psnr(row: Row) -> Estimate | None:
+    """Return the PSNR of a row whose pictures differ from the baseline's."""
+    value = row.paired("psnr")
+    return None if value is None or row.identical or not math.isfinite(value.value) else value
+
+
+def _tradeoff(
+    results: Results, palette: Palette, file: str, title: str, across: Measure, up: Measure, caption: str
+) -> Chart | str:
+    found = [(row, across.get(row), up.get(row)) for row in results.rows]
+    spots = [Spot(row, x.value, y) for row, x, y in found if x is not None and y is not None]
+    if not spots:
+        return f"{title}: no row has both."
+    far = _far_null(spots)
+    if far is not None:
+        spots.remove(far)
+        caption += f" The null row is far off this plot, at {far.up.value:.3g}."
+    figure, axes = figure_and_axes(*(CROWDED_HEIGHT,) * results.crowded)
+    best = front([spot for spot in spots if spot.row.role != NULL], low_is_better=up.low_is_better)
+    axes.set_xlabel(across.title)
+    axes.set_ylabel(up.title)
+    for place, rows in enumerate(groups([spot.row for spot in spots])):
+        series = [spot for spot in spots if spot.row in rows]
+        _draw_series(axes, palette, series, named=not results.crowded)
+        _draw_intervals(axes, palette, [spot for spot in series if not results.crowded or spot in best])
+        if not results.crowded:
+            _write_settings(axes, palette, series, _OFFSETS[place % len(_OFFSETS)])
+    caption += _draw_front(axes, best)
+    legend_above(figure, axes)
+    if results.crowded:
+        _write_numbers(figure, axes, palette, spots)
+        named = [spot.row.short(48) for spot in best[:_NAMED]]
+        caption += f" Numbers: the rows of the table. On the stepped line: {'; '.join(named)}."
+    decimals = decimals_for(spot.up for spot in spots)
+    points = [f"{spot.row.name}: {spot.across:.3g}, {fixed(spot.up.value, decimals)}" for spot in spots]
+    return Chart(file, title, caption, figure, points)
+
+
+def front(spots: Sequence[Spot], *, low_is_better: bool) -> list[Spot]:
+    """Return the spots that no other beats in both figures, from left to right; to the left is better."""
+    sign = 1 if low_is_better else -1
+    best: list[Spot] = []
+    for spot in sorted(spots, key=lambda spot: (spot.across, sign * spot.up.value)):
+        if not best or sign * spot.up.value < sign * best[-1].up.value:
+            best.append(spot)
+    return best
+
+
+def _draw_series(axes: Axes, palette: Palette, series: Sequence[Spot], *, named: bool) -> None:
+    """Draw the points of one method, joined by a line; with too many methods only the roles are in the legend."""
+    row, style = series[0].row, palette.style(series[0].row)
+    plain = row.role == "method"
+    axes.plot(
+        [spot.across for spot in series], [spot.up.value for spot in series], style.marker,
+        color=style.colour, linestyle="-", label=legend_name(row) if named or not plain else None, zorder=3,
+        markerfacecolor=style.colour if plain else PAPER,
+    )  # fmt: skip
+    if row.role == BASELINE:
+        axes.axhline(series[0].up.value, color=BASE, linewidth=0.8, linestyle="--", zorder=1)
+
+
+def _draw_intervals(axes: Axes, palette: Palette, spots: Sequence[Spot]) -> None:
+    for spot in spots:
+        if spot.up.ends:
+            axes.vlines(spot.across, *spot.up.ends, color=palette.style(spot.row).colour, linewidth=0.9, alpha=0.6)
+
+
+def _draw_front(axes: Axes, best: Sequence[Spot]) -> str:
+    """Draw the stepped line of the best rows, and return what the caption says of it."""
+    if len(best) < 2:
+        return ""
+    places, values = [spot.across for spot in best], [spot.up.value for spot in best]
+    axes.step(places, values, where="post", color=INK, linewidth=0.8, alpha=0.45, zorder=2)
+    return " Stepped line: rows that no other beats in both, by the values alone."
+
+
+def _far_null(spots: Sequence[Spot]) -> Spot | None:
+    """Return the null row where it is so far off that it would press all others together."""
+    values = [value for spot in spots if spot.row.role != NULL for value in (spot.up.value, *(spot.up.ends or ()))]
+    null = next((spot for spot in spots if spot.row.role == NULL), None)
+    if not values or null is None:
+        return None
+    low, high = min(values), max(values)
+    return null if max(low - null.up.value, null.up.value - high) > (high - low) / 2 else None
+
+
+def _write_settings(axes: Axes, palette: Palette, series: Sequence[Spot], offset: tuple[int, int]) -> None:
+    for spot in series:
+        if spot.row.suffix and spot.row.role == "method":
+            axes.annotate(
+                spot.row.suffix, (spot.across, spot.up.value), offset, textcoords="offset points", fontsize=7,
+                color=palette.style(spot.row).colour, ha="left" if offset[0] > 0 else "right",
+            )  # fmt: skip
+
+
+def _write_numbers(figure: Figure, axes: Axes, palette: Palette, spots: Sequence[Spot]) -> None:
+    """Write the number of each row beside its point, where it covers the least of what is there already."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # places the axes, so that distances on paper are known
+    scale = 72 / figure.dpi
+    centres = [centre * scale for centre in axes.transData.transform([(spot.across, spot.up.value) for spot in spots])]
+    inside = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
+    page = Bbox(inside.get_points() * 72)
+    taken = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in centres]
+    for spot, (x, y) in zip(spots, centres, strict=True):
+        text = str(spot.row.number)
+        width = _DIGIT * len(text)
+
+        def box(offset: tuple[float, float], x: float = x, y: float = y, width: float = width) -> Bbox:
+            return Bbox.from_bounds(x + offset[0] - width / 2, y + offset[1] - _LINE / 2, width, _LINE)
+
+        chosen = min(_offsets(), key=lambda offset: _covered(box(offset), taken, page))
+        taken.append(box(chosen))
+        far = math.hypot(*chosen) > _RADII[1]
+        style = palette.style(spot.row)
+        axes.annotate(
+            text, (spot.across, spot.up.value), chosen, textcoords="offset points", fontsize=7, color=style.colour,
+            ha="center", va="center", zorder=4,
+            arrowprops={"arrowstyle": "-", "color": style.colour, "linewidth": 0.4, "shrinkA": 3} if far else None,
+        ).set_in_layout(False)  # fmt: skip
+
+
+def _offsets() -> list[tuple[float, float]]:
+    """Return the places around a point, in points, the nearest first."""
+    turns = [2 * math.pi * step / _DIRECTIONS for step in range(_DIRECTIONS)]
+    return [(radius * math.cos(turn), radius * math.sin(turn)) for radius in _RADII for turn in turns]
+
+
+def _covered(box: Bbox, taken: Sequence[Bbox], page: Bbox) -> float:
+    """Return the area that a box shares with others; what lies off the axes counts as covered."""
+    from matplotlib.transforms import Bbox
+
+    shared = [Bbox.intersection(box, other) for other in taken]
+    seen = Bbox.intersection(box, page)
+    off = box.width * box.height - (seen.width * seen.height if seen else 0.0)
+    return float(sum(part.width * part.height for part in shared if part) + off)
