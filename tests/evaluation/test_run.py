@@ -17,6 +17,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder, generate, measure
 from elfatt_sd.evaluation import run as stages
 from elfatt_sd.evaluation.protocols import Protocol, load_protocol
+from elfatt_sd.evaluation.verify import unequal
 
 
 def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,31 +51,24 @@ def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monke
     assert (tmp_path / "run" / "report" / "table.csv").read_text().count("\n") >= 17
 
 
-def test_two_processes_go_through_all_stages(full_protocol: Protocol, workplace: Path, tmp_path: Path) -> None:
-    """Under a launcher; the scores, which have tests of their own, are empty."""
-    (tmp_path / "start.py").write_text("""
-from elfatt_sd.cli import main
-from elfatt_sd.evaluation import measure, run, score
-from elfatt_sd.files import write_json
-
-def no_scores(run_dir):
-    if run.is_first():
-        write_json(run_dir / "scores.json", {"rows": {}})
-
-score.score_run = no_scores
-measure.run_worker = measure.measure_peaks
-main()
-""")
+def test_two_processes_go_through_all_stages(finished_run: Path, workplace: Path, tmp_path: Path) -> None:
+    """Under a launcher, with nothing replaced: the scores are those of one process."""
+    root = Path(__file__).parents[2]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(tmp_path / "start.py")]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(root / "cli.py")]
     command = ["eval", "run", str(workplace / "small.toml"), "--out", str(tmp_path / "run")]
     for override in small_run.full_overrides(workplace):
         command += ["--set", override]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    cache = tmp_path / "cache"  # so that the reference is shared out, too
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ELFATT_SD_CACHE": str(cache), "PYTHONPATH": str(root)}
     done = subprocess.run([*launch, *command], env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     finished = [line.split(" in ")[0] for line in done.stderr.splitlines() if ": done in" in line]
     assert finished == [f"{stage}: done" for stage in ("score", "time", "memory", "report")]  # each of them once
+    both, one = (json.loads((run / "scores.json").read_text()) for run in (tmp_path / "run", finished_run))
+    assert list(unequal(one["rows"], both["rows"])) == []
+    memory = json.loads((tmp_path / "run" / "memory.json").read_text())["rows"]
+    assert [row["batches"] for row in memory.values()] == [[1, 2]] * 4
     assert (tmp_path / "run" / "report" / "index.html").is_file()
 
 
