@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import tiny_pipelines as tiny
 import torch
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
 
 import elfatt_sd
 
@@ -39,6 +41,16 @@ def pipe(shared_pipe: Any) -> Iterator[Any]:
     yield shared_pipe
     elfatt_sd.remove_patch(shared_pipe)
     shared_pipe.scheduler = scheduler
+
+
+@pytest.fixture
+def library_chatter() -> Iterator[None]:
+    """The command line silences libraries for its process; other tests get their messages back."""
+    levels = [(module, module.get_verbosity()) for module in (diffusers_logging, transformers_logging)]
+    yield
+    for module, level in levels:
+        module.set_verbosity(level)
+        module.enable_progress_bar()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from elfatt_sd.generation import PeakWatch, Request, Studio, check_text_to_image
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "a red star"
+pytestmark = pytest.mark.usefixtures("library_chatter")
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +31,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tiny.sd15(folder / "parts").save_pretrained(folder / "tiny")
     return folder / "tiny"
-
-
-@pytest.fixture(autouse=True)
-def library_chatter() -> Iterator[None]:
-    """The command line silences libraries for its process; other tests get their messages back."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    levels = [(module, module.get_verbosity()) for module in (diffusers_logging, transformers_logging)]
-    yield
-    for module, level in levels:
-        module.set_verbosity(level)
-        module.enable_progress_bar()
 
 
 def call(*words: object) -> Result:

@@ -14,11 +14,14 @@ from elfatt_sd import attention, doctor, pipelines
 from elfatt_sd.cli import app
 from elfatt_sd.doctor import Finding, attention_error, examine, healthy
 
+pytestmark = pytest.mark.usefixtures("library_chatter")
+
 
 @pytest.fixture
-def toy(folder: Path, monkeypatch: Any) -> None:
+def toy(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Stand in for the embedded pipeline, so that these tests do not depend on its weights."""
-    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: tiny.sd15(folder))
+    tiny.sd15(folder).save_pretrained(tmp_path / "toy")
+    monkeypatch.setattr(pipelines, "TOY", tmp_path / "toy")
 
 
 @pytest.mark.usefixtures("toy")
@@ -43,6 +46,7 @@ def test_a_working_machine_is_healthy() -> None:
 def test_json_and_exit_codes(monkeypatch: Any) -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output
+    assert result.stderr == ""
     data = json.loads(result.stdout)
     assert data["healthy"] is True
     assert {"name", "value", "status", "remedy"} == set(data["self-check"][0])

@@ -11,7 +11,6 @@ import pytest
 import tiny_pipelines as tiny
 from typer.testing import CliRunner
 
-import elfatt_sd
 from elfatt_sd import pipelines
 from elfatt_sd.cli import app
 from elfatt_sd.config import METHODS, SETTINGS
