@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,13 @@ NARROW: dict[str, Any] = {
     "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
     "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
     "attention_head_dim": 2,
+}
+SD15: dict[str, Any] = {
+    **NARROW,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+    "attention_head_dim": 8,
 }
 GRIDS = [(64, 64), (96, 64), (65, 49)]
 RATIOS = [0.1, 0.25, 0.5, 0.75]
@@ -79,18 +87,26 @@ def test_fixed_destinations(unet: Any, size: tuple[int, int], ratio: float, stri
     check(ours(unet, size, ratio=ratio, stride=stride, use_rand=False), expected)
 
 
+@pytest.mark.parametrize("stride", [2, 4])
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("size", GRIDS, ids=str)
-def test_fixed_destinations_in_float32(float32_unet: Any, size: tuple[int, int], ratio: float) -> None:
-    expected = peer(float32_unet, size, ratio=ratio, use_rand=False)
-    check(ours(float32_unet, size, ratio=ratio, use_rand=False), expected)
+def test_fixed_destinations_in_float32(float32_unet: Any, size: tuple[int, int], ratio: float, stride: int) -> None:
+    expected = peer(float32_unet, size, ratio=ratio, sx=stride, sy=stride, use_rand=False)
+    check(ours(float32_unet, size, ratio=ratio, stride=stride, use_rand=False), expected)
 
 
 @pytest.mark.parametrize("stride", [2, 4])
 @pytest.mark.parametrize("size", GRIDS, ids=str)
+@pytest.mark.parametrize(("name", "layers"), [("unet", 3), ("float32_unet", 2)])
 def test_the_same_random_destinations(
-    unet: Any, size: tuple[int, int], stride: int, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    name: str,
+    layers: int,
+    size: tuple[int, int],
+    stride: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    unet = request.getfixturevalue(name)
     drawn: list[torch.Tensor] = []
     randint: Callable[..., torch.Tensor] = torch.randint
 
@@ -101,13 +117,22 @@ def test_the_same_random_destinations(
     with monkeypatch.context() as context:
         context.setattr(torch, "randint", recording)
         expected = peer(unet, size, ratio=0.5, sx=stride, sy=stride)
-    assert len(drawn) == 3  # the layers of the finest level, in the order of the calls
+    assert len(drawn) == layers  # of the finest level, in the order of the calls
 
     def given(self: LayerState, what: str, step: int, count: int, device: torch.device) -> torch.Tensor:
         return (drawn.pop(0).flatten() + 0.5) / stride**2
 
     monkeypatch.setattr(LayerState, "_uniform", given)
     check(ours(unet, size, ratio=0.5, stride=stride), expected)
+
+
+@pytest.mark.skipif("ELFATT_SD_FULL_WIDTH" not in os.environ, reason="slow: run it with ELFATT_SD_FULL_WIDTH=1")
+@pytest.mark.parametrize("size", GRIDS, ids=str)
+def test_the_full_width_of_sd15_in_float32(size: tuple[int, int]) -> None:
+    """860 million random weights; all five layers of the finest level."""
+    unet = tiny.unet(**SD15)
+    expected = peer(unet, size, ratio=0.5, use_rand=False)
+    check(ours(unet, size, ratio=0.5, use_rand=False), expected)
 
 
 def test_merging_does_something(unet: Any) -> None:
