@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elfatt_sd.config import METHODS, ElfattError
-from elfatt_sd.console import adds_options
+from elfatt_sd.console import adds_options, quiet_libraries
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
@@ -232,6 +232,7 @@ def _run(name: str, session: Session, **options: Any) -> None:
     if options.get("methods") is not None:
         options["methods"] = [_method(text) for text in options["methods"]]
     bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
+    quiet_libraries()
     try:
         with _progress(session):
             bench(session=session, **options)

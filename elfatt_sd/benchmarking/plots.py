@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,10 +81,15 @@ def _draw_growth(axes: Any, rows: Sequence[Mapping[str, Any]], part: str) -> Non
 
 
 def _draw_errors(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw a line for each method: a colour for all sizes of one kind, dashes and marker for the size."""
     steps = sorted({row["step"] for row in rows})
-    for index, name in enumerate(dict.fromkeys(row["method"] for row in rows)):
-        means = [_mean(row for row in rows if (row["method"], row["step"]) == (name, step)) for step in steps]
-        axes.plot(steps, means, label=name, **_style(index))
+    kinds: dict[str, list[str]] = {}
+    for name in dict.fromkeys(row["method"] for row in rows):
+        kinds.setdefault(re.sub(r"\d+", "", name), []).append(name)
+    for index, names in enumerate(kinds.values()):
+        for variety, name in enumerate(names):
+            means = [_mean(row for row in rows if (row["method"], row["step"]) == (name, step)) for step in steps]
+            axes.plot(steps, means, label=name, **_style(index, variety))
     axes.set(xlabel="denoising step", ylabel="relative L2 error, mean over layers", yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -103,8 +109,10 @@ def _mean(rows: Any) -> float:
     return statistics.fmean(row["error"] for row in rows)
 
 
-def _style(index: int) -> dict[str, Any]:
+def _style(index: int, variety: int | None = None) -> dict[str, Any]:
+    """Return colour, marker and dashes: by number, or by number of the kind and of the variety within it."""
     from matplotlib import colormaps
 
     colour = colormaps["tab20"](2 * index % 20 + index // 10 % 2)
-    return {"color": colour, "marker": "osv^Dx"[index % 6], "markersize": 4}
+    marker = "osv^Dx"[(index if variety is None else variety) % 6]
+    return {"color": colour, "marker": marker, "markersize": 4, "linestyle": ("-", "--", ":")[(variety or 0) % 3]}
