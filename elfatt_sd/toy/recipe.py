@@ -163,7 +163,8 @@ def denoising_loss(
     clean = functional.avg_pool2d(models.SCALING * models.encode_code(images), 2**level)
     noise = draw(clean, generator) / 2**level
     uniform = torch.rand(len(clean), generator=generator, device=device)
-    timesteps = (len(words.signal) * uniform ** (1 / (1 + 0.5 * level))).long()  # coarse grids learn from high noise
+    exponent = 1 / (1.5 + 0.5 * level)  # what a picture shows is decided at high noise, the more so on coarse grids
+    timesteps = (len(words.signal) * uniform**exponent).long()
     alpha = words.signal[timesteps]
     root, rest = alpha.sqrt()[:, None, None, None], (1 - alpha).sqrt()[:, None, None, None]
     noisy = (root * clean + rest * noise).contiguous(memory_format=torch.channels_last)

@@ -160,14 +160,14 @@ def sample_parameters(count: int, generator: torch.Generator, scale: float = 1.0
     labels = (uniform[:, :4] * sizes).long().minimum(sizes - 1)
     labels[:, 3] = (labels[:, 1] + 1 + labels[:, 3]) % len(COLORS)
     x, y, radius, rotation, period, phase_u, phase_v, angle = uniform[:, 4:].unbind(1)
-    radius = scale * (0.22 + 0.06 * radius)
-    room = 0.6 * (0.5 - 1.12 * radius)
+    radius = scale * (0.25 + 0.04 * radius)
+    room = 0.2 * (0.5 - 1.12 * radius)
     direction = math.pi / 4 * torch.floor(4 * angle)  # stripes run in four directions, the other patterns upright
     columns = (
         0.5 + room * (2 * x - 1),
         0.5 + room * (2 * y - 1),
         radius,
-        0.3 * (rotation - 0.5),
+        0.1 * (rotation - 0.5),
         scale * (0.22 + 0.06 * period),
         phase_u,
         phase_v,

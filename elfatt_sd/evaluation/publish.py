@@ -1,0 +1,87 @@
+"""Keep what a finished run found, without its pictures, in a folder to commit; fill pages from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.report.data import Results, load_results
+from elfatt_sd.evaluation.report.tables import study_table
+from elfatt_sd.evaluation.report.text import plural
+from elfatt_sd.evaluation.report.writers import to_markdown
+from elfatt_sd.evaluation.results import RESULTS_FILE
+from elfatt_sd.files import atomic_file, write_json
+from elfatt_sd.pages import fill_blocks
+
+PAGE, KEPT = "index.html", ("*.md", "*.csv", "*.tex", "*.png")
+MISSING = "Not measured yet."
+
+
+def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
+    """Copy results, tables and plots of a run to `folder/NAME`.
+
+    Args:
+        run_dir: a run with its report.
+        folder: of all published results.
+        page: copy the report's page, too, which holds pictures.
+
+    Returns:
+        The folder of the run's results.
+
+    Raises:
+        ElfattError: the run has no report, or a folder cannot be written.
+    """
+    results, report = load_results(run_dir), run_dir / "report"
+    if not (report / PAGE).is_file():
+        raise ElfattError(f"{report / PAGE} does not exist; `elfatt-sd eval report {run_dir}` writes it.")
+    target = folder / results.name
+    found = [path for pattern in (*KEPT, *([PAGE] if page else [])) for path in sorted(report.glob(pattern))]
+    try:
+        write_json(target / RESULTS_FILE, dict(results.data))
+        for path in found:
+            with atomic_file(target / path.name) as file:
+                file.write(path.read_bytes())
+    except OSError as error:
+        raise ElfattError(f"{target} cannot be written: {error.strerror}.") from error
+    return target
+
+
+def fill_page(text: str, folder: Path, start: Path) -> str:
+    """Put the results of runs between the markers `<!-- eval NAME PLOT PLOT -->` of a page.
+
+    Args:
+        text: of the page.
+        folder: of all published results.
+        start: folder of the page, from which links lead to the plots.
+
+    Raises:
+        ElfattError: the page has no markers, a file holds no results, or a plot is not there.
+    """
+    return fill_blocks(text, "eval", lambda name, plots: _section(folder / name, plots, start))
+
+
+def _section(folder: Path, plots: Sequence[str], start: Path) -> str:
+    if not folder.is_dir():
+        return f"{MISSING}\n"
+    results = load_results(folder)
+    lines = [to_markdown(study_table(results))]
+    for plot in plots:
+        path = folder / f"{plot}.png"
+        if not path.is_file():
+            known = ", ".join(sorted(found.stem for found in folder.glob("*.png")))
+            raise ElfattError(f"plot {plot!r} of {folder} does not exist; there are: {known or 'none'}.")
+        lines += [f"![{plot.replace('_', ' ')}]({Path(os.path.relpath(path, start)).as_posix()})", ""]
+    return "\n".join([*lines, _origin(results), ""])
+
+
+def _origin(results: Results) -> str:
+    """Say in a sentence where the figures come from."""
+    packages = results.environment.get("packages") or {}
+    images = max((row.images or 0 for row in results.rows), default=0)
+    settings = [f"{plural(images, 'picture')} a row", f"{results.from_protocol('steps')} steps"]
+    versions = [f"{name} {packages[name]}" for name in ("torch", "diffusers") if name in packages]
+    identity = str(results.data.get("identity") or "")[:12]
+    said = ", ".join([*settings, results.hardware or "unknown hardware", *versions])
+    return f"Protocol `{results.name}` ({identity}): {said}."

@@ -1,0 +1,33 @@
+"""Pages whose figures come from committed results: between markers, in a text that people write.
+
+<!-- WORD NAME OPTIONS -->
+... what the results of NAME say ...
+<!-- end -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from elfatt_sd.config import ElfattError
+
+
+def fill_blocks(text: str, word: str, write: Callable[[str, Sequence[str]], str]) -> str:
+    """Put text between the markers of a page.
+
+    Args:
+        text: of the page.
+        word: with which the markers start.
+        write: returns what stands between them, from the name and the options after it.
+
+    Returns:
+        The page; whatever is outside the markers stays as it is.
+
+    Raises:
+        ElfattError: the page has no such markers.
+    """
+    block = re.compile(rf"(<!-- {re.escape(word)} ([\w-]+)((?: [\w-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+    if not block.search(text):
+        raise ElfattError(f"the page has no marker '<!-- {word} NAME -->' with an '<!-- end -->' after it.")
+    return block.sub(lambda found: found[1] + write(found[2], found[3].split()) + found[4], text)

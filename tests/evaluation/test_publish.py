@@ -1,0 +1,88 @@
+"""Published results: what is kept of a run, and pages that are filled from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fake_run
+import pytest
+from typer.testing import CliRunner
+
+from elfatt_sd.cli import app
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.publish import MISSING, fill_page, publish
+from elfatt_sd.evaluation.report import write_report
+
+TEXT = """# Page
+
+before
+
+<!-- eval toy_full difference -->
+old
+<!-- end -->
+
+after
+<!-- eval none -->
+<!-- end -->
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    fake_run.build_run(folder, images=2, size=32)
+    write_report(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def published(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("results")
+    assert publish(run, folder) == folder / "toy_full"
+    return folder
+
+
+def test_what_is_kept(run: Path, published: Path, tmp_path: Path) -> None:
+    names = {path.name for path in (published / "toy_full").iterdir()}
+    assert {"results.json", "index.html", "table.md", "table.csv", "table.tex"} < names
+    assert json.loads((published / "toy_full" / "results.json").read_text()) == json.loads(
+        (run / "results.json").read_text()
+    )
+    assert {path.name for path in (run / "report").glob("*.png")} < names
+    assert not (publish(run, tmp_path, page=False) / "index.html").exists()
+
+
+def test_a_page_is_filled(published: Path) -> None:
+    text = fill_page(TEXT, published, published.parent)
+    assert text.startswith("# Page\n\nbefore\n\n<!-- eval toy_full difference -->\n| Method |")
+    assert "old" not in text
+    assert "ELFATT-SD" in text
+    assert f"![difference]({published.name}/toy_full/difference.png)" in text
+    assert "Protocol `toy_full` (4f1d0c6e5b): 64 pictures a row, 25 steps, AMD EPYC 9B14, torch 2.15.0" in text
+    assert f"after\n<!-- eval none -->\n{MISSING}\n<!-- end -->\n" in text
+    assert fill_page(text, published, published.parent) == text
+
+
+def test_what_is_wrong_is_named(run: Path, published: Path, tmp_path: Path) -> None:
+    with pytest.raises(ElfattError, match="has no marker '<!-- eval NAME -->'"):
+        fill_page("# Page\n", published, published)
+    with pytest.raises(ElfattError, match=r"plot 'nothing' .* does not exist; there are: .*difference"):
+        fill_page("<!-- eval toy_full nothing -->\n<!-- end -->", published, published)
+    fake_run.build_run(tmp_path, images=2, size=32)
+    with pytest.raises(ElfattError, match=r"index.html does not exist; `elfatt-sd eval report"):
+        publish(tmp_path, published)
+
+
+def test_commands(run: Path, tmp_path: Path) -> None:
+    runner, page = CliRunner(), tmp_path / "page.md"
+    done = runner.invoke(app, ["eval", "publish", str(run), "--out", str(tmp_path / "results")])
+    assert done.exit_code == 0
+    assert "toy_full (" in done.output
+    page.write_text(TEXT)
+    arguments = ["eval", "page", str(page), "--results", str(tmp_path / "results")]
+    assert runner.invoke(app, [*arguments, "--check"]).exit_code == 1
+    assert page.read_text() == TEXT
+    assert runner.invoke(app, arguments).exit_code == 0
+    assert runner.invoke(app, [*arguments, "--check"]).exit_code == 0
+    assert runner.invoke(app, ["eval", "page", str(tmp_path / "none.md")]).exit_code == 2
