@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.config import ElfattError
 from elfatt_sd.files import atomic_file
+from elfatt_sd.pages import fill_blocks
 
-_BLOCK = re.compile(r"(<!-- bench ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MISSING = "Not measured yet."
 
 
@@ -44,9 +43,7 @@ def fill_page(text: str, folder: Path, start: Path) -> str:
     Raises:
         ElfattError: the page has no markers, or a file is no result of a benchmark.
     """
-    if not _BLOCK.search(text):
-        raise ElfattError("the page has no marker '<!-- bench NAME -->' with an '<!-- end -->' after it.")
-    return _BLOCK.sub(lambda found: found[1] + _section(folder / f"{found[2]}.json", start) + found[3], text)
+    return fill_blocks(text, "bench", lambda name, _: _section(folder / f"{name}.json", start))
 
 
 def _section(path: Path, start: Path) -> str:
