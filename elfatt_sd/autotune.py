@@ -7,6 +7,7 @@ Decisions are kept in a file, by device, versions, shape and phase.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import json
@@ -25,7 +26,8 @@ from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.files import write_json
 from elfatt_sd.processor import LayerState, approximate
 
-ROUNDS = 7
+ROUNDS, WARM_UP = 7, 2
+CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, to the same side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Tuner:
         return self.decide(state, phase, sample).pays
 
     def decide(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
-        """Look a decision up, or measure it; `state` must be prepared for the phase.
+        """Look a decision up, or measure it; `state` must know its grid and stays as it is.
 
         Args:
             state: of the layer.
@@ -124,10 +126,12 @@ class Tuner:
         size = (batch, state.grid[0] * state.grid[1], attention.query_dim)
         tokens = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(sample)
         matchings = dict(state.denoiser.matchings)
+        twin = copy.copy(state)
 
         def approximated() -> None:
             state.denoiser.matchings.clear()
-            approximate(attention, state, phase, tokens)
+            twin.begin(phase, 0, sample)  # what is drawn in every step is part of the price
+            approximate(attention, twin, phase, tokens)
 
         decision = measure(lambda: state.original(attention, tokens), approximated, sample.device)
         state.denoiser.matchings = matchings
@@ -174,20 +178,27 @@ def decision_key(config: PatchConfig, phase: Phase, shape: tuple[int, ...], head
 
 
 def measure(untouched: Any, approximated: Any, device: torch.device) -> Decision:
-    """Time two functions in turn.
+    """Time two functions in turn, until it is clear which is faster.
 
     Args:
         untouched: what is done without the patch.
         approximated: what is done with it.
         device: where both work.
     """
-    ratios = []
+    ratios: list[float] = []
     with torch.no_grad():
-        for index in range(ROUNDS + 2):
+        for index in range(ROUNDS + WARM_UP):
             seconds = [_seconds(function, device) for function in (untouched, approximated)]
-            if index >= 2:  # two rounds to warm up
+            if index >= WARM_UP:
                 ratios.append(seconds[1] / seconds[0])
+            if _is_clear(ratios):
+                break
     return Decision(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def _is_clear(ratios: list[float]) -> bool:
+    rounds, factor = CLEAR
+    return len(ratios) >= rounds and (max(ratios) < 1 / factor or min(ratios) > factor)
 
 
 def _seconds(function: Any, device: torch.device) -> float:

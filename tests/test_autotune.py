@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import elfatt_sd
 from elfatt_sd import autotune
 from elfatt_sd.autotune import Decision, Decisions
 from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.layers import find_layers
+from elfatt_sd.processor import Denoiser, LayerState
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +77,50 @@ def test_each_phase_and_shape_is_measured_once(pipe: Any, measured: list[Decisio
     assert len(measured) == 2
     runner(pipe, guidance_scale=1.0)()  # another batch
     assert len(measured) == 4
+
+
+def test_what_is_drawn_in_every_step_is_measured(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measured call draws its own blocks; those of the real step stay."""
+    config = PatchConfig("spread", (Phase(1.0, "block", block_size=16, block_order="spread"),))
+    [layer] = [layer for layer in find_layers(pipe.unet) if layer.downsample == 1][:1]
+    state = LayerState(layer, 0, layer.attention.processor, Denoiser(config))
+    sample = torch.zeros(2, 4, 16, 16)
+    state.begin(config.phases[0], 7, sample)
+    before = state.permutation
+    drawn: list[int] = []
+
+    def count(untouched: Any, approximated: Any, device: torch.device) -> Decision:
+        untouched()
+        with pytest.MonkeyPatch.context() as patch:
+            draw = LayerState._uniform
+            patch.setattr(LayerState, "_uniform", lambda self, *args: (drawn.append(0), draw(self, *args))[1])
+            approximated()
+            approximated()
+        return Decision(0.5, 0.4, 0.6)
+
+    monkeypatch.setattr(autotune, "measure", count)
+    assert autotune.Tuner(pipe.unet).decide(state, config.phases[0], sample).pays
+    assert len(drawn) == 2
+    assert state.permutation is before
+
+
+@pytest.mark.parametrize(
+    ("ratios", "rounds"),
+    [([0.5] * 7, 3), ([2.0] * 7, 3), ([1.1] * 7, 7), ([0.5, 0.5, 0.9, 0.5, 0.5, 0.5, 0.5], 7), ([0.5, 2.0] * 4, 7)],
+)
+def test_a_clear_case_is_decided_sooner(ratios: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven rounds after two that warm up; three where all of them agree by a quarter."""
+    taken = iter([1.0, 9.0] * 2 + [seconds for ratio in ratios for seconds in (1.0, ratio)])
+    calls: list[int] = []
+
+    def seconds(function: Any, device: torch.device) -> float:
+        calls.append(0)
+        return next(taken)
+
+    monkeypatch.setattr(autotune, "_seconds", seconds)
+    decision = autotune.measure(None, None, torch.device("cpu"))
+    assert len(calls) == 2 * (2 + rounds)
+    assert decision == Decision(statistics.median(ratios[:rounds]), min(ratios[:rounds]), max(ratios[:rounds]))
 
 
 def test_nested_contexts_keep_it(pipe: Any, measured: list[Decision]) -> None:
