@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import fake_run
@@ -14,6 +15,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.publish import MISSING, fill_page, publish
 from elfatt_sd.evaluation.report import write_report
 
+ROOT = Path(__file__).parents[2]
 TEXT = """# Page
 
 before
@@ -86,3 +88,10 @@ def test_commands(run: Path, tmp_path: Path) -> None:
     assert runner.invoke(app, arguments).exit_code == 0
     assert runner.invoke(app, [*arguments, "--check"]).exit_code == 0
     assert runner.invoke(app, ["eval", "page", str(tmp_path / "none.md")]).exit_code == 2
+
+
+def test_the_page_on_quality_is_in_step_and_names_every_study() -> None:
+    text = (ROOT / "docs" / "quality.md").read_text()
+    assert fill_page(text, ROOT / "eval" / "results", ROOT / "docs") == text
+    studies = {path.stem for path in (ROOT / "eval").glob("study_*.toml")}
+    assert set(re.findall(r"<!-- eval ([\w-]+)", text)) == studies | {"toy_full"}
