@@ -1,4 +1,4 @@
-"""The machine and the versions: what a figure depends on beside the protocol."""
+"""The machine and the versions: what a figure depends on beside the protocol; and when the machine is too small."""
 
 from __future__ import annotations
 
@@ -80,6 +80,16 @@ def read_clocks(device: torch.device) -> dict[str, Any]:
         "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={device.index or 0}"
     )
     return dict(zip(fields, (value.strip() for value in query.split(",")), strict=False)) if query else {}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception says that memory ran out, on any device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("can't allocate memory", "not enough memory", "out of memory")
+    )
 
 
 def attention_backends(device: torch.device) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
-from elfatt_sd.evaluation.environment import describe_environment, same_images
+from elfatt_sd.evaluation.environment import describe_environment, is_out_of_memory, same_images
 from elfatt_sd.evaluation.prompts import Prompt, build_prompts, load_labels
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reuse import take_over
@@ -259,10 +259,12 @@ def _generate_row(
             if not _batch_path(run_dir, cell, number).is_file():
                 _generate_batch(pipe, run_dir, protocol, cell, number, batch)
             advance(len(batch), cell.name)
-    except torch.OutOfMemoryError:
-        return f"out of memory at batch {protocol.batch}"
     except ElfattError as error:
         return str(error)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return f"out of memory at batch {protocol.batch}"
     return None
 
 

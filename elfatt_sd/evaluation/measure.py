@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.environment import describe_environment, read_clocks
+from elfatt_sd.evaluation.environment import describe_environment, is_out_of_memory, read_clocks
 from elfatt_sd.evaluation.folder import read_json
 from elfatt_sd.evaluation.generate import (
     image_seed,
@@ -439,16 +439,6 @@ def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
             handle.remove()
     close("vae" if meter.resets else "all")
     return {"kind": meter.kind, "peaks": peaks, **({"reserved": reserved} if reserved else {})}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception says that memory ran out, on any device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("can't allocate memory", "not enough memory", "out of memory")
-    )
 
 
 def _cycled_prompts(protocol: Protocol, count: int) -> list[str]:

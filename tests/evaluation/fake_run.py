@@ -180,7 +180,7 @@ def _row(cell, label, method, settings, role, change, chance) -> dict:  # type: 
             "batches": batches,
             "peaks_gib": [0.92 + slope * batch + chance.uniform(-0.004, 0.004) for batch in batches],
             "kind": "VmHWM",
-            "stages": {"unet": slope * 0.8, "vae": slope * 0.2},
+            "stages": {"text": {"gib_per_image": 0.0}, **_stages(slope)},
         },
         "failed": None,
     }
@@ -194,6 +194,10 @@ def _spread(median: float, half: float) -> dict:
     mean = median + half / 9
     quartiles = [median - half, median + half * 0.8]
     return {"median": median, "mean": mean, "interval": [mean - half / 5, mean + half / 5], "quartiles": quartiles}
+
+
+def _stages(slope: float) -> dict:
+    return {"unet": {"gib_per_image": slope}, "vae": {"gib_per_image": slope * 0.7}}
 
 
 def _accuracy(value: float, baseline: bool) -> dict:

@@ -300,6 +300,28 @@ def test_a_bad_image_fails_its_row_by_name_and_no_other(
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_a_row_that_does_not_fit_fails_and_no_other(
+    protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    real = generate.make_images
+
+    def too_large(pipe: Any, protocol: Protocol, prompts: list[str], seeds: list[int]) -> torch.Tensor:
+        if seeds[0] >= protocol.cells[1].seed_offset:
+            raise error
+        return real(pipe, protocol, prompts, seeds)
+
+    monkeypatch.setattr(generate, "make_images", too_large)
+    assert make(tmp_path / "run", protocol) == {"null": "out of memory at batch 2"}
+    assert len(folder.read_manifest(tmp_path / "run", protocol.cells[2])) == 5
+
+
+@pytest.mark.parametrize(
     ("value", "message"),
     [
         (0.0, "image 7 is black"),

@@ -12,6 +12,7 @@ import small_run
 import torch
 
 from elfatt_sd.evaluation import generate, measure
+from elfatt_sd.evaluation.environment import is_out_of_memory
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 
 
@@ -227,7 +228,7 @@ def test_a_worker_that_fails_says_why(timed: Protocol, monkeypatch: pytest.Monke
     ],
 )
 def test_out_of_memory_is_recognised(error: Exception, expected: bool) -> None:
-    assert measure.is_out_of_memory(error) is expected
+    assert is_out_of_memory(error) is expected
 
 
 def test_the_peak_meter_sees_an_allocation_and_starts_anew() -> None:

@@ -256,6 +256,9 @@ def test_csv_holds_every_figure_unrounded(run):
             assert shown == [found["mean"], *found["interval"], found["median"]]
             assert float(record[f"{measure} quartile 3"]) == found["quartiles"][1]
         assert record["gib_per_image"] == ("" if row["memory"] is None else str(row["memory"]["gib_per_image"]))
+        vae = "" if row["memory"] is None else str(row["memory"]["stages"]["vae"]["gib_per_image"])
+        assert (record["vae gib_per_image"], record["reserved gib_per_image"]) == (vae, "")
+        assert record["memory kind"] == ("VmHWM" if row["memory"] else "")
         assert float(record["accuracy shape"]) == row["accuracy"]["shape"]["value"]
         assert record["setting_ratio"] == str(row["settings"].get("ratio", ""))
     assert records[-1]["published FID"] == "30.4"
@@ -682,6 +685,16 @@ def test_decimals_follow_the_uncertainty():
     assert decimals_for([Estimate(0.707), None]) == 3
     assert decimals_for([Estimate(3.12)]) == 2
     assert decimals_for([]) == 2
+
+
+def test_memory_is_told_by_stage(results):
+    titles = [column.title for column in more_table(Results(results)).columns]
+    stages = [title for title in titles if title.endswith("GiB/img")]
+    assert stages == ["Text, GiB/img", "UNet, GiB/img", "VAE, GiB/img"]
+    results["rows"][0]["memory"]["reserved"] = {"gib_per_image": 0.75}
+    table = more_table(Results(results))
+    place = [column.title for column in table.columns].index("Reserved, GiB/img") - table.heads
+    assert [line.entries[place].text for line in table.lines[:2]] == ["0.750", "not measured"]
 
 
 def test_out_of_memory_is_a_result(results):

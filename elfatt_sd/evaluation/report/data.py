@@ -14,6 +14,7 @@ from elfatt_sd.config import ElfattError
 
 FORMAT = 1
 BASELINE, NULL, METHOD = "baseline", "null", "method"
+STAGES = {"text": "Text", "unet": "UNet", "vae": "VAE", "reserved": "Reserved"}
 PARTS = {"end_to_end": "end to end", "unet": "UNet alone"}
 CROWD = 8  # methods; with more, colours repeat, so rows are numbered
 
@@ -232,6 +233,11 @@ class Row:
         """The GiB that one more image of a batch takes, with the interval that the fit allows."""
         return estimate(dig(self.data, "memory"), "gib_per_image")
 
+    def stage_slope(self, stage: str) -> float | None:
+        """Return the GiB per image of `text`, `unet` or `vae` alone, or of `reserved`, what CUDA's allocator held."""
+        path = (stage,) if stage == "reserved" else ("stages", stage)
+        return number(dig(self.data, "memory", *path), "gib_per_image")
+
     def memory_points(self) -> list[tuple[float, float]]:
         """Return (batch size, peak in GiB) of each measured batch."""
         batches, peaks = (dig(self.data, "memory", key) for key in ("batches", "peaks_gib"))
@@ -328,6 +334,11 @@ class Results:
         """What the time of the main table is of: `end_to_end`, or `unet` where nothing else was timed."""
         timed = [part for part in PARTS if any(row.seconds(part) is not None for row in self.rows)]
         return next(iter(timed), "end_to_end")
+
+    @cached_property
+    def stages(self) -> list[str]:
+        """The stages whose memory was measured apart."""
+        return [stage for stage in STAGES if any(row.stage_slope(stage) is not None for row in self.rows)]
 
     @cached_property
     def features(self) -> int | None:

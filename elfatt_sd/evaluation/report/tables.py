@@ -11,6 +11,7 @@ from elfatt_sd.evaluation.report.data import (
     BASELINE,
     NULL,
     PARTS,
+    STAGES,
     Estimate,
     Results,
     Row,
@@ -129,6 +130,9 @@ def more_table(results: Results) -> Table:
             title = f"{setting_title(name)} accuracy"
             makers.append((title, _estimate_maker(results, lambda row, name=name: row.accuracy(name))))  # type: ignore[misc]
     makers += [(_TIMES[part], _time_maker(results, part)) for part in PARTS if part != results.time_part]
+    for stage in results.stages:
+        title = f"{STAGES[stage]}, GiB/img"
+        makers.append((title, _plain_maker(results, lambda row, stage=stage: row.stage_slope(stage))))  # type: ignore[misc]
     for key, title in (("intercept_gib", "Memory at batch 0, GiB"), ("fit_error_gib", "Fit error, GiB")):
         makers.append((title, _plain_maker(results, lambda row, key=key: row.memory(key))))  # type: ignore[misc]
     return _build(results, makers, published=False)

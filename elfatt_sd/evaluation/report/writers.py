@@ -7,7 +7,7 @@ import io
 import math
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import Estimate, Results, Row, setting_text
+from elfatt_sd.evaluation.report.data import STAGES, Estimate, Results, Row, dig, setting_text
 from elfatt_sd.evaluation.report.published import FIGURES, published_for
 from elfatt_sd.evaluation.report.tables import DASH, THIS_RUN, Column, Entry, Line, Table
 from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO
@@ -133,8 +133,9 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
         record[f"{part} seconds_per_image"] = row.seconds(part)
         record |= _columns(f"{part} speedup", row.speedup(part))
     record |= _columns("gib_per_image", row.slope)
-    for key in ("intercept_gib", "fit_error_gib"):
-        record[key] = row.memory(key)
+    record |= {key: row.memory(key) for key in ("intercept_gib", "fit_error_gib")}
+    record |= {f"{stage} gib_per_image": row.stage_slope(stage) for stage in STAGES}
+    record["memory kind"] = dig(row.data, "memory", "kind")
     record["failed"] = row.failed
     published = published_for(results, row) or {}
     return record | {f"published {key}": published.get(key) for key in FIGURES}
