@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 
 import mpmath
@@ -378,3 +380,12 @@ def test_another_extractor_is_refused() -> None:
     mean, covariance = moments(normal(20, 5, 26))
     with pytest.raises(ElfattError, match="4 columns, the reference 5"):
         frechet_estimate(normal(10, 4, 27), mean, covariance)
+
+
+def test_the_benchmark_of_scoring_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--counts", "40", "90", "--features", "8", "--reference", "120"]
+    monkeypatch.setattr(sys, "argv", ["scoring.py", *words])
+    runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "scoring.py"), run_name="__main__")
+    told = capsys.readouterr().out
+    assert "40 pictures of 8 features" in told
+    assert "90 pictures of 8 features" in told
