@@ -249,14 +249,19 @@ class Studio:
 
     def _write(self, picture: Image.Image, prompt: str, record: dict[str, Any]) -> Path:
         path = free_name(self.folder, prompt)
-        write_json(path.with_suffix(".json"), record)
         info = PngInfo()
         info.add_text("Software", f"elfatt-sd {elfatt_sd.__version__}")
         for name, value in record.items():
             text = value if isinstance(value, str) else json.dumps(value)
             info.add_text(name, text) if text.isascii() else info.add_itxt(name, text)
-        with atomic_file(path) as file:
-            picture.save(file, format="PNG", pnginfo=info)
+        beside = path.with_suffix(".json")
+        write_json(beside, record)
+        try:
+            with atomic_file(path) as file:
+                picture.save(file, format="PNG", pnginfo=info)
+        except BaseException:
+            beside.unlink()
+            raise
         return path
 
 

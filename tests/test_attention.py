@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,6 +315,24 @@ def test_more_blocks_than_a_cuda_grid_takes(monkeypatch: pytest.MonkeyPatch) -> 
 def test_auto_on_a_cpu_is_native() -> None:
     q, k, v = qkv(50)
     assert torch.equal(softmax_attention(q, k, v, backend="auto"), softmax_attention(q, k, v))
+
+
+def test_auto_takes_flash_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+    def served(device: str = "cuda", dtype: torch.dtype = torch.float16, size: int = 40) -> bool:
+        tensor: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(2, 64, 8, size))
+        return attention._flash_takes(tensor)
+
+    assert served() and served(dtype=torch.bfloat16) and served(size=256)
+    assert not (served("cpu") or served(dtype=torch.float32) or served(size=320))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not served()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", False)
+    assert not served()
 
 
 def test_dispatchers_native_backend_agrees() -> None:

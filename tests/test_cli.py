@@ -17,6 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import elfatt_sd
+from elfatt_sd import generation
 from elfatt_sd.cli import app
 from elfatt_sd.generation import PeakWatch, Request, Studio, check_text_to_image, check_writable, free_name
 
@@ -124,13 +125,26 @@ def test_compare_shows_both_and_says_how_they_differ(model: Path, tmp_path: Path
         assert untouched.tobytes() in columns
 
 
-def test_compare_leaves_the_pipeline_as_it_was(model: Path, tmp_path: Path) -> None:
+def test_compare_leaves_the_pipeline_as_it_was_and_labels_both(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    labels: list[tuple[str, str]] = []
+    side_by_side = generation.side_by_side
+
+    def keep(pictures: Any, captions: Any, title: str) -> Any:
+        labels.extend(captions)
+        return side_by_side(pictures, captions, title)
+
+    monkeypatch.setattr(generation, "side_by_side", keep)
     pipe = elfatt_sd.load_pipeline(model, device="cpu")
     before = dict(pipe.unet.attn_processors)
     request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("tome"), steps=1, compare=True)
     [result] = Studio(pipe, request, tmp_path).results()
     assert pipe.unet.attn_processors == before
     assert result.speed_ratio == pytest.approx(result.untouched_seconds / result.seconds)
+    assert [name for name, _ in labels] == [
+        f"untouched, {result.untouched_seconds:.2f} s",
+        f"tome, {result.seconds:.2f} s",
+    ]
+    assert labels[1][1] == f"{result.speed_ratio:.2f} times as fast, PSNR {result.psnr_db:.1f} dB"
 
 
 def test_progress_reports_every_step(model: Path, tmp_path: Path) -> None:
@@ -336,7 +350,7 @@ def test_interrupting_keeps_what_is_finished(model: Path, tmp_path: Path, monkey
     assert files(tmp_path) == ["0001-a-red-star.json", "0001-a-red-star.png"]
 
 
-def test_a_picture_that_cannot_be_written_leaves_no_part(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_picture_that_cannot_be_written_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -344,7 +358,7 @@ def test_a_picture_that_cannot_be_written_leaves_no_part(model: Path, tmp_path: 
     result = call("generate", PROMPT, "--model", model, "--steps", 1, "--out", tmp_path)
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr
-    assert not [name for name in files(tmp_path) if "png" in name]
+    assert files(tmp_path) == []
 
 
 def test_flat_pictures_are_pointed_out(model: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -11,7 +11,7 @@ import diffusers
 import pytest
 import tiny_pipelines as tiny
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import elfatt_sd
 from elfatt_sd.config import ElfattError
@@ -189,6 +189,14 @@ def test_a_single_file_draws_what_its_directory_draws(checkpoint: Path, saved: P
 def test_a_single_file_takes_the_configuration_that_lies_beside_it(checkpoint: Path, saved: Path) -> None:
     beside = checkpoint.rename(checkpoint.parent / "parts" / checkpoint.name)
     pipe = elfatt_sd.load_pipeline(beside, device="cpu")
+    draws_the_same(pipe, elfatt_sd.load_pipeline(saved, device="cpu"))
+
+
+def test_a_pickled_single_file_is_loaded_where_that_is_asked_for(checkpoint: Path, saved: Path) -> None:
+    pickled = checkpoint.parent / "parts" / "model.ckpt"
+    torch.save({"state_dict": load_file(checkpoint)}, pickled)
+    refused(pickled, "is a pickle")
+    pipe = elfatt_sd.load_pipeline(pickled, device="cpu", allow_pickle=True)
     draws_the_same(pipe, elfatt_sd.load_pipeline(saved, device="cpu"))
 
 
