@@ -78,7 +78,7 @@ def generate(
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
     model: Model = "toy",
     steps: Annotated[int | None, typer.Option(help="Denoising steps; 50 if not given, 25 for the toy.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 7.5 if not given, for the toy its own.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 7.5 if not given, 3 for the toy.")] = None,
     seed: Annotated[int, typer.Option(help="Of each prompt's first picture; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Pictures for each prompt.")] = 1,
     height: Height = None,

@@ -389,6 +389,8 @@ def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monk
         assert call("generate", "a red star", "--model", name, "--out", tmp_path / name).exit_code == 0
         record = json.loads((tmp_path / name / "0001-a-red-star.json").read_text())
         assert (record["steps"], record["guidance"]) == expected
+    shown = " ".join(call("generate", "--help").stdout.replace("│", "").split())
+    assert f"7.5 if not given, {GUIDANCE:g} for the toy" in shown
 
 
 def test_names_are_safe_and_short(tmp_path: Path) -> None:
