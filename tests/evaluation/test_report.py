@@ -210,9 +210,9 @@ def test_no_verdict_is_given_from_few_classes(tmp_path, results):
                 distance["difference"]["verdict"] = TOO_FEW
     save(tmp_path, results)
     page = Page(write_report(tmp_path))
-    assert "no verdict, of too few classes" in headline(Results(results))
+    assert "no verdict, since the classes are too few" in headline(Results(results))
     told = " ".join(findings(Results(results)))
-    assert f"the pictures are of 5; an interval over fewer than {FEWEST_CLASSES} different classes" in told
+    assert f"No verdicts from 5 classes: an interval over fewer than {FEWEST_CLASSES} classes" in told
     for word in ("better than", "worse than", "Better:", "Worse:"):
         assert word not in told + headline(Results(results))
     assert sum(item.get("class") == "few" for item in page.all("td")) == 2 * 9, "distance and kernel distance"

@@ -45,8 +45,8 @@ def _verdict_counts(results: Results) -> str:
     parts += [f"{failed} failed"] if failed else []
     if any(count for _, count in counts):
         return f"by {name}, {join_names(parts)}"
-    why = "of too few classes" if TOO_FEW in said else "since no paired difference was measured"
-    return join_names([f"no verdict, {why}", *parts])
+    why = "the classes are too few" if TOO_FEW in said else "no paired difference was measured"
+    return join_names([f"no verdict, since {why}", *parts])
 
 
 def findings(results: Results) -> list[str]:
@@ -60,10 +60,8 @@ def _named_verdicts(results: Results) -> str:
     judged = [(row, row.verdict(name)) for row in results.methods] if name else []
     if any(said == TOO_FEW for _, said in judged):
         classes = next((row.classes for row, _ in judged if row.classes), None)
-        seen = "" if classes is None else f": the pictures are of {classes}"
-        return (
-            f"No verdicts{seen}; an interval over fewer than {FEWEST_CLASSES} different classes may be far too short."
-        )
+        seen = "" if classes is None else f" from {plural(classes, 'class')}"
+        return f"No verdicts{seen}: an interval over fewer than {FEWEST_CLASSES} classes may be far too short."
     known = (BETTER, WORSE, NO_DIFFERENCE)
     grouped = [(title, [row for row, said in judged if said == title]) for title in known]
     parts = [f"{title}: {_grouped(rows)}" for title, rows in grouped if rows]
