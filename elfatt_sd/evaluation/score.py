@@ -36,8 +36,8 @@ from elfatt_sd.evaluation.statistics import (
     frechet_estimate,
     kernel_distance,
     kernel_within,
+    share_interval,
     verdict,
-    wilson_interval,
 )
 from elfatt_sd.files import atomic_file, sha256_of_data, write_json
 
@@ -388,18 +388,23 @@ def _paired(images: Images, baseline: Images, changes: Tensor, scale: Scale) -> 
     """Summaries of the changes; the cosine is that of the first extractor's features."""
     pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
     cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
-    psnr, ssim, cosines = (_summary(values, images.classes) for values in (changes[:, 0], changes[:, 1], cosine))
+    bounded = ((changes[:, 0], 0.0, IDENTICAL_DB), (changes[:, 1], -1.0, 1.0), (cosine, -1.0, 1.0))
+    psnr, ssim, cosines = (_summary(values, images.classes, low, high) for values, low, high in bounded)
     psnr |= {"unit": "dB", "identical": int((changes[:, 0] == IDENTICAL_DB).sum())}
     return {"psnr": psnr, "ssim": ssim, "cosine": {**cosines, "extractor": scale.extractor.name}}
 
 
-def _summary(values: Tensor, classes: Sequence[int]) -> dict[str, Any]:
-    """The mean of one number per picture with its 95 % interval, and median and quartiles of the pictures."""
+def _summary(values: Tensor, classes: Sequence[int], low: float, high: float) -> dict[str, Any]:
+    """The mean of one number per picture with its 95 % interval, and median and quartiles of the pictures.
+
+    No interval leaves the numbers' own bounds.
+    """
     mean = Estimate.mean(values)
+    ends = mean.interval(classes)
     quartiles = torch.quantile(values, torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype)).tolist()
     return {
         "mean": mean.value,
-        "interval": as_list(mean.interval(classes)),
+        "interval": None if ends is None else [max(ends[0], low), min(ends[1], high)],
         "median": quartiles[1],
         "quartiles": [quartiles[0], quartiles[2]],
     }
@@ -421,11 +426,8 @@ def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) 
     rows: dict[str, Any] = {}
     for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
         figure = Estimate.mean(values)
-        rows[name] = estimate_as_dict(figure, images.classes)
-        if name in right:
-            rows[name]["interval"] = as_list(wilson_interval(int(values.sum()), len(values)))
-        elif rows[name]["interval"]:
-            rows[name]["interval"] = [min(max(end, 0.0), 1.0) for end in rows[name]["interval"]]
+        parts = 1 if name in right else len(right)
+        rows[name] = {"value": figure.value, "interval": as_list(share_interval(values, images.classes, parts))}
         if other is not None:
             before = Estimate.mean(other[name] if name in other else torch.stack(list(other.values())).mean(0))
             rows[name]["difference"] = _difference(figure, before, images.classes, lower_is_better=False)

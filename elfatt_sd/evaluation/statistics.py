@@ -221,7 +221,23 @@ def student_quantile(probability: float, freedom: int) -> float:
     return math.fsum(term / freedom**power for power, term in enumerate(terms))
 
 
-def wilson_interval(successes: int, trials: int, level: float = 0.95) -> Interval:
+def share_interval(shares: Tensor, groups: Sequence[int] | Tensor, parts: int = 1) -> Interval:
+    """Interval of 95 % for the mean of shares, which stays within 0 and 1 and has a width also where all are equal.
+
+    Wilson's interval, with as many trials as would give the standard error over classes (Kish 1965).
+
+    Args:
+        shares: `[n]` numbers from 0 to 1, one per picture.
+        groups: the class of each picture.
+        parts: judgements that a share is the mean of; there cannot be more trials than that times n.
+    """
+    figure, most = Estimate.mean(shares), parts * len(shares)
+    error, share = figure.standard_error(groups), min(max(figure.value, 0.0), 1.0)
+    trials = min(share * (1 - share) / error**2, most) if error and 0 < share < 1 else len(shares)
+    return wilson_interval(share * trials, trials)
+
+
+def wilson_interval(successes: float, trials: float, level: float = 0.95) -> Interval:
     """Interval for a share (Wilson 1927)."""
     z = NormalDist().inv_cdf(0.5 + level / 2)
     share, weight = successes / trials, z * z / trials

@@ -28,6 +28,7 @@ from elfatt_sd.evaluation.statistics import (
     frechet_estimate,
     kernel_distance,
     load_moments,
+    share_interval,
     student_quantile,
     verdict,
     wilson_interval,
@@ -374,6 +375,28 @@ def test_wilson_interval_against_published_values() -> None:
     assert wilson_interval(20, 20)[1] == 1.0
     assert wilson_interval(0, 20)[0] == 0.0
     assert wilson_interval(20, 20)[0] == pytest.approx(0.8389, abs=1e-4)
+
+
+def test_interval_of_a_share() -> None:
+    shares = torch.tensor([1.0] * 81 + [0.0] * 182)
+    assert share_interval(shares, range(263)) == pytest.approx(wilson_interval(81, 263), abs=2e-3)
+    twice = share_interval(shares.repeat_interleave(2), torch.arange(526) // 2)
+    assert twice == pytest.approx(wilson_interval(81, 263), abs=2e-3), "a second picture that tells nothing new"
+    assert share_interval(torch.full((2,), 0.75), [0, 1], 4) == pytest.approx(wilson_interval(1.5, 2))
+    assert share_interval(torch.ones(20), range(20), 4) == pytest.approx((0.8389, 1.0), abs=1e-4)
+    almost = torch.tensor([0.75] * 39 + [1.0])
+    assert share_interval(almost, range(40), 4) == pytest.approx(wilson_interval(almost.mean().item() * 160, 160))
+
+
+def test_interval_of_a_share_covers() -> None:
+    """Means of four independent judgements each; of 300 intervals of 95 %, 285 contain the truth on average."""
+    generator = torch.Generator().manual_seed(31)
+    covered = 0
+    for _ in range(300):
+        shares = (torch.rand(40, 4, generator=generator) < 0.93).double().mean(1)
+        low, high = share_interval(shares, range(40), 4)
+        covered += low <= 0.93 <= high
+    assert covered >= 274
 
 
 def test_another_extractor_is_refused() -> None:

@@ -42,7 +42,8 @@ def md_escape(text: str) -> str:
 _TEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    MINUS: "$-$", TIMES: r"$\times$", TO: "--", "—": "---", "↓": r"$\downarrow$", "∞": r"$\infty$",
+    MINUS: "$-$", TIMES: r"$\times$", TO: "--", "—": "---", "·": r"$\cdot$",
+    "↓": r"$\downarrow$", "↑": r"$\uparrow$", "∞": r"$\infty$",
     "“": "``", "”": "''",
 }  # fmt: skip
 
