@@ -139,6 +139,11 @@ class Phase:
         return self.attention == "agent" or (self.attention == "elfatt" and self.agent_share > 0)
 
     @property
+    def uses_matching(self) -> bool:
+        """Whether similar tokens are looked for: to merge them, or to form agents."""
+        return self.ratio > 0 or (self.uses_agents and self.agent_source == "merged")
+
+    @property
     def uses_order(self) -> bool:
         """Whether the order of the tokens matters: to blocks, and to agents that are pooled."""
         return self.uses_blocks or (self.uses_agents and self.agent_source == "pooled")

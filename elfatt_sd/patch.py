@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elfatt_sd.autotune import Tuner, measure_phases
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, select_layers, unwrap
 from elfatt_sd.planning import Plan, latent_grid, make_plan
 from elfatt_sd.processor import STATE, Denoiser, ElfattProcessor, LayerState, warn_displaced
@@ -208,7 +208,7 @@ class _Patch:
         for state in self._shared.layers:
             setattr(state.layer.attention, STATE, state)
             state.layer.attention.set_processor(processor)
-            if state.layer.norm is not None and any(_matches_tokens(phase) for phase in self.config.phases):
+            if state.layer.norm is not None and any(phase.uses_matching for phase in self.config.phases):
                 self._handles.append(state.layer.norm.register_forward_pre_hook(state.remember_block_input))
         self._handles.append(self._outer.register_forward_pre_hook(self._before_call, with_kwargs=True))
         setattr(self._module, _PATCH, self)
@@ -247,7 +247,3 @@ class _Patch:
         if others:
             self._warned = True
             warn_displaced(list(others), ", ".join(sorted(set(others.values()))))
-
-
-def _matches_tokens(phase: Phase) -> bool:
-    return phase.ratio > 0 or (phase.uses_agents and phase.agent_source == "merged")

@@ -99,8 +99,7 @@ class LayerState:
         if phase.exact:
             return
         rows, columns = self.grid
-        merges = phase.ratio > 0 or (phase.uses_agents and phase.agent_source == "merged")
-        if merges and config.use_rand:
+        if phase.uses_matching and config.use_rand:
             cells = (rows // phase.stride) * (columns // phase.stride)
             group = step // config.reuse_steps * config.reuse_steps
             draws = self._uniform("destinations", group, cells, device)
