@@ -234,7 +234,7 @@ def _print_estimate(protocol: Protocol) -> None:
     count = len(run_prompts(protocol))
     table = Table("cell", "label", "role", "settings", "images", title=f"{protocol.name} {protocol.identity[:12]}")
     for cell in protocol.cells:
-        settings = ", ".join(f"{key} {value}" for key, value in cell.settings.items())
+        settings = ", ".join(f"{key} {value}" for key, value in cell.shown.items())
         table.add_row(cell.name, cell.label, cell.role, settings, str(count))
     found = estimate(protocol)
     console = output()

@@ -78,6 +78,11 @@ class Cell:
                 "baseline and null for the untouched pipeline (method 'sd'), method for all others",
             )
 
+    @property
+    def shown(self) -> dict[str, Any]:
+        """Settings and swept values, as tables show them."""
+        return {**self.settings, **self.swept}
+
     def config(self) -> PatchConfig:
         """Return the patch of this row; a peer's row gets what the package has in its place."""
         if not self.phases:

@@ -65,7 +65,7 @@ def _row(
         "label": cell.label,
         "method": cell.method,
         "peer": cell.peer or None,
-        "settings": {**cell.settings, **cell.swept},
+        "settings": cell.shown,
         "role": cell.role,
         **{key: score.get(key) for key in _SCORED},
         "time": timing or None,

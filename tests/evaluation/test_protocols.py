@@ -105,6 +105,7 @@ use_rand = false
         first, second = cell.config().phases
         assert cell.swept == {"until": first.until, "block_size": second.block_size}
         assert cell.settings == {"use_rand": False}
+        assert cell.shown == {"use_rand": False, "until": first.until, "block_size": second.block_size}
     assert Protocol.from_dict(json.loads(json.dumps(protocol.to_dict()))).identity == protocol.identity
 
 
