@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from elfatt_sd.benchmarking.goals import goals_table
 from elfatt_sd.benchmarking.plots import plot
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import markdown
@@ -43,7 +44,11 @@ def fill_page(text: str, folder: Path, start: Path) -> str:
     Raises:
         ElfattError: the page has no markers, or a file is no result of a benchmark.
     """
-    return fill_blocks(text, "bench", lambda name, _: _section(folder / f"{name}.json", start))
+
+    def write(name: str, _: Sequence[str]) -> str:
+        return goals_table(folder) if name == "goals" else _section(folder / f"{name}.json", start)
+
+    return fill_blocks(text, "bench", write)
 
 
 def _section(path: Path, start: Path) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elfatt_sd.benchmarking.record import title
-from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.rows import Results, own_part
 
 _KEYS = ("size", "tokens", "batch", "dtype")
 
@@ -38,12 +38,6 @@ def plot(results: Results) -> Any:
     for axes, (name, panel) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         _draw_speeds(axes, panel, name, results["bases"][0])
     return figure
-
-
-def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the part of a method's run that no other method has; None where the run is one part."""
-    named = (part for part in row.get("parts", ()) if part["variant"].startswith(f"{row['method']}/"))
-    return next(named, None) if len(row.get("parts", ())) > 1 else None
 
 
 def _draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, base: str) -> None:

@@ -27,7 +27,20 @@ from elfatt_sd.files import write_json
 
 Progress = Callable[[str, int, int], None]
 _FREE = ("commit",)  # of the machine: the hash of the code says more
-_NOT_TIMED = ("benchmark_cli", "cli", "console", "doctor", "generation", "page", "pictures", "plots", "rows", "tables")
+_NOT_TIMED = (
+    "benchmark_cli",
+    "cli",
+    "console",
+    "doctor",
+    "generation",
+    "goals",
+    "page",
+    "pages",
+    "pictures",
+    "plots",
+    "rows",
+    "tables",
+)
 
 
 @dataclass

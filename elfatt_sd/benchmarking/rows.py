@@ -56,6 +56,12 @@ def make_exponents(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float 
     return fitted
 
 
+def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the part of a method's run that no other method has; None where the run is one part."""
+    named = (part for part in row.get("parts", ()) if part["variant"].startswith(f"{row['method']}/"))
+    return next(named, None) if len(row.get("parts", ())) > 1 else None
+
+
 def _total(parts: Sequence[tuple[str, int]], times: Times) -> list[float]:
     """Add up, round by round, the parts of a run, as the mean of its steps."""
     steps = sum(count for _, count in parts)
