@@ -20,7 +20,8 @@ from elfatt_sd.benchmarking.models import Model, make_model, unet_call
 from elfatt_sd.benchmarking.timing import Call, synchronise
 from elfatt_sd.benchmarking.variants import Variant
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.measure import PeakMeter, is_out_of_memory
+from elfatt_sd.evaluation.environment import is_out_of_memory
+from elfatt_sd.evaluation.measure import PeakMeter
 
 
 def peak_memory(call: Call, device: torch.device) -> int | None:

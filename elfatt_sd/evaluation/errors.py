@@ -209,6 +209,5 @@ def _relative_errors(inputs: Inputs, config: PatchConfig) -> Tensor:
 
 
 def _draws_at_random(config: PatchConfig, phase: Phase) -> bool:
-    merges = phase.ratio > 0 or (phase.uses_agents and phase.agent_source == "merged")
     ordered = phase.uses_order and phase.block_order == "spread"
-    return ordered or phase.attention == "sampled" or (merges and config.use_rand)
+    return ordered or phase.attention == "sampled" or (phase.uses_matching and config.use_rand)
