@@ -57,7 +57,7 @@ def export(
         save_half(module.state_dict(), out / f"weights-{name}" / f"{name}.safetensors")
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
     record = {**environment(), "device": device, "seed": seed, "parameters": counts, **training}
-    models.write_json(out / RECORD, record)
+    (out / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")  # long curves, in one line
     write_card(folder, record)
     return folder
 
