@@ -86,9 +86,7 @@ def test_an_altered_image_is_named(made: tuple[Path, Protocol], tmp_path: Path) 
     make(tmp_path / "copy", protocol, there)
     path = folder.image_path(tmp_path / "copy", protocol.cells[1], 2)
     path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(
-        ElfattError, match=r"00002\.png is not the image that was generated; row 'null'"
-    ):
+    with pytest.raises(ElfattError, match=r"00002\.png is not the image that was generated; row 'null'"):
         make(tmp_path / "again", protocol, tmp_path / "copy")
 
 
