@@ -46,26 +46,32 @@ class FreshPeaks:
     """
 
     def __init__(self, model: str | Model, dtype: torch.dtype) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        arguments = (theirs, model, dtype, torch.get_num_threads())
-        self._server = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
-        self._pipe = ours
-        self._server.start()
-        theirs.close()
+        self._order = model, dtype, torch.get_num_threads()
+        self._server: Any = None
+        self._pipe: Any = None
 
     def __enter__(self) -> FreshPeaks:
-        """Return this."""
+        """Return this; the server starts with the first measurement."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Let the server end; it does so when its pipe is closed."""
-        self._pipe.close()
-        self._server.join()
+        if self._server is not None:
+            self._pipe.close()
+            self._server.join()
+
+    def _start(self) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._server = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, *self._order))
+        self._server.start()
+        theirs.close()
 
     def peak(self, variant: Variant, size: int, batch: int) -> int | None:
         """Return the bytes that a call needs; None where they cannot be read, or where there are not as many."""
+        if self._server is None:
+            self._start()
         try:
             self._pipe.send((variant, size, batch))
             reply: int | Exception | None = self._pipe.recv()

@@ -29,6 +29,7 @@ VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("elfatt-fast", {"block_size": 128, "levels": 2}),
     ("elfatt-fast", {"block_size": 512, "levels": 1}),
     ("elfatt-fast", {"block_size": 512, "levels": 2}),
+    ("sampled", {"block_size": 128, "levels": 1}),
 )
 
 

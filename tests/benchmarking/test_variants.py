@@ -77,7 +77,7 @@ def test_by_default_all_presets_and_the_variations_are_timed() -> None:
     found = resolve_methods(None)
     assert {method for method in METHODS if method != "sd"} <= {config.method for config in found}
     for method, changes in VARIATIONS:
-        assert any(same_work(config, PatchConfig.preset(method, **changes)) for config in found)
+        assert any(same_work(config, varied(method, **changes)) for config in found)
     assert not any(same_work(one, two) for index, one in enumerate(found) for two in found[:index])
     floors = {run.floor for run in by_phase(found).runs.values()}
     assert {"floor", "floor of 2 levels"} <= floors
