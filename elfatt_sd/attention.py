@@ -115,7 +115,8 @@ def pool_agents(q: Tensor, agents: int) -> Tensor:
     if agents >= tokens:
         return q
     parts = _equal_parts(tokens, agents)
-    return _join([q[:, part].unflatten(1, (-1, size)).mean(dim=2) for part, size in parts], dim=1)
+    means = [q[:, part].reshape(q.shape[0], -1, size, *q.shape[2:]).mean(dim=2) for part, size in parts]
+    return _join(means, dim=1)
 
 
 def agent_attention(

@@ -107,8 +107,8 @@ class LayerState:
         drawn = step if phase.redraw else 0
         if phase.attention == "sampled":
             count, self.groups = sample_counts(rows * columns, phase.block_size, phase.groups)
-            noise = self._uniform("samples", drawn, count, device)
-            self.samples = stratified_samples(rows, columns, count, self.groups, noise)
+            places = self._uniform("samples", drawn, count, device)
+            self.samples = stratified_samples(rows, columns, count, self.groups, places)
         if phase.uses_order:
             size = phase.block_size if phase.uses_blocks else max(1, rows * columns // phase.agents)
             if phase.attention == "cell_spread":
