@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elfatt_sd.benchmarking.names import PEER, UNPATCHED, is_reference
 from elfatt_sd.benchmarking.rows import Results, own_part
 
 Row = Mapping[str, Any]
@@ -75,7 +76,7 @@ def _call_goals(what: str, part: Row | None, floor: float, untouched: float, tom
     """Yield the goals of one call in the phase of `elfatt-fast`."""
     speed: Mapping[str, Any] = part["speed"] if part else {}
     yield Goal(f"elfatt-fast, {what}: times its floor's time", floor, part["floor"]["median"] if part else None)
-    for base, limit in (("untouched", untouched), ("tomesd", tomesd)):
+    for base, limit in ((UNPATCHED, untouched), (PEER, tomesd)):
         measured = speed[base]["median"] if base in speed else None
         yield Goal(f"elfatt-fast, {what}: times as fast as {base}", limit, measured, most=False)
 
@@ -91,8 +92,8 @@ def _fast(results: Results, fits: Callable[[Mapping[str, Any]], bool]) -> Row | 
 def _memory(results: Results) -> float | None:
     """Return the greatest peak of our methods as a share of the untouched call's."""
     known = {row["method"]: row["peak_bytes"] for row in results.get("rows", ()) if row["peak_bytes"] is not None}
-    ours = [peak for method, peak in known.items() if method not in ("untouched", "tomesd")]
-    return max(ours) / known["untouched"] if ours else None
+    ours = [peak for method, peak in known.items() if not is_reference(method)]
+    return max(ours) / known[UNPATCHED] if ours else None
 
 
 def _share(row: Row | None, base: str) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from elfatt_sd.benchmarking.models import copy_structure, make_pipeline
+from elfatt_sd.benchmarking.names import PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.variants import Variant, resolve_methods, whole
@@ -57,7 +58,7 @@ def pipeline(
     asked = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
     described = {name: variant.to_dict() for name, variant in lineup.variants.items()}
     runs = {row: dataclasses.asdict(run) for row, run in lineup.runs.items()}
-    bases = [base for base in ("untouched", "tomesd") if base in runs]
+    bases = [base for base in (UNPATCHED, PEER) if base in runs]
     record = Record(session, "pipeline", place, {**asked, "variants": described}, bases=bases, runs=runs)
     for size in sizes or (int(pipe.unet.config.sample_size * pipe.vae_scale_factor),):
         calls = {name: functools.partial(_run, each, inputs, size, steps) for name, each in twins.items()}

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elfatt_sd.benchmarking.names import is_reference
 from elfatt_sd.benchmarking.record import title
 from elfatt_sd.benchmarking.rows import Results, own_part
 
@@ -44,7 +45,7 @@ def _draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, base: 
     """Draw a bar for each method's run, and a thinner one for its own phase where the run has several."""
     greatest = 1.0
     for place, row in enumerate(rows):
-        part, peer = own_part(row), row["method"] in (base, "tomesd") or row["method"].startswith("floor")
+        part, peer = own_part(row), row["method"] == base or is_reference(row["method"])
         bars = [(row["speed"][base], place - 0.15 * (part is not None), 0.5, "0.75" if peer else "tab:blue")]
         bars += [] if part is None else [(part["speed"][base], place + 0.25, 0.25, "tab:orange")]
         for speed, where, width, colour in bars:
@@ -55,7 +56,7 @@ def _draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, base: 
             greatest = max(greatest, speed["max"])
     axes.axvline(1, color="0.4", linewidth=0.8, zorder=0)
     several = any(own_part(row) for row in rows)
-    label = f"times as fast as {base}" + "; orange: one call in the method's own phase" * several
+    label = f"times as fast as {base}" + "\n(orange: one call in the method's own phase)" * several
     axes.set(title=name, xlabel=label, xlim=(0, 1.18 * greatest))
     axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
     axes.invert_yaxis()

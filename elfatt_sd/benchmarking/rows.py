@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elfatt_sd.benchmarking.names import COMPILED
 from elfatt_sd.benchmarking.timing import fit_exponent, ratios
 
 Results = dict[str, Any]
@@ -58,8 +59,8 @@ def make_exponents(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float 
 
 def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the part of a method's run that no other method has; None where the run is one part."""
-    named = (part for part in row.get("parts", ()) if part["variant"].startswith(f"{row['method']}/"))
-    return next(named, None) if len(row.get("parts", ())) > 1 else None
+    parts, own = row.get("parts", ()), f"{row['method'].removesuffix(COMPILED)}/"
+    return next((part for part in parts if part["variant"].startswith(own)), None) if len(parts) > 1 else None
 
 
 def _total(parts: Sequence[tuple[str, int]], times: Times) -> list[float]:

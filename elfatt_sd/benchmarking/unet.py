@@ -13,10 +13,11 @@ import torch
 
 from elfatt_sd.benchmarking.memory import FreshPeaks, peak_memory
 from elfatt_sd.benchmarking.models import Model, copy_structure, make_model, unet_call
+from elfatt_sd.benchmarking.names import COMPILED, FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import Call
-from elfatt_sd.benchmarking.variants import COMPILED, Variant, by_phase, resolve_methods, with_compiled
+from elfatt_sd.benchmarking.variants import Variant, by_phase, resolve_methods, with_compiled
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
@@ -74,7 +75,7 @@ def unet(
     described = {name: variant.to_dict() for name, variant in lineup.variants.items()}
     asked |= {"graphs": graphs, "variants": described}
     runs = {row: dataclasses.asdict(run) for row, run in lineup.runs.items()}
-    bases = [base for base in ("untouched", "tomesd", "untouched" + COMPILED) if base in runs]
+    bases = [base for base in (UNPATCHED, PEER, UNPATCHED + COMPILED) if base in runs]
     record = Record(session, "unet", place, asked, bases=bases, runs=runs)
     keys = [{"size": size, "batch": batch} for size in sizes]
     for key in keys:
@@ -90,9 +91,7 @@ def unet(
             call = unet_call(units[name], made.inputs(key["size"], rows))
             record.keep_peak(key, name, rows, functools.partial(peak_memory, call, place))
     elif batches and isinstance(model, str):
-        measured = [
-            name for name, variant in lineup.variants.items() if variant.kind != "floor" and not variant.compiled
-        ]
+        measured = [name for name, variant in lineup.variants.items() if variant.kind != FLOOR and not variant.compiled]
         with FreshPeaks(model, precision) as peaks:
             for key, name, rows in itertools.product(keys, measured, batches):
                 measure = functools.partial(peaks.peak, lineup.variants[name], key["size"], rows)
@@ -126,7 +125,7 @@ def _warm_up(
 
     A call at the size itself can take minutes. What is compiled, is compiled for its size.
     """
-    cheapest = [name for name, variant in variants.items() if variant.kind in ("untouched", "floor")][-1]
+    cheapest = [name for name, variant in variants.items() if variant.kind in (UNPATCHED, FLOOR)][-1]
     full = {name: call for name, call in calls.items() if name == cheapest or variants[name].compiled}
     shrunk = {f"{name}, small": unet_call(unit, small) for name, unit in units.items() if not variants[name].compiled}
     return {**shrunk, **full}

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elfatt_sd.benchmarking.names import COMPILED, FLOOR, PEER, UNPATCHED
 from elfatt_sd.config import EXACT, METHODS, PatchConfig, Phase
 from elfatt_sd.layers import find_denoisers, find_layers, select_layers
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.planning import describe
 
-COMPILED = ", compiled"
-PEER = "tomesd"
 STEPS = 50  # of the run that the phases of a method are added up to
 ATTENTIONS_ALONE = {
     "cell_spread": Phase(1.0, "cell_spread", block_order="spread"),
@@ -67,7 +66,7 @@ class Variant:
 
             deepest = max(layer.downsample for layer in chosen)
             tomesd.apply_patch(unet, ratio=self.config.phases[0].ratio, max_downsample=deepest)
-        elif self.kind == "floor":
+        elif self.kind == FLOOR:
             for layer in chosen:
                 layer.attention.set_processor(NoAttention())  # type: ignore[arg-type]
         return target
@@ -80,12 +79,12 @@ class Variant:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         what = ", then ".join(describe(phase) for phase in self.config.phases)
-        what = {"patch": what, "floor": "the layers left out", PEER: f"tomesd, {what}"}.get(self.kind, self.kind)
+        what = {"patch": what, FLOOR: "the layers left out", PEER: f"tomesd, {what}"}.get(self.kind, self.kind)
         what += COMPILED * self.compiled
         return {"kind": self.kind, "what": what, "config": self.config.to_dict()}
 
 
-UNTOUCHED = Variant("untouched")
+UNTOUCHED = Variant(UNPATCHED)
 
 
 @dataclass(frozen=True)
@@ -195,12 +194,12 @@ def whole(configs: Iterable[PatchConfig]) -> Lineup:
 
 def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfig], list[tuple[str, int]]]) -> Lineup:
     """Put untouched first, tomesd before our own token merging, and the floors last."""
-    lineup = Lineup({"untouched": UNTOUCHED}, {})
-    lineup.add("untouched", UNTOUCHED)
+    lineup = Lineup({UNPATCHED: UNTOUCHED}, {})
+    lineup.add(UNPATCHED, UNTOUCHED)
     floors: dict[str, Variant] = {}
     for config in configs:
         floor = floor_name(config)
-        floors.setdefault(floor, Variant("floor", layers_of(config)))
+        floors.setdefault(floor, Variant(FLOOR, layers_of(config)))
         if config.method in ("tome", PEER) and any(phase.ratio > 0 for phase in config.phases):
             lineup.add(PEER, Variant(PEER, config), floor)
             if config.method == PEER:
@@ -251,5 +250,5 @@ def layers_of(config: PatchConfig) -> PatchConfig:
 def floor_name(config: PatchConfig) -> str:
     """Return the name of the floor of the levels that a configuration patches."""
     if config.max_downsample is not None:
-        return f"floor to 1/{config.max_downsample}"
-    return "floor" if config.levels == 1 else f"floor of {config.levels} levels"
+        return f"{FLOOR} to 1/{config.max_downsample}"
+    return FLOOR if config.levels == 1 else f"{FLOOR} of {config.levels} levels"

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from elfatt_sd.benchmarking.rows import make_exponents, make_rows
+from elfatt_sd.benchmarking.names import is_reference
+from elfatt_sd.benchmarking.rows import make_exponents, make_rows, own_part
 
 
 def results(**changes: Any) -> dict[str, Any]:
@@ -86,3 +87,17 @@ def test_exponents() -> None:
     rows = [{"part": "layer", "method": "a", "tokens": size, "seconds": 1e-9 * size**2} for size in sizes]
     rows += [{"part": "layer", "method": "b", "tokens": 4096, "seconds": 1.0}]
     assert make_exponents(rows) == {"layer": {"a": pytest.approx(2), "b": None}}
+
+
+@pytest.mark.parametrize("ending", ["", ", compiled"])
+def test_a_run_has_a_phase_of_its_own(ending: str) -> None:
+    row = {"method": f"x{ending}", "parts": [{"variant": f"untouched{ending}"}, {"variant": f"x/1{ending}"}]}
+    assert own_part(row) == {"variant": f"x/1{ending}"}
+    assert own_part({**row, "parts": row["parts"][1:]}) is None
+    assert own_part({"method": "floor"}) is None
+
+
+def test_what_is_there_to_compare_with() -> None:
+    references = ("untouched", "tomesd", "floor", "floor of 2 levels", "untouched, compiled", "floor, compiled")
+    assert all(is_reference(name) for name in references)
+    assert not any(is_reference(name) for name in ("tome", "elfatt-fast", "elfatt-fast, compiled"))
