@@ -448,10 +448,16 @@ def test_the_launcher_works_from_any_folder(model: Path, tmp_path: Path) -> None
     assert wrong.stderr == "error: ratio=2.0 is not accepted; give a number from 0 to less than 1.\n"
 
 
+def heed_control_c() -> None:
+    """Undo that whoever started the tests in the background has SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_control_c_is_one_line_and_finished_pictures_stay(model: Path, tmp_path: Path) -> None:
     words = ["generate", PROMPT, "--model", model, "--steps", 1, "--num-images", 100_000, "--out", tmp_path]
     command = [sys.executable, str(ROOT / "cli.py"), *map(str, words)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, preexec_fn=heed_control_c) as process:
         assert process.stdout is not None
         first = process.stdout.readline().strip()
         process.send_signal(signal.SIGINT)
