@@ -28,20 +28,21 @@ def expected(folder: Path) -> torch.Tensor:
     return runner(pipe)()
 
 
-def sequential(unet: Any) -> None:
+def sequential(pipe: Any) -> None:
     """Every layer's weights are on the meta device but while it runs, as in sequential offload."""
-    accelerate.cpu_offload(unet, execution_device=CPU, offload_buffers=True)
-    assert {weight.device.type for weight in unet.parameters()} == {"meta"}
+    for part in (pipe.unet, pipe.vae, pipe.text_encoder):
+        accelerate.cpu_offload(part, execution_device=CPU)
+    assert {weight.device.type for weight in pipe.unet.parameters()} == {"meta"}
 
 
-def whole(unet: Any) -> None:
+def whole(pipe: Any) -> None:
     """The UNet has the hook of model offload."""
-    accelerate.cpu_offload_with_hook(unet, execution_device=CPU)
+    accelerate.cpu_offload_with_hook(pipe.unet, execution_device=CPU)
 
 
 @pytest.mark.parametrize("offload", [sequential, whole])
 def test_offloaded_before_patching(pipe: Any, expected: torch.Tensor, offload: Any) -> None:
-    offload(pipe.unet)
+    offload(pipe)
     assert torch.equal(check_patch(pipe, runner(pipe), layers={"unet": 3}), expected)
 
 
@@ -50,7 +51,7 @@ def test_offloaded_after_patching(pipe: Any, expected: torch.Tensor, offload: An
     run, before = runner(pipe), processors(pipe)
     untouched = run()
     elfatt_sd.apply_patch(pipe, TWO_PHASES)
-    offload(pipe.unet)
+    offload(pipe)
     assert torch.equal(run(), expected)
     elfatt_sd.remove_patch(pipe)
     assert all(processors(pipe)[name] is found for name, found in before.items())
