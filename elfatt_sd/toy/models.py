@@ -95,6 +95,7 @@ def configurations(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "skip_prk_steps": True,
             "set_alpha_to_one": False,
             "steps_offset": 1,
+            "clip_sample": False,  # PNDM has no such setting; DDIM and DDPM made from this one do, and would clip latents
         },
     }
 
@@ -108,7 +109,7 @@ def build(component: str, sizes: Sizes) -> Any:
     if component == "text_encoder":
         return transformers.CLIPTextModel(transformers.CLIPTextConfig(**arguments))
     kinds = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "scheduler": "PNDMScheduler"}
-    return getattr(diffusers, kinds[component])(**arguments)
+    return getattr(diffusers, kinds[component]).from_config(arguments)
 
 
 def encode_code(images: Tensor) -> Tensor:
