@@ -63,6 +63,7 @@ class Phase:
         block_order: which tokens share a block, or are pooled to an agent: `sequence` (as they come: after merging, by
             similarity), `raster`, `windows` (squares), `curve` (Hilbert curve), `strided` (every n-th token) or
             `spread` (stratified random sample of the picture, drawn from seed, step and layer).
+        second_order: for `block`, another such order for the second half of the heads; None is the same for all heads.
         groups: for `sampled`, the number of groups of queries that have a sample of their own.
         redraw: whether what is random in blocks and samples is drawn anew in every step, or once for a run.
         agents: number of agent tokens when they are pooled.
@@ -82,6 +83,7 @@ class Phase:
     stride: int = 2
     block_size: int = 128
     block_order: str = "sequence"
+    second_order: str | None = None
     groups: int = 8
     redraw: bool = True
     agents: int = 64
@@ -106,6 +108,8 @@ class Phase:
         _whole("stride", self.stride, 2, 64)
         _whole("block_size", self.block_size, 1)
         _choice("block_order", self.block_order, BLOCK_ORDERS)
+        if self.second_order is not None:
+            _choice("second_order", self.second_order, BLOCK_ORDERS)
         _whole("groups", self.groups, 1)
         _flag("redraw", self.redraw)
         _whole("agents", self.agents, 1)
@@ -122,6 +126,8 @@ class Phase:
             )
         if self.attention == "sampled" and self.ratio > 0:
             raise ElfattError(f"ratio={self.ratio!r} is not accepted with attention='sampled'; give ratio=0.")
+        if self.attention == "block" and self.second_order is not None and self.ratio > 0:
+            raise ElfattError(f"ratio={self.ratio!r} is not accepted with a second_order; give ratio=0.")
 
     @property
     def exact(self) -> bool:

@@ -66,6 +66,12 @@ def compact_path(height: int, width: int, cell: int, device: torch.device) -> Te
     return _static_on("cells", height, width, cell, device)
 
 
+def inverse_permutation(permutation: Tensor) -> Tensor:
+    """Return the place `[N]` of every token in an order `[N]`."""
+    places = torch.arange(permutation.shape[0], device=permutation.device)
+    return torch.empty_like(permutation).scatter_(0, permutation, places)
+
+
 def order_merged(permutation: Tensor | None, positions: Tensor) -> Tensor:
     """Put merged tokens in block order.
 
@@ -78,9 +84,7 @@ def order_merged(permutation: Tensor | None, positions: Tensor) -> Tensor:
     """
     if permutation is None:
         return positions.argsort(dim=1)
-    place = torch.empty_like(permutation)
-    place[permutation] = torch.arange(permutation.shape[0], device=permutation.device)
-    return place[positions].argsort(dim=1)
+    return inverse_permutation(permutation)[positions].argsort(dim=1)
 
 
 def _deal(whole: Tensor, rest: Tensor, larger: int) -> Tensor:

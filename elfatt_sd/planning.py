@@ -163,7 +163,8 @@ def describe(phase: Phase) -> str:
     if phase.exact:
         return "exact attention"
     merge = f"{phase.ratio:.0%} merged (stride {phase.stride}), " if phase.ratio else ""
-    blocks = f"{phase.block_order} blocks of {phase.block_size}"
+    second = phase.second_order if phase.attention == "block" else None
+    blocks = f"{phase.block_order}{f' and {second}' if second else ''} blocks of {phase.block_size}"
     agents = f"{phase.agents} agents" if phase.agent_source == "pooled" else f"agents merged at {phase.agent_ratio:.0%}"
     how = {
         "softmax": "softmax attention",

@@ -22,7 +22,7 @@ from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
 from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention
 from elfatt_sd.merging import Matching, match_tokens
-from elfatt_sd.ordering import block_permutation, order_merged
+from elfatt_sd.ordering import block_permutation, inverse_permutation, order_merged
 from elfatt_sd.sampled import sample_counts, sampled_attention, stratified_samples
 from elfatt_sd.schedule import Position
 
@@ -86,6 +86,7 @@ class LayerState:
         self.choice: Tensor | None = None
         self.permutation: Tensor | None = None
         self.inverse: Tensor | None = None
+        self.second: tuple[Tensor, Tensor] | None = None  # the second half of the heads: from the first order, and back
         self.blocks = 1  # of `cell_spread`
         self.samples: Tensor | None = None  # of `sampled`: positions of the keys
         self.groups = 1
@@ -96,6 +97,7 @@ class LayerState:
         self.phase = phase
         self.grid = self.layer.grid(int(sample.shape[-2]), int(sample.shape[-1]))
         self.block_input = self.choice = self.permutation = self.inverse = self.samples = None
+        self.second = None
         if phase.exact:
             return
         rows, columns = self.grid
@@ -114,10 +116,18 @@ class LayerState:
             if phase.attention == "cell_spread":
                 self.blocks = cell_blocks(rows * columns, size)
                 size = rows * columns // self.blocks
-            random = phase.block_order == "spread"
-            noise = self._uniform("blocks", drawn, rows * columns, device) if random else None
-            self.permutation = block_permutation(phase.block_order, rows, columns, size, noise=noise, device=device)
-            self.inverse = None if self.permutation is None else self.permutation.argsort()
+            self.permutation = self._block_order(phase.block_order, "blocks", drawn, size, device)
+            self.inverse = None if self.permutation is None else inverse_permutation(self.permutation)
+        if phase.attention == "block" and phase.second_order is not None:
+            order = self._block_order(phase.second_order, "second blocks", drawn, phase.block_size, device)
+            order = torch.arange(rows * columns, device=device) if order is None else order
+            there = order if self.inverse is None else self.inverse[order]
+            self.second = there, inverse_permutation(there)
+
+    def _block_order(self, order: str, what: str, step: int, size: int, device: torch.device) -> Tensor | None:
+        rows, columns = self.grid
+        noise = self._uniform(what, step, rows * columns, device) if order == "spread" else None
+        return block_permutation(order, rows, columns, size, noise=noise, device=device)
 
     def _uniform(self, what: str, step: int, count: int, device: torch.device) -> Tensor:
         """Draw `count` numbers in [0, 1) that depend on seed, step and layer alone, without moving any global RNG."""
@@ -189,7 +199,7 @@ class ElfattProcessor:
             hidden_states = hidden_states.transpose(1, 2).reshape(residual.shape)
         if attn.residual_connection:
             hidden_states = hidden_states + residual
-        return hidden_states / attn.rescale_output_factor
+        return hidden_states if attn.rescale_output_factor == 1 else hidden_states / attn.rescale_output_factor
 
 
 def state_fits(state: LayerState, hidden_states: Tensor) -> bool:
@@ -223,7 +233,7 @@ def attend(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor, mer
     if phase.attention == "softmax":
         mixed = softmax_attention(query, key, value, **options)
     elif phase.attention == "block":
-        mixed = block_attention(query, key, value, phase.block_size, **options)
+        mixed = _in_blocks(query, key, value, state.second, phase.block_size, options)
     elif phase.attention == "cell_spread":
         mixed = cell_spread_attention(query, key, value, state.blocks)
     elif phase.attention == "sampled":
@@ -254,6 +264,20 @@ def attend(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor, mer
             **options,
         )
     return mixed.flatten(2).to(query.dtype)
+
+
+def _in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, second: tuple[Tensor, Tensor] | None, size: int, options: dict[str, Any]
+) -> Tensor:
+    """Attend inside blocks, the second half of the heads in blocks of its own order if it has one."""
+    if second is None:
+        return block_attention(query, key, value, size, **options)
+    there, back = second
+    halves = [query.shape[2] // 2, (query.shape[2] + 1) // 2]
+    (q1, q2), (k1, k2), (v1, v2) = (x.split(halves, dim=2) for x in (query, key, value))
+    mixed = block_attention(q1, k1, v1, size, **options)
+    q2, k2, v2 = (x.index_select(1, there) for x in (q2, k2, v2))
+    return torch.cat([mixed, block_attention(q2, k2, v2, size, **options).index_select(1, back)], dim=2)
 
 
 def _agents(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor | None:

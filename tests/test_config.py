@@ -88,6 +88,7 @@ def test_phase_at_covers_the_run() -> None:
         ({"agents": 0}, "agents=0"),
         ({"active_fraction": 1.5}, "active_fraction=1.5"),
         ({"block_order": "spiral"}, "block_order='spiral'"),
+        ({"second_order": "spiral"}, "second_order='spiral'"),
         ({"agent_source": "x"}, "agent_source='x'"),
         ({"split": "x"}, "split='x'"),
         ({"max_downsample": 3}, "max_downsample=3"),
@@ -119,6 +120,11 @@ def test_cells_need_spread_blocks_of_all_tokens(settings: dict[str, Any]) -> Non
 def test_samples_are_of_all_tokens() -> None:
     with pytest.raises(ElfattError, match=r"ratio=0\.5 is not accepted with attention='sampled'; give ratio=0"):
         Phase(1.0, "sampled", ratio=0.5)
+
+
+def test_a_second_order_is_of_all_tokens() -> None:
+    with pytest.raises(ElfattError, match=r"ratio=0\.5 is not accepted with a second_order; give ratio=0"):
+        Phase(1.0, "block", ratio=0.5, second_order="spread")
 
 
 def test_unknown_method_and_keys() -> None:

@@ -28,6 +28,7 @@ EVERY_SETTING = [
     PatchConfig.preset("agent", active_fraction=1.0, fp32_logits=True),
     PatchConfig.preset("elfatt", active_fraction=1.0, ratio=0.0, split="channels", agents=7),
     PatchConfig.preset("tome", ratio=0.75, reuse_layers=True, reuse_steps=2),
+    PatchConfig("two", (Phase(1.0, "block", block_size=37, block_order="windows", second_order="spread"),)),
     PatchConfig("cells", (Phase(1.0, "cell_spread", block_size=37, block_order="spread"),)),
     PatchConfig("samples", (Phase(1.0, "sampled", block_size=37, groups=4),)),
     PatchConfig("samples", (Phase(1.0, "sampled", block_size=20, groups=1, redraw=False),), levels=2, fp32_logits=True),

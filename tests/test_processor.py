@@ -150,6 +150,20 @@ def test_blocks_of_tokens_in_the_picture(order: str, ratio: float) -> None:
     layer.check(mixed if merge is None else merge.unmerge(mixed))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("first", "second"), [("windows", "strided"), ("raster", "curve"), ("curve", "raster")])
+def test_half_of_the_heads_in_blocks_of_another_order(first: str, second: str) -> None:
+    layer = Layer(PatchConfig("two", (Phase(1.0, "block", block_size=20, block_order=first, second_order=second),)))
+    q, k, v = layer.qkv(layer.tokens)
+    mixed = []
+    for head, order in enumerate((first, second)):
+        permutation = block_permutation(order, ROWS, COLUMNS, 20)
+        place = torch.arange(256) if permutation is None else permutation.argsort()
+        allowed = same_block(256, 20)[place][:, place]
+        mixed.append(softmax(*(x[:, head : head + 1] for x in (q, k, v)), allowed=allowed))
+    layer.check(layer.out(torch.cat(mixed, dim=1)))
+
+
 HALF = {
     "merged": Phase(1.0, "softmax", ratio=0.5),
     "agent": PatchConfig.preset("agent").phases[0],

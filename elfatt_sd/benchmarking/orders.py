@@ -12,7 +12,7 @@ from elfatt_sd.evaluation.errors import DRAWS, method_errors, record_inputs
 from elfatt_sd.evaluation.generate import weights_sha256
 from elfatt_sd.pipelines import load_pipeline, pick_device
 
-PROMPTS = ("a red star on a striped blue background", "a green ring on a plain yellow background")
+PROMPTS = ("a red star on a striped blue background", "a green circle on a plain yellow background")
 BLOCK_SIZES = (32, 128, 512)
 
 
@@ -22,6 +22,8 @@ def order_configs(block_sizes: Sequence[int] = BLOCK_SIZES) -> dict[str, PatchCo
     for order in BLOCK_ORDERS:
         if order != "sequence":  # without merging, that is `raster`
             phases |= {f"block {size}, {order}": _blocks("block", size, order) for size in block_sizes}
+    for order in ("windows", "strided", "spread"):
+        phases[f"block 128, spread and {order}"] = Phase(1.0, "block", block_order="spread", second_order=order)
     phases |= {f"cell_spread {size}": _blocks("cell_spread", size, "spread") for size in block_sizes}
     phases |= {f"sampled {size}": _blocks("sampled", size, "raster") for size in block_sizes}
     sd = {"agent_source": "merged", "agent_scale": 0.3, "value_shortcut": 0.075}

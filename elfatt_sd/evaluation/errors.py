@@ -209,5 +209,6 @@ def _relative_errors(inputs: Inputs, config: PatchConfig) -> Tensor:
 
 
 def _draws_at_random(config: PatchConfig, phase: Phase) -> bool:
-    ordered = phase.uses_order and phase.block_order == "spread"
+    orders = (phase.block_order, phase.second_order if phase.attention == "block" else None)
+    ordered = phase.uses_order and "spread" in orders
     return ordered or phase.attention == "sampled" or (phase.uses_matching and config.use_rand)

@@ -95,7 +95,7 @@ def configurations(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "skip_prk_steps": True,
             "set_alpha_to_one": False,
             "steps_offset": 1,
-            "clip_sample": False,  # PNDM has no such setting; DDIM and DDPM made from this one do, and would clip latents
+            "clip_sample": False,  # PNDM has no such setting, but DDIM and DDPM made from this one would clip latents
         },
     }
 
