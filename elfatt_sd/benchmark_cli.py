@@ -243,10 +243,10 @@ def _run(name: str, session: Session, **options: Any) -> None:
 def _method(text: str) -> Any:
     """Return what `--method` names, with the settings that follow its name."""
     from elfatt_sd.benchmarking.variants import varied
-    from elfatt_sd.console import _name_and_value
+    from elfatt_sd.console import name_and_value
 
     method, _, settings = text.partition(":")
-    return varied(method, **dict(map(_name_and_value, settings.split(",")))) if settings else method
+    return varied(method, **dict(map(name_and_value, settings.split(",")))) if settings else method
 
 
 def _show(session: Session) -> None:

@@ -162,7 +162,7 @@ def choose(
         ElfattError: both a method and a file, a file that is not a configuration, or a value out of range.
     """
     settings = {_NAMES.get(name, name): value for name, value in options.items() if value is not None}
-    settings |= dict(_name_and_value(text) for text in set or ())
+    settings |= dict(name_and_value(text) for text in set or ())
     written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
     if config_file is None:
         method = method or "elfatt"
@@ -249,7 +249,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     complain(str(message), "warning")
 
 
-def _name_and_value(text: str) -> tuple[str, Any]:
+def name_and_value(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ElfattError(f"set={text!r} is not accepted; give NAME=VALUE.")

@@ -274,7 +274,7 @@ def _in_blocks(
         return block_attention(query, key, value, size, **options)
     there, back = second
     halves = [query.shape[2] // 2, (query.shape[2] + 1) // 2]
-    (q1, q2), (k1, k2), (v1, v2) = (x.split(halves, dim=2) for x in (query, key, value))
+    (q1, q2), (k1, k2), (v1, v2) = (torch.split(x, halves, dim=2) for x in (query, key, value))
     mixed = block_attention(q1, k1, v1, size, **options)
     q2, k2, v2 = (x.index_select(1, there) for x in (q2, k2, v2))
     return torch.cat([mixed, block_attention(q2, k2, v2, size, **options).index_select(1, back)], dim=2)
