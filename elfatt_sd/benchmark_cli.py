@@ -26,7 +26,7 @@ Methods = Annotated[
     list[str] | None,
     typer.Option(
         "--method",
-        help=f"One of {', '.join(METHODS)}, tomesd, cell_spread, sampled; with settings as in "
+        help=f"One of {', '.join(METHODS)}, tomesd, spread, cell_spread, sampled; with settings as in "
         "elfatt-fast:block_size=512,levels=2; several times, or all presets and their variations.",
     ),
 ]

@@ -330,7 +330,8 @@ PRESETS: dict[str, PatchConfig] = {
     ),
     # The paper: ELFATT in the first 20 % of the steps, blocks of 128 (its table tabSDa1), then ToMe.
     "elfatt": PatchConfig("elfatt", (Phase(0.2, "elfatt", ratio=0.5), _TOME)),
-    # Beyond the paper: exact early steps, then blocks that are stratified random samples, without merging.
-    "elfatt-fast": PatchConfig("elfatt-fast", (Phase(0.2), Phase(1.0, "block", block_order="spread"))),
+    # Beyond the paper: exact early steps, then stratified random samples of keys, without merging.
+    "elfatt-fast": PatchConfig("elfatt-fast", (Phase(0.2), Phase(1.0, "sampled", block_size=128)), levels=2),
+    "elfatt-quality": PatchConfig("elfatt-quality", (Phase(0.2), Phase(1.0, "sampled", block_size=512))),
 }
 METHODS = tuple(PRESETS)

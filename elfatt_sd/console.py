@@ -250,6 +250,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def name_and_value(text: str) -> tuple[str, Any]:
+    """Read `NAME=VALUE`, the value as JSON where it is some."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ElfattError(f"set={text!r} is not accepted; give NAME=VALUE.")

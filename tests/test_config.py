@@ -30,7 +30,7 @@ def test_presets_are_the_published_methods() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_json_round_trip(method: str) -> None:
-    config = PatchConfig.preset(method, ratio=0.3, seed=7, block_size=56, active_fraction=0.5)
+    config = PatchConfig.preset(method, stride=3, seed=7, block_size=56, active_fraction=0.5)
     assert PatchConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert hash(config) == hash(PatchConfig.from_dict(config.to_dict()))
 
@@ -52,8 +52,8 @@ def test_settings_reach_every_phase_that_is_not_exact() -> None:
         ("elfatt", 1.0, [(1.0, "elfatt")]),
         ("tome", 0.5, [(0.5, "softmax")]),
         ("tome", 0.0, []),
-        ("elfatt-fast", 0.5, [(0.5, "softmax"), (1.0, "block")]),
-        ("elfatt-fast", 1.0, [(1.0, "block")]),
+        ("elfatt-fast", 0.5, [(0.5, "softmax"), (1.0, "sampled")]),
+        ("elfatt-fast", 1.0, [(1.0, "sampled")]),
         ("elfatt-fast", 0.0, [(1.0, "softmax")]),
     ],
 )

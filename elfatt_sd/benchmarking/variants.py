@@ -19,16 +19,15 @@ from elfatt_sd.planning import describe
 
 STEPS = 50  # of the run that the phases of a method are added up to
 ATTENTIONS_ALONE = {
+    "spread": Phase(1.0, "block", block_order="spread"),
     "cell_spread": Phase(1.0, "cell_spread", block_order="spread"),
     "sampled": Phase(1.0, "sampled"),
 }
 VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("elfatt", {"ratio": 0}),
-    ("elfatt-fast", {"block_size": 128, "levels": 1}),
-    ("elfatt-fast", {"block_size": 128, "levels": 2}),
-    ("elfatt-fast", {"block_size": 512, "levels": 1}),
-    ("elfatt-fast", {"block_size": 512, "levels": 2}),
-    ("sampled", {"block_size": 128, "levels": 1}),
+    ("elfatt-fast", {"levels": 1}),
+    ("spread", {"block_size": 128, "levels": 1}),
+    ("spread", {"block_size": 512, "levels": 2}),
 )
 
 

@@ -103,7 +103,7 @@ def test_a_processor_of_the_users_own_runs_in_exact_phases(pipe: Any) -> None:
             return super().__call__(attn, hidden_states, *args, **kwargs)
 
     pipe.unet.set_attn_processor(Mine())
-    elfatt_sd.apply_patch(pipe, "elfatt-fast", block_size=16, active_fraction=0.5)
+    elfatt_sd.apply_patch(pipe, "elfatt-fast", block_size=16, active_fraction=0.5, levels=1)
     runner(pipe)()
     everywhere, patched = len(pipe.unet.attn_processors), 3
     assert len(seen) == 4 * everywhere - 2 * patched
