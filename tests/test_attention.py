@@ -251,11 +251,11 @@ def test_compiles_whole() -> None:
 
 
 class Work(TorchDispatchMode):
-    """Counts copies, calls of fused attention, and the pairs of queries and keys that they work on."""
+    """Counts copies, dense products, calls of fused attention, and the pairs of queries and keys that they work on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies = self.calls = self.pairs = 0
+        self.copies = self.calls = self.pairs = self.dense = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
@@ -263,6 +263,7 @@ class Work(TorchDispatchMode):
             batch, heads, queries, _ = args[0].shape
             self.calls += 1
             self.pairs += batch * heads * queries * args[1].shape[2]
+        self.dense += name in ("_softmax", "bmm", "baddbmm", "mm")
         self.copies += name in ("copy_", "clone", "_to_copy", "cat", "index_select", "constant_pad_nd")
         return func(*args, **(kwargs or {}))
 
@@ -284,6 +285,15 @@ def test_remainders_do_not_double_the_work() -> None:
         block_attention(q, k, v, 227)
     assert work.calls == 2
     assert work.pairs == 2 * 4 * (5 * 228**2 + 4 * 227**2)
+
+
+def test_both_softmaxes_through_agents_are_fused() -> None:
+    """Two fused calls over agents and tokens, and no dense matrix of logits."""
+    q, k, v = qkv(2048)
+    with Work() as work:
+        agent_attention(q, k, v, pool_agents(q, 16))
+    assert (work.calls, work.dense) == (2, 0)
+    assert work.pairs == 2 * 2 * 4 * 2048 * 16
 
 
 def test_elfatt_grows_with_the_tokens() -> None:

@@ -76,17 +76,36 @@ def test_the_extras_that_users_are_told_to_install_exist() -> None:
     assert named <= extras
 
 
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports anywhere, in their full names."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
 def test_every_import_is_declared() -> None:
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "elfatt_sd").rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    names = set().union(*(imports(path) for path in (ROOT / "elfatt_sd").rglob("*.py")))
     imported = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"elfatt_sd"}
     lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
     declared = {re.match(r"[\w-]+", line)[0].lower() for line in lines}  # type: ignore[index]
     homes = importlib.metadata.packages_distributions()
     found = {name: {home.lower().replace("_", "-") for home in homes.get(name, [name])} for name in imported}
     assert {name for name, home in found.items() if not home & declared} == set()
+
+
+MATHEMATICS = ("config", "attention", "merging", "ordering", "sampled", "cell_spread", "schedule")
+CORE = (*MATHEMATICS, "layers", "processor", "autotune", "planning", "patch", "standalone")
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_imports_of_the_core_point_one_way(name: str) -> None:
+    """The mathematics knows no pipeline, the core nothing above it, and neither the peer that it is compared with."""
+    found = imports(ROOT / "elfatt_sd" / f"{name}.py")
+    assert "tomesd" not in {module.partition(".")[0] for module in found}
+    own = {module.partition(".")[2] for module in found if module.startswith("elfatt_sd.")}
+    assert own <= set(MATHEMATICS if name in MATHEMATICS else (*CORE, "files"))
+    if name in ("config", "merging", "schedule"):
+        assert not any(module.startswith("diffusers") for module in found)
 
 
 def test_the_patents_are_named_as_the_paper_does() -> None:

@@ -108,16 +108,21 @@ def test_plms_first_fifth_is_ten_steps() -> None:
     assert len(early) == 10
 
 
+@pytest.mark.parametrize("name", ["DDIMScheduler", "PNDMScheduler", "HeunDiscreteScheduler"])
 @pytest.mark.parametrize("strength", [0.2, 0.5, 0.9, 1.0])
-def test_image_to_image_starts_inside_the_schedule(pipe: Any, recorded: Any, strength: float) -> None:
+def test_image_to_image_starts_inside_the_schedule(pipe: Any, recorded: Any, strength: float, name: str) -> None:
     other = tiny.quiet(diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False))
-    other.scheduler = scheduler("DDIMScheduler", {})
+    other.scheduler = scheduler(name, dict(SCHEDULERS)[name])
     elfatt_sd.apply_patch(other, TWO_PHASES)
     picture = torch.zeros(1, 3, 16, 16)
     other("a", image=picture, strength=strength, num_inference_steps=20, output_type="latent")
-    first = 20 - int(20 * strength)
-    assert [position for position, _ in recorded] == [Position(index, 20) for index in range(first, 20)]
-    assert [attention for _, attention in recorded].count("block") == max(0, 4 - first)
+    first, calls, early = 20 - int(20 * strength), 20, 4
+    if name == "PNDMScheduler":
+        calls, early = 21, 5
+    elif name == "HeunDiscreteScheduler":  # two calls a step, but for the last one
+        first, calls, early = 2 * first, 39, 8
+    assert [position for position, _ in recorded] == [Position(index, calls) for index in range(first, calls)]
+    assert [attention for _, attention in recorded].count("block") == max(0, early - first)
 
 
 def test_a_pipeline_that_shares_the_unet_is_followed_too(pipe: Any, recorded: Any) -> None:
@@ -128,13 +133,15 @@ def test_a_pipeline_that_shares_the_unet_is_followed_too(pipe: Any, recorded: An
     assert [position for position, _ in recorded] == [Position(index, 10) for index in range(5, 10)]
 
 
-def test_inpainting(pipe: Any, recorded: Any) -> None:
+@pytest.mark.parametrize(("strength", "first"), [(1.0, 0), (0.5, 2)])
+def test_inpainting(pipe: Any, recorded: Any, strength: float, first: int) -> None:
     other = tiny.quiet(diffusers.StableDiffusionInpaintPipeline(**pipe.components, requires_safety_checker=False))
     elfatt_sd.apply_patch(other, TWO_PHASES)
     image, mask = torch.zeros(1, 3, 16, 16), torch.ones(1, 1, 16, 16)
-    other("a", image=image, mask_image=mask, num_inference_steps=4, height=16, width=16, output_type="latent")
-    calls = len(other.scheduler.timesteps)
-    assert [position.step for position, _ in recorded] == list(range(calls - len(recorded), calls))
+    other.scheduler = scheduler("DDIMScheduler", {})
+    run(other, 4, image=image, mask_image=mask, strength=strength, height=16, width=16)
+    assert [position for position, _ in recorded] == [Position(index, 4) for index in range(first, 4)]
+    assert [attention for _, attention in recorded].count("block") == (0 if first else 1)
 
 
 def test_sdxl_base_and_refiner_share_one_schedule(folder: Path, recorded: Any) -> None:
@@ -148,6 +155,7 @@ def test_sdxl_base_and_refiner_share_one_schedule(folder: Path, recorded: Any) -
     elfatt_sd.apply_patch(refiner, TWO_PHASES)
     latents = base("a", num_inference_steps=10, denoising_end=0.8, output_type="latent").images
     base_steps = [position for position, _ in recorded]
+    assert [attention for _, attention in recorded] == ["block"] * 2 + ["softmax"] * 6
     recorded.clear()
     refiner("a", image=latents, num_inference_steps=10, denoising_start=0.8, output_type="latent")
     refiner_steps = [position for position, _ in recorded]

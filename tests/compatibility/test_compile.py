@@ -78,6 +78,15 @@ def test_fifty_steps_compile_once_per_phase(compile_unet: Any, config: PatchConf
     assert graphs.count == 2
 
 
+@pytest.mark.parametrize("method", ["tome", "agent", "elfatt", "elfatt-fast"])
+def test_every_method_compiles_once_per_phase(method: str) -> None:
+    config, graphs = PatchConfig.preset(method, block_size=16, agents=8), Graphs()
+    eager = denoise(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), config), steps=10)
+    unet = wrap(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), config), graphs)
+    assert torch.allclose(denoise(unet, steps=10), eager, atol=1e-5)
+    assert graphs.count == len(config.phases)
+
+
 def test_patched_and_put_back_inside_a_compiled_pipeline(folder: Path) -> None:
     pipe = tiny.sd15(folder, scheduler=tiny.ddim(), **ONE_LEVEL)
     run, before = runner(pipe), processors(pipe)

@@ -87,6 +87,43 @@ def test_sdxl_patches_the_level_that_holds_the_tokens(folder: Path) -> None:
     assert patched_layers(pipe) == {"unet": []}
 
 
+SD: dict[str, Any] = {"sample_size": 64, "cross_attention_dim": 768}
+SD2: dict[str, Any] = {
+    "sample_size": 96,
+    "cross_attention_dim": 1024,
+    "attention_head_dim": (5, 10, 20, 20),
+    "use_linear_projection": True,
+}
+SDXL: dict[str, Any] = {
+    "sample_size": 128,
+    "cross_attention_dim": 2048,
+    "attention_head_dim": (5, 10, 20),
+    "use_linear_projection": True,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "patched"),
+    [(SD, 16, (4096, 320, 8)), (SD2, 16, (9216, 320, 5)), (SDXL, 70, (4096, 640, 10))],
+    ids=["SD 1.5", "SD 2.1", "SDXL"],
+)
+def test_the_layers_of_the_real_models(config: dict[str, Any], layers: int, patched: tuple[int, int, int]) -> None:
+    """The published configurations, without their weights: tokens, channels and heads of what is patched."""
+    with torch.device("meta"):
+        unet = diffusers.UNet2DConditionModel(**config)
+    plan = elfatt_sd.plan(unet, "elfatt")
+    assert len(plan.layers) == layers
+    chosen = [(layer.tokens, layer.channels, layer.heads) for layer in plan.layers if layer.patched]
+    assert chosen == [patched] * (10 if config is SDXL else 5)
+
+
 def test_sdxl_refiner(folder: Path) -> None:
     parts = tiny.sdxl_parts(folder, refiner=True)
     pipe = tiny.quiet(

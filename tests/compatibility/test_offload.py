@@ -36,8 +36,9 @@ def sequential(pipe: Any) -> None:
 
 
 def whole(pipe: Any) -> None:
-    """The UNet has the hook of model offload."""
-    accelerate.cpu_offload_with_hook(pipe.unet, execution_device=CPU)
+    """Model offload, as the pipeline switches it on."""
+    pipe.enable_model_cpu_offload(device=CPU)
+    assert isinstance(pipe.unet._hf_hook, accelerate.hooks.CpuOffload)
 
 
 @pytest.mark.parametrize("offload", [sequential, whole])
