@@ -24,6 +24,7 @@ ATTENTIONS_ALONE = {
     "sampled": Phase(1.0, "sampled"),
 }
 VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tome", {"reuse_layers": True}),
     ("elfatt", {"ratio": 0}),
     ("elfatt-fast", {"levels": 1}),
     ("spread", {"block_size": 128, "levels": 1}),
