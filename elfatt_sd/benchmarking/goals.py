@@ -63,7 +63,7 @@ def _goals(folder: Path) -> Iterator[Goal]:
     yield Goal("elfatt's layer: exponent of the growth with the tokens", 1.15, exponent)
     small, large = _read(folder, "unet-512"), _read(folder, "unet-1024")
     part = _fast(small, lambda config: config["levels"] == 1 and config["phases"][0]["block_size"] == 128)
-    yield from _call_goals("512x512, one level, blocks of 128", part, 1.06, 1.5, 1.15)
+    yield from _call_goals("512x512, one level, 128 keys", part, 1.06, 1.5, 1.15)
     part = _fast(large, lambda config: config["levels"] == 2)
     yield from _call_goals("1024x1024, two levels", part, 1.10, 3.5, 2.0)
     for size, results in ((512, small), (1024, large)):

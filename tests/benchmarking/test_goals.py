@@ -76,7 +76,7 @@ def test_what_was_measured_stands_beside_what_is_asked(folder: Path) -> None:
 def test_a_call_is_that_of_the_levels_and_blocks_asked_for(folder: Path) -> None:
     """At 512 one level and blocks of 128; at 1024 the better of those with two levels."""
     table = lines(goals_table(folder))
-    small, large = "elfatt-fast, 512x512, one level, blocks of 128: ", "elfatt-fast, 1024x1024, two levels: "
+    small, large = "elfatt-fast, 512x512, one level, 128 keys: ", "elfatt-fast, 1024x1024, two levels: "
     assert table[small + "times its floor's time"] == ["at most 1.06", "1.050", "met"]
     assert table[small + "times as fast as tomesd"] == ["at least 1.15", "1.200", "met"]
     assert table[large + "times its floor's time"] == ["at most 1.1", "1.090", "met"]
