@@ -34,6 +34,7 @@ from elfatt_sd.files import atomic_file, sha256_of_data, write_json
 
 Value = TypeVar("Value")
 _PARTS = ("text_encoder", "text_encoder_2", "unet", "vae")
+_LOG_SECONDS = 60.0  # between two lines of progress where there is no terminal
 
 
 class BadImage(ElfattError):
@@ -73,7 +74,7 @@ def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any
 
     pipe = load_pipeline(protocol.model, device=device or protocol.device, dtype=protocol.dtype)
     if protocol.scheduler != "stored":
-        pipe.scheduler = _scheduler_class(protocol.scheduler).from_config(pipe.scheduler.config)
+        pipe.scheduler = _scheduler(protocol.scheduler, pipe.scheduler.config)
     for extra in ("safety_checker", "watermark"):
         if getattr(pipe, extra, None) is not None:
             setattr(pipe, extra, None)
@@ -81,13 +82,18 @@ def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any
     return pipe
 
 
-def _scheduler_class(name: str) -> Any:
+def _scheduler(name: str, stored: Any) -> Any:
+    """Make a scheduler with the settings of the model's own; PLMS is PNDM without its Runge-Kutta start."""
     import diffusers
 
-    kind = getattr(diffusers, name, None)
+    plms = name == "PLMS"
+    kind = getattr(diffusers, "PNDMScheduler" if plms else name, None)
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
-        raise ElfattError(f"scheduler={name!r} is not known; accepted: stored, or a scheduler class of diffusers.")
-    return kind
+        raise ElfattError(
+            f"scheduler={name!r} is not known; accepted: stored, PLMS, or a scheduler class of diffusers."
+        )
+    from_config: Any = kind.from_config
+    return from_config(stored, **({"skip_prk_steps": True} if plms else {}))
 
 
 @contextlib.contextmanager
@@ -236,11 +242,15 @@ def generate(
     pending = [cell for cell in pending if not folder.manifest_path(run_dir, cell).is_file()]
     batches = [items[start : start + protocol.batch] for start in range(0, len(items), protocol.batch)]
     mine = list(enumerate(batches))[state.process_index :: state.num_processes]
-    total = len(pending) * sum(len(batch) for _, batch in mine)
+    todo = {
+        cell.name: [(number, batch) for number, batch in mine if not _batch_path(run_dir, cell, number).is_file()]
+        for cell in pending
+    }
+    total = sum(len(batch) for share in todo.values() for _, batch in share)
     failures = {}
     with _progress(total, shown=show_progress and state.is_main_process) as advance:
         for cell in pending:
-            reason = _gather_reason(state, _generate_row(pipe, run_dir, protocol, cell, mine, advance))
+            reason = _gather_reason(state, _generate_row(pipe, run_dir, protocol, cell, todo[cell.name], advance))
             if reason:
                 failures[cell.name] = reason
             if state.is_main_process:
@@ -252,12 +262,11 @@ def generate(
 def _generate_row(
     pipe: Any, run_dir: Path, protocol: Protocol, cell: Cell, batches: Sequence[tuple[int, list[Prompt]]], advance: Any
 ) -> str | None:
-    """Make this process's share of a row; return why the row failed, or None."""
+    """Make what is missing of this process's share of a row; return why the row failed, or None."""
     advance(0, cell.name)
     try:
         for number, batch in batches:
-            if not _batch_path(run_dir, cell, number).is_file():
-                _generate_batch(pipe, run_dir, protocol, cell, number, batch)
+            _generate_batch(pipe, run_dir, protocol, cell, number, batch)
             advance(len(batch), cell.name)
     except ElfattError as error:
         return str(error)
@@ -411,12 +420,19 @@ def _progress(total: int, *, shown: bool) -> Iterator[Any]:
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
+    logged, told = shown and not console.is_terminal, 0.0
+    # A batch can take minutes; from the usual 30 seconds no speed, and so no time left, would be known.
+    bar = Progress(*columns, console=console, disable=not shown or logged, speed_estimate_period=3600)
+    with bar as progress:
         task = progress.add_task("generate", total=total)
 
         def advance(images: int, row: str) -> None:
+            nonlocal told
             progress.update(task, advance=images, description=row)
-            if shown and not console.is_terminal and not images:  # a log gets a line for each row
-                print(f"generate: {row}, {progress.tasks[0].completed:.0f} of {total} images done", file=sys.stderr)
+            if logged and (not images or console.get_time() - told >= _LOG_SECONDS):  # a new row, or long silence
+                told = console.get_time()
+                done, seconds = progress.tasks[0].completed, progress.tasks[0].time_remaining
+                left = "" if seconds is None else f", about {datetime.timedelta(seconds=seconds)} left"
+                print(f"generate: {row}, {done:.0f} of {total} images done{left}", file=sys.stderr)
 
         yield advance

@@ -176,7 +176,7 @@ class Protocol:
         cells: the rows.
         description: what the protocol is, in a sentence or two.
         model: `toy`, a diffusers directory, a `.safetensors` file or a hub id.
-        scheduler: `stored` (the model's own) or the name of a diffusers class.
+        scheduler: `stored` (the model's own), `PLMS`, or the name of a diffusers class.
         steps: denoising steps.
         guidance: classifier-free guidance scale.
         height: of the images, in pixels.

@@ -363,6 +363,14 @@ def test_schedulers_by_name(tmp_path: Path, model: Path) -> None:
     together = generate.make_images(pipe, protocol, ["cat", "dog"], [3, 4])
     alone = generate.make_images(pipe, protocol, ["dog"], [4])
     assert torch.allclose(together[1], alone[0], atol=1e-4)  # its noise comes from each image's own generator
+    plms = small_run.small_protocol(tmp_path, model, "scheduler=PLMS")
+    pipe.scheduler.register_to_config(skip_prk_steps=False)  # as of a model that is not stored with PLMS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elfatt_sd.pipelines.load_pipeline", lambda *_, **__: pipe)
+        generate.load_protocol_pipeline(plms)
+    pipe.scheduler.set_timesteps(4)
+    assert type(pipe.scheduler).__name__ == "PNDMScheduler"
+    assert len(pipe.scheduler.timesteps) == 5  # PLMS visits its second step twice; Runge and Kutta would need more
     wrong = small_run.small_protocol(tmp_path, model, "scheduler=Eulerish")
     with pytest.raises(ElfattError, match="'Eulerish' is not known"):
         generate.load_protocol_pipeline(wrong)
@@ -375,3 +383,20 @@ def test_spread_is_even_and_not_in_step_with_the_list() -> None:
     assert [value // 7 for value in chosen] == list(range(256))
     assert len({value % 7 for value in chosen}) == 7
     assert spread(values, 0) == spread(values, 5000) == values
+
+
+def test_a_log_tells_the_time_left_however_long_a_batch_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
+    with generate._progress(100, shown=True) as advance:
+        advance(0, "sd")
+        for _ in range(4):
+            clock[0] += 45  # seconds for 10 images
+            advance(10, "sd")
+        advance(0, "tome")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "generate: sd, 0 of 100 images done"
+    assert lines[-1] == "generate: tome, 40 of 100 images done, about 0:04:30 left"
+    assert len(lines) == 4  # one for each row, and of the batches not more than one a minute
