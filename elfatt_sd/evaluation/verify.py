@@ -39,7 +39,8 @@ def verify_run(run_dir: Path, *, recompute: bool = True) -> list[str]:
         return problems
     if recompute:
         problems += _check_scores(run_dir)
-    return [*problems, *_check_results(run_dir)]
+    problems += _check_results(run_dir)
+    return problems or list(_check_tables(run_dir))
 
 
 def _check_identity(run_dir: Path) -> Iterator[str]:
@@ -103,6 +104,17 @@ def _check_results(run_dir: Path) -> Iterator[str]:
         return
     for key, before, now in unequal(recorded["rows"], join_results(run_dir)["rows"]):
         yield f"{path}: {key} is {before}, in the files of the stages {now}"
+
+
+def _check_tables(run_dir: Path) -> Iterator[str]:
+    """Compare the tables of the report with those that the results give."""
+    from elfatt_sd.evaluation.report import written_tables
+    from elfatt_sd.evaluation.report.data import load_results
+
+    for name, text in written_tables(load_results(run_dir)).items():
+        path = run_dir / "report" / name
+        if path.is_file() and path.read_bytes() != text.encode():
+            yield f"{path}: not the table of {RESULTS_FILE}; `elfatt-sd eval report {run_dir}` writes it anew"
 
 
 def unequal(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

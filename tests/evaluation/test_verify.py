@@ -83,11 +83,11 @@ def _edit(path: Path, change: Callable[[Any], None]) -> None:
 
 def test_edited_scores_are_found_by_computing_them_anew(copy: Path) -> None:
     def improve(data: Any) -> None:
-        data["rows"]["null"]["distances"]["FD-CLIP"]["value"] *= 0.9
+        data["rows"]["null"]["distances"]["FD-CLIP (12 reference images)"]["value"] *= 0.9
 
     _edit(copy / "scores.json", improve)
     (problem, *rest) = verify_run(copy)
-    assert "scores.json: null.distances.FD-CLIP.value is" in problem
+    assert "scores.json: null.distances.FD-CLIP (12 reference images).value is" in problem
     assert any("results.json" in line for line in rest)
     assert all("results.json" in line for line in verify_run(copy, recompute=False))
 
@@ -99,6 +99,13 @@ def test_an_edited_table_is_found(copy: Path) -> None:
     _edit(copy / "results.json", improve)
     (problem,) = verify_run(copy, recompute=False)
     assert "time.unet.seconds_per_image" in problem
+
+
+def test_an_edited_table_of_the_report_is_found(copy: Path) -> None:
+    path = copy / "report" / "table.csv"
+    path.write_bytes(path.read_bytes().replace(b"ELFATT-SD", b"ELFATT-SD*", 1))
+    (problem,) = verify_run(copy, recompute=False)
+    assert "report/table.csv: not the table of results.json" in problem
 
 
 def test_missing_files_are_named(copy: Path) -> None:

@@ -12,7 +12,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.files import atomic_file
 
-__all__ = ["write_report"]
+__all__ = ["write_report", "written_tables"]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -35,7 +35,7 @@ def write_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     results = load_results(run_dir)
     plots, missing = draw_plots(results, Palette(results))
-    files = _texts(results)
+    files = written_tables(results)
     page = render_page(results, Pictures(run_dir, results), plots, missing, files)
     contents = {name: text.encode("utf-8") for name, text in files.items()}
     contents |= {f"{plot.name}.png": plot.png for plot in plots}
@@ -50,8 +50,8 @@ def write_report(run_dir: Path) -> Path:
     return folder / "index.html"
 
 
-def _texts(results: Results) -> dict[str, str]:
-    """Return the table in its three written forms."""
+def written_tables(results: Results) -> dict[str, str]:
+    """Return the table in its three written forms, by the names of their files."""
     from elfatt_sd.evaluation.report.published import comparable_words
     from elfatt_sd.evaluation.report.summary import findings, headline
     from elfatt_sd.evaluation.report.tables import main_table, more_table
