@@ -128,10 +128,11 @@ def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Q
 @reports_failure
 def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
     """Compute the statistics of a protocol's reference, or find them in the cache."""
+    from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.score import build_references
 
     quiet_libraries()
-    for reference in build_references(protocol):
+    for reference in build_references(protocol, progress=every_minute(_reporter(quiet))):
         typer.echo(json.dumps({**reference.description, "unreadable": len(reference.unreadable)}, ensure_ascii=False))
         for name in reference.unreadable:
             complain(f"not readable: {name}", "warning")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ CHUNK = 1024  # pictures that are committed together
 FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
 RESIZES = ("none", "crop", "stretch")
 Progress = Callable[[int, int], None]
+_TOLD_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,19 @@ class Preprocessing:
                 crop = self.resize == "crop"
                 picture = ImageOps.fit(picture, square, method) if crop else picture.resize(square, method)
         return np.array(picture)
+
+
+def every_minute(tell: Callable[[str], None]) -> Progress:
+    """Return a callback for progress that tells it at most once a minute."""
+    told = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _TOLD_SECONDS:
+            told = time.monotonic()
+            tell(f"features: {done} of {total} pictures")
+
+    return progress
 
 
 class Pictures(Protocol):

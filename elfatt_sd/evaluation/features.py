@@ -75,7 +75,7 @@ class Extractor(nn.Module):
         """
         if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3:
             raise ElfattError(f"pictures are {images.dtype} {tuple(images.shape)}; accepted is uint8 [n, 3, h, w].")
-        with torch.no_grad(), _exact_float32(self.device):
+        with torch.no_grad(), exact_float32(self.device):
             features: Tensor = self._features(images.to(self.device))
         return features.float()
 
@@ -269,7 +269,7 @@ def _centre_crop(images: Tensor, side: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _exact_float32(device: torch.device) -> Iterator[None]:
+def exact_float32(device: torch.device) -> Iterator[None]:
     """Full float32 inside, whatever the surroundings have switched on."""
     matmul = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -25,9 +25,8 @@ from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 
 FORMAT = 1
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
-UNKNOWN_COUNT = (
-    50_000  # only scales sums where another tool's file does not give a count; distances do not depend on it
-)
+FULL_COUNT = 50_000  # pictures of ImageNet's validation set; any other number shows in the metric's name
+UNKNOWN_COUNT = FULL_COUNT  # only scales sums where another tool's file gives no count; distances do not depend on it
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Reference:
         count: number of pictures; None where another tool's file does not tell.
         unreadable: name and reason of each picture that could not be read.
         identity: hash of the files and of all preprocessing.
-        metric_suffix: what distances to it carry in their name, such as " (12 reference images)"; empty for the
-            expected number.
+        metric_suffix: what distances to it carry in their name, such as " (12 reference images)"; empty for
+            `FULL_COUNT` pictures, and for as many renders as the protocol names.
         description: where it comes from, as plain data for the report.
     """
 
@@ -80,7 +79,7 @@ def build_reference(
         cache_dir: where results are kept, under a hash of files, preprocessing and extractor.
         preprocessing: what happens before the extractor; by default nothing.
         expected: the number of pictures that there must be.
-        allow_count: accept another number, which then shows in `metric_suffix`.
+        allow_count: accept another number.
         per_class: take only the first so many pictures of each class; 0 takes all.
         classes: for renders, classes of the toy's list in proportion to which they are drawn; all by default.
         batch_size: pictures per pass through the network.
@@ -139,8 +138,8 @@ def _pictures(
     source: str, preprocessing: Preprocessing, expected: int, per_class: int, classes: Sequence[int]
 ) -> tuple[SourcePictures | Renders, Any]:
     """The pictures and plain data that identifies them."""
-    kind, _, number = source.partition(":")
-    if source == "toy" or kind == "renders":
+    if _is_rendered(source):
+        number = source.partition(":")[2]
         if number and not (number.isdecimal() and int(number) > 1):
             raise ElfattError(f"reference {source!r} is not accepted; give renders:COUNT with a whole number above 1.")
         renders = Renders(int(number) if number else expected, classes)
@@ -148,6 +147,10 @@ def _pictures(
     found = open_source(source, per_class)
     plain = [found.fingerprint, per_class, _plain(preprocessing), _pillow_version()]
     return SourcePictures(found, preprocessing), plain
+
+
+def _is_rendered(source: str) -> bool:
+    return source == "toy" or source.partition(":")[0] == "renders"
 
 
 def _pillow_version() -> str:
@@ -162,8 +165,8 @@ def _check_count(source: str, count: int, expected: int, allow_count: bool) -> N
         raise ElfattError(f"reference {source} has {count} pictures; accepted are {expected}, or {remedy}.")
 
 
-def _suffix(count: int | None, expected: int) -> str:
-    return "" if count == expected else f" ({count} reference images)"
+def _suffix(count: int, full: int = FULL_COUNT) -> str:
+    return "" if count == full else f" ({count} reference images)"
 
 
 def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: dict[str, Any]) -> None:
@@ -194,7 +197,8 @@ def _load(folder: Path, source: str, expected: int, allow_count: bool) -> Refere
     statistics = FeatureStatistics.load(folder / "statistics.npz")
     sample = np.load(folder / "sample.npy", mmap_mode="r")
     description = {key: value for key, value in data.items() if key != "format"}
-    return Reference(statistics, sample, count, unreadable, data["identity"], _suffix(count, expected), description)
+    suffix = _suffix(count, expected if _is_rendered(source) else FULL_COUNT)
+    return Reference(statistics, sample, count, unreadable, data["identity"], suffix, description)
 
 
 def _from_moments(path: Path, extractor: Extractor, expected: int, allow_count: bool) -> Reference:
@@ -208,7 +212,7 @@ def _from_moments(path: Path, extractor: Extractor, expected: int, allow_count: 
         )
     if count is not None:
         _check_count(str(path), count, expected, allow_count)
-    suffix = f" (statistics of {path.name})" if count is None else _suffix(count, expected)
+    suffix = f" (statistics of {path.name})" if count is None else _suffix(count)
     statistics = FeatureStatistics.from_moments(mean, covariance, count or UNKNOWN_COUNT)
     digest = sha256_of_file(path)
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])

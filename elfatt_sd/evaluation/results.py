@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ def write_results(run_dir: Path) -> dict[str, Any]:
     results = join_results(run_dir)
     write_json(run_dir / RESULTS_FILE, results)
     return results
+
+
+def unreadable_references(references: object) -> list[str]:
+    """Return name and reason of the reference pictures that could not be read, from what `scores.json` holds."""
+    parts = references.values() if isinstance(references, Mapping) else ()
+    found = [part.get("unreadable") for part in parts if isinstance(part, Mapping)]
+    return list(dict.fromkeys(str(name) for names in found if isinstance(names, list) for name in names))
 
 
 def _row(

@@ -27,7 +27,7 @@ from elfatt_sd.evaluation.generate import (
 )
 from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE, measure_memory, measure_time, timed_call
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, write_results
+from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, unreadable_references, write_results
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 
 STAGES_FILE = "stages.json"
@@ -186,7 +186,8 @@ def check_inputs(protocol: Protocol) -> None:
     from elfatt_sd.pipelines import pick_device, pick_dtype
 
     pick_dtype(protocol.dtype, pick_device(protocol.device))
-    run_prompts(protocol)
+    if len(run_prompts(protocol)) < 2:
+        raise ElfattError("1 image a row has no distance; give at least 2 (limit, or classes and images_per_class).")
     load_extractors(protocol)
     wanted = protocol.reference
     if not wanted.source:
@@ -211,6 +212,7 @@ def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:
     Raises:
         ElfattError: no row is finished, or reference or extractor are missing.
     """
+    from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.score import FORMAT, score_run
 
     finished = [cell for cell in protocol.cells if folder.manifest_path(run_dir, cell).is_file()]
@@ -219,7 +221,9 @@ def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:
         raise folder.RunFailure(f"row {protocol.baseline.name!r}, the baseline, has no images: {reason}")
     inputs = {cell.name: sha256_of_file(folder.manifest_path(run_dir, cell)) for cell in finished}
     inputs["format"] = str(FORMAT)
-    _once(run_dir, "score", inputs, SCORES_FILE, lambda: score_run(run_dir), report)
+    _once(run_dir, "score", inputs, SCORES_FILE, lambda: score_run(run_dir, progress=every_minute(report)), report)
+    for name in unreadable_references(folder.read_json(run_dir / SCORES_FILE)["references"]):
+        report(f"score: reference picture not readable: {name}")
 
 
 def write_page(run_dir: Path, report: _Report = print) -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.extraction import Preprocessing, Progress, SourcePictures, extract
-from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
+from elfatt_sd.evaluation.features import Extractor, ToyExtractor, exact_float32, load_extractor
 from elfatt_sd.evaluation.generate import process_state, run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reference import Reference, build_reference
@@ -174,19 +174,20 @@ def build_references(protocol: Protocol, *, batch_size: int = 32, progress: Prog
 
 
 def _reference(protocol: Protocol, extractor: Extractor, batch_size: int, progress: Progress | None) -> Reference:
-    wanted = protocol.reference
-    return build_reference(
-        wanted.source,
-        extractor,
-        cache_dir=cache_dir(),
-        preprocessing=Preprocessing(wanted.size, wanted.resize, wanted.filter),
-        expected=wanted.count,
-        allow_count=wanted.allow_count,
-        per_class=wanted.per_class,
-        classes=[prompt.class_index for prompt in run_prompts(protocol)] if protocol.labels == "toy" else (),
-        batch_size=batch_size,
-        progress=progress,
-    )
+    wanted, place = protocol.reference, cache_dir()
+    with folder.clear_disk_errors(place):
+        return build_reference(
+            wanted.source,
+            extractor,
+            cache_dir=place,
+            preprocessing=Preprocessing(wanted.size, wanted.resize, wanted.filter),
+            expected=wanted.count,
+            allow_count=wanted.allow_count,
+            per_class=wanted.per_class,
+            classes=[prompt.class_index for prompt in run_prompts(protocol)] if protocol.labels == "toy" else (),
+            batch_size=batch_size,
+            progress=progress,
+        )
 
 
 def cache_dir() -> Path:
@@ -324,7 +325,7 @@ def score_cell(
     if list(images.classes) != list(baseline.classes):
         raise ElfattError(f"rows {images.name!r} and {baseline.name!r} are not of the same prompts.")
     other = None if images.name == baseline.name else baseline
-    changes = pair_changes(images, other, cache) if other else None
+    changes = pair_changes(images, other, cache, scales[0].extractor.device) if other else None
     return {
         "images": len(images.paths),
         "classes": len(set(images.classes)),
@@ -353,28 +354,36 @@ def _difference(figure: Estimate, other: Estimate, classes: Sequence[int], *, lo
     return {**estimate_as_dict(difference, classes), "verdict": found}
 
 
-def pair_changes(images: Images, baseline: Images, cache: Path) -> Tensor:
-    """PSNR (dB) and SSIM `[n, 2]` of each picture to the baseline's of the same index; kept in the cache."""
+def pair_changes(images: Images, baseline: Images, cache: Path, device: torch.device) -> Tensor:
+    """PSNR (dB) and SSIM `[n, 2]` of each picture to the baseline's of the same index; kept in the cache.
+
+    Args:
+        images: a row's pictures.
+        baseline: the untouched pipeline's.
+        cache: folder for what was computed.
+        device: where to compute, in full float32.
+    """
     path = cache / f"{images.name}-pairs-{sha256_of_data([images.identity, baseline.identity])[:16]}.npy"
     if not path.is_file():
-        rows = torch.cat(list(_changes(images, baseline)))
+        with exact_float32(device):
+            rows = torch.cat(list(_changes(images, baseline, device)))
         with atomic_file(path) as file:
             np.save(file, rows.numpy())
     return torch.from_numpy(np.load(path))
 
 
-def _changes(images: Images, baseline: Images) -> Iterator[Tensor]:
+def _changes(images: Images, baseline: Images, device: torch.device) -> Iterator[Tensor]:
     from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
     count = len(images.paths)
     ours, theirs = (_tensors(side.pictures().load(0, count)) for side in (images, baseline))
     for start in range(0, count, PAIR_BATCH):
         size = min(PAIR_BATCH, count - start)
-        mine, other = (torch.stack([next(side) for _ in range(size)]) for side in (ours, theirs))
+        mine, other = (torch.stack([next(side) for _ in range(size)]).to(device) for side in (ours, theirs))
         decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3))
         similarity = structural_similarity_index_measure(mine, other, data_range=255.0, reduction="none")
         columns = (decibels.clamp_max(IDENTICAL_DB), torch.as_tensor(similarity).reshape(-1))
-        yield torch.stack(columns, 1).to(torch.float64)
+        yield torch.stack(columns, 1).to("cpu", torch.float64)
 
 
 def _tensors(pictures: Iterator[Array | str]) -> Iterator[Tensor]:

@@ -169,6 +169,25 @@ def test_a_full_disk_is_a_failure(call: Any, workplace: Path, tmp_path: Path, mo
     assert len(done.err.splitlines()) == 1
 
 
+def test_a_full_disk_of_the_cache_is_a_failure_too(
+    call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+
+    from elfatt_sd.evaluation import extraction
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "full"))
+    monkeypatch.setattr(extraction, "_write_chunk", full)
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    done = call("reference", protocol, *sets(full_overrides(workplace)))
+    assert done.code == 1
+    assert f"no space left on the disk of {tmp_path / 'full'}" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
 def test_a_failed_row_is_named_with_exit_code_1(
     call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

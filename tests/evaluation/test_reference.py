@@ -130,7 +130,7 @@ def expected_statistics(contents: dict[str, bytes] = FILES) -> FeatureStatistics
 def test_every_source_gives_the_same_statistics(kind: Callable[[Path], Path], tmp_path: Path) -> None:
     found = build(kind(tmp_path), tmp_path / "cache")
     expected = expected_statistics()
-    assert (found.count, found.unreadable, found.metric_suffix) == (COUNT, [], "")
+    assert (found.count, found.unreadable, found.metric_suffix) == (COUNT, [], " (12 reference images)")
     torch.testing.assert_close(found.statistics.mean, expected.mean, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(found.statistics.covariance, expected.covariance, rtol=1e-5, atol=1e-8)
     assert found.sample is not None
@@ -221,14 +221,29 @@ def test_pictures_of_different_sizes_need_no_resizing(tmp_path: Path) -> None:
     assert build(tmp_path / "a", tmp_path / "cache", expected=3).count == 3
 
 
-def test_another_count_must_be_allowed(tmp_path: Path) -> None:
+def test_another_count_must_be_allowed_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = flat(tmp_path)
     with pytest.raises(ElfattError, match="12 pictures; accepted are 50000"):
         build(source, tmp_path / "cache", expected=50_000)
     assert not (tmp_path / "cache").exists()
-    assert (
-        build(source, tmp_path / "cache", expected=50_000, allow_count=True).metric_suffix == " (12 reference images)"
-    )
+    suffixes = [build(source, tmp_path / "cache", expected=50_000, allow_count=True).metric_suffix]
+    suffixes += [build(source, tmp_path / "cache").metric_suffix]  # a protocol that names the number tells it, too
+    monkeypatch.setattr(reference, "FULL_COUNT", COUNT)
+    suffixes += [build(source, tmp_path / "cache").metric_suffix]
+    assert suffixes == [" (12 reference images)"] * 2 + [""]
+
+
+def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lines = [0.0], list[str]()
+    monkeypatch.setattr(extraction, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    tell = extraction.every_minute(lines.append)
+
+    def progress(done: int, total: int) -> None:
+        clock[0] += 20
+        tell(done, total)
+
+    build(flat(tmp_path), tmp_path / "cache", batch_size=1, progress=progress)
+    assert lines[:2] == ["features: 3 of 12 pictures", "features: 6 of 12 pictures"]
 
 
 class Killed(BaseException):
@@ -308,7 +323,7 @@ def test_statistics_of_another_tool(tmp_path: Path) -> None:
     assert (found.sample, found.count, found.metric_suffix) == (None, None, " (statistics of other.npz)")
     torch.testing.assert_close(found.statistics.covariance, expected.covariance)
     expected.save(tmp_path / "ours.npz")
-    assert build(tmp_path / "ours.npz", tmp_path).metric_suffix == ""
+    assert build(tmp_path / "ours.npz", tmp_path).metric_suffix == " (12 reference images)"
     with pytest.raises(ElfattError, match="accepted are 50000"):
         build(tmp_path / "ours.npz", tmp_path, expected=50_000)
     np.savez(tmp_path / "wide.npz", mu=np.zeros(2048), sigma=np.eye(2048))

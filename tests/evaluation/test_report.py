@@ -18,6 +18,7 @@ from elfatt_sd.evaluation.report.data import Estimate, Results
 from elfatt_sd.evaluation.report.palette import PAPER, Palette
 from elfatt_sd.evaluation.report.pictures import Pictures
 from elfatt_sd.evaluation.report.plots import draw_plots
+from elfatt_sd.evaluation.report.published import comparable_words
 from elfatt_sd.evaluation.report.scatter import Spot, distance_over_time, front
 from elfatt_sd.evaluation.report.summary import findings, headline
 from elfatt_sd.evaluation.report.tables import main_table, more_table
@@ -546,6 +547,20 @@ def test_forty_rows_are_numbered_and_told_apart(sweep, tmp_path):
         r"<text[^>]*>([^<]*)</text>", next(plot.svg for plot in plots if plot.name == "distance_unet_time")
     )
     assert {str(number) for number in range(3, 41)} <= set(texts)
+
+
+def test_the_published_fid_has_the_reference_of_its_protocol(results):
+    def words(source, distance):
+        data = json.loads(json.dumps(results).replace("FD-toy", distance))
+        data["published"]["source"] = source
+        return comparable_words(Results(data))
+
+    for source, distance in (
+        ("tabSD", "FID"),
+        ("Token Merging for Fast Stable Diffusion", "FID (5000 reference images)"),
+    ):
+        assert "not values" in words(source, distance)
+        assert "not the published FID" in words(source, "FID (12 reference images)")
 
 
 def test_numbers_beside_points_do_not_cover_each_other(sweep):

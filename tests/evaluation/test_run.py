@@ -41,7 +41,7 @@ def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monke
     for row in results["rows"]:
         assert row["failed"] is None
         assert row["images"] == 4
-        assert row["distances"]["FD-CLIP"]["value"] > 0
+        assert row["distances"]["FD-CLIP (12 reference images)"]["value"] > 0
         assert row["time"]["end_to_end"]["seconds_per_image"] > 0
         assert row["memory"]["batches"] == [1, 2]
         assert (row["paired"] is None) == (row["role"] == "baseline")
@@ -49,6 +49,21 @@ def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monke
     page = (tmp_path / "run" / "report" / "index.html").read_text()
     assert "ELFATT-SD" in page
     assert (tmp_path / "run" / "report" / "table.csv").read_text().count("\n") >= 17
+
+
+def test_unreadable_reference_pictures_are_named(
+    full_protocol: Protocol, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished_run, tmp_path / "run")
+    scores = json.loads((tmp_path / "run" / "scores.json").read_text())
+    next(iter(scores["references"].values()))["unreadable"] = ["a.JPEG (truncated)"]
+    (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
+    lines: list[str] = []
+    stages.score(tmp_path / "run", full_protocol, lines.append)
+    assert lines == ["score: done before", "score: reference picture not readable: a.JPEG (truncated)"]
+    stages.write_page(tmp_path / "run", lines.append)
+    page = (tmp_path / "run" / "report" / "index.html").read_text()
+    assert "1 reference picture could not be read: a.JPEG (truncated)." in page
 
 
 def test_two_processes_go_through_all_stages(finished_run: Path, workplace: Path, tmp_path: Path) -> None:
@@ -164,6 +179,7 @@ def test_a_failed_row_is_in_the_results_with_its_reason(
         ('extractors=["clip:/nowhere"]', "/nowhere"),
         ('extractors=["incepton"]', "'incepton' is not known"),
         ("labels=/nowhere.txt", "nowhere.txt"),
+        ("limit=1", "1 image a row has no distance; give at least 2"),
         ("reference.count=13", "has 12 pictures; accepted are 13"),
         ("reference.source=/nowhere/statistics.npz", "/nowhere/statistics.npz does not exist"),
         ("device=abacus", "device='abacus' is not known"),

@@ -162,7 +162,8 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
     ours, theirs = (
         np.array(Image.open(folder.image_path(scored, cell, 2))).astype(float) for cell in (CELLS[2], CELLS[0])
     )
-    changes = score.pair_changes(Images.of_cell(scored, CELLS[2]), Images.of_cell(scored, CELLS[0]), scored / "scores")
+    row, baseline = (Images.of_cell(scored, cell) for cell in (CELLS[2], CELLS[0]))
+    changes = score.pair_changes(row, baseline, scored / "scores", torch.device("cpu"))
     assert changes[2, 0] == pytest.approx(10 * np.log10(255**2 / ((ours - theirs) ** 2).mean()), rel=1e-5)
     for measure, values, most in (("psnr", changes[:, 0], score.IDENTICAL_DB), ("ssim", changes[:, 1], 1.0)):
         half = student_quantile(0.975, COUNT - 1) * values.std().item() / COUNT**0.5

@@ -12,6 +12,7 @@ from pathlib import PurePath
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.evaluation.report.data import PARTS, Estimate, Results, Row, dig, number
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, join_names, plural, span
+from elfatt_sd.evaluation.results import unreadable_references
 from elfatt_sd.evaluation.statistics import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 
 _COUNTED = (
@@ -20,6 +21,7 @@ _COUNTED = (
     (NO_DIFFERENCE, "{0} show{2} no difference"),
 )
 _LISTED = 6  # methods that a headline names; more are counted
+_NAMED = 3  # unreadable pictures that a sentence names
 _MANY = 10  # comparisons from which on chance verdicts are worth a word
 _ERROR_RATE = 0.05  # of a 95 % interval
 
@@ -186,10 +188,15 @@ def _apart(less: Estimate, more: Estimate) -> bool:
 
 
 def _gaps(results: Results) -> Iterable[str]:
-    """Name what limits the run: a limit on the pictures, few rounds of timing, cells that failed."""
+    """Name what limits the run: a limit on the pictures, few rounds of timing, what could not be read, failed cells."""
     limit, note = number(results.protocol, "limit"), dig(results.environment, "timing", "note")
     if limit:
         yield f"A quick look: every row was limited to {plural(int(limit), 'picture')}."
     if note:
         yield f"Time: {note}."
+    unreadable = unreadable_references(results.data.get("reference"))
+    if unreadable:
+        rest = f", and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
+        names = "; ".join(unreadable[:_NAMED])
+        yield f"{plural(len(unreadable), 'reference picture')} could not be read: {names}{rest}."
     yield from (f"Failed: {row.name} ({row.failed})." for row in results.rows if row.failed)
