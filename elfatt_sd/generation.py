@@ -146,12 +146,15 @@ class Studio:
     on_step: OnStep = field(default=lambda step, steps: None)
 
     def __post_init__(self) -> None:
-        """Check that a prompt is all that the pipeline needs.
+        """Check that a prompt is all that the pipeline needs, and that its schedule has that many steps.
 
         Raises:
-            ElfattError: it needs a picture or something else besides.
+            ElfattError: it needs a picture or something else besides, or there are too many steps.
         """
         check_text_to_image(self.pipe)
+        most = self.pipe.scheduler.config.get("num_train_timesteps", self.request.steps)
+        if self.request.steps > most:
+            raise ElfattError(f"steps={self.request.steps} is not accepted; give a whole number from 1 to {most}.")
         self.pipe.set_progress_bar_config(disable=True)
 
     def results(self) -> Iterator[Result]:

@@ -155,6 +155,14 @@ def test_progress_reports_every_step(model: Path, tmp_path: Path) -> None:
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]  # PLMS calls the UNet once more than there are steps
 
 
+def test_a_terminal_shows_progress(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    assert "pictures" not in draw(model, tmp_path).stderr
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = draw(model, tmp_path).stderr
+    assert "pictures" in shown
+    assert "3/3" in shown  # PLMS calls of two steps
+
+
 def test_prompts_come_from_words_and_from_a_file(model: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("\n  a blue moon \n\na grüne ring\n", encoding="utf-8")
     draw(model, tmp_path / "out", "--prompt-file", tmp_path / "prompts.txt")
@@ -184,6 +192,13 @@ def test_patch_prints_the_plan_and_lines_that_run(model: Path) -> None:
     from elfatt_sd.patch import current_config
 
     assert current_config(names["pipe"]) == elfatt_sd.PatchConfig.preset("elfatt", ratio=0.25, block_order="curve")
+
+
+def test_patch_of_the_default_model() -> None:
+    result = call("patch")
+    assert result.exit_code == 0, result.output
+    assert "4096 (64x64)" in result.stdout
+    assert 'pipe = elfatt_sd.load_pipeline("toy")\n' in result.stdout
 
 
 def test_patch_as_json(model: Path) -> None:
@@ -225,6 +240,7 @@ GENERATE_ERRORS = {
     "height": (["--height", "60"], "height=60 is not accepted; give a positive multiple of 8"),
     "width": (["--width", "-8"], "width=-8"),
     "steps": (["--steps", "0"], "steps=0"),
+    "too many steps": (["--steps", "1001"], "steps=1001 is not accepted; give a whole number from 1 to 1000"),
     "images": (["--num-images", "0"], "num_images=0"),
     "seed": (["--seed", "-1"], "seed=-1"),
     "guidance": (["--guidance", "nan"], "guidance=nan"),
