@@ -229,7 +229,7 @@ class PatchConfig:
         Raises:
             ElfattError: unknown method or setting, or a value out of range.
         """
-        if method not in PRESETS:
+        if not isinstance(method, str) or method not in PRESETS:
             raise ElfattError(f"method={method!r} is not known; accepted: {', '.join(PRESETS)}.")
         return PRESETS[method].with_settings(**settings)
 

@@ -130,6 +130,8 @@ def test_a_second_order_is_of_all_tokens() -> None:
 def test_unknown_method_and_keys() -> None:
     with pytest.raises(ElfattError, match="accepted: sd, tome, agent, elfatt"):
         PatchConfig.preset("flash")
+    with pytest.raises(ElfattError, match=r"method=\['elfatt'\] is not known"):
+        PatchConfig.preset(["elfatt"])  # type: ignore[arg-type]
     with pytest.raises(ElfattError, match="configuration key 'phase'"):
         PatchConfig.from_dict({"phase": []})
     with pytest.raises(ElfattError, match="phase key 'size'"):
