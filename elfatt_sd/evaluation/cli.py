@@ -230,7 +230,7 @@ def _print_estimate(protocol: Protocol) -> None:
     from rich.table import Table
 
     from elfatt_sd.evaluation.generate import run_prompts
-    from elfatt_sd.evaluation.run import estimate
+    from elfatt_sd.evaluation.run import check_inputs, estimate
 
     count = len(run_prompts(protocol))
     table = Table("cell", "label", "role", "settings", "images", title=f"{protocol.name} {protocol.identity[:12]}")
@@ -245,6 +245,10 @@ def _print_estimate(protocol: Protocol) -> None:
         f"about {_duration(found.generation_hours)} to generate and {_duration(found.timing_hours)} to time, at "
         f"{found.seconds_per_image:.3g} s an image (untouched, one at a time); memory and scores come on top"
     )
+    try:
+        check_inputs(protocol)
+    except ElfattError as error:
+        complain(f"the run would stop at once: {error}", "warning")
 
 
 def _duration(hours: float) -> str:

@@ -78,6 +78,12 @@ def test_dry_run_prints_and_makes_nothing(call: Any, workplace: Path, tmp_path: 
     assert done.code == 0, done.err
     for word in ("tomesd-ratio0.5", "20 images", "GiB of disk", "minutes to generate"):
         assert word in done.out
+    assert done.err == ""
+    done = call("run", "toy", "--out", tmp_path / "run", "--dry-run", *sets(["reference.source=none.npz"]))
+    assert (done.code, "would stop at once: reference none.npz does not exist" in " ".join(done.err.split())) == (
+        0,
+        True,
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -208,3 +208,23 @@ def test_the_estimate_counts_images_and_extrapolates_steps(
 def _three_calls(pipe: Any, protocol: Protocol, cell: Any, prompts: list[str], seeds: list[int]) -> dict[str, float]:
     generate.make_images(pipe, protocol, prompts, seeds)  # two steps of PLMS are three calls
     return {"end_to_end": 2.5, "unet": 1.5}
+
+
+def test_the_toys_protocol_fills_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eval run eval/toy.toml` with everything in the package, at fewer images, steps and repeats."""
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "run_worker", measure.measure_peaks)
+    few = ["limit=2", "steps=2", "device=cpu", "reference.count=8", "memory.batches=[1, 2]", "memory.steps=1"]
+    protocol = load_protocol("toy", [*few, "time.repeats=1", "time.warmup=0"])
+    lines: list[str] = []
+    assert stages.run(protocol, tmp_path / "run", lines.append, show_progress=False) == {}
+    rows = json.loads((tmp_path / "run" / "results.json").read_text())["rows"]
+    assert [row["label"] for row in rows] == [cell.label for cell in protocol.cells]
+    for row in rows:
+        assert (row["failed"], row["images"]) == (None, 2)
+        assert {"FD-toy", "KD-toy"} == row["distances"].keys()
+        assert row["accuracy"]["mean"]["interval"]
+        assert all(row["time"][scope]["seconds_per_image"] > 0 for scope in ("end_to_end", "unet"))
+        assert row["memory"]["gib_per_image"] is not None
+        assert (row["paired"] is None) == (row["role"] == "baseline")
+    assert (tmp_path / "run" / "report" / "index.html").is_file()
