@@ -57,7 +57,7 @@ class Recipe:
 
 STAGES = tuple(field.name for field in dataclasses.fields(Recipe))[1:]
 # Which levels a stage draws its steps from, and how many pictures a step has for each of `Stage.batch`.
-LEVELS = {"layout": (2,), "outline": (1, 1, 2), "detail": (0, 0, 1), "finish": (0, 0, 1)}
+LEVELS = {"layout": (2,), "outline": (1, 1, 2), "detail": (0, 0, 1), "finish": (0,)}
 PICTURES = (1, 3, 6)
 
 
