@@ -137,8 +137,9 @@ class LayerState:
         return draws.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else draws.to(device)
 
     def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the normalisation before the layer: keep the block's input for the matching."""
-        self.block_input = inputs[0]
+        """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made."""
+        if self.phase.uses_matching:
+            self.block_input = inputs[0]
 
     def matching(self, tokens: Tensor, phase: Phase) -> Matching | None:
         """Return which tokens are merged in this call (None: nothing is)."""
@@ -195,6 +196,7 @@ class ElfattProcessor:
         if attn.group_norm is not None:
             hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
         hidden_states = approximate(attn, state, phase, hidden_states)
+        state.block_input = None
         if image_like:
             hidden_states = hidden_states.transpose(1, 2).reshape(residual.shape)
         if attn.residual_connection:

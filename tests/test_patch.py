@@ -383,3 +383,13 @@ def test_samples_of_fused_projections(pipe: Any) -> None:
     finally:
         pipe.unet = unet
     torch.testing.assert_close(together, apart, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("method", ACTIVE)
+def test_a_call_leaves_no_tokens_behind(pipe: Any, method: str) -> None:
+    """What every layer kept would add up in the peak of memory."""
+    elfatt_sd.apply_patch(pipe, method, active_fraction=1.0)
+    picture(pipe, steps=2)
+    states = [module.elfatt_state for module in pipe.unet.modules() if hasattr(module, "elfatt_state")]
+    assert states
+    assert all(state.block_input is None for state in states)
