@@ -27,7 +27,7 @@ def plot(results: Results) -> Any:
         return figure
     if results["kind"] in ("layer", "growth"):
         parts = list(dict.fromkeys(row["part"] for row in rows))
-        figure = Figure(figsize=(5.5 * len(parts), 4.5), layout="constrained")
+        figure = Figure(figsize=(6.2 * len(parts), 4.5), layout="constrained")
         for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
             _draw_growth(axes, [row for row in rows if row["part"] == part], part)
         return figure
@@ -72,7 +72,7 @@ def _draw_growth(axes: Any, rows: Sequence[Mapping[str, Any]], part: str) -> Non
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _draw_errors(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
