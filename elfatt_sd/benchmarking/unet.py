@@ -20,6 +20,7 @@ from elfatt_sd.benchmarking.timing import Call
 from elfatt_sd.benchmarking.variants import Variant, by_phase, resolve_methods, with_compiled
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.pipelines import pick_device, pick_dtype
+from elfatt_sd.processor import STATE
 
 
 def unet(
@@ -123,23 +124,39 @@ def _warm_up(
 ) -> dict[str, Call]:
     """On a CPU, warm every variant up with a small picture; what depends on the size, the cheapest one warms up.
 
-    A call at the size itself can take minutes. What is compiled, is compiled for its size.
+    A call at the size itself can take minutes. What is compiled, is compiled for its size, and a matching that is
+    reused is made at its size.
     """
     cheapest = [name for name, variant in variants.items() if variant.kind in (UNPATCHED, FLOOR)][-1]
-    full = {name: call for name, call in calls.items() if name == cheapest or variants[name].compiled}
+    at_size = {name for name, variant in variants.items() if variant.compiled or variant.reuses_steps}
+    full = {name: call for name, call in calls.items() if name in {cheapest, *at_size}}
     shrunk = {f"{name}, small": unet_call(unit, small) for name, unit in units.items() if not variants[name].compiled}
     return {**shrunk, **full}
 
 
 def _graphed_call(unet: Any, inputs: Mapping[str, Any]) -> Call:
-    """Capture a UNet call in a CUDA graph; what its hooks prepare on the host, the warm-up prepares once."""
-    if hasattr(unet, "_tome_info"):
-        unet._tome_info["args"]["use_rand"] = False  # tomesd's own generator cannot be captured
+    """Capture a UNet call in a CUDA graph at its first call; what its hooks prepare on the host, that prepares once."""
     call = unet_call(unet, inputs)
-    call()
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(), torch.cuda.graph(graph):
-        unet.forward(**inputs)
-    return graph.replay
+
+    @functools.cache
+    def capture() -> torch.cuda.CUDAGraph:
+        if hasattr(unet, "_tome_info"):
+            unet._tome_info["args"]["use_rand"] = False  # tomesd's own generator cannot be captured
+        call()
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        forget_matchings(unet)
+        with torch.inference_mode(), torch.cuda.graph(graph):
+            unet.forward(**inputs)
+        return graph
+
+    return lambda: capture().replay()
+
+
+def forget_matchings(unet: Any) -> None:
+    """Forget what the last call matched, as the hook before a call does, unless steps share a matching."""
+    states = [getattr(module, STATE) for module in unet.modules() if hasattr(module, STATE)]
+    for denoiser in {id(state.denoiser): state.denoiser for state in states}.values():
+        if denoiser.config.reuse_steps == 1:
+            denoiser.matchings.clear()

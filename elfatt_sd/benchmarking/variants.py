@@ -25,6 +25,7 @@ ATTENTIONS_ALONE = {
 }
 VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tome", {"reuse_layers": True}),
+    ("tome", {"reuse_steps": 2}),
     ("elfatt", {"ratio": 0}),
     ("elfatt-fast", {"levels": 1}),
     ("spread", {"block_size": 128, "levels": 1}),
@@ -71,6 +72,11 @@ class Variant:
                 layer.attention.set_processor(NoAttention())  # type: ignore[arg-type]
         return target
 
+    @property
+    def reuses_steps(self) -> bool:
+        """Whether a call takes over the matching of the call before it, which then must have been at its size."""
+        return self.kind == "patch" and self.config.reuse_steps > 1
+
     def same_work(self, other: Variant) -> bool:
         """Tell whether another variant does the same under another name."""
         alike = (self.kind, self.compiled) == (other.kind, other.compiled)
@@ -78,7 +84,10 @@ class Variant:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
-        what = ", then ".join(describe(phase) for phase in self.config.phases)
+        what = ", then ".join(describe(phase) for phase in self.config.phases or (EXACT,))
+        what += f", matching kept for {self.config.reuse_steps} steps" * self.reuses_steps
+        what += ", one matching for all layers" * self.config.reuse_layers
+        what += f", backend {self.config.attention_backend}" * (self.config.attention_backend != "auto")
         what = {"patch": what, FLOOR: "the layers left out", PEER: f"tomesd, {what}"}.get(self.kind, self.kind)
         what += COMPILED * self.compiled
         return {"kind": self.kind, "what": what, "config": self.config.to_dict()}
@@ -176,7 +185,7 @@ def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
 
     def parts(lineup: Lineup, config: PatchConfig) -> list[tuple[str, int]]:
         return [
-            (lineup.place(f"{config.method}/{index}", Variant("patch", part) if part.phases else UNTOUCHED), count)
+            (lineup.place(f"{config.method}/{index}", Variant("patch", part) if part.active else UNTOUCHED), count)
             for index, (part, count) in enumerate(single_phases(config))
         ]
 
@@ -187,7 +196,7 @@ def whole(configs: Iterable[PatchConfig]) -> Lineup:
     """Work out which pipelines to time, one for each method."""
 
     def parts(lineup: Lineup, config: PatchConfig) -> list[tuple[str, int]]:
-        return [(lineup.place(config.method, Variant("patch", config) if config.phases else UNTOUCHED), STEPS)]
+        return [(lineup.place(config.method, Variant("patch", config) if config.active else UNTOUCHED), STEPS)]
 
     return _line_up(configs, parts)
 
@@ -227,19 +236,26 @@ def with_compiled(lineup: Lineup) -> Lineup:
 def single_phases(config: PatchConfig, steps: int = STEPS) -> list[tuple[PatchConfig, int]]:
     """Cut a method in configurations of one phase each.
 
+    A phase whose matching serves several steps is cut in two: calls that match (`reuse_steps=1`), and calls that take
+    over the matching of the call before them, which all calls of one step do but the first.
+
     Returns:
         Each with its number of steps in a run of `steps`; exact phases have no phases.
     """
-    counts: dict[Phase, int] = {}
+    counts: dict[PatchConfig, int] = {}
+    matched: tuple[Phase, int] | None = None  # the phase and the group of steps that the last matching is of
     for step in range(steps):
         phase = config.phase_at(step, steps)
         if phase.attention == "softmax":  # what it does not use makes no difference
             phase = Phase(1.0, ratio=phase.ratio, stride=phase.stride) if phase.ratio else EXACT
         phase = dataclasses.replace(phase, until=1.0)
-        counts[phase] = counts.get(phase, 0) + 1
-    return [
-        (dataclasses.replace(config, phases=() if phase.exact else (phase,)), count) for phase, count in counts.items()
-    ]
+        group = (phase, step // config.reuse_steps)
+        reuses = phase.uses_matching and group == matched
+        matched = group
+        phases = () if phase.exact else (phase,)
+        part = dataclasses.replace(config, phases=phases, reuse_steps=config.reuse_steps if reuses else 1)
+        counts[part] = counts.get(part, 0) + 1
+    return list(counts.items())
 
 
 def layers_of(config: PatchConfig) -> PatchConfig:

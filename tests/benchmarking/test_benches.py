@@ -14,13 +14,13 @@ from diffusers.models.attention_processor import Attention
 
 from elfatt_sd.benchmarking.layer import growth, layer, layer_phases
 from elfatt_sd.benchmarking.merging import merging
-from elfatt_sd.benchmarking.models import Model, make_pipeline
+from elfatt_sd.benchmarking.models import Model, copy_structure, make_pipeline, unet_call
 from elfatt_sd.benchmarking.page import save
 from elfatt_sd.benchmarking.pipeline import pipeline, twin
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.unet import unet
-from elfatt_sd.benchmarking.variants import Variant
+from elfatt_sd.benchmarking.unet import forget_matchings, unet
+from elfatt_sd.benchmarking.variants import Variant, varied
 from elfatt_sd.config import ATTENTIONS, BLOCK_ORDERS, ElfattError, PatchConfig
 from elfatt_sd.processor import ElfattProcessor
 
@@ -55,6 +55,34 @@ def test_unet(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
     assert results["settings"]["variants"]["elfatt/0"]["config"]["phases"][0]["attention"] == "elfatt"
     assert results["machine"]["cpu_cores"] == os.cpu_count()
     check_saved(results, tmp_path)
+
+
+def test_a_reused_matching_is_timed_beside_one_that_is_made(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every timed call of the first kind matches in each of three layers; of the second kind, none does."""
+    from elfatt_sd import merging
+
+    matched: list[int] = []
+    original = merging._most_similar
+    monkeypatch.setattr(
+        merging, "_most_similar", lambda metric, *rest: (matched.append(metric.shape[1]), original(metric, *rest))[1]
+    )
+    results = unet(model, sizes=[128], methods=[varied("tome", reuse_steps=2)], repeats=4, device="cpu")
+    small, warm_up = 3 * 2, 3  # a small call of both kinds, then the call whose matching is reused
+    assert len(matched) == small + warm_up + 3 * 4
+    assert matched.count(16 * 16) == warm_up + 3 * 4
+    row = next(row for row in results["rows"] if row["method"].startswith("tome:"))
+    assert [part["steps"] for part in row["parts"]] == [25, 25]
+
+
+def test_a_graph_holds_its_own_matching(model: Model) -> None:
+    """What is captured must match anew where a call does, also where the layers share a matching."""
+    for changes, left in (({"reuse_layers": True}, 0), ({"reuse_steps": 2}, 3)):
+        patched = Variant("patch", varied("tome", **changes)).install(copy_structure(model.unet))
+        unet_call(patched, model.inputs(64, 2))()
+        states = [module.elfatt_state for module in patched.modules() if hasattr(module, "elfatt_state")]
+        assert states[0].denoiser.matchings
+        forget_matchings(patched)
+        assert len(states[0].denoiser.matchings) == left
 
 
 def test_unet_at_one_size_goes_on_at_another(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:

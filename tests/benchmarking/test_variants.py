@@ -40,6 +40,43 @@ def test_phases_of_a_run(method: str, counts: list[int]) -> None:
     assert attentions == ([phase.attention for phase in config.phases] or ["softmax"])
 
 
+def test_calls_that_match_are_told_from_calls_that_reuse() -> None:
+    """Each n steps of a phase have one matching, made in the first of them."""
+    [(matching, first), (reusing, others)] = single_phases(varied("tome", reuse_steps=3))
+    assert (matching.reuse_steps, first, reusing.reuse_steps, others) == (1, 17, 3, 33)
+    parts = single_phases(varied("elfatt", reuse_steps=4))  # steps 8 and 9 merge as ELFATT, 10 and 11 as ToMe
+    assert [(part.phases[0].attention, part.reuse_steps, count) for part, count in parts] == [
+        ("elfatt", 1, 3),
+        ("elfatt", 4, 7),
+        ("softmax", 1, 11),
+        ("softmax", 4, 29),
+    ]
+    late = PatchConfig("late", (Phase(0.1), Phase(1.0, ratio=0.5)), reuse_steps=4)
+    assert [(part.reuse_steps, count) for part, count in single_phases(late)] == [(1, 5), (1, 12), (4, 33)]
+
+
+def test_where_nothing_is_merged_nothing_is_reused() -> None:
+    assert same_work(
+        *(part for part, _ in single_phases(varied("elfatt-fast", reuse_steps=2))[1:]),
+        *(part for part, _ in single_phases(PatchConfig.preset("elfatt-fast"))[1:]),
+    )
+
+
+def test_calls_that_match_are_those_of_token_merging() -> None:
+    lineup = by_phase(resolve_methods(["tome", varied("tome", reuse_steps=2)]))
+    assert lineup.runs["tome:reuse_steps=2"].parts == (("tome/0", 25), ("tome:reuse_steps=2/1", 25))
+    reusing = lineup.variants["tome:reuse_steps=2/1"]
+    assert reusing.reuses_steps and not lineup.variants["tome/0"].reuses_steps
+    assert reusing.to_dict()["what"].endswith("softmax attention, matching kept for 2 steps")
+
+
+def test_a_backend_serves_exact_phases_too() -> None:
+    fast = varied("elfatt-fast", attention_backend="flash")
+    lineup = by_phase([fast])
+    assert [name for name, _ in lineup.runs[fast.method].parts] == [f"{fast.method}/0", f"{fast.method}/1"]
+    assert lineup.variants[f"{fast.method}/0"].to_dict()["what"] == "exact attention, backend flash"
+
+
 def test_exact_phases_are_untouched() -> None:
     (exact, steps), _ = single_phases(PatchConfig("x", (Phase(0.2), Phase(1.0, "block"))))
     assert (exact.phases, steps) == ((), 10)
