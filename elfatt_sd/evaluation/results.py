@@ -8,7 +8,7 @@ from typing import Any
 
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE
-from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.protocols import Cell
 from elfatt_sd.files import write_json
 
 RESULTS_FILE, SCORES_FILE = "results.json", "scores.json"
@@ -24,8 +24,7 @@ def join_results(run_dir: Path) -> dict[str, Any]:
     """
     protocol = folder.load_run(run_dir)
     run = folder.read_run(run_dir) or {}
-    parts = {name: folder.read_json(run_dir / name) or {} for name in (SCORES_FILE, TIME_FILE, MEMORY_FILE)}
-    scores, time, memory = parts.values()
+    scores, time, memory = (_stage(run_dir / name, run["identity"]) for name in (SCORES_FILE, TIME_FILE, MEMORY_FILE))
     environment = dict(run["environment"])
     if time:
         environment["timing"] = {
@@ -39,8 +38,8 @@ def join_results(run_dir: Path) -> dict[str, Any]:
         "created": run["created"],
         "protocol": run["protocol"],
         "environment": environment,
-        "reference": scores.get("references") or scores.get("reference"),
-        "rows": [_row(run_dir, protocol, cell, scores, time, memory) for cell in protocol.cells],
+        "reference": scores.get("references"),
+        "rows": [_row(run_dir, cell, scores, time, memory) for cell in protocol.cells],
         "published": run["protocol"]["published"] or None,
     }
 
@@ -63,10 +62,19 @@ def unreadable_references(references: object) -> list[str]:
     return list(dict.fromkeys(str(name) for names in found if isinstance(names, list) for name in names))
 
 
+def _stage(path: Path, identity: str) -> dict[str, Any]:
+    """Return what a stage wrote; nothing where it has not run yet, or where the file is of another run.
+
+    The identity is the recorded one: a later version, with more settings, would compute another.
+    """
+    data: dict[str, Any] = folder.read_json(path) or {}
+    return data if data.get("identity") == identity else {}
+
+
 def _row(
-    run_dir: Path, protocol: Protocol, cell: Cell, scores: dict[str, Any], time: dict[str, Any], memory: dict[str, Any]
+    run_dir: Path, cell: Cell, scores: dict[str, Any], time: dict[str, Any], memory: dict[str, Any]
 ) -> dict[str, Any]:
-    score, timing, peak = (_part(part, protocol, cell) for part in (scores, time, memory))
+    score, timing, peak = (stage.get("rows", {}).get(cell.name) or {} for stage in (scores, time, memory))
     generated = folder.manifest_path(run_dir, cell).is_file()
     row: dict[str, Any] = {
         "cell": cell.name,
@@ -83,14 +91,3 @@ def _row(
     if row["images"] is None and generated:
         row["images"] = len(folder.read_manifest(run_dir, cell))
     return row
-
-
-def _part(data: dict[str, Any], protocol: Protocol, cell: Cell) -> dict[str, Any]:
-    """Return a cell's part of a stage's file; nothing of a file that belongs to another specification."""
-    if data.get("identity", protocol.identity) != protocol.identity:
-        return {}
-    rows = data.get("rows", {})
-    if isinstance(rows, list):
-        rows = {row["cell"]: row for row in rows}
-    found: dict[str, Any] = rows.get(cell.name) or {}
-    return found

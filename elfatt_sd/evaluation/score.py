@@ -26,6 +26,7 @@ from elfatt_sd.evaluation.features import Extractor, ToyExtractor, exact_float32
 from elfatt_sd.evaluation.generate import process_state, run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reference import Reference, build_reference
+from elfatt_sd.evaluation.results import SCORES_FILE
 from elfatt_sd.evaluation.sources import Entry, Source
 from elfatt_sd.evaluation.statistics import (
     Estimate,
@@ -41,10 +42,8 @@ from elfatt_sd.evaluation.statistics import (
 )
 from elfatt_sd.files import atomic_file, sha256_of_data, write_json
 
-FORMAT = 2
-SCORES_FILE = "scores.json"
+FORMAT = 3
 MOST_CHANGED = 16
-IDENTICAL_DB = 100.0  # what PSNR says of identical pictures, in place of infinity
 AGREEMENT = 1e-3  # relative, between our Frechet distance and torchmetrics'; that of a few to 1e-3 absolute
 PAIR_BATCH = 8
 
@@ -135,7 +134,7 @@ def score_run(run_dir: Path, *, batch_size: int = 32, progress: Progress | None 
         baseline = rows[protocol.baseline.name]
         data = {
             "format": FORMAT,
-            "identity": protocol.identity,
+            "identity": (folder.read_run(run_dir) or {})["identity"],
             "references": {
                 scale.distance_name: {**scale.reference.description, "features": scale.extractor.dimension}
                 for scale in scales
@@ -357,13 +356,15 @@ def _difference(figure: Estimate, other: Estimate, classes: Sequence[int], *, lo
 def pair_changes(images: Images, baseline: Images, cache: Path, device: torch.device) -> Tensor:
     """PSNR (dB) and SSIM `[n, 2]` of each picture to the baseline's of the same index; kept in the cache.
 
+    The PSNR is infinite where a picture equals the baseline's in every pixel, and only there.
+
     Args:
         images: a row's pictures.
         baseline: the untouched pipeline's.
         cache: folder for what was computed.
         device: where to compute, in full float32.
     """
-    path = cache / f"{images.name}-pairs-{sha256_of_data([images.identity, baseline.identity])[:16]}.npy"
+    path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
     if not path.is_file():
         with exact_float32(device):
             rows = torch.cat(list(_changes(images, baseline, device)))
@@ -382,8 +383,7 @@ def _changes(images: Images, baseline: Images, device: torch.device) -> Iterator
         mine, other = (torch.stack([next(side) for _ in range(size)]).to(device) for side in (ours, theirs))
         decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3))
         similarity = structural_similarity_index_measure(mine, other, data_range=255.0, reduction="none")
-        columns = (decibels.clamp_max(IDENTICAL_DB), torch.as_tensor(similarity).reshape(-1))
-        yield torch.stack(columns, 1).to("cpu", torch.float64)
+        yield torch.stack((decibels, torch.as_tensor(similarity).reshape(-1)), 1).to("cpu", torch.float64)
 
 
 def _tensors(pictures: Iterator[Array | str]) -> Iterator[Tensor]:
@@ -394,20 +394,29 @@ def _tensors(pictures: Iterator[Array | str]) -> Iterator[Tensor]:
 
 
 def _paired(images: Images, baseline: Images, changes: Tensor, scale: Scale) -> dict[str, Any]:
-    """Summaries of the changes; the cosine is that of the first extractor's features."""
+    """Summaries of the changes; PSNR over the pictures that differ, the cosine of the first extractor's features."""
     pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
     cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
-    bounded = ((changes[:, 0], 0.0, IDENTICAL_DB), (changes[:, 1], -1.0, 1.0), (cosine, -1.0, 1.0))
-    psnr, ssim, cosines = (_summary(values, images.classes, low, high) for values, low, high in bounded)
-    psnr |= {"unit": "dB", "identical": int((changes[:, 0] == IDENTICAL_DB).sum())}
-    return {"psnr": psnr, "ssim": ssim, "cosine": {**cosines, "extractor": scale.extractor.name}}
+    differing = changes[:, 0].isfinite()
+    classes = torch.as_tensor(images.classes)
+    return {
+        "psnr": {
+            **_summary(changes[differing, 0], classes[differing], 0.0, math.inf),
+            "unit": "dB",
+            "identical": int((~differing).sum()),
+        },
+        "ssim": _summary(changes[:, 1], classes, -1.0, 1.0),
+        "cosine": {**_summary(cosine, classes, -1.0, 1.0), "extractor": scale.extractor.name},
+    }
 
 
-def _summary(values: Tensor, classes: Sequence[int], low: float, high: float) -> dict[str, Any]:
-    """The mean of one number per picture with its 95 % interval, and median and quartiles of the pictures.
+def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:
+    """The mean of one number per picture with its 95 % interval, and median and quartiles; None without pictures.
 
     No interval leaves the numbers' own bounds.
     """
+    if not len(values):
+        return dict.fromkeys(("mean", "interval", "median", "quartiles"))
     mean = Estimate.mean(values)
     ends = mean.interval(classes)
     quartiles = torch.quantile(values, torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype)).tolist()
@@ -422,7 +431,7 @@ def _summary(values: Tensor, classes: Sequence[int], low: float, high: float) ->
 def _most_changed(changes: Tensor) -> list[int]:
     """Indices of the pictures with the lowest PSNR, lowest first; identical ones are left out."""
     order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
-    return [index for index in order if changes[index, 0] < IDENTICAL_DB]
+    return [index for index in order if changes[index, 0].isfinite()]
 
 
 def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,7 @@ def altered(images: Tensor, cell: str) -> Tensor:
         changed = images.clone()
         changed[2, : len(changed[2]) // 4] = 0  # one picture changes much
         changed[5] = (changed[5].int() + 3).clamp(0, 255).to(torch.uint8)  # one a little
+        changed[7, 0, 0, 0] ^= 1  # one in a single value
         return changed
     return images // 3 if cell == "dark" else images
 
@@ -152,9 +155,8 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
     rows = scores["rows"]
     assert rows["sd"]["paired"] is None
     tome = rows["tome"]["paired"]
-    assert tome["psnr"]["median"] == score.IDENTICAL_DB
-    assert (tome["psnr"]["identical"], tome["psnr"]["unit"]) == (COUNT - 2, "dB")
-    assert rows["tome"]["most_changed"] == [2, 5]
+    assert (tome["psnr"]["identical"], tome["psnr"]["unit"]) == (COUNT - 3, "dB")
+    assert rows["tome"]["most_changed"] == [2, 5, 7]
     assert len(rows["dark"]["most_changed"]) == score.MOST_CHANGED
     assert rows["null"]["paired"]["psnr"]["median"] < 25
     assert rows["null"]["paired"]["ssim"]["median"] < 0.9 < tome["ssim"]["mean"] < 1
@@ -165,13 +167,37 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
     row, baseline = (Images.of_cell(scored, cell) for cell in (CELLS[2], CELLS[0]))
     changes = score.pair_changes(row, baseline, scored / "scores", torch.device("cpu"))
     assert changes[2, 0] == pytest.approx(10 * np.log10(255**2 / ((ours - theirs) ** 2).mean()), rel=1e-5)
-    for measure, values, most in (("psnr", changes[:, 0], score.IDENTICAL_DB), ("ssim", changes[:, 1], 1.0)):
-        half = student_quantile(0.975, COUNT - 1) * values.std().item() / COUNT**0.5
+    assert changes[7, 0] == pytest.approx(10 * np.log10(255**2 * ours.size), rel=1e-5), "above 100 dB, yet a change"
+    for measure, values, most in (("psnr", changes[[2, 5, 7], 0], math.inf), ("ssim", changes[:, 1], 1.0)):
+        half = student_quantile(0.975, len(values) - 1) * values.std().item() / len(values) ** 0.5
         middle = values.mean().item()
         assert tome[measure]["mean"] == pytest.approx(middle)
-        assert tome[measure]["interval"] == pytest.approx([middle - half, min(middle + half, most)])
+        assert tome[measure]["interval"] == pytest.approx([max(middle - half, 0), min(middle + half, most)])
     low, high = tome["cosine"]["interval"]
     assert low < tome["cosine"]["mean"] < high
+
+
+def test_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
+    (extractor,), (reference,) = score.load_extractors(protocol()), build_references(protocol())
+    scale = score.Scale(extractor, reference, scored / "scores")
+    untouched = Images.of_cell(scored, CELLS[0])
+    twin = dataclasses.replace(untouched, name="twin")
+    scale.extract(twin, 8)
+    row = score.score_cell(twin, untouched, [scale], scored / "scores")
+    nothing = dict.fromkeys(("mean", "interval", "median", "quartiles"))
+    assert row["paired"]["psnr"] == {**nothing, "unit": "dB", "identical": COUNT}
+    assert row["paired"]["ssim"]["mean"] == pytest.approx(1, abs=1e-3)
+    assert row["most_changed"] == []
+
+
+def test_scores_carry_the_recorded_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run from before a field was added: its identity stays, though its protocol now gives another."""
+    counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol())
+    run = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps({**run, "identity": "of an earlier version"}))
+    score_run(run_dir)
+    assert json.loads((run_dir / "scores.json").read_text())["identity"] == "of an earlier version"
 
 
 def test_accuracy_of_attributes(scores: dict[str, Any]) -> None:
