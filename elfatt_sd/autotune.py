@@ -1,7 +1,8 @@
 """Decide by measurement which layers a method makes faster on this device; the others are left alone.
 
 A layer is timed with random tokens of the shape it really gets, the approximation and the untouched attention in turn.
-Decisions are kept in a file, by device, versions, shape and phase.
+Decisions are kept in a file, by device, versions, shape, exact attention and phase. Where it cannot be decided, a layer
+is left alone.
 """
 
 from __future__ import annotations
@@ -9,11 +10,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
+import math
 import os
+import platform
+import re
 import statistics
 import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +30,12 @@ import torch
 from torch import Tensor, nn
 
 import elfatt_sd
-from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.files import write_json
-from elfatt_sd.processor import LayerState, approximate
+from elfatt_sd.layers import SelfAttention, unwrap
+from elfatt_sd.processor import Denoiser, LayerState, approximate
 
-ROUNDS, WARM_UP = 7, 2
+ROUNDS, MOST_ROUNDS, WARM_UP = 7, 21, 2
 CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, to the same side
 
 
@@ -35,24 +44,37 @@ class Decision:
     """Whether a phase pays in a layer.
 
     Attributes:
-        ratio: median over the rounds of time with the approximation by time untouched.
-        low: smallest of them.
-        high: largest of them.
+        ratio: median over the rounds of time with the approximation by time untouched; nan where nothing was measured.
+        low: lower bound of the median, with about 95 % confidence.
+        high: upper bound.
+        obstacle: why nothing was measured; empty where something was.
     """
 
-    ratio: float
-    low: float
-    high: float
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    obstacle: str = ""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the measurement tells which is faster."""
+        return self.high <= 1 or self.low >= 1
 
     @property
     def pays(self) -> bool:
-        """Whether the approximation is faster."""
-        return self.ratio < 1
+        """Whether the approximation is faster, beyond doubt."""
+        return self.high <= 1 and self.ratio < 1
 
     def __str__(self) -> str:
         """Say it in words."""
+        if self.obstacle:
+            return f"left alone: {self.obstacle}"
         times = f"{self.ratio:.2f} ({self.low:.2f} to {self.high:.2f}) of the untouched layer's time, measured here"
-        return times if self.pays else f"left alone: {times}"
+        return times if self.pays else f"left alone: {times}" + ", undecided" * (not self.settled)
+
+
+_COMPILED = Decision(obstacle="not measured, because torch.compile was applied")
+_NO_MEMORY = Decision(obstacle="memory ran out in the measurement")
 
 
 def cache_folder() -> Path:
@@ -61,7 +83,7 @@ def cache_folder() -> Path:
 
 
 class Decisions:
-    """Decisions made on this machine, in memory and in a file.
+    """Decisions made on this machine, in memory and in a file that processes share.
 
     Args:
         path: of the file; an unreadable one counts as empty.
@@ -70,18 +92,31 @@ class Decisions:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or cache_folder() / "autotune.json"
         self._known: dict[str, Decision] = {}
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            self._known = {key: Decision(**value) for key, value in json.loads(self.path.read_text()).items()}
 
     def get(self, key: str) -> Decision | None:
         """Return what was decided for a key, or None."""
+        if key not in self._known:
+            self._known = self._read() | self._known
         return self._known.get(key)
 
     def put(self, key: str, decision: Decision) -> None:
-        """Keep a decision; a folder that cannot be written only costs another measurement next time."""
+        """Keep a decision, in the file only a settled one.
+
+        A folder that cannot be written only costs another measurement next time.
+        """
         self._known[key] = decision
-        with contextlib.suppress(OSError):
-            write_json(self.path, {known: dataclasses.asdict(value) for known, value in self._known.items()})
+        if decision.settled:
+            kept = {**self._read(), key: decision}
+            with contextlib.suppress(OSError):
+                write_json(self.path, {known: dataclasses.asdict(value) for known, value in kept.items()})
+
+    def _read(self) -> dict[str, Decision]:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            return {key: Decision(**value) for key, value in json.loads(self.path.read_text()).items()}
+        return {}
+
+
+_decisions = functools.cache(Decisions)  # a plan and the patch after it decide alike, also where nothing is settled
 
 
 class Tuner:
@@ -93,12 +128,18 @@ class Tuner:
     """
 
     def __init__(self, denoiser: nn.Module, decisions: Decisions | None = None) -> None:
+        self.compiling = False  # whether a call comes from torch.compile, wherever that was applied
         self._denoiser = denoiser
-        self._decisions = decisions or Decisions()
+        self._decisions = decisions or _decisions(cache_folder() / "autotune.json")
+        self._warned = False
 
     def pays(self, state: LayerState, phase: Phase, sample: Tensor) -> bool:
-        """Tell whether a phase makes a layer faster for an input of the denoiser."""
-        return self.decide(state, phase, sample).pays
+        """Tell whether a phase makes a layer faster for an input of the denoiser; warn once if that is not measured."""
+        decision = self.decide(state, phase, sample)
+        if decision.obstacle and not self._warned:
+            self._warned = True
+            warnings.warn(f"elfatt-sd: with autotune, {state.layer.name} is {decision}.", stacklevel=2)
+        return decision.pays
 
     def decide(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
         """Look a decision up, or measure it; `state` must know its grid and stays as it is.
@@ -108,34 +149,49 @@ class Tuner:
             phase: to decide on.
             sample: the denoiser's input, `[batch, ..., height, width]`.
         """
-        attention: Any = state.layer.attention
-        batch = sample.numel() // (sample.shape[1] * sample.shape[-2] * sample.shape[-1])
-        shape = (batch, *state.grid, int(attention.inner_dim))
-        key = decision_key(state.denoiser.config, phase, shape, attention.heads, sample)
+        if self.compiling or _is_compiled(self._denoiser, state.layer.name):
+            return _COMPILED
+        key = decision_key(state, phase, sample)
         decision = self._decisions.get(key)
         if decision is None:
-            decision = self._measure(state, phase, sample, batch)
+            try:
+                decision = self._measure(state, phase, sample)
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                decision = _NO_MEMORY
             self._decisions.put(key, decision)
         return decision
 
-    def _measure(self, state: LayerState, phase: Phase, sample: Tensor, batch: int) -> Decision:
+    def _measure(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
         attention: Any = state.layer.attention
         hook: Any = getattr(self._denoiser, "_hf_hook", None)
         if hook is not None:  # accelerate keeps the weights elsewhere until the call
             hook.pre_forward(self._denoiser)
-        size = (batch, state.grid[0] * state.grid[1], attention.query_dim)
+        size = (_batch(sample), state.grid[0] * state.grid[1], attention.query_dim)
         tokens = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(sample)
-        matchings = dict(state.denoiser.matchings)
-        twin = copy.copy(state)
+        shared = Denoiser(state.denoiser.config)  # so that the matchings of the real call stay
+        exact, twin = copy.copy(state), copy.copy(state)
+        exact.denoiser = twin.denoiser = shared
+        exact.begin(EXACT, 0, sample)
 
-        def approximated() -> None:
-            state.denoiser.matchings.clear()
+        def untouched() -> None:
+            if shared.config.attention_backend == "auto":
+                state.original(attention, tokens)
+            else:
+                approximate(attention, exact, EXACT, tokens)
+
+        def reusing() -> None:
             twin.begin(phase, 0, sample)  # what is drawn in every step is part of the price
             approximate(attention, twin, phase, tokens)
 
-        decision = measure(lambda: state.original(attention, tokens), approximated, sample.device)
-        state.denoiser.matchings = matchings
-        return decision
+        def matching() -> None:
+            shared.matchings.clear()
+            reusing()
+
+        uses = _uses(state, phase)
+        calls = [(matching, 1 / uses), (reusing, 1 - 1 / uses)]
+        return measure(untouched, calls[:uses], sample.device)
 
 
 def measure_phases(state: LayerState, denoiser: Any, height: int, width: int) -> list[Decision | None]:
@@ -150,7 +206,8 @@ def measure_phases(state: LayerState, denoiser: Any, height: int, width: int) ->
     Returns:
         A decision for each phase of the configuration; None for exact ones.
     """
-    sample = torch.zeros(2, denoiser.config.in_channels, height, width, device=denoiser.device, dtype=denoiser.dtype)
+    device = _execution_device(denoiser)
+    sample = torch.zeros(2, denoiser.config.in_channels, height, width, device=device, dtype=denoiser.dtype)
     tuner, decisions = Tuner(denoiser), []
     for phase in state.denoiser.config.phases:
         state.begin(phase, 0, sample)
@@ -158,42 +215,69 @@ def measure_phases(state: LayerState, denoiser: Any, height: int, width: int) ->
     return decisions
 
 
-def decision_key(config: PatchConfig, phase: Phase, shape: tuple[int, ...], heads: int, tokens: Tensor) -> str:
-    """Return what a decision depends on, as text: device, versions, shape, dtype, phase and run settings.
+def matching_uses(config: PatchConfig, layer: SelfAttention, layers: Iterable[SelfAttention]) -> int:
+    """Return how many calls of layers share one matching, by `reuse_layers` and `reuse_steps`.
 
     Args:
-        config: the method; its seed does not matter.
-        phase: the phase.
-        shape: batch, rows, columns and channels of the layer.
-        heads: of the layer.
-        tokens: any tensor with the layer's device and dtype.
+        config: the method.
+        layer: one of the layers.
+        layers: those of its denoiser that are patched.
     """
-    device = tokens.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} x{torch.get_num_threads()}"
-    settings = {**dataclasses.asdict(phase), "until": 1.0, "backend": config.attention_backend}
-    settings |= {"fp32_logits": config.fp32_logits, "reuse": [config.reuse_steps, config.reuse_layers]}
+    alike = sum(other.downsample == layer.downsample for other in layers) if config.reuse_layers else 1
+    return max(alike, 1) * config.reuse_steps
+
+
+def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
+    """Return what a decision depends on, as text: device, versions, shape, exact attention, phase and run settings.
+
+    Args:
+        state: of the layer; it must know its grid.
+        phase: to decide on; when it ends does not matter.
+        sample: the denoiser's input, `[batch, ..., height, width]`.
+    """
+    attention: Any = state.layer.attention
+    config, device = state.denoiser.config, sample.device
+    settings = {**dataclasses.asdict(phase), "until": 1.0, "uses": _uses(state, phase)}
+    settings |= {name: getattr(config, name) for name in ("attention_backend", "fp32_logits", "use_rand")}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    shape = "x".join(map(str, (_batch(sample), *state.grid, attention.inner_dim)))
+    dtype = str(sample.dtype)
+    if torch.is_autocast_enabled(device.type):
+        dtype += f" under autocast to {torch.get_autocast_dtype(device.type)}"
+    exact = type(state.original).__qualname__ + ", fused projections" * getattr(attention, "fused_projections", False)
     versions = f"torch {torch.__version__}, diffusers {diffusers.__version__}, elfatt-sd {elfatt_sd.__version__}"
-    return f"{name}; {versions}; {'x'.join(map(str, shape))}, {heads} heads, {tokens.dtype}; {phase.attention} {digest}"
+    parts = [_device_name(device), versions, f"{shape}, {attention.heads} heads, {dtype}", exact]
+    return "; ".join([*parts, f"{phase.attention} {digest}"])
 
 
-def measure(untouched: Any, approximated: Any, device: torch.device) -> Decision:
-    """Time two functions in turn, until it is clear which is faster.
+def measure(
+    untouched: Callable[[], None], approximated: Sequence[tuple[Callable[[], None], float]], device: torch.device
+) -> Decision:
+    """Time functions in turn, until it is clear which is faster, or there is no time left for it.
 
     Args:
         untouched: what is done without the patch.
-        approximated: what is done with it.
-        device: where both work.
+        approximated: what is done with it, each with its share of the calls.
+        device: where all of them work.
     """
     ratios: list[float] = []
     with torch.no_grad():
-        for index in range(ROUNDS + WARM_UP):
-            seconds = [_seconds(function, device) for function in (untouched, approximated)]
+        for index in range(WARM_UP + MOST_ROUNDS):
+            before = _seconds(untouched, device)
+            after = sum(share * _seconds(function, device) for function, share in approximated)
             if index >= WARM_UP:
-                ratios.append(seconds[1] / seconds[0])
-            if _is_clear(ratios):
-                break
-    return Decision(statistics.median(ratios), min(ratios), max(ratios))
+                ratios.append(after / before)
+                decision = _decide(ratios)
+                if _is_clear(ratios) or (len(ratios) >= ROUNDS and decision.settled):
+                    break
+    return decision
+
+
+def _decide(ratios: list[float]) -> Decision:
+    """Return the median and its bounds, which are order statistics (sign test)."""
+    ranked = sorted(ratios)
+    cut = max(0, int(len(ranked) / 2 - math.sqrt(len(ranked))))
+    return Decision(statistics.median(ranked), ranked[cut], ranked[-1 - cut])
 
 
 def _is_clear(ratios: list[float]) -> bool:
@@ -209,3 +293,44 @@ def _seconds(function: Any, device: torch.device) -> float:
     function()
     synchronize()
     return time.perf_counter() - start
+
+
+def _batch(sample: Tensor) -> int:
+    """Pictures, or frames, in an input of the denoiser."""
+    return sample.numel() // (sample.shape[1] * sample.shape[-2] * sample.shape[-1])
+
+
+def _uses(state: LayerState, phase: Phase) -> int:
+    layers = (other.layer for other in state.denoiser.layers)
+    return matching_uses(state.denoiser.config, state.layer, layers) if phase.uses_matching else 1
+
+
+def _is_compiled(denoiser: nn.Module, layer: str) -> bool:
+    """Tell whether a layer, or something around it, was compiled as a whole or in place."""
+    path = itertools.accumulate(layer.split("."), getattr, initial=denoiser)
+    return any(unwrap(module) is not module or module._compiled_call_impl is not None for module in path)
+
+
+def _execution_device(denoiser: Any) -> torch.device:
+    """Return where a denoiser computes, also while accelerate's hooks keep its weights elsewhere."""
+    hooks = (getattr(module, "_hf_hook", None) for module in denoiser.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((device for device in devices if device is not None), denoiser.device))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or bool(re.search("(out of|allocate|enough) memory", str(error)))
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} x{torch.get_num_threads()}, {_processor_name()}"
+
+
+@functools.cache
+def _processor_name() -> str:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1]
+    return platform.processor() or platform.machine()

@@ -31,7 +31,7 @@ def apply_patch(
         pipe: a diffusers pipeline with a UNet, or a bare UNet. Its ControlNets are patched too.
         method: the name of a preset, or a configuration.
         autotune: measure, at the first call of each size, which layers the method makes faster on this device, and
-            leave the others alone.
+            leave the others alone; with them, and a warning, those that `torch.compile` serves, which cannot be timed.
         **settings: changes to it, such as `ratio=0.5` or `block_size=128`; see `PatchConfig.with_settings`.
 
     Returns:
@@ -74,7 +74,7 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
 def patched(
     pipe: Any, method: str | PatchConfig = "elfatt", *, autotune: bool = False, **settings: Any
 ) -> Iterator[Plan]:
-    """Patch a pipeline for the length of a `with` block, and give its plan.
+    """Patch a pipeline for the length of a `with` block, and give its plan, at the model's own picture size.
 
     What was patched before is patched again afterwards, also after an exception.
 
@@ -87,7 +87,7 @@ def patched(
     before = _current(pipe)
     apply_patch(pipe, method, autotune=autotune, **settings)
     try:
-        yield plan(pipe, method, **settings)
+        yield plan(pipe, method, autotune=autotune, **settings)
     finally:
         remove_patch(pipe)
         if before is not None:
@@ -110,7 +110,8 @@ def plan(
         method: as for `apply_patch`.
         height: of the picture in pixels (of the latent, for a bare UNet); the model's own by default.
         width: likewise.
-        autotune: measure on this device, for one picture with guidance, which layers the method makes faster.
+        autotune: measure on this device, for one picture with guidance, which layers the method makes faster;
+            without, the plan says which of them the multiply-adds make slower.
         **settings: as for `apply_patch`.
 
     Raises:
@@ -123,7 +124,9 @@ def plan(
     decisions = {}
     if autotune:
         for name, net in denoisers.items():
-            for state in _states(Denoiser(config), chosen[name]):
+            shared = Denoiser(config)
+            shared.layers = _states(shared, chosen[name])
+            for state in shared.layers:
                 decisions[name, state.layer.name] = measure_phases(state, net, rows, columns)
     return make_plan(config, chosen, decisions, rows, columns)
 
@@ -198,7 +201,8 @@ class _Patch:
         self._schedule = schedule
         self._outer = denoiser
         self._module = unwrap(denoiser)
-        self._shared = Denoiser(config, Tuner(self._module).pays if autotune else None)
+        self._tuner = Tuner(denoiser) if autotune else None
+        self._shared = Denoiser(config, None if self._tuner is None else self._tuner.pays)
         self._shared.layers = _states(self._shared, layers)
         self._handles: list[Any] = []
         self._warned = False
@@ -223,9 +227,15 @@ class _Patch:
             delattr(state.layer.attention, STATE)
         delattr(self._module, _PATCH)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the UNet: find the step and tell the layers."""
+        """Forward pre-hook of the UNet."""
+        self._begin(args, kwargs, torch.compiler.is_compiling())
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> None:
+        """Find the step and tell the layers."""
+        if self._tuner is not None:
+            self._tuner.compiling = compiling
         sample = args[0] if args else kwargs["sample"]
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
         position = self._schedule.locate(timestep)

@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elfatt_sd.autotune import Decision
+from elfatt_sd.attention import partition
+from elfatt_sd.autotune import Decision, matching_uses
+from elfatt_sd.cell_spread import cell_blocks
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention, find_denoisers, unwrap
 from elfatt_sd.sampled import sample_counts
+
+_ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,9 @@ class PlannedLayer:
         heads: attention heads.
         channels: channels over all heads.
         patched: whether the method takes it over.
-        reason: why, or why not.
+        reason: what its grid gets in each phase that is not exact, and whether that pays; or why it is not patched.
         multiply_adds: of one call for one picture, untouched.
-        multiply_adds_by_phase: the same in each phase.
+        multiply_adds_by_phase: the same in each phase; of a matching that calls share, each has its part.
     """
 
     denoiser: str
@@ -127,7 +131,8 @@ def make_plan(
     for name, (present, chosen) in layers.items():
         for layer in present:
             measured = [*decisions.get((name, layer.name), []), *[None] * len(phases)][: len(phases)]
-            planned_layers.append(_plan_layer(name, layer, phases, height, width, layer in chosen, measured))
+            uses = matching_uses(config, layer, chosen)
+            planned_layers.append(_plan_layer(name, layer, phases, height, width, layer in chosen, measured, uses))
     starts = [0.0, *(phase.until for phase in phases[:-1])]
     planned = tuple(
         PlannedPhase(
@@ -177,6 +182,34 @@ def describe(phase: Phase) -> str:
     return merge + how[phase.attention]
 
 
+def fit(phase: Phase, height: int, width: int) -> Phase:
+    """Return a phase with the numbers that a grid really gets: tokens merged, agents, blocks, samples and groups.
+
+    Args:
+        phase: with the numbers that are wanted.
+        height: rows of the grid.
+        width: columns of the grid.
+    """
+    tokens = height * width
+    kept = tokens - _merged(phase.ratio, phase.stride, height, width)
+    size, groups = phase.block_size, phase.groups
+    if phase.attention == "sampled":
+        size, groups = sample_counts(tokens, size, groups)
+    elif phase.attention == "cell_spread":
+        size = tokens // cell_blocks(tokens, size)
+    elif phase.uses_blocks:
+        _, base, larger = partition(kept, size)
+        size = base + (larger > 0)
+    return dataclasses.replace(
+        phase,
+        ratio=1 - kept / tokens,
+        agents=min(phase.agents, kept),
+        agent_ratio=_merged(phase.agent_ratio, phase.stride, height, width) / tokens,
+        block_size=size,
+        groups=groups,
+    )
+
+
 def _plan_layer(
     denoiser: str,
     layer: SelfAttention,
@@ -185,34 +218,27 @@ def _plan_layer(
     width: int,
     chosen: bool,
     decisions: Sequence[Decision | None],
+    uses: int,
 ) -> PlannedLayer:
     rows, columns = layer.grid(height, width)
     attention: Any = layer.attention
     channels = attention.inner_dim
     before = multiply_adds(EXACT, rows, columns, channels)
-    pays = [chosen and (decision is None or decision.pays) for decision in decisions]
-    by_phase = tuple(
-        multiply_adds(phase, rows, columns, channels) if worth else before
-        for phase, worth in zip(phases, pays, strict=True)
-    )
-    own = [
-        (phase, worth, decision)
-        for phase, worth, decision in zip(phases, pays, decisions, strict=True)
-        if not phase.exact
-    ]
-    if not own:
+    by_phase, reasons, patched = [], [], False
+    for phase, decision in zip(phases, decisions, strict=True):
+        work = multiply_adds(phase, rows, columns, channels, uses)
+        pays = chosen and (decision is None or decision.pays)
+        by_phase.append(work if pays else before)
+        if not phase.exact:
+            patched = patched or pays
+            verdict = decision or (_ESTIMATED_SLOWER if work > before else None)
+            reasons.append(describe(fit(phase, rows, columns)) + (f": {verdict}" if verdict else ""))
+    if not reasons:
         reason = describe(EXACT)
     elif not chosen:
         reason = f"left alone: its grid is 1/{layer.downsample} of the latent's"
     else:
-        reason = (
-            "; ".join(
-                describe(phase) if decision is None else f"{describe(phase)}: {decision}" for phase, _, decision in own
-            )
-            if any(decision for _, _, decision in own)
-            else describe(own[0][0])
-        )
-    patched = any(worth for _, worth, _ in own)
+        reason = ", then ".join(reasons)
     return PlannedLayer(
         denoiser,
         layer.name,
@@ -224,11 +250,17 @@ def _plan_layer(
         patched,
         reason,
         before,
-        by_phase,
+        tuple(by_phase),
     )
 
 
-def multiply_adds(phase: Phase, height: int, width: int, channels: int) -> int:
+def _merged(ratio: float, stride: int, height: int, width: int) -> int:
+    """Tokens of a grid that are merged away: at most all that are no destination."""
+    destinations = (height // stride) * (width // stride)
+    return min(height * width - destinations, int(height * width * ratio)) if destinations else 0
+
+
+def multiply_adds(phase: Phase, height: int, width: int, channels: int, uses: int = 1) -> int:
     """Multiply-adds of a self-attention layer for one picture: matching, projections and attention.
 
     Args:
@@ -236,25 +268,25 @@ def multiply_adds(phase: Phase, height: int, width: int, channels: int) -> int:
         height: rows of its grid.
         width: columns of its grid.
         channels: over all heads.
+        uses: number of calls that share one matching.
     """
     tokens = height * width
     destinations = (height // phase.stride) * (width // phase.stride)
-    merged = min(tokens - destinations, int(tokens * phase.ratio))
-    kept = tokens - merged
-    matching = (tokens - destinations) * destinations * channels if merged else 0
-    sampled, groups = sample_counts(tokens, phase.block_size, phase.groups)
-    keys = sampled * groups if phase.attention == "sampled" else kept
+    kept = tokens - _merged(phase.ratio, phase.stride, height, width)
+    fitted = fit(phase, height, width)
+    matching = (tokens - destinations) * destinations * channels // uses if fitted.uses_matching else 0
+    size, agents = fitted.block_size, fitted.agents
+    keys = size * fitted.groups if phase.attention == "sampled" else kept
     projections = 2 * (kept + keys) * channels**2
-    agents = min(phase.agents, kept)
     if phase.agent_source == "merged" and phase.uses_agents:
-        agents = tokens - min(tokens - destinations, int(tokens * phase.agent_ratio))
+        agents = tokens - _merged(phase.agent_ratio, phase.stride, height, width)
         projections += agents * channels**2
     pairs = {
         "softmax": float(kept),
         "agent": 2.0 * agents,
-        "block": float(min(phase.block_size, kept)),
-        "cell_spread": float(min(phase.block_size, kept) + kept / min(phase.block_size, kept)),
-        "sampled": float(sampled),
-        "elfatt": phase.agent_share * 2 * agents + (1 - phase.agent_share) * min(phase.block_size, kept),
+        "block": float(size),
+        "cell_spread": size + tokens / size,
+        "sampled": float(size),
+        "elfatt": phase.agent_share * 2 * agents + (1 - phase.agent_share) * size,
     }[phase.attention]
     return matching + projections + round(2 * kept * pairs * channels)

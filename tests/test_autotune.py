@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import diffusers
 import pytest
+import tiny_pipelines as tiny
 import torch
 from checks import runner
+from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
 
 import elfatt_sd
-from elfatt_sd import autotune
-from elfatt_sd.autotune import Decision, Decisions
+from elfatt_sd import autotune, processor
+from elfatt_sd.autotune import Decision, Decisions, decision_key
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.layers import find_layers
 from elfatt_sd.processor import Denoiser, LayerState
+
+SAMPLE = torch.zeros(2, 4, 16, 16)
+
+
+def state_of(pipe: Any, config: PatchConfig) -> LayerState:
+    """State of the first layer on the finest grid, as a patch would make it."""
+    layer = next(layer for layer in find_layers(pipe.unet) if layer.downsample == 1)
+    state = LayerState(layer, 0, layer.attention.processor, Denoiser(config))
+    state.grid = layer.grid(*SAMPLE.shape[-2:])
+    return state
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +73,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Decision]:
 
     def pretend(untouched: Any, approximated: Any, device: torch.device) -> Decision:
         untouched()
-        approximated()
+        for function, _ in approximated:
+            function()
         made.append(Decision(0.5, 0.4, 0.6))
         return made[-1]
 
@@ -82,10 +99,8 @@ def test_each_phase_and_shape_is_measured_once(pipe: Any, measured: list[Decisio
 def test_what_is_drawn_in_every_step_is_measured(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each measured call draws its own blocks; those of the real step stay."""
     config = PatchConfig("spread", (Phase(1.0, "block", block_size=16, block_order="spread"),))
-    [layer] = [layer for layer in find_layers(pipe.unet) if layer.downsample == 1][:1]
-    state = LayerState(layer, 0, layer.attention.processor, Denoiser(config))
-    sample = torch.zeros(2, 4, 16, 16)
-    state.begin(config.phases[0], 7, sample)
+    state = state_of(pipe, config)
+    state.begin(config.phases[0], 7, SAMPLE)
     before = state.permutation
     drawn: list[int] = []
 
@@ -94,22 +109,20 @@ def test_what_is_drawn_in_every_step_is_measured(pipe: Any, monkeypatch: pytest.
         with pytest.MonkeyPatch.context() as patch:
             draw = LayerState._uniform
             patch.setattr(LayerState, "_uniform", lambda self, *args: (drawn.append(0), draw(self, *args))[1])
-            approximated()
-            approximated()
+            [(approximate, share)] = approximated
+            assert share == 1
+            approximate()
+            approximate()
         return Decision(0.5, 0.4, 0.6)
 
     monkeypatch.setattr(autotune, "measure", count)
-    assert autotune.Tuner(pipe.unet).decide(state, config.phases[0], sample).pays
+    assert autotune.Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE).pays
     assert len(drawn) == 2
     assert state.permutation is before
 
 
-@pytest.mark.parametrize(
-    ("ratios", "rounds"),
-    [([0.5] * 7, 3), ([2.0] * 7, 3), ([1.1] * 7, 7), ([0.5, 0.5, 0.9, 0.5, 0.5, 0.5, 0.5], 7), ([0.5, 2.0] * 4, 7)],
-)
-def test_a_clear_case_is_decided_sooner(ratios: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven rounds after two that warm up; three where all of them agree by a quarter."""
+def timed(monkeypatch: pytest.MonkeyPatch, *ratios: float) -> tuple[Decision, int]:
+    """Measure with given times: two rounds that warm up, then these. Returns the number of rounds that counted too."""
     taken = iter([1.0, 9.0] * 2 + [seconds for ratio in ratios for seconds in (1.0, ratio)])
     calls: list[int] = []
 
@@ -118,9 +131,63 @@ def test_a_clear_case_is_decided_sooner(ratios: list[float], rounds: int, monkey
         return next(taken)
 
     monkeypatch.setattr(autotune, "_seconds", seconds)
-    decision = autotune.measure(None, None, torch.device("cpu"))
-    assert len(calls) == 2 * (2 + rounds)
+    decision = autotune.measure(lambda: None, [(lambda: None, 1.0)], torch.device("cpu"))
+    return decision, len(calls) // 2 - 2
+
+
+@pytest.mark.parametrize(
+    ("ratios", "rounds"),
+    [([0.5] * 7, 3), ([2.0] * 7, 3), ([1.1] * 7, 7), ([0.5, 0.5, 0.9, 0.5, 0.5, 0.5, 0.5], 7)],
+)
+def test_a_clear_case_is_decided_sooner(ratios: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven rounds after two that warm up; three where all of them agree by a quarter."""
+    decision, taken = timed(monkeypatch, *ratios)
+    assert taken == rounds
+    assert decision.settled
     assert decision == Decision(statistics.median(ratios[:rounds]), min(ratios[:rounds]), max(ratios[:rounds]))
+
+
+def test_one_disturbed_round_asks_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With eight rounds, the second smallest and the second largest bound the median."""
+    decision, taken = timed(monkeypatch, 0.9, 9.0, *[0.9] * 19)
+    assert (taken, decision) == (8, Decision(0.9, 0.9, 0.9))
+    assert decision.pays
+
+
+def test_what_stays_undecided_is_left_alone(pipe: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A median of 0.87 among times between 0.12 and 9.63 decides nothing, and is not written down."""
+    decision, taken = timed(monkeypatch, *[0.87, 0.12, 9.63] * 7)
+    assert (taken, decision) == (21, Decision(0.87, 0.12, 9.63))
+    assert not decision.settled
+    assert not decision.pays
+    monkeypatch.setattr(autotune, "measure", lambda *_: decision)
+    config = PatchConfig("x", (Phase(1.0, "block", block_size=16),))
+    untouched = runner(pipe)()
+    elfatt_sd.apply_patch(pipe, config, autotune=True)
+    assert torch.equal(runner(pipe)(), untouched)
+    assert not own_cache.exists()
+    reason = elfatt_sd.plan(pipe, config, autotune=True).layers[0].reason
+    assert reason.endswith("left alone: 0.87 (0.12 to 9.63) of the untouched layer's time, measured here, undecided")
+
+
+def test_a_plan_and_the_patch_after_it_decide_alike(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing is settled, and so nothing is in the file."""
+    answers = iter([Decision(0.9, 0.8, 1.1), Decision(0.5, 0.4, 0.6)])
+    monkeypatch.setattr(autotune, "measure", lambda *_: next(answers))
+    config = PatchConfig("x", (Phase(1.0, "block", block_size=16),))
+    untouched = runner(pipe)()
+    with elfatt_sd.patched(pipe, config, autotune=True) as plan:
+        assert not any(layer.patched for layer in plan.layers)
+        assert torch.equal(runner(pipe)(), untouched)
+
+
+def test_the_plan_of_a_block_is_the_measured_one(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "measure", lambda *_: Decision(1.5, 1.4, 1.6))
+    with elfatt_sd.patched(pipe, "tome", autotune=True) as plan:
+        assert not any(layer.patched for layer in plan.layers)
+        assert "left alone: 1.50 (1.40 to 1.60)" in plan.layers[0].reason
+    with elfatt_sd.patched(pipe, "tome") as plan:
+        assert sum(layer.patched for layer in plan.layers) == 3
 
 
 def test_nested_contexts_keep_it(pipe: Any, measured: list[Decision]) -> None:
@@ -131,6 +198,265 @@ def test_nested_contexts_keep_it(pipe: Any, measured: list[Decision]) -> None:
     assert len(measured) == 1
 
 
+KEY_CHANGES: dict[str, Any] = {
+    "another processor": lambda monkeypatch: monkeypatch.setattr(autotune, "_processor_name", lambda: "another"),
+    "more threads": lambda monkeypatch: monkeypatch.setattr(torch, "get_num_threads", lambda: 99),
+    "torch": lambda monkeypatch: monkeypatch.setattr(torch, "__version__", "99"),
+    "diffusers": lambda monkeypatch: monkeypatch.setattr(diffusers, "__version__", "99"),
+    "elfatt-sd": lambda monkeypatch: monkeypatch.setattr(elfatt_sd, "__version__", "99"),
+}
+STATE_CHANGES: dict[str, Any] = {
+    "processor's class": lambda state: setattr(state, "original", AttnProcessor()),
+    "slices": lambda state: setattr(state, "original", SlicedAttnProcessor(1)),
+    "fused projections": lambda state: setattr(state.layer.attention, "fused_projections", True),
+    "heads": lambda state: setattr(state.layer.attention, "heads", 4),
+    "channels": lambda state: setattr(state.layer.attention, "inner_dim", 32),
+    "grid": lambda state: setattr(state, "grid", (8, 32)),
+}
+CONFIG_CHANGES: dict[str, Any] = {
+    "attention_backend": "native",
+    "fp32_logits": True,
+    "reuse_steps": 2,
+    "reuse_layers": True,
+    "use_rand": False,
+}
+PHASE_CHANGES: dict[str, Any] = {
+    "attention": "block",
+    "ratio": 0.25,
+    "stride": 4,
+    "block_size": 32,
+    "block_order": "spread",
+    "agents": 8,
+    "agent_share": 0.25,
+    "split": "channels",
+    "value_shortcut": 0.1,
+}
+PHASE = Phase(1.0, "elfatt", ratio=0.5, block_size=16)
+
+
+def key(pipe: Any, phase: Phase = PHASE, sample: torch.Tensor = SAMPLE, change: Any = None, **settings: Any) -> str:
+    """The key of a decision on a layer of its own, which `change` may change."""
+    state = state_of(pipe, PatchConfig("x", (phase,), **settings))
+    state.layer = dataclasses.replace(state.layer, attention=copy.deepcopy(state.layer.attention))
+    state.denoiser.layers = [state, copy.copy(state)]
+    if change is not None:
+        change(state)
+    return decision_key(state, phase, sample)
+
+
+@pytest.mark.parametrize("change", KEY_CHANGES.values(), ids=KEY_CHANGES.keys())
+def test_a_decision_holds_for_one_machine(pipe: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key(pipe)
+    assert key(pipe) == before
+    change(monkeypatch)
+    assert key(pipe) != before
+
+
+@pytest.mark.parametrize("change", STATE_CHANGES.values(), ids=STATE_CHANGES.keys())
+def test_a_decision_holds_for_one_layer(pipe: Any, change: Any) -> None:
+    assert key(pipe, change=change) != key(pipe)
+
+
+@pytest.mark.parametrize("name", CONFIG_CHANGES)
+def test_a_decision_holds_for_one_configuration(pipe: Any, name: str) -> None:
+    assert key(pipe, **{name: CONFIG_CHANGES[name]}) != key(pipe)
+    assert key(pipe, seed=7) == key(pipe)
+
+
+@pytest.mark.parametrize("name", PHASE_CHANGES)
+def test_a_decision_holds_for_one_phase(pipe: Any, name: str) -> None:
+    assert key(pipe, dataclasses.replace(PHASE, **{name: PHASE_CHANGES[name]})) != key(pipe)
+    assert key(pipe, dataclasses.replace(PHASE, until=0.5)) == key(pipe)
+
+
+def test_a_decision_holds_for_one_input(pipe: Any) -> None:
+    keys = [key(pipe), key(pipe, sample=SAMPLE.half()), key(pipe, sample=SAMPLE[:1])]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            keys.append(key(pipe))
+    assert len(set(keys)) == 5
+
+
+def test_the_machine_has_a_name() -> None:
+    name = autotune._processor_name()
+    assert name
+    assert "\n" not in name
+
+
+@pytest.mark.parametrize(("backend", "own"), [("auto", True), ("native", False)])
+def test_the_exact_layer_is_timed_as_it_would_run(
+    pipe: Any, backend: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a backend, that serves the layers which are left alone too."""
+    calls: list[str] = []
+    config = PatchConfig("x", (Phase(1.0, "sampled", block_size=16),), attention_backend=backend)
+    state = state_of(pipe, config)
+    original = state.original
+    state.original = lambda *given: (calls.append("original"), original(*given))[1]
+    approximate = autotune.approximate
+    monkeypatch.setattr(
+        autotune, "approximate", lambda *given: (calls.append(given[2].attention), approximate(*given))[1]
+    )
+
+    def once(untouched: Any, approximated: Any, device: torch.device) -> Decision:
+        untouched()
+        return Decision(0.5, 0.4, 0.6)
+
+    monkeypatch.setattr(autotune, "measure", once)
+    state.begin(config.phases[0], 0, SAMPLE)
+    assert autotune.Tuner(pipe.unet).pays(state, config.phases[0], SAMPLE)
+    assert calls == ["original" if own else "softmax"]
+
+
+def whole(unet: Any) -> Any:
+    return torch.compile(unet, backend="eager")
+
+
+def in_place(unet: Any) -> Any:
+    unet.compile(backend="eager")
+    return unet
+
+
+def in_parts(unet: Any) -> Any:
+    for layer in find_layers(unet):
+        unet.get_submodule(layer.name.rpartition(".")[0]).compile(backend="eager")
+    return unet
+
+
+@pytest.mark.parametrize("compiled", [whole, in_place, in_parts])
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_compiled_layers_are_left_alone(compiled: Any, patch_first: bool, measured: list[Decision]) -> None:
+    """Times without the compiler say nothing about them: one warning, and the reason in the plan."""
+    torch._dynamo.reset()
+    config = PatchConfig("x", (Phase(1.0, "block", block_size=16),))
+    text = torch.zeros(2, 3, tiny.TEXT_WIDTH)
+    unet = tiny.unet()
+    with torch.no_grad():
+        untouched = unet(SAMPLE + 1, 0, text).sample
+        if patch_first:
+            unet = compiled(elfatt_sd.apply_patch(unet, config, autotune=True))
+        else:
+            unet = elfatt_sd.apply_patch(compiled(unet), config, autotune=True)
+        with pytest.warns(UserWarning, match="attn1 is left alone: not measured, because torch.compile was applied"):
+            result = unet(SAMPLE + 1, 0, text).sample
+        assert torch.allclose(result, untouched, atol=1e-5)
+        unet(SAMPLE + 1, 0, text)  # no second warning: warnings are errors here
+    plan = elfatt_sd.plan(unet, config, autotune=True)
+    assert not any(layer.patched for layer in plan.layers)
+    assert "left alone: not measured, because torch.compile was applied" in plan.layers[0].reason
+    assert not measured
+    torch._dynamo.reset()
+
+
+def sequential(pipe: Any) -> None:
+    for part in (pipe.unet, pipe.vae, pipe.text_encoder):
+        accelerate.cpu_offload(part, execution_device=torch.device("cpu"))
+
+
+def by_model(pipe: Any) -> None:
+    pipe.enable_model_cpu_offload(device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("offload", [sequential, by_model])
+def test_weights_that_are_elsewhere(folder: Path, offload: Any, measured: list[Decision]) -> None:
+    pipe = tiny.sd15(folder, scheduler=tiny.ddim())
+    offload(pipe)
+    plan = elfatt_sd.plan(pipe, "tome", autotune=True)
+    assert sum(layer.patched for layer in plan.layers) == 3
+    assert len(measured) == 1
+    elfatt_sd.apply_patch(pipe, "tome", autotune=True)
+    assert runner(pipe)().isfinite().all()
+    assert len(measured) == 1  # the plan's decision
+
+
+def test_a_device_by_number() -> None:
+    """As accelerate names CUDA devices."""
+    net: Any = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    net.device = torch.device("meta")
+    assert autotune._execution_device(net) == torch.device("meta")
+    net._hf_hook = accelerate.hooks.AlignDevicesHook(io_same_device=True)
+    net[0]._hf_hook = accelerate.hooks.AlignDevicesHook(execution_device=0)
+    assert autotune._execution_device(net) == torch.device(0)
+
+
+OUT_OF_MEMORY = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error)[:20])
+def test_out_of_memory_counts_as_not_paying(
+    pipe: Any, own_cache: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def fail(*_: Any) -> Decision:
+        tried.append(0)
+        raise error
+
+    monkeypatch.setattr(autotune, "measure", fail)
+    untouched = runner(pipe)()
+    elfatt_sd.apply_patch(pipe, "tome", autotune=True)
+    with pytest.warns(UserWarning, match="is left alone: memory ran out in the measurement"):
+        assert torch.equal(runner(pipe)(), untouched)
+    assert len(tried) == 1
+    assert not own_cache.exists()
+    reason = elfatt_sd.plan(pipe, "tome", autotune=True).layers[0].reason
+    assert reason.endswith("left alone: memory ran out in the measurement")
+
+
+def test_another_failure_shows_and_changes_no_matching(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(untouched: Any, approximated: Any, device: torch.device) -> Decision:
+        approximated[0][0]()
+        raise RuntimeError("index 3 is out of bounds")
+
+    monkeypatch.setattr(autotune, "measure", fail)
+    config = PatchConfig("x", (Phase(1.0, ratio=0.5),), reuse_steps=2)
+    state = state_of(pipe, config)
+    state.denoiser.matchings["mine"] = None
+    state.begin(config.phases[0], 0, SAMPLE)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        autotune.Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE)
+    assert state.denoiser.matchings == {"mine": None}
+
+
+@pytest.mark.parametrize(
+    ("settings", "uses"),
+    [({}, 1), ({"reuse_steps": 4}, 4), ({"reuse_layers": True}, 3), ({"reuse_layers": True, "reuse_steps": 4}, 12)],
+)
+def test_a_shared_matching_costs_each_layer_its_part(
+    pipe: Any, settings: dict[str, Any], uses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of the calls that share a matching is timed with it, the others without."""
+    found: list[int] = []
+    match = processor.find_candidates
+    monkeypatch.setattr(processor, "find_candidates", lambda *given: (found.append(0), match(*given))[1])
+    shares: list[float] = []
+
+    def record(untouched: Any, approximated: Any, device: torch.device) -> Decision:
+        for number, (function, share) in enumerate(approximated):
+            function()
+            function()
+            assert len(found) == 2
+            assert number < 2
+            shares.append(share)
+        return Decision(0.5, 0.4, 0.6)
+
+    monkeypatch.setattr(autotune, "measure", record)
+    elfatt_sd.plan(pipe, PatchConfig("x", (Phase(1.0, ratio=0.5),), **settings), autotune=True)
+    assert shares == pytest.approx([1 / uses, 1 - 1 / uses][:uses])
+
+
+def test_shares_weigh_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, others = (lambda: None), (lambda: None)
+    monkeypatch.setattr(autotune, "_seconds", lambda function, device: {first: 4.0, others: 1.0}.get(function, 8.0))
+    decision = autotune.measure(lambda: None, [(first, 0.25), (others, 0.75)], torch.device("cpu"))
+    assert decision.ratio == pytest.approx((0.25 * 4 + 0.75 * 1) / 8)
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"a": {"b": 1}}', "\x00"])
 def test_a_damaged_file_counts_as_empty(tmp_path: Path, content: str) -> None:
     path = tmp_path / "autotune.json"
@@ -139,6 +465,17 @@ def test_a_damaged_file_counts_as_empty(tmp_path: Path, content: str) -> None:
     assert decisions.get("a") is None
     decisions.put("a", Decision(0.5, 0.4, 0.6))
     assert Decisions(path).get("a") == Decision(0.5, 0.4, 0.6)
+
+
+def test_processes_that_share_a_file_keep_each_others_decisions(tmp_path: Path) -> None:
+    path, decision = tmp_path / "autotune.json", Decision(0.5, 0.4, 0.6)
+    first, second = Decisions(path), Decisions(path)
+    assert first.get("a") is second.get("a") is None
+    first.put("a", decision)
+    second.put("b", decision)
+    first.put("c", decision)
+    assert sorted(json.loads(path.read_text())) == ["a", "b", "c"]
+    assert first.get("b") == second.get("c") == decision
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
