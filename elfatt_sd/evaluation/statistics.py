@@ -221,25 +221,35 @@ def student_quantile(probability: float, freedom: int) -> float:
     return math.fsum(term / freedom**power for power, term in enumerate(terms))
 
 
-def share_interval(shares: Tensor, groups: Sequence[int] | Tensor, parts: int = 1) -> Interval:
+def share_interval(shares: Tensor, groups: Sequence[int] | Tensor, parts: int = 1) -> Interval | None:
     """Interval of 95 % for the mean of shares, which stays within 0 and 1 and has a width also where all are equal.
 
-    Wilson's interval, with as many trials as would give the standard error over classes (Kish 1965).
+    Wilson's interval, with as many trials as would give the standard error over classes (Kish 1965), and with Student's
+    quantile, since that error is known from so many classes only. Where the classes do not differ, each of them is one
+    trial. None with fewer than 2 classes.
 
     Args:
         shares: `[n]` numbers from 0 to 1, one per picture.
         groups: the class of each picture.
         parts: judgements that a share is the mean of; there cannot be more trials than that times n.
     """
-    figure, most = Estimate.mean(shares), parts * len(shares)
+    figure, classes = Estimate.mean(shares), len(torch.unique(torch.as_tensor(groups)))
     error, share = figure.standard_error(groups), min(max(figure.value, 0.0), 1.0)
-    trials = min(share * (1 - share) / error**2, most) if error and 0 < share < 1 else len(shares)
-    return wilson_interval(share * trials, trials)
+    if error is None:
+        return None
+    trials = min(share * (1 - share) / error**2, parts * len(shares)) if error else classes
+    return wilson_interval(share * trials, trials, student_quantile(0.975, classes - 1))
 
 
-def wilson_interval(successes: float, trials: float, level: float = 0.95) -> Interval:
-    """Interval for a share (Wilson 1927)."""
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+def wilson_interval(successes: float, trials: float, quantile: float | None = None) -> Interval:
+    """Interval for a share (Wilson 1927).
+
+    Args:
+        successes: how many of the trials.
+        trials: their number, which need not be whole.
+        quantile: how many standard errors it reaches; None for those of a normal interval of 95 %.
+    """
+    z = NormalDist().inv_cdf(0.975) if quantile is None else quantile
     share, weight = successes / trials, z * z / trials
     centre = (share + weight / 2) / (1 + weight)
     half = z * math.sqrt(share * (1 - share) / trials + weight / (4 * trials)) / (1 + weight)

@@ -382,10 +382,26 @@ def test_interval_of_a_share() -> None:
     assert share_interval(shares, range(263)) == pytest.approx(wilson_interval(81, 263), abs=2e-3)
     twice = share_interval(shares.repeat_interleave(2), torch.arange(526) // 2)
     assert twice == pytest.approx(wilson_interval(81, 263), abs=2e-3), "a second picture that tells nothing new"
-    assert share_interval(torch.full((2,), 0.75), [0, 1], 4) == pytest.approx(wilson_interval(1.5, 2))
-    assert share_interval(torch.ones(20), range(20), 4) == pytest.approx((0.8389, 1.0), abs=1e-4)
+    assert share_interval(torch.full((2,), 0.75), [0, 1], 4) == pytest.approx(wilson_interval(1.5, 2, 12.7062))
+    assert share_interval(torch.ones(20), range(20), 4) == pytest.approx(wilson_interval(20, 20, 2.0930), abs=1e-4)
     almost = torch.tensor([0.75] * 39 + [1.0])
-    assert share_interval(almost, range(40), 4) == pytest.approx(wilson_interval(almost.mean().item() * 160, 160))
+    expected = wilson_interval(almost.mean().item() * 160, 160, 2.0227)
+    assert share_interval(almost, range(40), 4) == pytest.approx(expected, abs=1e-4)
+
+
+def test_interval_of_a_share_knows_how_few_classes_there_are() -> None:
+    """Hundreds of pictures of six classes, all right: that the next class is, too, six trials say."""
+    classes = torch.arange(600) // 100
+    for shares, place in ((torch.ones(600), 0), (torch.zeros(600), 1)):
+        interval = share_interval(shares, classes)
+        assert interval is not None
+        assert abs(interval[place] - shares[0]) == pytest.approx(2.5706**2 / (6 + 2.5706**2), abs=1e-3)
+    means = torch.tensor([0.6, 0.7, 0.9], dtype=torch.float64)
+    mean, error = means.mean().item(), means.std().item() / 3**0.5
+    trials = mean * (1 - mean) / error**2
+    found = share_interval(means.repeat_interleave(100), torch.arange(300) // 100)
+    assert found == pytest.approx(wilson_interval(mean * trials, trials, 4.3027), abs=1e-4)
+    assert share_interval(torch.tensor([1.0, 0.0] * 50), [0] * 100) is None
 
 
 def test_interval_of_a_share_covers() -> None:
@@ -394,8 +410,9 @@ def test_interval_of_a_share_covers() -> None:
     covered = 0
     for _ in range(300):
         shares = (torch.rand(40, 4, generator=generator) < 0.93).double().mean(1)
-        low, high = share_interval(shares, range(40), 4)
-        covered += low <= 0.93 <= high
+        interval = share_interval(shares, range(40), 4)
+        assert interval is not None
+        covered += interval[0] <= 0.93 <= interval[1]
     assert covered >= 274
 
 
