@@ -28,15 +28,25 @@ _MMAP_THRESHOLD, _SMALL = -3, 1 << 17  # glibc's M_MMAP_THRESHOLD; bytes above w
 
 
 def peak_memory(call: Call, device: torch.device) -> int | None:
-    """Return the bytes that a call needs beyond what is in use before it; None where that cannot be read."""
+    """Return the bytes that a call needs beyond what is in use before it.
+
+    None where that cannot be read, where an earlier peak cannot be forgotten, or where there are not as many.
+    """
     gc.collect()
     try:
         meter = PeakMeter(device)
     except ElfattError:
         return None
+    if not meter.resets:
+        return None
     before = meter.read()
-    call()
-    synchronise(device)
+    try:
+        call()
+        synchronise(device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
     return max(0, round((meter.read() - before) * 2**30))
 
 
@@ -128,6 +138,8 @@ def _answer(sender: Connection, model: Model, threads: int, *order: Any) -> None
 
 def _measure(model: Model, variant: Variant, size: int, batch: int) -> int | None:
     unet: Any = variant.install(model.unet)
-    unet_call(unet, model.inputs(model.least_size, batch))()  # loads the code that is about to run
+    unet = torch.compile(unet, dynamic=False) if variant.compiled else unet
+    small = size if variant.compiled else model.least_size
+    unet_call(unet, model.inputs(small, batch))()  # loads, or compiles, the code that is about to run
     _give_back_what_is_freed()
     return peak_memory(unet_call(unet, model.inputs(size, batch)), torch.device("cpu"))

@@ -197,7 +197,8 @@ def code_hash() -> str:
     """Return a hash of the code that is timed and of the code that times it."""
     package = Path(elfatt_sd.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([*package.glob("*.py"), *package.glob("benchmarking/*.py"), package / "evaluation/errors.py"]):
+    measuring = [package / f"evaluation/{name}.py" for name in ("environment", "errors", "measure")]
+    for path in sorted([*package.glob("*.py"), *package.glob("benchmarking/*.py"), *measuring]):
         if path.stem not in _NOT_TIMED:
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()

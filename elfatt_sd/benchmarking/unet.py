@@ -92,7 +92,7 @@ def unet(
             call = unet_call(units[name], made.inputs(key["size"], rows))
             record.keep_peak(key, name, rows, functools.partial(peak_memory, call, place))
     elif batches and isinstance(model, str):
-        measured = [name for name, variant in lineup.variants.items() if variant.kind != FLOOR and not variant.compiled]
+        measured = [name for name, variant in lineup.variants.items() if variant.kind != FLOOR]
         with FreshPeaks(model, precision) as peaks:
             for key, name, rows in itertools.product(keys, measured, batches):
                 measure = functools.partial(peaks.peak, lineup.variants[name], key["size"], rows)

@@ -131,11 +131,14 @@ def test_a_group_is_named() -> None:
 def test_the_hash_is_that_of_the_code(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "benchmarking").mkdir()
     (tmp_path / "evaluation").mkdir()
-    for name in ("__init__.py", "merging.py", "cli.py", "benchmarking/timing.py", "evaluation/errors.py"):
+    measuring = [f"evaluation/{name}.py" for name in ("environment", "errors", "measure")]
+    for name in ("__init__.py", "merging.py", "cli.py", "benchmarking/timing.py", *measuring):
         (tmp_path / name).write_text("1")
     monkeypatch.setattr(records.elfatt_sd, "__file__", str(tmp_path / "__init__.py"))
     before = code_hash()
     (tmp_path / "cli.py").write_text("2")  # prints what was measured
     assert code_hash() == before
-    (tmp_path / "merging.py").write_text("2")
-    assert code_hash() != before
+    for name in ("merging.py", "benchmarking/timing.py", *measuring):
+        (tmp_path / name).write_text("2")
+        assert code_hash() != before
+        before = code_hash()
