@@ -177,13 +177,13 @@ def describe(phase: Phase) -> str:
         "block": blocks,
         "elfatt": f"{agents} and {blocks}",
         "cell_spread": f"own cell and {blocks}",
-        "sampled": f"{phase.block_size} sampled keys ({phase.groups} groups)",
+        "sampled": f"{phase.block_size} sampled keys ({phase.groups} group{'s' * (phase.groups > 1)})",
     }
     return merge + how[phase.attention]
 
 
 def fit(phase: Phase, height: int, width: int) -> Phase:
-    """Return a phase with the numbers that a grid really gets: tokens merged, agents, blocks, samples and groups.
+    """Return a phase with the numbers that a grid really gets: tokens merged, agents, largest block, samples, groups.
 
     Args:
         phase: with the numbers that are wanted.
