@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elfatt_sd.benchmarking.names import PEER, UNPATCHED, is_reference
 from elfatt_sd.benchmarking.rows import Results, own_part
+from elfatt_sd.evaluation.protocols import FEW_REPEATS
 
 Row = Mapping[str, Any]
+BUSY = 0.05  # share of the processors' time that other processes may take
 MEMORY_NOISE = 1.01  # pages that a process counts late
+CALLS = {  # results of UNet calls
+    "unet-512": "512x512",
+    "unet-1024": "1024x1024",
+    "unet-2048": "2048x2048",
+    "sdxl-1024": "SDXL's shape, 1024x1024",
+}
 
 
 @dataclass(frozen=True)
@@ -23,21 +31,25 @@ class Goal:
         what: it is.
         limit: that it must not pass.
         value: that was measured; None where nothing was.
+        row: that it was read off.
+        doubt: why the figure decides nothing; empty where it does.
         most: whether the limit is an upper one.
     """
 
     what: str
     limit: float
     value: float | None
+    row: str = ""
+    doubt: str = ""
     most: bool = True
 
     def __str__(self) -> str:
         """Return the goal as a line of a table."""
         asked = f"at {'most' if self.most else 'least'} {self.limit:g}"
         if self.value is None:
-            return f"| {self.what} | {asked} | not measured yet | |"
+            return f"| {self.what} | {asked} | not measured yet | | |"
         met = self.value <= self.limit if self.most else self.value >= self.limit
-        return f"| {self.what} | {asked} | {self.value:.3f} | {'met' if met else '**missed**'} |"
+        return f"| {self.what} | {asked} | {self.value:.3f} | `{self.row}` | {self.doubt or _verdict(met)} |"
 
 
 def goals_table(folder: Path) -> str:
@@ -46,64 +58,91 @@ def goals_table(folder: Path) -> str:
     Args:
         folder: of the results.
     """
-    lines = ["| goal | asked | measured | |", "|---|---|---|---|"]
+    lines = ["| goal | asked | measured | row | |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *map(str, _goals(folder))]) + "\n"
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "**missed**"
 
 
 def _goals(folder: Path) -> Iterator[Goal]:
     merging, growth = _read(folder, "merging"), _read(folder, "growth")
     for tokens in (4096, 16384):
         for dtype in ("float32", "bfloat16"):
-            own = _row(merging, tokens=tokens, dtype=dtype, method="ours")
-            yield Goal(f"merging {tokens} tokens, {dtype}: share of tomesd's time", 0.6, _share(own, "tomesd"))
+            rows = _rows(merging, tokens=tokens, dtype=dtype, method="ours")
+            what = f"merging {tokens} tokens, {dtype}: share of tomesd's time"
+            yield Goal(what, 0.6, _share(rows, "tomesd"), "ours", _doubt(merging, rows))
+    own = _rows(growth, part="layer", method="elfatt")
     for tokens, limit in ((4096, 0.15), (16384, 0.05)):
-        own = _row(growth, tokens=tokens, part="layer", method="elfatt")
-        yield Goal(f"elfatt's layer, {tokens} tokens: share of fused softmax's time", limit, _share(own, "softmax"))
+        rows = [row for row in own if row["tokens"] == tokens]
+        what = f"ELFATT's layer without merging, {tokens} tokens: share of fused softmax's time"
+        yield Goal(what, limit, _share(rows, "softmax"), "elfatt", _doubt(growth, rows))
     exponent = growth.get("exponents", {}).get("layer", {}).get("elfatt")
-    yield Goal("elfatt's layer: exponent of the growth with the tokens", 1.15, exponent)
-    small, large = _read(folder, "unet-512"), _read(folder, "unet-1024")
-    part = _fast(small, lambda config: config["levels"] == 1 and config["phases"][0]["block_size"] == 128)
-    yield from _call_goals("512x512, one level, 128 keys", part, 1.06, 1.5, 1.15)
-    part = _fast(large, lambda config: config["levels"] == 2)
-    yield from _call_goals("1024x1024, two levels", part, 1.10, 3.5, 2.0)
-    for size, results in ((512, small), (1024, large)):
-        yield Goal(
-            f"peak memory at {size}x{size}: greatest share of the untouched call's", MEMORY_NOISE, _memory(results)
-        )
+    what = "ELFATT's layer without merging: exponent of the growth with the tokens"
+    yield Goal(what, 1.15, exponent, "elfatt", _doubt(growth, own))
+    calls = {name: _read(folder, name) for name in CALLS}
+    small, large = calls["unet-512"], calls["unet-1024"]
+    row = _fast(small, lambda config: config["levels"] == 1 and config["phases"][0]["block_size"] == 128)
+    yield from _call_goals("512x512, one level, 128 keys", small, row, 1.06, 1.5, 1.15)
+    row = _fast(large, lambda config: config["levels"] == 2)
+    yield from _call_goals("1024x1024, two levels", large, row, 1.10, 3.5, 2.0)
+    for name, results in calls.items():
+        greatest, share = _memory(results)
+        what = f"peak memory, {CALLS[name]}: greatest share of the untouched call's"
+        yield Goal(what, MEMORY_NOISE, share, greatest)
 
 
-def _call_goals(what: str, part: Row | None, floor: float, untouched: float, tomesd: float) -> Iterator[Goal]:
+def _call_goals(
+    what: str, results: Results, row: Row | None, floor: float, untouched: float, tomesd: float
+) -> Iterator[Goal]:
     """Yield the goals of one call in the phase of `elfatt-fast`."""
-    speed: Mapping[str, Any] = part["speed"] if part else {}
-    yield Goal(f"elfatt-fast, {what}: times its floor's time", floor, part["floor"]["median"] if part else None)
+    part = (own_part(row) if row else None) or {}
+    speed: Mapping[str, Any] = part.get("speed", {})
+    name, doubt = (row["method"], _doubt(results, [row])) if row else ("", "")
+    above = part["floor"]["median"] if part else None
+    yield Goal(f"elfatt-fast, {what}: times its floor's time", floor, above, name, doubt)
     for base, limit in ((UNPATCHED, untouched), (PEER, tomesd)):
         measured = speed[base]["median"] if base in speed else None
-        yield Goal(f"elfatt-fast, {what}: times as fast as {base}", limit, measured, most=False)
+        yield Goal(f"elfatt-fast, {what}: times as fast as {base}", limit, measured, name, doubt, most=False)
 
 
 def _fast(results: Results, fits: Callable[[Mapping[str, Any]], bool]) -> Row | None:
-    """Return the phase of `elfatt-fast` that is closest to its floor, among the settings that fit."""
+    """Return the row whose phase of `elfatt-fast` is closest to its floor, among the settings that fit."""
     named = results["settings"]["variants"] if results else {}
     rows = [row for row in results.get("rows", ()) if row["method"].split(":")[0] == "elfatt-fast"]
-    parts = [part for part in map(own_part, rows) if part and fits(named[part["variant"]]["config"])]
-    return min(parts, key=lambda part: part["floor"]["median"], default=None)
+    parts = {row["method"]: part for row in rows if (part := own_part(row)) is not None and part["floor"]}
+    fitting = [row for row in rows if (part := parts.get(row["method"])) and fits(named[part["variant"]]["config"])]
+    return min(fitting, key=lambda row: parts[row["method"]]["floor"]["median"], default=None)
 
 
-def _memory(results: Results) -> float | None:
-    """Return the greatest peak of our methods as a share of the untouched call's."""
-    known = {row["method"]: row["peak_bytes"] for row in results.get("rows", ()) if row["peak_bytes"] is not None}
-    ours = [peak for method, peak in known.items() if not is_reference(method)]
-    return max(ours) / known[UNPATCHED] if ours else None
+def _doubt(results: Results, rows: Sequence[Row]) -> str:
+    """Say why rows decide nothing: too few rounds, or a machine that did something else."""
+    rounds = min((row["rounds"] for row in rows), default=FEW_REPEATS)
+    groups = [group for group in results.get("groups", ()) if any(group["key"].items() <= row.items() for row in rows)]
+    busy = max((sitting["bystanders"] or 0.0 for group in groups for sitting in group["sittings"]), default=0.0)
+    said = [f"only {rounds} round{'s' * (rounds > 1)}"] * (rounds < FEW_REPEATS)
+    said += [f"machine busy ({busy:.0%})"] * (busy > BUSY)
+    return ", ".join(said)
 
 
-def _share(row: Row | None, base: str) -> float | None:
+def _memory(results: Results) -> tuple[str, float | None]:
+    """Return which of our methods has the greatest peak, and that as a share of the untouched call's."""
+    known = {row["method"]: row["peak_bytes"] for row in results.get("rows", ()) if row["peak_bytes"]}
+    ours = [method for method in known if not is_reference(method)]
+    if not ours or UNPATCHED not in known:
+        return "", None
+    greatest = max(ours, key=known.__getitem__)
+    return greatest, known[greatest] / known[UNPATCHED]
+
+
+def _share(rows: Sequence[Row], base: str) -> float | None:
     """Return a method's time as a share of another's."""
-    return 1 / row["speed"][base]["median"] if row else None
+    return 1 / rows[0]["speed"][base]["median"] if rows else None
 
 
-def _row(results: Results, **key: Any) -> Row | None:
-    rows = results.get("rows", ())
-    return next((row for row in rows if all(row.get(name) == value for name, value in key.items())), None)
+def _rows(results: Results, **key: Any) -> list[Row]:
+    return [row for row in results.get("rows", ()) if key.items() <= row.items()]
 
 
 def _read(folder: Path, name: str) -> Results:

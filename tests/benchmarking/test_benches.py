@@ -109,7 +109,7 @@ def test_compiled_variants_are_timed_beside_the_others(
 def test_peaks_are_those_of_fresh_processes(
     small_shapes: None, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every variant but the floor, at every batch asked for."""
+    """Every variant but the floors, compiled or not, at every batch asked for."""
     from elfatt_sd.benchmarking import unet as module
 
     class Peaks:
