@@ -14,8 +14,8 @@ from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 
-_GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
-_GRID_FREE = ("cpu",)  # devices without such a limit
+GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
+GRID_FREE = ("cpu",)  # devices without such a limit
 PACKAGES = {  # of the dispatcher's backends: module, and how it is installed
     "flash": ("flash_attn", "pip install flash-attn --no-build-isolation"),
     "flash_hub": ("kernels", "pip install kernels"),
@@ -232,9 +232,9 @@ def _equal_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, kernel: dict[str, 
     """Attend inside blocks of one size, all in one call with the blocks in the batch dimension."""
     shape = q.shape
     q, k, v = (x.reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
-    if q.shape[0] <= _GRID_LIMIT or q.device.type in _GRID_FREE:
+    if q.shape[0] <= GRID_LIMIT or q.device.type in GRID_FREE:
         return softmax_attention(q, k, v, **kernel).reshape(shape)
-    parts = zip(*(torch.split(x, _GRID_LIMIT) for x in (q, k, v)), strict=True)
+    parts = zip(*(torch.split(x, GRID_LIMIT) for x in (q, k, v)), strict=True)
     return torch.cat([softmax_attention(*part, **kernel) for part in parts]).reshape(shape)
 
 

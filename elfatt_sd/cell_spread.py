@@ -11,11 +11,13 @@ import math
 import torch
 from torch import Tensor
 
-from elfatt_sd.attention import block_attention
+from elfatt_sd.attention import GRID_FREE, GRID_LIMIT, block_attention
 from elfatt_sd.config import ElfattError
 
 
-def cell_spread_attention(q: Tensor, k: Tensor, v: Tensor, blocks: int, *, scale: float | None = None) -> Tensor:
+def cell_spread_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: int, *, scale: float | None = None, fp32_logits: bool = False
+) -> Tensor:
     """Attend to the own cell and, through the own block, to all other cells.
 
     The block holds one token of each other cell, at random; it stands for the `blocks` tokens of its cell, so its
@@ -28,6 +30,7 @@ def cell_spread_attention(q: Tensor, k: Tensor, v: Tensor, blocks: int, *, scale
         v: values, shaped as the queries.
         blocks: number of blocks, which is the number of tokens in a cell; it divides the tokens.
         scale: None is `head_dim ** -0.5`.
+        fp32_logits: compute in float32 and round the result alone.
 
     Returns:
         As the queries.
@@ -38,16 +41,18 @@ def cell_spread_attention(q: Tensor, k: Tensor, v: Tensor, blocks: int, *, scale
     batch, tokens, heads, size = q.shape
     if blocks < 1 or tokens % blocks:
         raise ElfattError(f"blocks={blocks!r} is not accepted; give a divisor of the {tokens} tokens.")
-    cells = tokens // blocks
+    cells, dtype = tokens // blocks, q.dtype
+    if fp32_logits:
+        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
     if blocks == 1 or cells == 1:  # one block, or one cell, holds everything
-        return block_attention(q, k, v, tokens, scale=scale)
+        return block_attention(q, k, v, tokens, scale=scale).to(dtype)
     as_cells = (batch, blocks, cells * heads, size)
     near, near_sum = _attend([x.reshape(as_cells) for x in (q, k, v)], scale, None)
     own = torch.full((cells,), -math.inf, dtype=q.dtype, device=q.device).diag().nan_to_num(nan=0.0, neginf=-math.inf)
     as_blocks = (batch * blocks, cells, heads, size)
     far, far_sum = _attend([x.reshape(as_blocks) for x in (q, k, v)], scale, own)
     weight = torch.sigmoid(far_sum.view(q.shape[:3]) + math.log(blocks) - near_sum.view(q.shape[:3]))
-    return torch.lerp(near.reshape(q.shape), far.reshape(q.shape), weight.unsqueeze(3).to(q.dtype))
+    return torch.lerp(near.reshape(q.shape), far.reshape(q.shape), weight.unsqueeze(3).to(q.dtype)).to(dtype)
 
 
 def cell_blocks(tokens: int, block_size: int) -> int:
@@ -72,6 +77,9 @@ def _attend(qkv: list[Tensor], scale: float | None, bias: Tensor | None) -> tupl
     Returns:
         The result, shaped as the queries, and the log-sum-exp `[batch, tokens, heads]` in float32 at least.
     """
+    if len(qkv[0]) > GRID_LIMIT and qkv[0].device.type not in GRID_FREE:
+        parts = [_attend(list(part), scale, bias) for part in zip(*(x.split(GRID_LIMIT) for x in qkv), strict=True)]
+        return torch.cat([out for out, _ in parts]), torch.cat([total for _, total in parts])
     q, k, v = (x.transpose(1, 2) for x in qkv)
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
     fused = {"cpu": _fused_cpu, "cuda": _fused_cuda}.get(q.device.type)

@@ -167,7 +167,7 @@ class PatchConfig:
             2, 4, 8), as tomesd counts; None goes by `levels`.
         seed: seed of the random destinations and blocks, drawn from `(seed, step, layer)`.
         use_rand: draw the merge destinations at random (True) or take the first token of each cell (False).
-        reuse_steps: number of steps that share one token matching; 1 computes it anew in every step.
+        reuse_steps: number of steps of a phase that share one token matching; 1 computes it anew in every step.
         reuse_layers: layers on the same grid share the matching of the first of them.
         attention_backend: `auto`, or the name of a backend of diffusers' attention dispatcher, which then serves the
             patched layers in exact phases too.
@@ -209,6 +209,11 @@ class PatchConfig:
         _whole("reuse_steps", self.reuse_steps, 1)
         _choice("attention_backend", self.attention_backend, BACKENDS)
         _flag("fp32_logits", self.fp32_logits)
+        if self.attention_backend not in ("auto", "native") and any(p.attention == "cell_spread" for p in self.phases):
+            raise ElfattError(
+                f"attention_backend={self.attention_backend!r} is not accepted with attention='cell_spread', which "
+                "needs log-sum-exps that the dispatcher does not hand out; give 'auto' or 'native'."
+            )
 
     @property
     def active(self) -> bool:

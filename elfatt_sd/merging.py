@@ -5,6 +5,8 @@ Shapes: B batch, N tokens of the grid, M tokens after merging, C channels.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,24 @@ from torch import Tensor
 # a chunk, and the fewest rows that keep the matrix product fast.
 _CHUNK = {"cpu": (1 << 21, 512), "gpu": (1 << 25, 128)}
 _FOLD = 16
+
+
+class Candidates(NamedTuple):
+    """Each source token and the destination that it is most similar to, before it is settled how many are merged.
+
+    Attributes:
+        similarity: cosine similarity `[B, sources]`.
+        nearest: index `[B, sources]` among the destinations.
+        sources: grid positions `[sources]`, in raster order.
+        destinations: grid positions `[destinations]`, in raster order.
+        slot: place `[N]` of each grid token in `[sources, destinations]`.
+    """
+
+    similarity: Tensor
+    nearest: Tensor
+    sources: Tensor
+    destinations: Tensor
+    slot: Tensor
 
 
 class Matching:
@@ -76,40 +96,74 @@ def match_tokens(
     it. The merged sequence is `[sources that stay, destinations]`.
 
     Args:
+        metric: as for `find_candidates`.
+        height: as for `find_candidates`.
+        width: as for `find_candidates`.
+        ratio: as for `match_candidates`.
+        stride: as for `find_candidates`.
+        choice: as for `find_candidates`.
+        ordered: as for `match_candidates`.
+
+    Returns:
+        The matching, or None where nothing is to be merged.
+    """
+    if int(height * width * ratio) == 0:
+        return None
+    candidates = find_candidates(metric, height, width, stride, choice)
+    return None if candidates is None else match_candidates(candidates, ratio, ordered=ordered)
+
+
+@torch.no_grad()
+def find_candidates(
+    metric: Tensor, height: int, width: int, stride: int, choice: Tensor | None = None
+) -> Candidates | None:
+    """Find the destination that each source is most similar to: the part of ToMe that costs.
+
+    Args:
         metric: `[B, N, C]`, what the similarity is measured on.
         height: rows of the grid.
         width: columns of the grid; `N = height * width`.
-        ratio: share of the tokens that are merged away, in [0, 1).
         stride: side of a cell.
         choice: `[cells]` in `[0, stride ** 2)`: which token of each cell is its destination, for the whole batch;
             None takes the first.
+
+    Returns:
+        The candidates; None where the grid has no whole cell, or nothing but destinations.
+    """
+    cells = (height // stride) * (width // stride)
+    if cells in (0, height * width):
+        return None
+    sources, destinations, slot = _split_grid(height, width, stride, choice, metric.device)
+    return Candidates(*_most_similar(metric, sources, destinations), sources, destinations, slot)
+
+
+@torch.no_grad()
+def match_candidates(candidates: Candidates, ratio: float, *, ordered: bool = True) -> Matching | None:
+    """Merge the most similar of the sources.
+
+    Args:
+        candidates: what `find_candidates` found.
+        ratio: share of the tokens that are merged away, in [0, 1); at most all sources are.
         ordered: put the sources that stay in the order of falling similarity; False leaves their order open, which
             is faster.
 
     Returns:
         The matching, or None where nothing is to be merged.
     """
-    with torch.no_grad():
-        batch, tokens, _ = metric.shape
-        rows, columns = height // stride, width // stride
-        cells = rows * columns
-        sources = tokens - cells
-        merged_away = min(sources, int(tokens * ratio))
-        if merged_away <= 0 or cells == 0:
-            return None
-        source_positions, destination_positions, slot = _split_grid(height, width, stride, choice, metric.device)
-        similarity, nearest = _most_similar(metric, source_positions, destination_positions)
-
-        staying = sources - merged_away
-        if ordered:
-            stay = similarity.argsort(dim=1, descending=True)[:, merged_away:]
-        else:
-            stay = similarity.topk(staying, dim=1, largest=False, sorted=False).indices
-        source_groups = (nearest + staying).scatter_(1, stay, _arange_like(stay))
-        destination_groups = torch.arange(staying, staying + cells, device=metric.device).expand(batch, -1)
-        groups = torch.cat([source_groups, destination_groups], dim=1).index_select(1, slot)
-        positions = torch.cat([source_positions[stay], destination_positions.expand(batch, -1)], dim=1)
-        return Matching(groups, positions)
+    similarity, nearest, sources, destinations, slot = candidates
+    merged_away = min(len(sources), int(len(slot) * ratio))
+    if merged_away == 0:
+        return None
+    staying = len(sources) - merged_away
+    if ordered:
+        stay = similarity.argsort(dim=1, descending=True)[:, merged_away:]
+    else:
+        stay = similarity.topk(staying, dim=1, largest=False, sorted=False).indices
+    source_groups = (nearest + staying).scatter(1, stay, _arange_like(stay))
+    destination_groups = torch.arange(staying, staying + len(destinations), device=slot.device)
+    groups = torch.cat([source_groups, destination_groups.expand(len(stay), -1)], dim=1).index_select(1, slot)
+    positions = torch.cat([sources[stay], destinations.expand(len(stay), -1)], dim=1)
+    return Matching(groups, positions)
 
 
 def _split_grid(
@@ -126,7 +180,7 @@ def _split_grid(
     destinations = corner.flatten()
     if choice is not None:
         choice = choice.to(device)
-        destinations = (destinations + choice // stride * width + choice % stride).sort().values
+        destinations = destinations + choice // stride * width + choice % stride
     is_destination = torch.zeros(tokens, dtype=torch.int64, device=device).index_fill_(0, destinations, 1)
     before = is_destination.cumsum(0)  # destinations up to and including each token
     everything = torch.arange(tokens, device=device)

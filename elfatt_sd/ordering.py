@@ -49,7 +49,7 @@ def block_permutation(
         return None
     device = torch.device(device)
     if order != "spread":
-        return _static_on(order, height, width, block_size, device)
+        return _static_on(order, height, width, block_size, device).clone()
     if noise is None or noise.shape != (height * width,):
         given = None if noise is None else list(noise.shape)
         raise ElfattError(f"block_order='spread' got noise of shape {given}; give one of shape [{height * width}].")
@@ -62,7 +62,7 @@ def block_permutation(
 
 
 def compact_path(height: int, width: int, cell: int, device: torch.device) -> Tensor:
-    """Return all positions of a grid, `[height * width]`, such that runs of `cell` of them are compact."""
+    """Return all positions of a grid, `[height * width]`, such that runs of `cell` of them are compact; read only."""
     return _static_on("cells", height, width, cell, device)
 
 
@@ -94,6 +94,7 @@ def _deal(whole: Tensor, rest: Tensor, larger: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
+@torch.inference_mode(False)  # type: ignore[untyped-decorator]  # what is kept may be used where gradients are wanted
 def _static_on(order: str, height: int, width: int, size: int, device: torch.device) -> Tensor:
     """Return a fixed order on a device; built once, moved once."""
     return _static(order, height, width, size).to(device)

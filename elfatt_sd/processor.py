@@ -21,7 +21,7 @@ from elfatt_sd.attention import agent_attention, block_attention, elfatt_attenti
 from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
 from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention
-from elfatt_sd.merging import Matching, match_tokens
+from elfatt_sd.merging import Candidates, Matching, find_candidates, match_candidates
 from elfatt_sd.ordering import block_permutation, inverse_permutation, order_merged
 from elfatt_sd.sampled import sample_counts, sampled_attention, stratified_samples
 from elfatt_sd.schedule import Position
@@ -60,9 +60,11 @@ class Denoiser:
             self.matchings.clear()
         self._matched = matched
         for layer in self.layers:
-            layer.begin(self.phase, position.step, sample)
-            if self.pays is not None and not layer.phase.exact and not self.pays(layer, layer.phase, sample):
-                layer.phase = EXACT
+            phase = self.phase
+            layer.grid = layer.layer.grid(int(sample.shape[-2]), int(sample.shape[-1]))
+            if self.pays is not None and not phase.exact and not self.pays(layer, phase, sample):
+                phase = EXACT
+            layer.begin(phase, position.step, sample)
 
 
 class LayerState:
@@ -84,6 +86,7 @@ class LayerState:
         self.grid = (0, 0)
         self.block_input: Tensor | None = None  # of the transformer block, before its normalisation: ToMe's metric
         self.choice: Tensor | None = None
+        self.candidates: Candidates | None = None  # of this call
         self.permutation: Tensor | None = None
         self.inverse: Tensor | None = None
         self.second: tuple[Tensor, Tensor] | None = None  # the second half of the heads: from the first order, and back
@@ -97,7 +100,7 @@ class LayerState:
         self.phase = phase
         self.grid = self.layer.grid(int(sample.shape[-2]), int(sample.shape[-1]))
         self.block_input = self.choice = self.permutation = self.inverse = self.samples = None
-        self.second = None
+        self.candidates = self.second = None
         if phase.exact:
             return
         rows, columns = self.grid
@@ -141,26 +144,28 @@ class LayerState:
         if self.phase.uses_matching:
             self.block_input = inputs[0]
 
-    def matching(self, tokens: Tensor, phase: Phase) -> Matching | None:
-        """Return which tokens are merged in this call (None: nothing is)."""
-        if phase.ratio == 0:
+    def matching(self, tokens: Tensor, ratio: float, *, ordered: bool = False) -> Matching | None:
+        """Return which tokens are merged at a ratio in this call (None: nothing is).
+
+        The similarity is that of the block's input where it is known. It is computed once in a call, whatever the
+        number of ratios, and not at all where the matching of another layer or step is reused.
+        """
+        if int(tokens.shape[1] * ratio) == 0:
             return None
-        config = self.denoiser.config
+        config, stride = self.denoiser.config, self.phase.stride
         reused = config.reuse_layers or config.reuse_steps > 1
-        key = (self.grid if config.reuse_layers else self.index, tokens.shape[0])
+        key = (self.grid if config.reuse_layers else self.index, tokens.shape[0], ratio, stride, ordered)
         if reused and key in self.denoiser.matchings:
             return self.denoiser.matchings[key]
-        in_sequence = phase.uses_order and phase.block_order == "sequence"
-        metric = self.metric(tokens)
-        matching = match_tokens(metric, *self.grid, phase.ratio, phase.stride, self.choice, ordered=in_sequence)
+        if self.candidates is None:
+            known = self.block_input
+            metric = known if known is not None and known.shape == tokens.shape else tokens
+            self.candidates = find_candidates(metric, *self.grid, stride, self.choice)
+        candidates = self.candidates
+        matching = None if candidates is None else match_candidates(candidates, ratio, ordered=ordered)
         if reused:
             self.denoiser.matchings[key] = matching
         return matching
-
-    def metric(self, tokens: Tensor) -> Tensor:
-        """Return what similarity is measured on: the block's input where it is known."""
-        known = self.block_input
-        return known if known is not None and known.shape == tokens.shape else tokens
 
 
 class ElfattProcessor:
@@ -196,7 +201,7 @@ class ElfattProcessor:
         if attn.group_norm is not None:
             hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
         hidden_states = approximate(attn, state, phase, hidden_states)
-        state.block_input = None
+        state.block_input = state.candidates = None
         if image_like:
             hidden_states = hidden_states.transpose(1, 2).reshape(residual.shape)
         if attn.residual_connection:
@@ -212,7 +217,8 @@ def state_fits(state: LayerState, hidden_states: Tensor) -> bool:
 
 def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor:
     """Merge, order, attend, project, and put every token back in its place; `[batch, tokens, channels]`."""
-    matching = state.matching(tokens, phase)
+    in_sequence = phase.uses_order and phase.block_order == "sequence"
+    matching = state.matching(tokens, phase.ratio, ordered=in_sequence)
     permutation = state.permutation
     if matching is not None:
         if phase.uses_order and phase.block_order != "sequence":
@@ -237,7 +243,7 @@ def attend(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor, mer
     elif phase.attention == "block":
         mixed = _in_blocks(query, key, value, state.second, phase.block_size, options)
     elif phase.attention == "cell_spread":
-        mixed = cell_spread_attention(query, key, value, state.blocks)
+        mixed = cell_spread_attention(query, key, value, state.blocks, fp32_logits=config.fp32_logits)
     elif phase.attention == "sampled":
         mixed = sampled_attention(query, key, value, state.groups, **options)
     elif phase.attention == "agent":
@@ -286,8 +292,7 @@ def _agents(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor) ->
     """Agent-SD's agents: the queries of tokens merged at `agent_ratio`; None where queries are pooled."""
     if phase.agent_source == "pooled":
         return None
-    metric = state.metric(tokens)
-    matching = match_tokens(metric, *state.grid, phase.agent_ratio, phase.stride, state.choice, ordered=False)
+    matching = state.matching(tokens, phase.agent_ratio)
     return _heads(attn, attn.to_q(tokens if matching is None else matching.merge(tokens)), attn.norm_q)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from elfatt_sd.attention import softmax_attention
 from elfatt_sd.ordering import compact_path
@@ -21,22 +22,25 @@ def sampled_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, **kernel: An
     """Softmax attention of each group of queries to its own sample: `softmax(s q_n K_g^T) V_g`, `g = n mod groups`.
 
     Args:
-        q: queries `[batch, tokens, heads, head_dim]`.
+        q: queries `[batch, tokens, heads, head_dim]`; a copy is made where the groups do not divide them.
         k: keys `[batch, samples * groups, heads, head_dim]`; those of group g are at g, g + groups, ...
         v: values, shaped as the keys.
-        groups: divides the queries and the keys.
+        groups: divides the keys.
         **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
 
     Returns:
         As the queries.
     """
-    batch, _, heads, size = q.shape
+    batch, tokens, heads, size = q.shape
+    missing = -tokens % groups
+    padded = functional.pad(q, (0, 0, 0, 0, 0, missing)) if missing else q
     grouped = (batch, -1, groups * heads, size)
-    return softmax_attention(*(x.reshape(grouped) for x in (q, k, v)), **kernel).reshape(q.shape)
+    mixed = softmax_attention(*(x.reshape(grouped) for x in (padded, k, v)), **kernel).reshape(padded.shape)
+    return mixed[:, :tokens]
 
 
 def sample_counts(tokens: int, samples: int, groups: int) -> tuple[int, int]:
-    """Return how many keys each query sees, and the number of groups, which divides the tokens.
+    """Return how many keys each query sees, and the number of groups.
 
     Args:
         tokens: of the grid.
@@ -44,8 +48,7 @@ def sample_counts(tokens: int, samples: int, groups: int) -> tuple[int, int]:
         groups: wanted groups; together they use no token twice as a key.
     """
     samples = min(samples, tokens)
-    most = min(groups, tokens // samples)
-    return samples, next(count for count in range(most, 0, -1) if tokens % count == 0)
+    return samples, min(groups, tokens // samples)
 
 
 def stratified_samples(height: int, width: int, samples: int, groups: int, noise: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ class Schedule:
             return Position(min(following, len(timesteps) - 1), len(timesteps))
         matches = [step for step, known in enumerate(timesteps.tolist()) if known == value]
         later = [step for step in matches if step >= following]
-        step = later[0] if later else matches[0] if matches else int((timesteps >= value).sum())
+        nearest = min(int((timesteps >= value).sum()), len(timesteps) - 1)
+        step = later[0] if later else matches[0] if matches else nearest
         return Position(step, len(timesteps))
 
     def _same_run(self, schedule: object) -> bool:

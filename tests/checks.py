@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ import pytest
 import tiny_pipelines as tiny
 import torch
 from diffusers.models.attention_processor import Attention
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
 from elfatt_sd import processor
@@ -22,6 +25,33 @@ FIRST = Phase(0.5, "elfatt", ratio=0.5, block_size=16, agents=8)
 TWO_PHASES = PatchConfig("two", (FIRST, Phase(1.0, "softmax", ratio=0.5)))
 SEED = 7
 STEPS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "latent"}
+
+
+class Work(TorchDispatchMode):
+    """Counts copies, dense products, calls of fused attention, and the pairs of queries and keys that they work on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = self.calls = self.pairs = self.dense = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if "scaled_dot_product" in name:
+            batch, heads, queries, _ = args[0].shape
+            self.calls += 1
+            self.pairs += batch * heads * queries * args[1].shape[2]
+        self.dense += name in ("_softmax", "bmm", "baddbmm", "mm")
+        self.copies += name in ("copy_", "clone", "_to_copy", "cat", "index_select", "constant_pad_nd")
+        return func(*args, **(kwargs or {}))
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Return the greatest number of bytes that tensors held during a call, beyond what they held before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events: Any = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate(size for _, size in memory))
 
 
 def generator() -> torch.Generator:

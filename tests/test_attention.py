@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from checks import Work
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elfatt_sd import attention
 from elfatt_sd.attention import (
@@ -250,24 +250,6 @@ def test_compiles_whole() -> None:
 # Cost
 
 
-class Work(TorchDispatchMode):
-    """Counts copies, dense products, calls of fused attention, and the pairs of queries and keys that they work on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies = self.calls = self.pairs = self.dense = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.split(".")[0]
-        if "scaled_dot_product" in name:
-            batch, heads, queries, _ = args[0].shape
-            self.calls += 1
-            self.pairs += batch * heads * queries * args[1].shape[2]
-        self.dense += name in ("_softmax", "bmm", "baddbmm", "mm")
-        self.copies += name in ("copy_", "clone", "_to_copy", "cat", "index_select", "constant_pad_nd")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 def test_equal_blocks_are_views(batch: int) -> None:
     """From the projections on, blocks of one size are one fused call and no copy."""
@@ -311,8 +293,8 @@ def test_more_blocks_than_a_cuda_grid_takes(monkeypatch: pytest.MonkeyPatch) -> 
     """A batch beyond the kernels' limit goes in several calls; it is tried here with a limit of three."""
     q, k, v = qkv(64)
     whole = block_attention(q, k, v, 8)
-    monkeypatch.setattr(attention, "_GRID_LIMIT", 3)
-    monkeypatch.setattr(attention, "_GRID_FREE", ())
+    monkeypatch.setattr(attention, "GRID_LIMIT", 3)
+    monkeypatch.setattr(attention, "GRID_FREE", ())
     with Work() as work:
         parts = block_attention(q, k, v, 8)
     assert work.calls == math.ceil(16 / 3)

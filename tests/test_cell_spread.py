@@ -55,6 +55,33 @@ def test_own_token_that_dominates(dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(out.double(), dense(q, q, v, 8, scale=8.0), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_fp32_logits_round_the_result_alone(dtype: torch.dtype, blocks: int) -> None:
+    q, k, v = qkv(64, dtype=dtype)
+    out = cell_spread_attention(q, k, v, blocks, fp32_logits=True)
+    assert torch.equal(out, cell_spread_attention(q.float(), k.float(), v.float(), blocks).to(dtype))
+
+
+def test_more_blocks_than_a_cuda_grid_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch beyond the kernels' limit goes in several calls; it is tried here with a limit of three."""
+    q, k, v = qkv(64)
+    whole = cell_spread_attention(q, k, v, 8)
+    sizes: list[int] = []
+    fused = cell_spread._fused_cpu
+
+    def spy(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        sizes.append(len(q))
+        return fused(q, *given)
+
+    monkeypatch.setattr(cell_spread, "GRID_LIMIT", 3)
+    monkeypatch.setattr(cell_spread, "GRID_FREE", ())
+    monkeypatch.setattr(cell_spread, "_fused_cpu", spy)
+    torch.testing.assert_close(cell_spread_attention(q, k, v, 8), whole)
+    assert max(sizes) == 3
+    assert sum(sizes) == 2 + 2 * 8
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_near_the_limit_of_the_dtype(dtype: torch.dtype) -> None:
     q, k, v = qkv(64, size=64, dtype=dtype)

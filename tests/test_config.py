@@ -117,6 +117,13 @@ def test_cells_need_spread_blocks_of_all_tokens(settings: dict[str, Any]) -> Non
         Phase(1.0, "cell_spread", **settings)
 
 
+def test_cells_have_no_other_backend() -> None:
+    phase = Phase(1.0, "cell_spread", block_order="spread")
+    assert PatchConfig("cells", (phase,), attention_backend="native").active
+    with pytest.raises(ElfattError, match=r"attention_backend='flash' .*cell_spread.* give 'auto' or 'native'"):
+        PatchConfig("cells", (phase,), attention_backend="flash")
+
+
 def test_samples_are_of_all_tokens() -> None:
     with pytest.raises(ElfattError, match=r"ratio=0\.5 is not accepted with attention='sampled'; give ratio=0"):
         Phase(1.0, "sampled", ratio=0.5)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_pipelines as tiny
 import torch
-from checks import processors
+from checks import peak_bytes, processors
 
 import elfatt_sd
 from elfatt_sd import processor as processor_module
@@ -269,15 +269,33 @@ def test_targets_without_a_unet(target: Any) -> None:
             function(target)
 
 
+@pytest.mark.parametrize("timestep", [999, 0])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_patched_call_needs_no_more_memory(method: str, timestep: int) -> None:
+    """Beyond a percent, for what was drawn: positions of samples, blocks and destinations."""
+    unet = tiny.unet()
+    sample, text = torch.randn(2, 4, 64, 64), torch.randn(2, 5, tiny.TEXT_WIDTH)
+
+    @torch.no_grad()
+    def call() -> None:
+        unet(sample, timestep, text)
+
+    call()
+    untouched = peak_bytes(call)
+    with elfatt_sd.patched(unet, method):
+        call()
+        assert peak_bytes(call) <= 1.01 * untouched
+
+
 def test_reused_matchings_are_computed_once(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    match_tokens = processor_module.match_tokens
+    find_candidates = processor_module.find_candidates
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         counted.append(1)
-        return match_tokens(*args, **kwargs)
+        return find_candidates(*args, **kwargs)
 
-    monkeypatch.setattr(processor_module, "match_tokens", counting)
+    monkeypatch.setattr(processor_module, "find_candidates", counting)
     pipe.scheduler = tiny.ddim()
     for settings, expected in (
         ({}, 3 * 4),

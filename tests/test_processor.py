@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
+import elfatt_sd.processor as processor_module
 from elfatt_sd.attention import partition
 from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import find_layers
@@ -169,6 +170,7 @@ HALF = {
     "agent": PatchConfig.preset("agent").phases[0],
     "elfatt": PatchConfig.preset("elfatt").phases[0],
     "block": Phase(1.0, "block", block_size=20, block_order="windows"),
+    "sampled": Phase(1.0, "sampled", block_size=20),
 }
 
 
@@ -190,6 +192,48 @@ def test_logits_in_float32_on_request(phase: Phase, fp32_logits: bool, monkeypat
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
         assert find_layers(unet)[0].attention(tokens).dtype == torch.float16
     assert seen == {torch.float32 if fp32_logits else torch.float16}
+
+
+@torch.no_grad()
+def test_both_ratios_of_agent_sd_share_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What costs is computed once, although tokens are merged at one ratio and agents at another."""
+    found: list[Any] = []
+    find_candidates = processor_module.find_candidates
+    monkeypatch.setattr(
+        processor_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given)
+    )
+    layer = Layer(PatchConfig.preset("agent"))
+    assert len(found) == 3  # one for each layer of the finest level
+    assert layer.attention.elfatt_state.candidates is None, "nothing is kept after the call"
+
+
+@torch.no_grad()
+def test_a_matching_is_reused_within_its_phase_alone() -> None:
+    """Also where a phase begins amid the steps that share a matching."""
+    unet, scheduler, (sample, text) = tiny.unet(), tiny.ddim(), inputs(torch.float32)
+    scheduler.set_timesteps(4)
+    phases = (Phase(0.25, "softmax", ratio=0.2, stride=4), Phase(1.0, "softmax", ratio=0.5))
+    elfatt_sd.apply_patch(unet, PatchConfig("two", phases, reuse_steps=4))
+    merged = []
+    first: Any = find_layers(unet)[0].attention
+    first.to_q.register_forward_hook(lambda _, given, result: merged.append(result.shape[1]))
+    for timestep in scheduler.timesteps:
+        unet(sample, timestep, text)
+    assert merged == [256 - 51, 128, 128, 128]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["auto", "native"])
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "sd"])
+def test_a_layer_that_is_left_alone_is_exact(method: str, backend: str) -> None:
+    """Nothing that was drawn for the approximation is left in it, whichever kernel serves it."""
+    unet, (sample, text) = tiny.unet(), inputs(torch.float32)
+    untouched = unet(sample, 0, text).sample
+    elfatt_sd.apply_patch(unet, method, attention_backend=backend)
+    for layer in find_layers(unet):
+        if state := getattr(layer.attention, "elfatt_state", None):
+            state.denoiser.pays = lambda *_: False
+    torch.testing.assert_close(unet(sample, 0, text).sample, untouched, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import Work
 from torch import Tensor
 
 from elfatt_sd.sampled import sample_counts, sampled_attention, stratified_samples
@@ -22,7 +23,7 @@ def noise(count: int, seed: int = 0) -> Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("tokens", "samples", "groups"), [(24, 5, 4), (64, 8, 8), (35, 6, 5), (12, 12, 1)])
+@pytest.mark.parametrize(("tokens", "samples", "groups"), [(24, 5, 4), (64, 8, 8), (35, 6, 5), (35, 4, 8), (12, 12, 1)])
 @pytest.mark.parametrize("options", [{}, {"scale": 0.7}, {"fp32_logits": True}])
 def test_formula(tokens: int, samples: int, groups: int, options: dict[str, Any]) -> None:
     q, k, v = qkv(tokens, samples * groups)
@@ -79,10 +80,11 @@ def test_one_sample_of_every_token_is_exact_attention() -> None:
     [
         (4096, 128, 8, (128, 8)),
         (4096, 128, 64, (128, 32)),
-        (3185, 128, 8, (128, 7)),
+        (3185, 128, 8, (128, 8)),
+        (4757, 128, 8, (128, 8)),
         (100, 128, 8, (100, 1)),
         (256, 128, 8, (128, 2)),
-        (7, 3, 8, (3, 1)),
+        (7, 3, 8, (3, 2)),
     ],
 )
 def test_counts(tokens: int, samples: int, groups: int, counts: tuple[int, int]) -> None:
@@ -104,6 +106,18 @@ def test_the_mean_over_samples_comes_close_to_exact_attention() -> None:
     few, many, averaged = error(32, 1), error(128, 1), error(32, 16)
     assert many < 0.7 * few
     assert averaged < 0.4 * few
+
+
+def test_the_work_grows_with_the_tokens_alone() -> None:
+    """One fused call, no dense product and no copy; four times the tokens are four times the pairs."""
+    pairs = []
+    for tokens in (256, 1024):
+        q, k, v = qkv(tokens, 64)
+        with Work() as work:
+            sampled_attention(q, k, v, 4)
+        assert (work.calls, work.dense, work.copies) == (1, 0, 0)
+        pairs.append(work.pairs)
+    assert pairs == [2 * 3 * 256 * 16, 2 * 3 * 1024 * 16]
 
 
 def test_compiles_whole() -> None:

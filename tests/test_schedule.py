@@ -226,6 +226,12 @@ def test_copied_timesteps_are_found_by_value_in_order(pipe: Any) -> None:
         assert located == [Position(index, 6) for index in range(6)]  # one value occurs twice
 
 
+def test_a_number_outside_the_schedule_is_of_its_nearest_step() -> None:
+    chosen = scheduler("DDIMScheduler", {"steps_offset": 1})
+    chosen.set_timesteps(10)
+    assert [Schedule(lambda: chosen).locate(value) for value in (5000, 0)] == [Position(0, 10), Position(9, 10)]
+
+
 def test_an_unknown_step_is_an_error_only_if_it_matters(pipe: Any) -> None:
     mixed = torch.tensor([10, 900])
     elfatt_sd.apply_patch(pipe.unet, "elfatt")
