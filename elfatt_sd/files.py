@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and hashes of what went into a result."""
+"""Files that are either whole or not there, hashes of what went into a result, and where both are kept for reuse."""
 
 from __future__ import annotations
 
@@ -53,3 +53,11 @@ def sha256_of_data(data: Any) -> str:
     """Return the hex digest of plain data, independent of the order of keys."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def cache_folder() -> Path:
+    """Return where what can be computed again is kept: `ELFATT_SD_CACHE`, or `elfatt-sd` in the user's cache folder."""
+    chosen = os.environ.get("ELFATT_SD_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elfatt-sd"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import math
@@ -23,6 +22,7 @@ from PIL.PngImagePlugin import PngInfo
 
 import elfatt_sd
 from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.evaluation.environment import read_high_water_mark
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.layers import find_denoisers
 from elfatt_sd.patch import apply_patch, patched, remove_patch
@@ -287,14 +287,7 @@ class PeakWatch:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             return PeakMemory(torch.cuda.max_memory_allocated(self._device), "peak memory allocated by PyTorch on CUDA")
-        return PeakMemory(_high_water_mark(), "peak memory of the whole process since its start (VmHWM)")
-
-
-def _high_water_mark() -> int | None:
-    with contextlib.suppress(OSError):
-        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-        return int(found[1]) * 1024 if found else None
-    return None
+        return PeakMemory(read_high_water_mark(), "peak memory of the whole process since its start (VmHWM)")
 
 
 def check_text_to_image(pipe: Any) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import elfatt_sd
+from elfatt_sd.evaluation.protocols import Cell
+from elfatt_sd.files import sha256_of_data
 
 _PACKAGES = (
     "torch",
@@ -25,9 +29,23 @@ _PACKAGES = (
     "numpy",
     "pillow",
     "flash-attn",
+    "flash-attn-3",
+    "kernels",
+    "sageattention",
     "xformers",
 )
-_IMAGE_PACKAGES = ("torch", "diffusers", "transformers")  # those whose version can change an image
+# What can change an image: of every row, and on CUDA. A thread more or less sums in another order on the CPU.
+_DECISIVE = ("device", "attention_backends", "model_sha256", "prompts_sha256", "code_sha256")
+_DECISIVE_CUDA = ("runtime", "cudnn", "tf32", "cudnn_tf32")
+_DECISIVE_PACKAGES = ("torch", "diffusers", "transformers")
+_KERNELS = {  # the package that an attention backend comes from
+    "auto": "flash-attn",
+    "flash": "flash-attn",
+    "flash_hub": "kernels",
+    "_flash_3": "flash-attn-3",
+    "sage": "sageattention",
+    "xformers": "xformers",
+}
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -52,16 +70,43 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def same_images(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """List what differs between two environments so that images could differ too."""
-    old, new = _decisive(before), _decisive(now)
+def same_images(before: Mapping[str, Any], now: Mapping[str, Any], cells: Iterable[Cell]) -> list[str]:
+    """List what differs between two environments so that images could differ too.
+
+    Args:
+        before: an environment, as a run's file has it.
+        now: another.
+        cells: the rows in question; the method's code counts for those that it patches, a package where it is used.
+    """
+    rows = list(cells)
+    old, new = ({key: value for cell in rows for key, value in _decisive(each, cell).items()} for each in (before, now))
     return [f"{key}: {old[key]} there, {new[key]} here" for key in new if old[key] != new[key]]
 
 
-def _decisive(environment: dict[str, Any]) -> dict[str, Any]:
-    packages = environment.get("packages", {})
-    own = {key: environment.get(key) for key in ("elfatt_sd", "device", "model_sha256", "prompts_sha256")}
-    return own | {name: packages.get(name) for name in _IMAGE_PACKAGES}
+def _decisive(environment: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
+    """Return what of an environment can change a row's images."""
+    config, cuda = cell.config(), environment.get("cuda") or {}
+    packages = [*_DECISIVE_PACKAGES, *([cell.peer] if cell.peer else [])]
+    found = {key: environment.get(key) for key in _DECISIVE}
+    found |= {key: cuda.get(key) for key in _DECISIVE_CUDA}
+    found["cpu_threads"] = None if cuda else environment.get("cpu_threads")
+    if config.active and not cell.peer:
+        found["method_sha256"] = environment.get("method_sha256")
+        packages += [_KERNELS[config.attention_backend]] if config.attention_backend in _KERNELS else []
+    installed = environment.get("packages", {})
+    return found | {name: installed.get(name) for name in packages}
+
+
+def sha256_of_code(sources: Iterable[str]) -> str:
+    """Return the hash of what Python code does: its comments, docstrings and layout do not count."""
+    return sha256_of_data([ast.unparse(_without_docstrings(ast.parse(source))) for source in sources])
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return tree
 
 
 def device_name(device: torch.device) -> str:
@@ -76,8 +121,9 @@ def read_clocks(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"cpu_mhz": _cpu_mhz()}
     fields = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
+    card = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # its index would ignore CUDA_VISIBLE_DEVICES
     query = _first_line(
-        "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={device.index or 0}"
+        "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={card}"
     )
     return dict(zip(fields, (value.strip() for value in query.split(",")), strict=False)) if query else {}
 
@@ -123,6 +169,7 @@ def _cuda(device: torch.device) -> dict[str, Any]:
         "memory_gib": properties.total_memory / 2**30,
         "capability": f"{properties.major}.{properties.minor}",
         "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_tf32": cudnn.allow_tf32,
     }
 
 
@@ -132,6 +179,15 @@ def _first_line(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return next(iter(done.stdout.splitlines()), None)
+
+
+def read_high_water_mark() -> int | None:
+    """Return the highest memory use of this process (VmHWM) in bytes, None where the system does not tell.
+
+    Unlike `ru_maxrss` it does not include the parent's before `exec`.
+    """
+    value = _proc_value("/proc/self/status", "VmHWM")
+    return int(value.split()[0]) * 1024 if value else None
 
 
 def _proc_value(file: str, key: str) -> str | None:

@@ -169,11 +169,6 @@ class Extracted:
                 start += len(features)
         return len(kept)
 
-    def delete(self) -> None:
-        """Remove the chunks."""
-        for path in self.chunks:
-            path.unlink(missing_ok=True)
-
 
 def extract(
     pictures: Pictures, extractor: Extractor, folder: Path, *, batch_size: int, progress: Progress | None = None

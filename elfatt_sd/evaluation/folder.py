@@ -38,6 +38,16 @@ def manifest_path(run_dir: Path, cell: Cell) -> Path:
     return cell_dir(run_dir, cell) / "manifest.jsonl"
 
 
+def batches_dir(run_dir: Path, cell: Cell) -> Path:
+    """Return the folder of the lists of a row's batches, while the row is not finished."""
+    return cell_dir(run_dir, cell) / "batches"
+
+
+def is_begun(run_dir: Path, cell: Cell) -> bool:
+    """Tell whether any image of a row counts as made."""
+    return manifest_path(run_dir, cell).is_file() or batches_dir(run_dir, cell).is_dir()
+
+
 def failure_path(run_dir: Path, cell: Cell) -> Path:
     """Return the file that says why a row failed."""
     return cell_dir(run_dir, cell) / "failed.json"

@@ -12,7 +12,9 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import inspect
 import io
+import itertools
 import json
 import random
 import shutil
@@ -22,18 +24,30 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import elfatt_sd
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
-from elfatt_sd.evaluation.environment import describe_environment, is_out_of_memory, same_images
+from elfatt_sd.evaluation.environment import describe_environment, is_out_of_memory, same_images, sha256_of_code
 from elfatt_sd.evaluation.prompts import Prompt, build_prompts, load_labels
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reuse import take_over
 from elfatt_sd.files import atomic_file, sha256_of_data, write_json
 
 Value = TypeVar("Value")
-_PARTS = ("text_encoder", "text_encoder_2", "unet", "vae")
+_METHOD = (  # the modules that decide what a patched layer computes
+    "attention",
+    "cell_spread",
+    "config",
+    "layers",
+    "merging",
+    "ordering",
+    "patch",
+    "processor",
+    "sampled",
+    "schedule",
+)
 _LOG_SECONDS = 60.0  # between two lines of progress where there is no terminal
 
 
@@ -42,9 +56,20 @@ class BadImage(ElfattError):
 
 
 def run_prompts(protocol: Protocol) -> list[Prompt]:
-    """Return the prompts of each row's images, in the order of their indices."""
+    """Return the prompts of each row's images, in the order of their indices.
+
+    Raises:
+        ElfattError: the labels cannot be read, or a null row would have seeds of another row.
+    """
     labels = spread(load_labels(protocol.labels), protocol.classes)
     prompts = spread(build_prompts(labels, protocol.template, protocol.images_per_class), protocol.limit)
+    offsets = sorted([0, *(cell.seed_offset for cell in protocol.cells if cell.role == "null")])
+    for first, second in itertools.pairwise(offsets):
+        if second - first < len(prompts):
+            raise ElfattError(
+                f"seed_offset={second} is not accepted; with {len(prompts)} images a row, give null rows offsets that "
+                f"are {len(prompts)} or more above 0 and above each other."
+            )
     return [dataclasses.replace(prompt, index=index) for index, prompt in enumerate(prompts)]
 
 
@@ -108,7 +133,7 @@ def row_patch(pipe: Any, cell: Cell, seed: int = 0) -> Iterator[None]:
     if cell.peer:
         with _tomesd(pipe, cell, seed):
             yield
-    elif cell.config().phases:
+    elif cell.config().active:
         from elfatt_sd.patch import patched
 
         with patched(pipe, cell.config()):
@@ -235,7 +260,7 @@ def generate(
         return {}
     device = str(state.device) if state.num_processes > 1 and protocol.device == "auto" else None
     pipe = load_protocol_pipeline(protocol, device)
-    _record_run(run_dir, protocol, pipe, items, write=state.is_main_process)
+    _record_run(run_dir, protocol, image_environment(protocol, pipe), write=state.is_main_process)
     if state.is_main_process:
         take_over(run_dir, protocol, reuse)
     state.wait_for_everyone()
@@ -312,7 +337,7 @@ def _write_png(path: Path, pixels: Tensor) -> str:
 
 
 def _batch_path(run_dir: Path, cell: Cell, number: int) -> Path:
-    return folder.cell_dir(run_dir, cell) / "batches" / f"{number:06d}.jsonl"
+    return folder.batches_dir(run_dir, cell) / f"{number:06d}.jsonl"
 
 
 def _close_row(run_dir: Path, cell: Cell, batches: int, reason: str | None) -> None:
@@ -320,63 +345,107 @@ def _close_row(run_dir: Path, cell: Cell, batches: int, reason: str | None) -> N
     if reason:
         write_json(folder.failure_path(run_dir, cell), {"reason": reason})
         return
+    folder.failure_path(run_dir, cell).unlink(missing_ok=True)  # first: no finished row is ever said to have failed
     with atomic_file(folder.manifest_path(run_dir, cell)) as file:
         for number in range(batches):
             file.write(_batch_path(run_dir, cell, number).read_bytes())
-    folder.failure_path(run_dir, cell).unlink(missing_ok=True)
-    _remove_batches(run_dir, cell)
-
-
-def _remove_batches(run_dir: Path, cell: Cell) -> None:
-    shutil.rmtree(folder.cell_dir(run_dir, cell) / "batches", ignore_errors=True)
+    shutil.rmtree(folder.batches_dir(run_dir, cell), ignore_errors=True)
 
 
 def _tidy(run_dir: Path) -> None:
     """Remove what a killed process left behind: half-written files, lists that are joined already."""
-    cells = run_dir / "cells"
-    for leftover in (*run_dir.glob(".*.part"), *cells.rglob(".*.part")):
+    for leftover in run_dir.rglob(".*.part"):
         leftover.unlink()
-    for manifest in cells.glob("*/manifest.jsonl"):
+    for manifest in (run_dir / "cells").glob("*/manifest.jsonl"):
         shutil.rmtree(manifest.parent / "batches", ignore_errors=True)
 
 
-def _record_run(run_dir: Path, protocol: Protocol, pipe: Any, items: Sequence[Prompt], *, write: bool) -> None:
-    """Write `run.json`, or check that the run there was made with the same weights, prompts, versions and device."""
-    environment = describe_environment(pipe.device)
-    environment["model_sha256"] = weights_sha256(pipe)
-    environment["prompts_sha256"] = sha256_of_data([[item.text, item.class_index] for item in items])
-    before = folder.read_run(run_dir)
-    if before is not None:
-        changed = same_images(before["environment"], environment)
-        if changed:
-            raise ElfattError(
-                f"{run_dir} was begun where images come out differently ({'; '.join(changed)}); "
-                "go on there, or give a new folder."
-            )
-    elif write:
-        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        data = {
-            "format": folder.FORMAT,
-            "name": protocol.name,
-            "identity": protocol.identity,
-            "created": created,
-            "protocol": protocol.to_dict(),
-            "environment": environment,
-        }
-        write_json(run_dir / folder.RUN_FILE, data)
+def _record_run(run_dir: Path, protocol: Protocol, environment: dict[str, Any], *, write: bool) -> None:
+    """Write `run.json`, where all finished work was made as this environment would make it."""
+    check_environment(run_dir, protocol, environment)
+    if not write:
+        return
+    run = folder.read_run(run_dir) or {
+        "format": folder.FORMAT,
+        "name": protocol.name,
+        "identity": protocol.identity,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "protocol": protocol.to_dict(),
+    }
+    write_json(run_dir / folder.RUN_FILE, {**run, "environment": environment})
+
+
+def check_environment(run_dir: Path, protocol: Protocol, environment: dict[str, Any]) -> None:
+    """Refuse to go on with a run where its images would come out differently.
+
+    Args:
+        run_dir: the run's folder.
+        protocol: of the run.
+        environment: what `image_environment` says here and now.
+
+    Raises:
+        ElfattError: weights, prompts, code, versions or device are not those that finished work was made with.
+    """
+    run = folder.read_run(run_dir)
+    begun = [cell for cell in protocol.cells if folder.is_begun(run_dir, cell)]
+    changed = same_images(run["environment"], environment, begun) if run else []
+    if changed:
+        raise ElfattError(
+            f"{run_dir} was begun where images come out differently ({'; '.join(changed)}); "
+            "go on there, or give a new folder."
+        )
+
+
+def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
+    """Return, as plain data, all that decides a run's images beside its protocol.
+
+    Args:
+        protocol: of the run.
+        pipe: its pipeline, not patched.
+
+    Returns:
+        What `describe_environment` says, and the hashes of the weights, of the prompts with their tokens, and of the
+        code that makes every image, and that of the method.
+    """
+    items = run_prompts(protocol)
+    prompts = [[item.text, item.class_index] for item in items]
+    package = Path(elfatt_sd.__file__).parent
+    return {
+        **describe_environment(pipe.device),
+        "model_sha256": weights_sha256(pipe),
+        "prompts_sha256": sha256_of_data([prompts, _tokens(pipe, ["", *(item.text for item in items)])]),
+        "code_sha256": sha256_of_code(inspect.getsource(part) for part in _IMAGE_CODE),
+        "method_sha256": sha256_of_code((package / f"{name}.py").read_text(encoding="utf-8") for name in _METHOD),
+    }
+
+
+_IMAGE_CODE = (load_protocol_pipeline, _scheduler, row_patch, _tomesd, image_seed, start_noise, make_images, to_uint8)
+
+
+def _tokens(pipe: Any, texts: Sequence[str]) -> list[Any]:
+    """Return what a pipeline's tokenizers make of some texts: all of their files that counts."""
+    tokenizers = [part for name, part in sorted(pipe.components.items()) if name.startswith("tokenizer") and part]
+    return [tokenizer(list(texts), padding="max_length", truncation=True).input_ids for tokenizer in tokenizers]
 
 
 def weights_sha256(pipe: Any) -> str:
-    """Return the hash of all weights of a pipeline's networks and of its scheduler's settings."""
+    """Return the hash of a pipeline's networks, weights and settings, and of its and its scheduler's settings."""
     digest = hashlib.sha256()
-    for part in _PARTS:
-        network = getattr(pipe, part, None)
-        for name, value in network.state_dict().items() if network is not None else ():
-            digest.update(f"{part}.{name} {value.dtype} {tuple(value.shape)}".encode())
+    networks = {name: part for name, part in sorted(pipe.components.items()) if isinstance(part, nn.Module)}
+    for name, network in networks.items():
+        for key, value in network.state_dict().items():
+            digest.update(f"{name}.{key} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    settings = {key: value for key, value in pipe.scheduler.config.items() if not key.startswith("_")}
-    digest.update(json.dumps([type(pipe.scheduler).__name__, settings], sort_keys=True, default=str).encode())
+    parts = {**networks, "scheduler": pipe.scheduler, "pipeline": pipe}
+    settings = {name: [type(part).__name__, _settings(part.config)] for name, part in parts.items()}
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return a part's settings, without where it was loaded from and by which version."""
+    data = config.to_dict() if hasattr(config, "to_dict") else config
+    return {key: value for key, value in data.items() if not key.startswith("_")}
 
 
 def process_state(device: str = "auto") -> Any:

@@ -28,9 +28,11 @@ import torch
 from torch import nn
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.environment import describe_environment, is_out_of_memory, read_clocks
-from elfatt_sd.evaluation.folder import read_json
+from elfatt_sd.evaluation.environment import is_out_of_memory, read_clocks, read_high_water_mark, same_images
+from elfatt_sd.evaluation.folder import RunFailure, read_json
 from elfatt_sd.evaluation.generate import (
+    check_environment,
+    image_environment,
     image_seed,
     load_protocol_pipeline,
     make_images,
@@ -126,17 +128,21 @@ def measure_time(run_dir: Path, protocol: Protocol, report: _Report = print) -> 
         report: gets a line for each round.
 
     Returns:
-        What was written: for each row and scope all values, their median and spread, and the speed-up.
+        What was written: for each row and scope all values, their median and spread, and the speed-up; `errors` says
+        which rows could not be timed for another reason than memory, and may be later.
 
     Raises:
-        ElfattError: the pipeline cannot be loaded.
+        ElfattError: the pipeline cannot be loaded, or would not make the run's images.
     """
     settings = protocol.time or Time()
     batch = settings.batch or protocol.batch
     prompts = _cycled_prompts(protocol, batch)
     pipe = load_protocol_pipeline(protocol)
     device = pipe.unet.device
+    environment = image_environment(protocol, pipe)
+    check_environment(run_dir, protocol, environment)
     failed: dict[str, str] = {}
+    errors: dict[str, str] = {}
     rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
 
     def attempt(cell: Cell, steps: int) -> dict[str, float] | None:
@@ -144,7 +150,7 @@ def measure_time(run_dir: Path, protocol: Protocol, report: _Report = print) -> 
         try:
             return timed_call(pipe, dataclasses.replace(protocol, steps=steps), cell, prompts, seeds)
         except ElfattError as error:
-            failed[cell.name] = str(error)
+            errors[cell.name] = failed[cell.name] = str(error)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -178,9 +184,10 @@ def measure_time(run_dir: Path, protocol: Protocol, report: _Report = print) -> 
         "warmup": settings.warmup,
         "note": few_repeats(settings.repeats),
         "ratio": "seconds of the baseline / seconds of the row, in the same round",
-        "environment": describe_environment(device),
+        "environment": environment,
         "clocks": clocks,
         "rows": rows,
+        "errors": errors,
     }
     write_json(run_dir / TIME_FILE, data)
     return data
@@ -219,7 +226,8 @@ def summarize_time(
 def measure_memory(run_dir: Path, protocol: Protocol, report: _Report = print) -> dict[str, Any]:
     """Measure all rows and write `memory.json` after each, so that a killed run goes on with the next row.
 
-    Rows whose programs are the same (the untouched pipeline and the null row) share one measurement.
+    Rows whose programs are the same (the untouched pipeline and the null row) share one measurement. To run out of
+    memory is a result; rows that failed otherwise, or were measured in another environment, are measured again.
 
     Args:
         run_dir: the run's folder.
@@ -227,26 +235,55 @@ def measure_memory(run_dir: Path, protocol: Protocol, report: _Report = print) -
         report: gets a line for each process.
 
     Returns:
-        What was written: for each row the slope in GiB per image, intercept, fit error, peaks and stages.
+        What was written: for each row the slope in GiB per image, intercept, fit error, peaks and stages; `errors`
+        says which rows could not be measured for another reason than memory, and may be later.
+
+    Raises:
+        ElfattError: the pipeline cannot be loaded, or would not make the run's images.
+        RunFailure: a process ended in another way than out of memory.
     """
     settings = protocol.memory or Memory()
+    environment = _present_environment(protocol)
+    check_environment(run_dir, protocol, environment)
     path = run_dir / MEMORY_FILE
-    before = read_json(path)
-    data: dict[str, Any] = {"format": 1, "identity": protocol.identity, "measured": _now(), "rows": {}, "programs": {}}
-    if before is not None and before.get("identity") == protocol.identity:
-        data = before
+    data = read_json(path) or {}
+    before = data.get("environment", {})
+    if data.get("identity") != protocol.identity or same_images(before, environment, protocol.cells):
+        data = {"format": 1, "identity": protocol.identity, "measured": _now(), "environment": environment}
+        data |= {"rows": {}, "programs": {}, "errors": {}}
+    rows, programs, errors = data["rows"], data["programs"], data["errors"]
+    for name in list(errors):
+        del rows[name], errors[name]
     for cell in protocol.cells:
         program = sha256_of_data([cell.config().to_dict(), cell.peer, dict(cell.settings) if cell.peer else {}])
-        if cell.name in data["rows"]:
+        if cell.name in rows:
             continue
-        twin = data["programs"].get(program)
-        if twin in data["rows"]:
-            data["rows"][cell.name] = {**data["rows"][twin], "same_program_as": twin}
+        twin = programs.get(program)
+        if twin in rows:
+            rows[cell.name] = {**rows[twin], "same_program_as": twin}
         else:
-            data["rows"][cell.name] = _measure_row(protocol, cell, sorted(set(settings.batches)), report)
-            data["programs"][program] = cell.name
+            try:
+                rows[cell.name] = _measure_row(protocol, cell, sorted(set(settings.batches)), report)
+                programs[program] = cell.name
+            except ElfattError as error:
+                errors[cell.name] = str(error)
+                rows[cell.name] = summarize_memory([], [], str(error))
         write_json(path, data)
     return data
+
+
+def _present_environment(protocol: Protocol) -> dict[str, Any]:
+    """Load the pipeline to see what it is, and leave the device empty for the processes that measure."""
+    environment = image_environment(protocol, load_protocol_pipeline(protocol))
+    free_memory()
+    return environment
+
+
+def free_memory() -> None:
+    """Give back what is no longer used, so that what comes next finds the device empty."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _measure_row(protocol: Protocol, cell: Cell, batches: Sequence[int], report: _Report) -> dict[str, Any]:
@@ -331,7 +368,11 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     """Measure one batch size in a fresh process.
 
     Returns:
-        What `measure_peaks` gave there, or `failed` with the reason; to run out of memory is such a result.
+        What `measure_peaks` gave there, or `failed` where memory ran out.
+
+    Raises:
+        ElfattError: as raised there.
+        RunFailure: the process ended in another way.
     """
     order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch})
     root = str(Path(__file__).parents[2])
@@ -345,8 +386,10 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return {"failed": f"batch {batch}: {reason}"}
+        raise RunFailure(f"the memory of row {cell.name!r} at batch {batch} could not be measured: {reason}")
     result: dict[str, Any] = json.loads(lines[-1])
+    if "error" in result:
+        raise ElfattError(result["error"])
     return result
 
 
@@ -367,7 +410,7 @@ class PeakMeter:
         """
         self.device = device
         self.kind = "CUDA allocated" if device.type == "cuda" else "VmHWM"
-        if device.type not in ("cuda", "cpu") or (device.type == "cpu" and not Path("/proc/self/status").exists()):
+        if device.type not in ("cuda", "cpu") or (device.type == "cpu" and read_high_water_mark() is None):
             raise ElfattError(
                 f"memory of device {device.type!r} on {sys.platform} cannot be read; accepted: CUDA, Linux."
             )
@@ -388,17 +431,11 @@ class PeakMeter:
         """Return the highest use since the last reset, in GiB."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / _GIB
-        return read_high_water_mark() / _GIB
+        return (read_high_water_mark() or 0) / _GIB
 
     def read_reserved(self) -> float | None:
         """Return the same of what CUDA's allocator holds, in GiB; None on the CPU."""
         return torch.cuda.max_memory_reserved(self.device) / _GIB if self.device.type == "cuda" else None
-
-
-def read_high_water_mark() -> int:
-    """Return VmHWM of this process in bytes; unlike `ru_maxrss` it does not include the parent's before `exec`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
 
 @torch.no_grad()
@@ -457,7 +494,7 @@ def _worker() -> None:
     try:
         result = measure_peaks(protocol, protocol.cell(order["cell"]), order["batch"])
     except ElfattError as error:
-        result = {"failed": str(error)}
+        result = {"error": str(error)}
     except Exception as error:
         if not is_out_of_memory(error):
             raise

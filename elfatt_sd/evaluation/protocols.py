@@ -44,7 +44,7 @@ class Cell:
         phases: phases of a custom method, as `Phase` takes them.
         swept: the values, by a name for tables, that this row took where a phase lists several; they stand in `phases`.
         peer: `tomesd` runs that package in place of this one's patch.
-        seed_offset: added to the seed of every image.
+        seed_offset: of the null row, added to the seed of every image; at least the number of images.
     """
 
     name: str
@@ -63,6 +63,9 @@ class Cell:
             raise _error(f"cell name {self.name!r}", "letters, digits and . _ - + =")
         if self.role not in ROLES:
             raise _error(f"role={self.role!r} of cell {self.name!r}", ", ".join(ROLES))
+        if (self.role == "null") != (self.seed_offset > 0) or self.seed_offset < 0:
+            accepted = "at least the number of images for the null row, 0 for all others"
+            raise _error(f"seed_offset={self.seed_offset} of cell {self.name!r}", accepted)
         if self.peer and self.peer not in PEERS:
             raise _error(f"peer={self.peer!r} of cell {self.name!r}", ", ".join(PEERS))
         unknown = sorted(set(self.settings) - set(_PEER_SETTINGS)) if self.peer else []
@@ -228,6 +231,8 @@ class Protocol:
 
     def __post_init__(self) -> None:
         """Check every field and that the rows fit together."""
+        if not re.fullmatch(r"[\w-]+", self.name):
+            raise _error(f"name={self.name!r}", "letters, digits, _ and -")
         for name in ("steps", "batch", "images_per_class"):
             _at_least(name, getattr(self, name), 1)
         for name in ("classes", "limit", "seed"):

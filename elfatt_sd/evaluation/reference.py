@@ -91,11 +91,9 @@ def build_reference(
     path = Path(source)
     if path.suffix.lower() == ".npz":
         return _from_moments(path, extractor, expected, allow_count)
-    if not str(source):
-        raise ElfattError("reference is missing; give --reference with a folder, tar, zip, shards, parquet or .npz.")
     pictures, fingerprint = _pictures(str(source), preprocessing or Preprocessing(), expected, per_class, classes)
     _check_count(str(source), len(pictures), expected, allow_count)
-    identity = sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, torch.__version__.partition("+")[0]])
+    identity = _identity(fingerprint, extractor)
     folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
     with _one_launch_at_a_time(folder) as state:
         if not (folder / "reference.json").is_file():
@@ -106,6 +104,39 @@ def build_reference(
                 )
             state.wait_for_everyone()
     return _load(folder, str(source), expected, allow_count)
+
+
+def reference_identity(
+    source: str | Path,
+    extractor: Extractor,
+    *,
+    preprocessing: Preprocessing | None = None,
+    expected: int = 50_000,
+    per_class: int = 0,
+    classes: Sequence[int] = (),
+) -> str:
+    """Return the `identity` of the reference that `build_reference` gives, without computing it.
+
+    Args:
+        source: as for `build_reference`, as are the other arguments.
+        extractor: the network.
+        preprocessing: what happens before the extractor.
+        expected: the number of pictures that there must be.
+        per_class: take only the first so many pictures of each class.
+        classes: for renders.
+
+    Raises:
+        ElfattError: the source is missing or of another kind.
+    """
+    path = Path(source)
+    if path.suffix.lower() == ".npz":
+        return _from_moments(path, extractor, expected, allow_count=True).identity
+    _, fingerprint = _pictures(str(source), preprocessing or Preprocessing(), expected, per_class, classes)
+    return _identity(fingerprint, extractor)
+
+
+def _identity(fingerprint: Any, extractor: Extractor) -> str:
+    return sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, torch.__version__.partition("+")[0]])
 
 
 @contextlib.contextmanager
@@ -138,6 +169,8 @@ def _pictures(
     source: str, preprocessing: Preprocessing, expected: int, per_class: int, classes: Sequence[int]
 ) -> tuple[SourcePictures | Renders, Any]:
     """The pictures and plain data that identifies them."""
+    if not source:
+        raise ElfattError("reference is missing; give --reference with a folder, tar, zip, shards, parquet or .npz.")
     if _is_rendered(source):
         number = source.partition(":")[2]
         if number and not (number.isdecimal() and int(number) > 1):

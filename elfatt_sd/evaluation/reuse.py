@@ -19,7 +19,8 @@ _DECISIVE = ("model", "scheduler", "steps", "guidance", "height", "width", "dtyp
 def take_over(run_dir: Path, protocol: Protocol, others: Sequence[Path]) -> dict[str, Path]:
     """Copy the finished rows of other runs that this run would make again with the same bytes.
 
-    Weights, prompts, versions and device must be those of this run, whose `run.json` is there.
+    Weights, prompts, code, versions and device must be those of this run, whose `run.json` is there, as far as they
+    count for the row: rows of the untouched pipeline stay when a method's code changes.
 
     Args:
         run_dir: the run's folder; the caller holds its lock.
@@ -36,19 +37,21 @@ def take_over(run_dir: Path, protocol: Protocol, others: Sequence[Path]) -> dict
     taken: dict[str, Path] = {}
     for other in others:
         there, found = folder.load_run(other), folder.read_run(other)
-        if own is None or found is None or same_images(found["environment"], own["environment"]):
+        if own is None or found is None:
             continue
         made = {_made(there, cell): cell for cell in there.cells if folder.manifest_path(other, cell).is_file()}
         for cell in protocol.cells:
             source = made.get(_made(protocol, cell))
-            if source is not None and not folder.manifest_path(run_dir, cell).is_file():
+            if source is None or folder.manifest_path(run_dir, cell).is_file():
+                continue
+            if not same_images(found["environment"], own["environment"], [cell]):
                 _copy_row(other, source, run_dir, cell)
                 taken[cell.name] = other
     return taken
 
 
 def _made(protocol: Protocol, cell: Cell) -> str:
-    """Return all that decides a row's images beside weights, prompts, versions and device, as text."""
+    """Return all that decides a row's images beside the environment, as text."""
     config: dict[str, Any] = cell.config().to_dict()
     del config["method"]  # a name
     return repr([[getattr(protocol, name) for name in _DECISIVE], config, cell.peer, cell.seed_offset])
@@ -67,5 +70,6 @@ def _copy_row(other: Path, source: Cell, run_dir: Path, cell: Cell) -> None:
             raise ElfattError(f"{path} is not the image that was generated; row {cell.name!r} cannot be reused.")
         with atomic_file(folder.image_path(run_dir, cell, entry["index"])) as file:
             file.write(content)
+    folder.failure_path(run_dir, cell).unlink(missing_ok=True)
     with atomic_file(folder.manifest_path(run_dir, cell)) as file:
         file.write(folder.manifest_path(other, source).read_bytes())

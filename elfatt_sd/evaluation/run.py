@@ -6,9 +6,8 @@ A stage is skipped when it is finished and its inputs did not change.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,14 @@ from elfatt_sd.evaluation.generate import (
     process_state,
     run_prompts,
 )
-from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE, measure_memory, measure_time, timed_call
+from elfatt_sd.evaluation.measure import (
+    MEMORY_FILE,
+    TIME_FILE,
+    free_memory,
+    measure_memory,
+    measure_time,
+    timed_call,
+)
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, unreadable_references, write_results
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
@@ -83,14 +89,12 @@ def probe_seconds(protocol: Protocol) -> float:
     short = dataclasses.replace(protocol, steps=_PROBE_STEPS)
     prompt = [run_prompts(protocol)[0].text]
     seeds = [image_seed(protocol, protocol.baseline, 0)]
-    calls: list[int] = []
-    handle = pipe.unet.register_forward_hook(lambda *_: calls.append(1))
     timed_call(pipe, short, protocol.baseline, prompt, seeds)
-    calls.clear()
     seconds = timed_call(pipe, short, protocol.baseline, prompt, seeds)
-    handle.remove()
+    probed = len(pipe.scheduler.timesteps)  # calls of the UNet, which some schedulers make twice in a step
+    pipe.scheduler.set_timesteps(protocol.steps)
     rest = seconds["end_to_end"] - seconds["unet"]
-    return seconds["unet"] / len(calls) * (protocol.steps + len(calls) - _PROBE_STEPS) + rest
+    return seconds["unet"] * len(pipe.scheduler.timesteps) / probed + rest
 
 
 def run(
@@ -124,16 +128,18 @@ def run(
             folder.check_run(run_dir, protocol)
             check_inputs(protocol)
         failed = generate(run_dir, protocol, reuse=reuse, show_progress=show_progress)
-        _free_memory()
+        free_memory()
         score(run_dir, protocol, report if first else _say_nothing)
         leave_processes()
         if not first:
             return {}
         if protocol.time is not None:
-            _once(run_dir, "time", {}, TIME_FILE, lambda: measure_time(run_dir, protocol, report), report)
-        _free_memory()
+            timed = _once(run_dir, "time", {}, TIME_FILE, lambda: measure_time(run_dir, protocol, report), report)
+            failed = {**timed, **failed}
+        free_memory()
         if protocol.memory is not None:
-            _once(run_dir, "memory", {}, MEMORY_FILE, lambda: measure_memory(run_dir, protocol, report), report)
+            peaks = _once(run_dir, "memory", {}, MEMORY_FILE, lambda: measure_memory(run_dir, protocol, report), report)
+            failed = {**peaks, **failed}
         write_page(run_dir, report)
         return failed
 
@@ -213,14 +219,14 @@ def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:
         ElfattError: no row is finished, or reference or extractor are missing.
     """
     from elfatt_sd.evaluation.extraction import every_minute
-    from elfatt_sd.evaluation.score import FORMAT, score_run
+    from elfatt_sd.evaluation.score import FORMAT, score_inputs, score_run
 
     finished = [cell for cell in protocol.cells if folder.manifest_path(run_dir, cell).is_file()]
     if protocol.baseline not in finished:
         reason = folder.read_failure(run_dir, protocol.baseline) or "it is not generated yet"
         raise folder.RunFailure(f"row {protocol.baseline.name!r}, the baseline, has no images: {reason}")
     inputs = {cell.name: sha256_of_file(folder.manifest_path(run_dir, cell)) for cell in finished}
-    inputs["format"] = str(FORMAT)
+    inputs |= {"format": str(FORMAT), **score_inputs(protocol)}
     _once(run_dir, "score", inputs, SCORES_FILE, lambda: score_run(run_dir, progress=every_minute(report)), report)
     for name in unreadable_references(folder.read_json(run_dir / SCORES_FILE)["references"]):
         report(f"score: reference picture not readable: {name}")
@@ -246,9 +252,14 @@ def write_page(run_dir: Path, report: _Report = print) -> None:
 
 
 def _once(
-    run_dir: Path, stage: str, inputs: dict[str, str], output: str, action: Callable[[], Any], report: _Report
-) -> None:
-    """Do a stage unless its output is there and was made from the same inputs under the same specification."""
+    run_dir: Path, stage: str, inputs: Mapping[str, str], output: str, action: Callable[[], Any], report: _Report
+) -> dict[str, str]:
+    """Do a stage unless its output is there and was made from the same inputs under the same specification.
+
+    Returns:
+        The `errors` of what the action returns, if it does: rows with reasons. A stage that has any is done again next
+        time.
+    """
     path = run_dir / STAGES_FILE
     run = folder.read_run(run_dir) or {}
     now = sha256_of_data([run.get("identity"), inputs])
@@ -257,20 +268,15 @@ def _once(
         torch.distributed.barrier()  # all processes decide before any of them writes
     if done:
         report(f"{stage}: done before")
-        return
+        return {}
     started = time.perf_counter()
-    action()
-    if is_first():
+    found = action()
+    errors: dict[str, str] = found.get("errors", {}) if isinstance(found, dict) else {}
+    if is_first() and not errors:
         write_json(path, {**(folder.read_json(path) or {}), stage: now})
     report(f"{stage}: done in {time.perf_counter() - started:.0f} s")
+    return errors
 
 
 def _say_nothing(line: str) -> None:
     """Print nothing, in all processes but the first."""
-
-
-def _free_memory() -> None:
-    """Give back what finished stages held, so that the next ones find the device empty."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from elfatt_sd.evaluation.extraction import Preprocessing, Progress, SourcePictu
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, exact_float32, load_extractor
 from elfatt_sd.evaluation.generate import process_state, run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.reference import Reference, build_reference
+from elfatt_sd.evaluation.reference import Reference, build_reference, reference_identity
 from elfatt_sd.evaluation.results import SCORES_FILE
 from elfatt_sd.evaluation.sources import Entry, Source
 from elfatt_sd.evaluation.statistics import (
@@ -40,7 +40,7 @@ from elfatt_sd.evaluation.statistics import (
     share_interval,
     verdict,
 )
-from elfatt_sd.files import atomic_file, sha256_of_data, write_json
+from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_json
 
 FORMAT = 3
 MOST_CHANGED = 16
@@ -149,14 +149,19 @@ def load_extractors(protocol: Protocol) -> list[Extractor]:
     """Load a protocol's extractors where its networks run.
 
     Raises:
-        ElfattError: one is not known or cannot be loaded.
+        ElfattError: one is not known or cannot be loaded, or two have distances of one name.
     """
     state = process_state(protocol.device)
     several = state.num_processes > 1 and protocol.device == "auto"
     device = str(state.device) if several else _device(protocol.device)
     weights = Path(protocol.inception_weights) if protocol.inception_weights else None
     digest = protocol.inception_sha256 or None
-    return [load_extractor(spec, weights=weights, sha256=digest, device=device) for spec in protocol.extractors]
+    extractors = [load_extractor(spec, weights=weights, sha256=digest, device=device) for spec in protocol.extractors]
+    names = [extractor.distance_name for extractor in extractors]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ElfattError(f"extractors={list(protocol.extractors)!r} give {twice} twice; give one of each kind.")
+    return extractors
 
 
 def _device(name: str) -> str:
@@ -172,29 +177,40 @@ def build_references(protocol: Protocol, *, batch_size: int = 32, progress: Prog
     return [_reference(protocol, extractor, batch_size, progress) for extractor in load_extractors(protocol)]
 
 
+def score_inputs(protocol: Protocol) -> dict[str, str]:
+    """Return what scores depend on beside the images: the hash of each extractor with its reference, by its distance.
+
+    Raises:
+        ElfattError: reference or extractor are missing.
+    """
+    source, settings = protocol.reference.source, _reference_settings(protocol)
+    extractors = load_extractors(protocol)
+    return {each.distance_name: reference_identity(source, each, **settings) for each in extractors}
+
+
 def _reference(protocol: Protocol, extractor: Extractor, batch_size: int, progress: Progress | None) -> Reference:
-    wanted, place = protocol.reference, cache_dir()
+    wanted, place = protocol.reference, cache_folder()
     with folder.clear_disk_errors(place):
         return build_reference(
             wanted.source,
             extractor,
             cache_dir=place,
-            preprocessing=Preprocessing(wanted.size, wanted.resize, wanted.filter),
-            expected=wanted.count,
             allow_count=wanted.allow_count,
-            per_class=wanted.per_class,
-            classes=[prompt.class_index for prompt in run_prompts(protocol)] if protocol.labels == "toy" else (),
             batch_size=batch_size,
             progress=progress,
+            **_reference_settings(protocol),
         )
 
 
-def cache_dir() -> Path:
-    """Where references are kept: `ELFATT_SD_CACHE`, or `elfatt-sd` in the user's cache folder."""
-    chosen = os.environ.get("ELFATT_SD_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elfatt-sd"
+def _reference_settings(protocol: Protocol) -> dict[str, Any]:
+    """Return what decides a reference beside its source and the extractor, as `build_reference` takes it."""
+    wanted = protocol.reference
+    return {
+        "preprocessing": Preprocessing(wanted.size, wanted.resize, wanted.filter),
+        "expected": wanted.count,
+        "per_class": wanted.per_class,
+        "classes": [prompt.class_index for prompt in run_prompts(protocol)] if protocol.labels == "toy" else (),
+    }
 
 
 class Scale:
@@ -224,8 +240,7 @@ class Scale:
         chunks = extract(images.pictures(), self.extractor, parts, batch_size=batch_size, progress=progress)
         if state.is_main_process:
             chunks.join(path)
-            chunks.delete()
-            parts.rmdir()
+            shutil.rmtree(parts, ignore_errors=True)  # with what a killed process left half-written there
         state.wait_for_everyone()
 
     def features(self, images: Images) -> Array:
