@@ -78,7 +78,9 @@ def _attend(qkv: list[Tensor], scale: float | None, bias: Tensor | None) -> tupl
         The result, shaped as the queries, and the log-sum-exp `[batch, tokens, heads]` in float32 at least.
     """
     if len(qkv[0]) > GRID_LIMIT and qkv[0].device.type not in GRID_FREE:
-        parts = [_attend(list(part), scale, bias) for part in zip(*(x.split(GRID_LIMIT) for x in qkv), strict=True)]
+        parts = [
+            _attend(list(part), scale, bias) for part in zip(*(torch.split(x, GRID_LIMIT) for x in qkv), strict=True)
+        ]
         return torch.cat([out for out, _ in parts]), torch.cat([total for _, total in parts])
     q, k, v = (x.transpose(1, 2) for x in qkv)
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)

@@ -94,7 +94,7 @@ def _deal(whole: Tensor, rest: Tensor, larger: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-@torch.inference_mode(False)  # type: ignore[untyped-decorator]  # what is kept may be used where gradients are wanted
+@torch.inference_mode(False)  # what is kept may be used where gradients are wanted
 def _static_on(order: str, height: int, width: int, size: int, device: torch.device) -> Tensor:
     """Return a fixed order on a device; built once, moved once."""
     return _static(order, height, width, size).to(device)
