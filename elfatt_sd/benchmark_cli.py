@@ -202,13 +202,15 @@ def report(
         bool, typer.Option("--check", help="Write nothing; exit code 1 if the page is out of step.")
     ] = False,
 ) -> None:
-    """Put the tables and plots of a folder of results into a page."""
-    from elfatt_sd.benchmarking.page import fill_page
+    """Make the tables and plots of a folder of results anew, and put them into a page."""
+    from elfatt_sd.benchmarking.page import fill_page, render
     from elfatt_sd.console import FAILURE, complain
     from elfatt_sd.files import atomic_file
 
     if not out.is_file():
         raise ElfattError(f"out={str(out)!r} does not exist; give a page with markers '<!-- bench NAME -->'.")
+    if not check:
+        render(folder)
     before = out.read_text(encoding="utf-8")
     after = fill_page(before, folder, out.parent)
     if check and after != before:

@@ -49,7 +49,7 @@ class Goal:
         if self.value is None:
             return f"| {self.what} | {asked} | not measured yet | | |"
         met = self.value <= self.limit if self.most else self.value >= self.limit
-        return f"| {self.what} | {asked} | {self.value:.3f} | `{self.row}` | {self.doubt or _verdict(met)} |"
+        return f"| {self.what} | {asked} | {self.value:.3f} | `{self.row}` | {self.doubt or verdict(met)} |"
 
 
 def goals_table(folder: Path) -> str:
@@ -62,8 +62,14 @@ def goals_table(folder: Path) -> str:
     return "\n".join([*lines, *map(str, _goals(folder))]) + "\n"
 
 
-def _verdict(met: bool) -> str:
-    return "met" if met else "**missed**"
+def verdict(met: bool, rounds: int = FEW_REPEATS) -> str:
+    """Say whether a goal is met, or that too few rounds were run to tell."""
+    return few_rounds(rounds) or ("met" if met else "**missed**")
+
+
+def few_rounds(rounds: int) -> str:
+    """Say that there are too few rounds, or nothing."""
+    return f"only {rounds} round{'s' * (rounds > 1)}" if rounds < FEW_REPEATS else ""
 
 
 def _goals(folder: Path) -> Iterator[Goal]:
@@ -121,9 +127,7 @@ def _doubt(results: Results, rows: Sequence[Row]) -> str:
     rounds = min((row["rounds"] for row in rows), default=FEW_REPEATS)
     groups = [group for group in results.get("groups", ()) if any(group["key"].items() <= row.items() for row in rows)]
     busy = max((sitting["bystanders"] or 0.0 for group in groups for sitting in group["sittings"]), default=0.0)
-    said = [f"only {rounds} round{'s' * (rounds > 1)}"] * (rounds < FEW_REPEATS)
-    said += [f"machine busy ({busy:.0%})"] * (busy > BUSY)
-    return ", ".join(said)
+    return ", ".join(filter(None, (few_rounds(rounds), f"machine busy ({busy:.0%})" * (busy > BUSY))))
 
 
 def _memory(results: Results) -> tuple[str, float | None]:

@@ -56,6 +56,7 @@ def merging(
             "tomesd": functools.partial(_peer, x, side, ratio, stride),
             "ours": functools.partial(_ours, x, side, ratio, stride, ordered=True),
             "ours, unordered": functools.partial(_ours, x, side, ratio, stride, ordered=False),
+            "floor: similarities": functools.partial(_similarities, x, stride),
         }
         record.time({"tokens": count, "batch": batch, "dtype": dtype}, without_gradients(calls), repeats)
     return record.results
@@ -73,3 +74,9 @@ def _ours(x: Tensor, side: int, ratio: float, stride: int, *, ordered: bool) -> 
     matching = match_tokens(x, side, side, ratio, stride, ordered=ordered)
     if matching is not None:
         matching.unmerge(matching.merge(x))
+
+
+def _similarities(x: Tensor, stride: int) -> Tensor:
+    """Multiply as many sources as there are with as many destinations: what both compute."""
+    destinations = x.shape[1] // stride**2
+    return x[:, destinations:] @ x[:, :destinations].transpose(1, 2)

@@ -1,4 +1,9 @@
-"""Names of what is timed beside our methods, as tables and results show them."""
+"""Names of what is timed, as tables and results show them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
 
 UNPATCHED, PEER, FLOOR = "untouched", "tomesd", "floor"
 COMPILED = ", compiled"  # at the end of a name
@@ -8,3 +13,26 @@ def is_reference(name: str) -> bool:
     """Tell whether a row is there to compare with: untouched, the peer, or a floor."""
     plain = name.removesuffix(COMPILED)
     return plain in (UNPATCHED, PEER) or plain.startswith(FLOOR)
+
+
+_LEGEND = {  # by the names that it explains
+    "untouched": "`untouched` is the model with PyTorch's fused attention",
+    "softmax": "`softmax` is PyTorch's fused attention",
+    "tomesd.*": "`tomesd` is the package",
+    "floor": "`floor` leaves out the self-attention layers of the finest level",
+    "floor of .*": "`floor of N levels` leaves out those of the N finest levels",
+    "floor: .*": "`floor: similarities` is the product that finds the most similar tokens, and nothing else",
+    r"[\w-]+:.*=.*": "`METHOD:SETTING=VALUE` is a method with a setting changed; `ratio=0` merges nothing",
+    f".*{COMPILED}": "`compiled` rows ran through `torch.compile`",
+    "block, .*": "`block, ORDER` attends inside blocks of that order",
+    "cell_spread": "`cell_spread` attends to the own cell and to a spread sample",
+    "sampled": "`sampled` attends to sampled keys",
+    ".* on tome .*": "`on tome 0.5` merges half of the tokens before",
+    "ours, unordered": "`unordered` leaves the order of the tokens that stay open",
+}
+
+
+def legend(names: Collection[str]) -> str:
+    """Return a sentence on the names that need one, or nothing."""
+    said = [text for pattern, text in _LEGEND.items() if any(re.fullmatch(pattern, name) for name in names)]
+    return "; ".join(said) + "." if said else ""

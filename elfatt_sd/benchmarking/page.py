@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from elfatt_sd.benchmarking.goals import goals_table
+from elfatt_sd.benchmarking.goals import goals_table, verdict
 from elfatt_sd.benchmarking.plots import plot
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import markdown
@@ -31,6 +31,14 @@ def save(results: Results, path: Path) -> list[Path]:
     with atomic_file(picture) as file:
         plot(results).savefig(file, format="png", dpi=150)
     return [path, table, picture]
+
+
+def render(folder: Path) -> None:
+    """Write the tables and plots of a folder of results anew."""
+    for path in sorted(folder.glob("*.json")):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        if "groups" in results:
+            save(results, path)
 
 
 def fill_page(text: str, folder: Path, start: Path) -> str:
@@ -56,11 +64,41 @@ def _section(path: Path, start: Path) -> str:
         return f"{MISSING}\n"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        parts = data.get("parts", {"": data})
-        said = [_described(name, results, path, start) for name, results in parts.items()]
+        if "parts" not in data:
+            return _described("", data, path, start)
+        said = [_described(name, results, path, start) for name, results in data["parts"].items()]
+        said.append(_concluded(data))
     except (ValueError, KeyError, TypeError) as error:
         raise ElfattError(f"{path} holds no results of a benchmark ({type(error).__name__}: {error}).") from error
     return "\n".join(said)
+
+
+def _concluded(suite: Results) -> str:
+    """Return a suite's goals, the growth of its memory, and what it could not measure."""
+    lines: list[str] = []
+    if goals := suite.get("goals"):
+        lines += ["### Goals", "", "| part | method | times as fast as untouched | at least | rounds | |"]
+        lines += ["|---|---|---|---|---|---|"]
+        for goal in goals:
+            met = verdict(goal["gain"] >= goal["goal"], goal["rounds"])
+            figures = f"{goal['gain']:.2f} | {goal['goal']} | {goal['rounds']}"
+            lines.append(f"| {goal['part']} | {goal['method']} | {figures} | {met} |")
+        lines.append("")
+    if slopes := suite.get("memory_slope"):
+        methods = list(dict.fromkeys(method for known in slopes.values() for method in known))
+        lines += ["### GB for +1 picture", "", f"| method | {' | '.join(slopes)} |", "|---" * (len(slopes) + 1) + "|"]
+        for method in methods:
+            cells = [f"{known[method]:.3f}" if method in known else "" for known in slopes.values()]
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+        lines.append("")
+    if errors := suite.get("errors"):
+        lines += [
+            "### Not measured",
+            "",
+            *(f"- {part}: {' '.join(error.split())}" for part, error in errors.items()),
+            "",
+        ]
+    return "\n".join(lines)
 
 
 def _described(name: str, results: Results, path: Path, start: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,18 +27,24 @@ def plot(results: Results) -> Any:
         _draw_means(means, rows)
         return figure
     if results["kind"] in ("layer", "growth"):
-        parts = list(dict.fromkeys(row["part"] for row in rows))
-        figure = Figure(figsize=(6.2 * len(parts), 4.5), layout="constrained")
-        for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
-            _draw_growth(axes, [row for row in rows if row["part"] == part], part)
-        return figure
+        return _growth_figure(rows)
     panels: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         panels.setdefault(title({key: row[key] for key in _KEYS if key in row}), []).append(row)
-    height = 1.2 + 0.42 * max(len(panel) for panel in panels.values())
-    figure = Figure(figsize=(6.5 * len(panels), height), layout="constrained")
-    for axes, (name, panel) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    columns = min(2, len(panels))
+    height = 0.8 + 0.42 * max(len(panel) for panel in panels.values())
+    figure = Figure(figsize=(6.5 * columns, height * math.ceil(len(panels) / columns) + 0.8), layout="constrained")
+    grid = figure.subplots(math.ceil(len(panels) / columns), columns, squeeze=False).flatten()
+    for axes, (name, panel) in zip(grid, panels.items(), strict=False):
         _draw_speeds(axes, panel, name, results["bases"][0])
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    settings = results["settings"]
+    about = [settings.get("model", results["kind"]), settings.get("dtype"), results["machine"]["device"]]
+    figure.suptitle(", ".join(filter(None, about)), fontsize=10)
+    caption = "Bars: median over the rounds; whiskers: least and greatest round.\nGrey: to compare with; blue: ours"
+    phases = ", mean over a run; orange: one call in its own phase" * any(map(own_part, rows))
+    figure.supxlabel(f"{caption}{phases}.", fontsize=8)
     return figure
 
 
@@ -55,24 +62,61 @@ def _draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, base: 
             axes.annotate(f"{speed['median']:.2f}", (speed["max"], where), **text)
             greatest = max(greatest, speed["max"])
     axes.axvline(1, color="0.4", linewidth=0.8, zorder=0)
-    several = any(own_part(row) for row in rows)
-    label = f"times as fast as {base}" + "\n(orange: one call in the method's own phase)" * several
-    axes.set(title=name, xlabel=label, xlim=(0, 1.18 * greatest))
+    axes.set(title=name, xlabel=f"times as fast as {base}", xlim=(0, 1.18 * greatest))
     axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
     axes.invert_yaxis()
 
 
-def _draw_growth(axes: Any, rows: Sequence[Mapping[str, Any]], part: str) -> None:
-    for index, name in enumerate(dict.fromkeys(row["method"] for row in rows)):
-        own = [row for row in rows if row["method"] == name]
-        times = [row["seconds"] * 1e3 for row in own]
-        axes.plot([row["tokens"] for row in own], times, label=name, **_style(index))
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds", title=part)
+def _growth_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Draw time over tokens, a panel for each part, with one colour and one legend for the methods of all parts."""
+    from matplotlib.figure import Figure
+
+    parts = list(dict.fromkeys(row["part"] for row in rows))
+    figure = Figure(figsize=(5.2 * len(parts) + 1.8, 4.8), layout="constrained")
+    panels = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
+    kinds = list(dict.fromkeys(_kind(row) for row in rows))
+    lines: dict[str, Any] = {}
+    for axes, part in zip(panels, parts, strict=True):
+        own = [row for row in rows if row["part"] == part]
+        _draw_guides(axes, own)
+        for index, kind in enumerate(kinds):
+            if line := _draw_growth(axes, [row for row in own if _kind(row) == kind], _style(index)):
+                lines[kind] = line
+        sizes = sorted({row["tokens"] for row in own})
+        axes.set(xscale="log", yscale="log", xlabel="tokens", title=part)
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("milliseconds")
+    figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize=8)
+    figure.supxlabel("Bands: all block orders. Dashed: proportional to the tokens, and to their square.", fontsize=8)
+    return figure
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    """Return the method without its block order."""
+    return str(row["method"]).split(",")[0]
+
+
+def _draw_growth(axes: Any, rows: Sequence[Mapping[str, Any]], style: Mapping[str, Any]) -> Any:
+    """Draw the median over the block orders as a line, and their span as a band; return the line."""
+    if not rows:
+        return None
+    times: dict[int, list[float]] = {}
+    for row in rows:
+        times.setdefault(row["tokens"], []).append(row["seconds"] * 1e3)
+    low, middle, high = ([pick(each) for each in times.values()] for pick in (min, statistics.median, max))
+    axes.fill_between(list(times), low, high, color=style["color"], alpha=0.25, linewidth=0)
+    return axes.plot(list(times), middle, **style)[0]
+
+
+def _draw_guides(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw growth by the tokens below, and by their square above what was measured."""
     sizes = sorted({row["tokens"] for row in rows})
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    first = [row["seconds"] * 1e3 for row in rows if row["tokens"] == sizes[0]]
+    for slope, start in ((1, 0.8 * min(first)), (2, 1.25 * max(first))):
+        times = [start * (size / sizes[0]) ** slope for size in sizes]
+        axes.plot(sizes, times, linestyle="--", color="0.6", linewidth=0.8, zorder=0)
 
 
 def _draw_errors(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -113,7 +113,7 @@ class Record:
         seconds: float = math.inf,
         warm_up: Mapping[str, Call] | None = None,
     ) -> dict[str, list[float]]:
-        """Time calls in turns, and keep each whole round; see `interleave`.
+        """Time calls in turns, and keep each whole round and what did not fit into memory; see `interleave`.
 
         Args:
             key: what tells this group from the others.
@@ -133,7 +133,12 @@ class Record:
             sitting["bystanders"] = bystanders.share()
             self.save()
 
-        watch = Watch(functools.partial(self.tell, title(key)), keep_round)
+        def lose(name: str) -> None:
+            group["lost"].append(name)
+
+        watch = Watch(functools.partial(self.tell, title(key)), keep_round, lose)
+        calls = {name: call for name, call in calls.items() if name not in group["lost"]}
+        warm_up = warm_up and {name: call for name, call in warm_up.items() if name not in group["lost"]}
         options: dict[str, Any] = {"seconds": seconds, "warm_up": warm_up, "times": group["times"], "watch": watch}
         return interleave(calls, repeats, self._device, **options)
 
@@ -159,7 +164,7 @@ class Record:
         groups: list[dict[str, Any]] = self.results["groups"]
         found = next((group for group in groups if group["key"] == dict(key)), None)
         if found is None:
-            found = {"key": dict(key), "times": {}, "peaks": {}, "sittings": []}
+            found = {"key": dict(key), "times": {}, "peaks": {}, "lost": [], "sittings": []}
             groups.append(found)
         return found
 

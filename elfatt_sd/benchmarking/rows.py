@@ -75,7 +75,7 @@ def _timing(own: Sequence[float], totals: Times, bases: Sequence[str], floor: st
         "seconds": statistics.median(own),
         "rounds": len(own),
         "speed": {base: ratios(totals[base], own) for base in bases},
-        "floor": {"name": floor, **ratios(own, totals[floor])} if floor is not None else None,
+        "floor": {"name": floor, **ratios(own, totals[floor])} if floor is not None and floor in totals else None,
     }
 
 

@@ -6,19 +6,30 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elfatt_sd.benchmarking.names import COMPILED, UNPATCHED, legend
+from elfatt_sd.benchmarking.record import title
 from elfatt_sd.benchmarking.rows import Results
 
 _KEYS = ("size", "tokens", "batch", "dtype", "part")
 
 
 def markdown(results: Results) -> str:
-    """Return the rows as a Markdown table, and the exponents below it where they were fitted."""
+    """Return the rows as a Markdown table, with what all of them share above it and what their names mean below it."""
+    rows = results["rows"]
     if results["kind"] == "orders":
-        return error_table(results["rows"])
-    lines = _table(results["rows"], results["bases"])
+        return error_table(rows)
+    lines = _table(rows, results["bases"])
+    if named := legend({row["method"] for row in rows}):
+        lines += ["", named]
+    for group in results["groups"]:
+        if group.get("lost"):
+            lines += ["", f"Did not fit into memory ({title(group['key'])}): {', '.join(group['lost'])}."]
     for part, fitted in results.get("exponents", {}).items():
-        lines += ["", f"Time of the {part} grows with tokens to the power of: "]
-        lines[-1] += ", ".join(f"{name} {value:.2f}" for name, value in fitted.items() if value is not None) + "."
+        own = [row["method"] for row in rows if row["part"] == part]
+        sizes = max(map(own.count, own))
+        few = {name: f" ({own.count(name)} sizes)" for name in own if own.count(name) < sizes}
+        said = [f"{name} {value:.2f}{few.get(name, '')}" for name, value in fitted.items() if value is not None]
+        lines += ["", f"Time of the {part} grows with tokens to the power of: {'; '.join(said)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -38,17 +49,20 @@ def error_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> list[str]:
-    keys = [key for key in _KEYS if any(key in row for row in rows)]
+    values = {key: {row.get(key) for row in rows} for key in _KEYS}
+    keys = [key for key in _KEYS if len(values[key]) > 1]
+    shared = {key: rows[0][key] for key in _KEYS if len(values[key]) == 1 and key in rows[0]}
     bases = [base for base in bases if any(base in row["speed"] for row in rows)]
     floors = any(row["floor"] for row in rows)
     peaks = any(row["peak_bytes"] is not None for row in rows)
     growth = any(row["bytes_per_picture"] is not None for row in rows)
-    head = [*keys, "method", "ms", *(f"times as fast as {base}" for base in bases)]
+    head = [*keys, "method", "time", *(f"times as fast as {base}" for base in bases)]
     head += ["of its floor's time"] * floors + ["peak MiB"] * peaks + ["GB for +1 picture"] * growth
-    lines = _start(head)
+    caption = title(shared)
+    lines = [f"{caption[:1].upper()}{caption[1:]}:", ""] * bool(shared) + _start(head)
     for row in rows:
         for each in (row, *_parts(row)):
-            cells = [f"{each['seconds'] * 1e3:.4g}", *(_spread(each["speed"].get(base)) for base in bases)]
+            cells = [clock(each["seconds"]), *(_spread(each["speed"].get(base)) for base in bases)]
             cells += [_spread(each["floor"], 3)] * floors
             cells += [_scaled(each.get("peak_bytes"), 2**20, 0)] * peaks
             cells += [_scaled(each.get("bytes_per_picture"), 1e9, 3)] * growth
@@ -57,8 +71,17 @@ def _table(rows: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> list[str]
 
 
 def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a line for each part of a method's run."""
-    return [{**part, "method": f"&nbsp; {part['steps']} steps: {part['what']}"} for part in row.get("parts", ())]
+    """Return a line for each part of a method's run; what an untouched call is to a floor, says nothing of it."""
+    return [
+        {**part, "method": f"&nbsp; {part['steps']} steps: {part['what']}"}
+        | ({"floor": None} if part["variant"].removesuffix(COMPILED) == UNPATCHED else {})
+        for part in row.get("parts", ())
+    ]
+
+
+def clock(seconds: float) -> str:
+    """Return a time in milliseconds, or in seconds from ten on."""
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.4g} ms"
 
 
 def _start(head: Sequence[str]) -> list[str]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from elfatt_sd.evaluation.environment import is_out_of_memory
+
 Call = Callable[[], Any]
 
 
@@ -23,10 +25,12 @@ class Watch:
     Attributes:
         turn: called after every call that counts or warms up, with the number of them so far and in all.
         round: called after every whole round.
+        lost: called with the name of what does not fit into memory.
     """
 
     turn: Callable[[int, int], None] = lambda done, total: None
     round: Callable[[], None] = lambda: None
+    lost: Callable[[str], None] = lambda name: None
 
 
 def interleave(
@@ -39,7 +43,7 @@ def interleave(
     times: dict[str, list[float]] | None = None,
     watch: Watch | None = None,
 ) -> dict[str, list[float]]:
-    """Time functions in turns, after a warm-up round that does not count.
+    """Time functions in turns, after a warm-up round that does not count; what runs out of memory there is left out.
 
     Args:
         calls: what to time, by name.
@@ -63,11 +67,20 @@ def interleave(
     total, done = len(warm) + (repeats - first) * len(calls), 0
     repeated = dict.fromkeys(names, 1)
     for name, call in warm.items():
-        _timed(call, 1, device)
-        if device.type != "cpu" and name in repeated:
-            repeated[name] = max(1, min(20, round(0.1 / _timed(call, 1, device))))
+        try:
+            _timed(call, 1, device)
+            if device.type != "cpu" and name in repeated:
+                repeated[name] = max(1, min(20, round(0.1 / _timed(call, 1, device))))
+        except Exception as error:
+            if name not in calls or not is_out_of_memory(error):
+                raise
+            names.remove(name)
+            total -= repeats - first
+            watch.lost(name)
         done += 1
         watch.turn(done, total)
+    if not names:
+        return times
     for turn in range(first, repeats):
         if turn > first and time.monotonic() - start > seconds:
             break

@@ -19,6 +19,7 @@ from elfatt_sd.benchmarking.page import save
 from elfatt_sd.benchmarking.pipeline import pipeline, twin
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.tables import clock, markdown
 from elfatt_sd.benchmarking.unet import forget_matchings, unet
 from elfatt_sd.benchmarking.variants import Variant, varied
 from elfatt_sd.config import ATTENTIONS, BLOCK_ORDERS, ElfattError, PatchConfig
@@ -35,7 +36,7 @@ def check_saved(results: Results, folder: Path) -> None:
     lines = [line for line in table.read_text().splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     for row in results["rows"]:
-        assert any(f"| {row['method']} | {row['seconds'] * 1e3:.4g} |" in line for line in lines)
+        assert any(f"| {row['method']} | {clock(row['seconds'])} |" in line for line in lines)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -96,7 +97,13 @@ def test_compiled_variants_are_timed_beside_the_others(
     model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda unet, dynamic: compiled.append(unet) or unet)
+    original = torch.compile
+
+    def compile(unet: Any, dynamic: bool) -> Any:
+        compiled.append(unet)
+        return original(unet, dynamic=dynamic, backend="aot_eager")  # traces as the default does, and needs no compiler
+
+    monkeypatch.setattr(torch, "compile", compile)
     results = unet(model, sizes=[64], methods=methods[2:], compile=True, **QUICK)
     plain = ["untouched", "fast", "floor of 2 levels"]
     assert [row["method"] for row in results["rows"]] == plain + [f"{name}, compiled" for name in plain]
@@ -132,6 +139,36 @@ def test_peaks_are_those_of_fresh_processes(
     assert [row["bytes_per_picture"] for row in rows] == [128, 128, None]
     rows = unet("sd15", sizes=[64], methods=methods[2:], memory=[3], **QUICK)["rows"]
     assert [row["peak_bytes"] for row in rows] == [192, 192, None]
+
+
+def test_what_does_not_fit_costs_its_own_rows_only(
+    model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A method with such a phase has no row; the same command leaves it out again; the table names it."""
+    from elfatt_sd.benchmarking import unet as module
+
+    tried: list[int] = []
+
+    def make_call(unet: Any, inputs: Any) -> Any:
+        call = unet_call(unet, inputs)
+        states = [module.elfatt_state for module in unet.modules() if hasattr(module, "elfatt_state")]
+        if not states or states[0].denoiser.config.phases[0].attention != "elfatt":
+            return call
+
+        def fail() -> None:
+            tried.append(0)
+            raise torch.OutOfMemoryError("out of memory")
+
+        return fail
+
+    monkeypatch.setattr(module, "unet_call", make_call)
+    monkeypatch.setattr(module, "_warm_up", lambda units, variants, calls, small: calls)
+    for repeats in (2, 3):
+        results = unet(model, sizes=[64], methods=methods, repeats=repeats, device="cpu", session=Session(tmp_path))
+    assert len(tried) == 1
+    rows = {row["method"]: row["rounds"] for row in results["rows"]}
+    assert rows == dict.fromkeys(["untouched", "tomesd", "tome", "fast", "floor", "floor of 2 levels"], 3)
+    assert "Did not fit into memory (64 pixels, batch 2): elfatt/0." in markdown(results)
 
 
 def test_cuda_graphs_need_cuda(model: Model) -> None:
@@ -213,7 +250,9 @@ def test_layer_needs_square_grids() -> None:
 def test_merging(tmp_path: Path) -> None:
     results = merging(tokens=[256], channels=32, repeats=2, device="cpu")
     assert [(row["dtype"], row["method"]) for row in results["rows"]] == [
-        (dtype, name) for dtype in ("float32", "bfloat16") for name in ("tomesd", "ours", "ours, unordered")
+        (dtype, name)
+        for dtype in ("float32", "bfloat16")
+        for name in ("tomesd", "ours", "ours, unordered", "floor: similarities")
     ]
     assert results["rows"][0]["speed"] == {"tomesd": {"median": 1.0, "min": 1.0, "max": 1.0}}
     check_saved(results, tmp_path)

@@ -45,6 +45,40 @@ def test_it_writes_after_every_part(suite: Any, tmp_path: Path, monkeypatch: pyt
     assert {"untouched", "tomesd", "tome", "agent", "elfatt", "elfatt:ratio=0", "floor", "floor of 2 levels"} <= methods
 
 
+def test_every_kind_of_part_runs(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growth, a large batch with few methods, compiled, and a kernel that is not there."""
+    import torch
+
+    parts = ["growth", "sdxl 1024 batch 48", "sd15 512 batch 1 compiled", "sd15 1024 batch 1 flash"]
+    words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", ",".join(parts)]
+    monkeypatch.setattr(sys, "argv", words)
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda unet, dynamic: original(unet, dynamic=dynamic, backend="aot_eager"))
+    suite.main()
+    results = read(tmp_path)
+    assert list(results["parts"]) == parts[:3]
+    assert set(results["parts"]["growth"]["exponents"]) == {"attention", "layer"}
+    methods = [row["method"] for row in results["parts"]["sdxl 1024 batch 48"]["rows"]]
+    assert methods == ["untouched", "tomesd", "tome", "elfatt", "elfatt-fast", "floor", "floor of 2 levels"]
+    assert "elfatt-fast, compiled" in {row["method"] for row in results["parts"]["sd15 512 batch 1 compiled"]["rows"]}
+    assert results["errors"]["sd15 1024 batch 1 flash"].startswith("ElfattError: attention_backend='flash'")
+
+
+def test_a_stopped_suite_still_concludes(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", "merging,backends"]
+    monkeypatch.setattr(sys, "argv", words)
+
+    def stop(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite.Suite, "backends", stop)
+    with pytest.raises(KeyboardInterrupt):
+        suite.main()
+    results = read(tmp_path)
+    assert list(results["parts"]) == ["merging"]
+    assert {"goals", "memory_slope"} <= set(results)
+
+
 def test_memory_slopes(suite: Any) -> None:
     """From one picture to eight."""
     fake = type("Fake", (), {"results": {"parts": {}}})()

@@ -36,7 +36,7 @@ def results(tmp_path: Path) -> Path:
 
 def test_tables_replace_what_stands_between_the_markers(results: Path, tmp_path: Path) -> None:
     page = fill_page(TEXT, results, tmp_path)
-    assert page.startswith("# Title\n\n<!-- bench merging -->\n| tokens |")
+    assert page.startswith("# Title\n\n<!-- bench merging -->\n64 tokens, batch 2, float32:\n\n| method | time |")
     assert (results / "merging.md").read_text() in page
     assert "old" not in page
     assert "![merging](results/merging.png)" in page
@@ -48,9 +48,25 @@ def test_tables_replace_what_stands_between_the_markers(results: Path, tmp_path:
 
 def test_a_suite_shows_all_its_parts(results: Path, tmp_path: Path) -> None:
     part = json.loads((results / "merging.json").read_text())
-    (results / "other.json").write_text(json.dumps({"parts": {"first": part, "second": part}, "errors": {}}))
+    goals = [
+        {"part": "first", "method": "elfatt", "gain": gain, "goal": 1.09, "rounds": rounds}
+        for gain, rounds in ((1.2, 7), (1.0, 7), (1.2, 3))
+    ]
+    suite = {
+        "parts": {"first": part, "second": part},
+        "goals": goals,
+        "memory_slope": {"sd15 512": {"untouched": 0.5, "tome": 0.25}, "sdxl 1024": {"tome": 1.0}},
+        "errors": {"third": "ElfattError: flash\nis not there"},
+    }
+    (results / "other.json").write_text(json.dumps(suite))
     page = fill_page(TEXT, results, tmp_path)
     assert page.index("### first") < page.index("### second")
+    verdicts = [line.split(" | ")[-1] for line in page.splitlines() if line.startswith("| first | elfatt |")]
+    assert verdicts == ["met |", "**missed** |", "only 3 rounds |"]
+    assert (
+        "| method | sd15 512 | sdxl 1024 |\n|---|---|---|\n| untouched | 0.500 |  |\n| tome | 0.250 | 1.000 |" in page
+    )
+    assert "- third: ElfattError: flash is not there" in page
 
 
 def test_a_page_without_markers_and_a_foreign_file_are_refused(results: Path, tmp_path: Path) -> None:
@@ -67,8 +83,13 @@ def test_the_command_fills_and_checks_the_page(results: Path, tmp_path: Path) ->
     words = ["bench", "report", str(results), "--out", str(page)]
     assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 1
     assert page.read_text() == TEXT
+    (results / "merging.md").unlink()
+    plot = (results / "merging.png").read_bytes()
+    (results / "merging.png").write_bytes(b"old")
     assert CliRunner().invoke(app, words).exit_code == 0
-    assert "| tokens |" in page.read_text()
+    assert "64 tokens, batch 2, float32:" in page.read_text()
+    assert (results / "merging.md").read_text() in page.read_text()
+    assert (results / "merging.png").read_bytes() == plot
     assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 0
 
 

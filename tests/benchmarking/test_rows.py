@@ -70,6 +70,12 @@ def test_a_base_that_was_not_timed_is_left_out() -> None:
     assert [list(row["speed"]) for row in make_rows(data)] == [["floor"]] * 3
 
 
+def test_without_its_floor_a_row_has_no_share_of_it() -> None:
+    data = results()
+    data["groups"][0]["times"]["floor"] = []
+    assert [row["floor"] for row in make_rows(data)] == [None, None]
+
+
 def test_a_group_without_a_whole_round_has_no_rows() -> None:
     data = results()
     data["groups"][0]["times"] = {"untouched": [], "x/1": [], "floor": []}

@@ -95,12 +95,36 @@ def test_exponent(exponent: float) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
-def test_the_share_of_others_is_a_share() -> None:
-    bystanders = Bystanders()
-    time.sleep(0.05)
-    share = bystanders.share()
-    assert share is not None
-    assert 0 <= share <= 1
+def test_processor_time_is_read() -> None:
+    """No part is greater than the whole, and this process's own share grows as it works."""
+    before = timing._processor_seconds()
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        pass
+    after = timing._processor_seconds()
+    assert before is not None and after is not None
+    everything, busy, _ = after
+    assert 0 < busy <= everything
+    assert after[2] - before[2] >= 0.05
+
+
+def test_what_does_not_fit_is_left_out(cpu: torch.device) -> None:
+    """It is told, not timed again, and the others have all their rounds; another error stops everything."""
+    seen: list[str] = []
+    lost: list[str] = []
+    heard: list[tuple[int, int]] = []
+
+    def fail(error: Exception) -> None:
+        seen.append("x")
+        raise error
+
+    watch = Watch(turn=lambda done, total: heard.append((done, total)), lost=lost.append)
+    full = {**calls("ab", seen), "x": lambda: fail(torch.OutOfMemoryError("CUDA out of memory"))}
+    times = interleave(full, 2, cpu, watch=watch)
+    assert (lost, seen.count("x"), heard[-1]) == (["x"], 1, (7, 7))
+    assert {name: len(taken) for name, taken in times.items()} == {"a": 2, "b": 2, "x": 0}
+    with pytest.raises(RuntimeError, match="other"):
+        interleave({"x": lambda: fail(RuntimeError("other"))}, 2, cpu)
 
 
 def test_processor_time_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,79 @@
+"""Tables say each thing once: what all rows share above them, what names mean below them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elfatt_sd.benchmarking.names import legend
+from elfatt_sd.benchmarking.tables import clock, markdown
+
+
+def ratio(value: float) -> dict[str, float]:
+    return {"median": value, "min": value, "max": value}
+
+
+def row(method: str, **changes: Any) -> dict[str, Any]:
+    timing = {
+        "seconds": 41.1,
+        "rounds": 5,
+        "speed": {"untouched": ratio(1.5)},
+        "floor": {"name": "floor", **ratio(1.2)},
+    }
+    return {
+        "size": 512,
+        "batch": 2,
+        "method": method,
+        **timing,
+        "peak_bytes": None,
+        "bytes_per_picture": None,
+        **changes,
+    }
+
+
+def table(*rows: dict[str, Any], **results: Any) -> str:
+    return markdown({"kind": "unet", "bases": ["untouched"], "groups": [], "rows": list(rows), **results})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0012344, "1.234 ms"), (9.9994, "9999 ms"), (10.0, "10.0 s"), (412.34, "412.3 s")]
+)
+def test_seconds_from_ten_on(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_what_all_rows_share_stands_above() -> None:
+    lines = table(row("a"), row("b")).splitlines()
+    assert lines[:3] == [
+        "512 pixels, batch 2:",
+        "",
+        "| method | time | times as fast as untouched | of its floor's time |",
+    ]
+    lines = table(row("a"), row("b", batch=4)).splitlines()
+    assert lines[0] == "512 pixels:"
+    assert lines[2].startswith("| batch | method |")
+
+
+def test_an_untouched_phase_has_no_share_of_a_floor() -> None:
+    timing = {"seconds": 1.0, "speed": {}, "floor": {"name": "floor", **ratio(1.7)}}
+    parts = [{"variant": name, "steps": 25, "what": name, **timing} for name in ("untouched", "a/1")]
+    exact, own = table(row("a", parts=parts)).splitlines()[5:7]
+    assert exact == "| &nbsp; 25 steps: untouched | 1000 ms |  |  |"
+    assert own == "| &nbsp; 25 steps: a/1 | 1000 ms |  | 1.700 (1.700 to 1.700) |"
+
+
+def test_exponents_of_fewer_sizes_say_so() -> None:
+    rows = [row("a", tokens=tokens, part="layer") for tokens in (1, 2, 3)]
+    rows += [row("b", tokens=tokens, part="layer") for tokens in (1, 2)]
+    text = table(*rows, exponents={"layer": {"a": 1.0, "b": 2.0}})
+    assert "Time of the layer grows with tokens to the power of: a 1.00; b 2.00 (2 sizes)." in text
+
+
+def test_names_are_explained_where_they_occur() -> None:
+    text = table(row("untouched"), row("elfatt:ratio=0"))
+    assert text.splitlines()[-1] == legend({"untouched", "elfatt:ratio=0"})
+    assert "`ratio=0` merges nothing" in text
+    assert "`floor` leaves out" not in text
+    assert "`floor` leaves out" in legend({"floor"})
+    assert legend({"tome", "elfatt-fast"}) == ""
