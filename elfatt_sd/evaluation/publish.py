@@ -7,44 +7,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.report import PAGE, replace_files, report_files
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.evaluation.report.tables import study_table
 from elfatt_sd.evaluation.report.text import plural
 from elfatt_sd.evaluation.report.writers import to_markdown
 from elfatt_sd.evaluation.results import RESULTS_FILE
-from elfatt_sd.files import atomic_file, write_json
+from elfatt_sd.files import write_json
 from elfatt_sd.pages import fill_blocks
 
-PAGE, KEPT = "index.html", ("*.md", "*.csv", "*.tex", "*.png")
 MISSING = "Not measured yet."
 
 
 def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
-    """Copy results, tables and plots of a run to `folder/NAME`.
+    """Write results, tables and plots of a run to `folder/NAME`, all from the same results.
+
+    What an earlier publication left there and this one does not have is removed.
 
     Args:
-        run_dir: a run with its report.
+        run_dir: a run with its results.
         folder: of all published results.
-        page: copy the report's page, too, which holds pictures.
+        page: write the report's page, too, which holds pictures.
 
     Returns:
         The folder of the run's results.
 
     Raises:
-        ElfattError: the run has no report, or a folder cannot be written.
+        ElfattError: the run has no results, or a folder cannot be written.
     """
-    results, report = load_results(run_dir), run_dir / "report"
-    if not (report / PAGE).is_file():
-        raise ElfattError(f"{report / PAGE} does not exist; `elfatt-sd eval report {run_dir}` writes it.")
+    results = load_results(run_dir)
     target = folder / results.name
-    found = [path for pattern in (*KEPT, *([PAGE] if page else [])) for path in sorted(report.glob(pattern))]
+    files = report_files(run_dir, results)
     try:
         write_json(target / RESULTS_FILE, dict(results.data))
-        for path in found:
-            with atomic_file(target / path.name) as file:
-                file.write(path.read_bytes())
     except OSError as error:
         raise ElfattError(f"{target} cannot be written: {error.strerror}.") from error
+    replace_files(target, {name: content for name, content in files.items() if page or name != PAGE})
     return target
 
 

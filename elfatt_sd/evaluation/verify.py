@@ -1,9 +1,9 @@
-"""Check a finished run: every image against its hash, and the table against one computed anew from the images."""
+"""Check a finished run: images against their hashes, scores against new ones, results and report against those."""
 
 from __future__ import annotations
 
-import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from elfatt_sd.evaluation.protocols import Cell, Protocol, decisive
 from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, join_results
 from elfatt_sd.files import sha256_of_data, sha256_of_file
 
-_TOLERANCE = 1e-3  # relative: another machine sums in another order
+TOLERANCE = 1e-3  # another machine sums in another order
 
 
 def verify_run(run_dir: Path, *, recompute: bool = True) -> list[str]:
@@ -40,7 +40,7 @@ def verify_run(run_dir: Path, *, recompute: bool = True) -> list[str]:
     if recompute:
         problems += _check_scores(run_dir)
     problems += _check_results(run_dir)
-    return problems or list(_check_tables(run_dir))
+    return problems or list(_check_report(run_dir))
 
 
 def _check_identity(run_dir: Path) -> Iterator[str]:
@@ -59,9 +59,17 @@ def _check_images(run_dir: Path, protocol: Protocol) -> Iterator[str]:
         except ElfattError as error:
             yield str(error)
             continue
-        wanted = [(prompt.index, prompt.text, image_seed(protocol, cell, prompt.index)) for prompt in prompts]
-        if [(entry["index"], entry["prompt"], entry["seed"]) for entry in entries] != wanted:
-            yield f"{folder.manifest_path(run_dir, cell)}: images, prompts or seeds are not those of the protocol"
+        wanted = [
+            {
+                "index": prompt.index,
+                "prompt": prompt.text,
+                "class_index": prompt.class_index,
+                "seed": image_seed(protocol, cell, prompt.index),
+            }
+            for prompt in prompts
+        ]
+        if [{key: entry.get(key) for key in wanted[0]} for entry in entries] != wanted:
+            yield f"{folder.manifest_path(run_dir, cell)}: images, prompts, classes or seeds are not the protocol's"
         yield from _check_files(run_dir, cell, entries)
 
 
@@ -92,7 +100,7 @@ def _check_scores(run_dir: Path) -> Iterator[str]:
             os.symlink((run_dir / part).resolve(), copy / part)
         score_run(copy)
         computed = folder.read_json(copy / SCORES_FILE)
-    for key, before, now in unequal(recorded["rows"], computed["rows"]):
+    for key, before, now in unequal(recorded, computed):
         yield f"{path}: {key} is {before}, computed anew {now}"
 
 
@@ -102,36 +110,67 @@ def _check_results(run_dir: Path) -> Iterator[str]:
     if recorded is None:
         yield f"{path}: deleted, or the run is not finished"
         return
-    for key, before, now in unequal(recorded["rows"], join_results(run_dir)["rows"]):
+    for key, before, now in unequal(recorded, join_results(run_dir), tolerance=0):
         yield f"{path}: {key} is {before}, in the files of the stages {now}"
 
 
-def _check_tables(run_dir: Path) -> Iterator[str]:
-    """Compare the tables of the report with those that the results give."""
-    from elfatt_sd.evaluation.report import written_tables
+def _check_report(run_dir: Path) -> Iterator[str]:
+    """Compare the report with the one that the results give; of plots and pictures only that they are there.
+
+    How these are encoded depends on the versions of other packages.
+    """
+    from elfatt_sd.evaluation.report import leftovers, report_files
     from elfatt_sd.evaluation.report.data import load_results
 
-    for name, text in written_tables(load_results(run_dir)).items():
-        path = run_dir / "report" / name
-        if path.is_file() and path.read_bytes() != text.encode():
-            yield f"{path}: not the table of {RESULTS_FILE}; `elfatt-sd eval report {run_dir}` writes it anew"
+    report = run_dir / "report"
+    remedy = f"`elfatt-sd eval report {run_dir}` writes it anew"
+    files = report_files(run_dir, load_results(run_dir))
+    for name, content in files.items():
+        path = report / name
+        if not path.is_file():
+            yield f"{path}: deleted, or the report is not written yet; {remedy}"
+        elif path.suffix != ".png" and _words(path.read_bytes()) != _words(content):
+            yield f"{path}: not that of {RESULTS_FILE}; {remedy}"
+    for path in leftovers(report, files):
+        yield f"{path}: not of this report"
 
 
-def unequal(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Compare plain data, numbers with a tolerance; yields the place and both values of each difference."""
+def _words(content: bytes) -> bytes:
+    return re.sub(rb"<svg .*?</svg>|data:image/webp[^\"]*", b"", content, flags=re.DOTALL)
+
+
+def unequal(
+    before: Any, now: Any, key: str = "", *, tolerance: float = TOLERANCE, size: float = 0.0
+) -> Iterator[tuple[str, Any, Any]]:
+    """Compare plain data; yields the place and both values of each difference.
+
+    Args:
+        before: what was recorded.
+        now: what it should be.
+        key: the place of both.
+        tolerance: of numbers with a fraction, as a share of the figure that they belong to: of its value or of the
+            width of its interval, or of the figure around it, such as the distance around a difference. All else must
+            be equal.
+        size: of the figure around both.
+    """
     if isinstance(before, dict) and isinstance(now, dict):
+        size = max(size, _size(now))
         for name in dict.fromkeys([*before, *now]):
-            yield from unequal(before.get(name), now.get(name), f"{key}.{name}" if key else str(name))
+            place = f"{key}.{name}" if key else str(name)
+            yield from unequal(before.get(name), now.get(name), place, tolerance=tolerance, size=size)
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for index, (old, new) in enumerate(zip(before, now, strict=True)):
             name = old.get("cell", index) if isinstance(old, dict) else index
-            yield from unequal(old, new, f"{key}[{name}]")
-    elif _is_number(before) and _is_number(now):
-        if not (math.isclose(before, now, rel_tol=_TOLERANCE, abs_tol=1e-6) or (before != before and now != now)):
+            yield from unequal(old, new, f"{key}[{name}]", tolerance=tolerance, size=size)
+    elif isinstance(before, float) and isinstance(now, float):
+        if not abs(before - now) <= tolerance * max(size, abs(now)):  # so written, NaN differs from all
             yield key, before, now
     elif before != now:
         yield key, before, now
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _size(figure: dict[str, Any]) -> float:
+    """Return the value of a figure or the width of its interval, whichever is larger; 0 of other data."""
+    middle, ends = figure.get("value", figure.get("mean")), figure.get("interval")
+    width = ends[1] - ends[0] if isinstance(ends, list) else 0.0
+    return max(abs(middle) if isinstance(middle, float) else 0.0, width)

@@ -5,7 +5,10 @@ import math
 import random
 from pathlib import Path
 
+import torch
 from PIL import Image, ImageDraw, ImageFilter
+
+from elfatt_sd.evaluation.environment import describe_environment
 
 COLORS = {
     "red": "#d7263d",
@@ -117,9 +120,8 @@ def _results(rows: list[dict]) -> dict:
             "time": {"repeats": 5, "warmup": 1, "batch": 2}, "cells": [{"name": row["cell"]} for row in rows],
         },
         "environment": {
-            "elfatt_sd": "0.1.0", "python": "3.11.7", "packages": {"torch": "2.15.0", "diffusers": "0.42.1"},
-            "device": "cpu", "device_name": "AMD EPYC 9B14", "cpu_threads": 2, "cuda": None,
-            "attention_backends": {"scaled_dot_product_attention": ["flash (CPU)", "math"]},
+            **describe_environment(torch.device("cpu")),
+            "packages": {"torch": "2.15.0", "diffusers": "0.42.1"}, "device": "2 cores of AMD EPYC", "cpu_threads": 2,
         },
         "rows": rows,
         "reference": {"FD-toy": {"source": "renders", "count": 10_000, "features": 32}},

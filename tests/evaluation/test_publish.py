@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from elfatt_sd.cli import app
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.publish import MISSING, fill_page, publish
-from elfatt_sd.evaluation.report import write_report
+from elfatt_sd.evaluation.report import write_report, written_tables
+from elfatt_sd.evaluation.report.data import load_results
 
 ROOT = Path(__file__).parents[2]
 TEXT = """# Page
@@ -55,13 +56,34 @@ def test_what_is_kept(run: Path, published: Path, tmp_path: Path) -> None:
     assert not (publish(run, tmp_path, page=False) / "index.html").exists()
 
 
+def test_what_is_published_is_of_one_piece(tmp_path: Path) -> None:
+    """The results changed after the report was written, and a plot has nothing to show any more."""
+    results = fake_run.build_run(tmp_path / "run", images=2, size=32)
+    write_report(tmp_path / "run")
+    target = publish(tmp_path / "run", tmp_path / "results")
+    (target / "README.md").write_text("by hand")
+    assert {"memory.png", "index.html"} < {path.name for path in target.iterdir()}
+    for row in results["rows"]:
+        row["memory"] = None
+    results["rows"][2]["label"] = "Renamed"
+    fake_run.save(tmp_path / "run", results)
+    assert publish(tmp_path / "run", tmp_path / "results", page=False) == target
+    left = {path.name for path in target.iterdir()}
+    assert "memory.png" not in left and "index.html" not in left
+    assert {"README.md", "difference.png"} < left
+    for name, text in written_tables(load_results(target)).items():
+        assert (target / name).read_text(encoding="utf-8") == text
+        assert "Renamed" in text
+
+
 def test_a_page_is_filled(published: Path) -> None:
     text = fill_page(TEXT, published, published.parent)
     assert text.startswith("# Page\n\nbefore\n\n<!-- eval toy_full difference -->\n| Method |")
     assert "old" not in text
     assert "ELFATT-SD" in text
     assert f"![difference]({published.name}/toy_full/difference.png)" in text
-    assert "Protocol `toy_full` (4f1d0c6e5b): 64 pictures a row, 25 steps, AMD EPYC 9B14, torch 2.15.0" in text
+    machine = "2 cores of AMD EPYC, 2 threads, torch 2.15.0"
+    assert f"Protocol `toy_full` (4f1d0c6e5b): 64 pictures a row, 25 steps, {machine}" in text
     assert f"after\n<!-- eval none -->\n{MISSING}\n<!-- end -->\n" in text
     assert fill_page(text, published, published.parent) == text
 
@@ -71,8 +93,7 @@ def test_what_is_wrong_is_named(run: Path, published: Path, tmp_path: Path) -> N
         fill_page("# Page\n", published, published)
     with pytest.raises(ElfattError, match=r"plot 'nothing' .* does not exist; there are: .*difference"):
         fill_page("<!-- eval toy_full nothing -->\n<!-- end -->", published, published)
-    fake_run.build_run(tmp_path, images=2, size=32)
-    with pytest.raises(ElfattError, match=r"index.html does not exist; `elfatt-sd eval report"):
+    with pytest.raises(ElfattError, match=r"results.json cannot be read .*; `elfatt-sd eval score"):
         publish(tmp_path, published)
 
 

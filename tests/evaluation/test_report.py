@@ -18,7 +18,7 @@ from elfatt_sd.evaluation.report.data import Estimate, Results
 from elfatt_sd.evaluation.report.palette import PAPER, Palette
 from elfatt_sd.evaluation.report.pictures import Pictures
 from elfatt_sd.evaluation.report.plots import draw_plots
-from elfatt_sd.evaluation.report.published import comparable_words
+from elfatt_sd.evaluation.report.published import comparability, comparable_words
 from elfatt_sd.evaluation.report.scatter import Spot, distance_over_time, front
 from elfatt_sd.evaluation.report.summary import findings, headline
 from elfatt_sd.evaluation.report.tables import main_table, more_table
@@ -137,7 +137,7 @@ def test_findings_name_the_fastest_the_null_row_and_failures(results):
     assert "picture 7 is black" in told and "64 pictures a row" not in told
     results["rows"][1]["distances"]["FD-toy"]["difference"]["verdict"] = "worse"
     results["protocol"]["limit"] = 8
-    results["environment"]["timing"] = {"note": "only 2 repeats; take 5 or more", "environment": {"device_name": "GPU"}}
+    results["environment"]["timing"] = {"note": "only 2 repeats; take 5 or more", "environment": {"device": "GPU"}}
     told = " ".join(findings(Results(results)))
     assert "needs more pictures" in told and "limited to 8 pictures" in told and "only 2 repeats" in told
     assert "Fastest by the median, end to end on GPU" in told
@@ -201,6 +201,11 @@ def test_less_memory_is_claimed_beyond_the_fit_error_alone(results):
     assert "Memory of the untouched pipeline was not measured; the least of the others" in " ".join(
         findings(Results(results))
     )
+
+
+def test_memory_of_different_kinds_is_not_compared(results):
+    results["rows"][-1]["memory"]["kind"] = "CUDA allocated"
+    assert told_of(results, "VmHWM") == "Memory was measured as CUDA allocated and VmHWM, which cannot be compared."
 
 
 def test_no_verdict_is_given_from_few_classes(tmp_path, results):
@@ -403,6 +408,10 @@ def test_hostile_text_stays_text(tmp_path):
     for row in results["rows"][2:5]:
         row["label"] = HOSTILE
     results["rows"][7]["failed"] = results["name"] = results["description"] = HOSTILE
+    names = ('"><script>alert(3)</script>', "../../../escaped", "..-..-..-escaped")
+    for place, row in enumerate(results["rows"][2:6]):
+        row |= {"label": HOSTILE, "method": "tome"}
+        row["settings"] = {name: "changed" if place == number else "same" for number, name in enumerate(names)}
     results["environment"][HOSTILE] = HOSTILE
     results["protocol"]["model"] = results["protocol"][HOSTILE] = HOSTILE
     results["published"]["rows"][0]["label"] = results["published"]["source"] = HOSTILE
@@ -416,6 +425,14 @@ def test_hostile_text_stays_text(tmp_path):
     assert all(attributes.get("src", "data:").startswith("data:") for attributes in shown.all("img"))
     assert shown.text.count("{{ 7 * 7 }}") >= 8 and "49" not in headline(Results(results))
     assert any(attributes.get("title") == HOSTILE for attributes in shown.all("span"))
+    plots = {path.name for path in (tmp_path / "report").glob("ablation*.png")}
+    assert plots == {
+        "ablation_ratio.png", "ablation_---script-alert-3---script-.png", "ablation_---------escaped.png",
+        "ablation_---------escaped-2.png",
+    }  # fmt: skip
+    assert not list(tmp_path.parent.glob("*escaped*"))
+    ids = [attributes["id"] for _, attributes in shown.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
     text = (tmp_path / "report" / "table.tex").read_text(encoding="utf-8")
     assert len(set(latex_rows(text))) == 1
     for table in markdown_tables((tmp_path / "report" / "table.md").read_text(encoding="utf-8")):
@@ -485,17 +502,71 @@ def test_unreadable_pictures_leave_a_gap(tmp_path):
 
 
 def test_identical_pictures_are_called_identical(results):
-    results["rows"][-1]["paired"]["psnr"] |= {
-        "median": 100.0,
-        "mean": 98.0,
-        "quartiles": [100.0, 100.0],
-        "identical": 61,
-    }
-    entry = main_table(Results(results)).lines[-1].entries[-1]
-    assert (entry.text, entry.note) == ("identical", "(61 of 64)")
-    plots, _ = draw_plots(Results(results), Palette(Results(results)))
-    closeness = next(plot for plot in plots if plot.name == "closeness_time")
-    assert "ELFATT-SD 0.5:" not in closeness.alt and "ELFATT-SD 0.3:" in closeness.alt
+    most, some, all_ = (results["rows"][place]["paired"]["psnr"] for place in (-1, -2, -3))
+    most["identical"], some["identical"] = 61, 3
+    all_ |= dict.fromkeys(("mean", "interval", "median", "quartiles")) | {"identical": 64}
+    shown = Results(results)
+    psnr = [line.entries[-1] for line in main_table(shown).lines[-3:]]
+    assert [entry.text for entry in psnr] == ["identical", f"{some['mean']:.2f}", "identical"]
+    low, high = some["interval"]
+    assert [entry.note for entry in psnr] == ["(64 of 64)", f"[{low:.2f}, {high:.2f}], 3 of 64 identical", "(61 of 64)"]
+    assert [record["psnr identical"] for record in csv.DictReader(io.StringIO(to_csv(shown)))][-3:] == ["64", "3", "61"]
+    plots = {plot.name: plot.alt for plot in draw_plots(shown, Palette(shown))[0]}
+    assert "ELFATT-SD 0.5:" not in plots["closeness_time"] and "ELFATT-SD 0.3:" in plots["closeness_time"]
+    assert "ELFATT-SD 0.5: PSNR" not in plots["ablation_ratio"] and "ELFATT-SD 0.3: PSNR" in plots["ablation_ratio"]
+
+
+def test_a_published_figure_is_that_of_the_same_program(results):
+    def published(**settings):
+        data = copy.deepcopy(results)
+        data["rows"][4]["settings"] |= settings
+        return main_table(Results(data)).lines[4].published[0].text
+
+    assert published() == published(stride=2) == "30.9"
+    assert published(stride=4) == published(no_such_setting=1) == "—"
+    results["rows"][4]["method"] = "custom"
+    assert published() == "30.9" and published(until=0.2) == "—"
+
+
+def test_a_higher_accuracy_is_better_without_an_arrow_down(run, tmp_path, results):
+    results["rows"][2]["accuracy"]["mean"]["difference"]["verdict"] = "better"
+    results["rows"][2]["distances"]["FD-toy"]["difference"]["verdict"] = "worse"
+    save(tmp_path, results)
+    cells = [" ".join(cell.split()) for table in Page(write_report(tmp_path)).tables for line in table for cell in line]
+    assert {cell for cell in cells if re.fullmatch(r"\S (better|worse)", cell)} == {"✓ better", "✗ worse"}
+
+
+def test_the_machine_is_that_of_the_timing(results):
+    def machine(timing=None):
+        data = results | {"environment": results["environment"] | {"timing": timing}}
+        return next(here for what, here, _ in comparability(Results(data)) if what == "Hardware")
+
+    assert machine() == "2 cores of AMD EPYC, 2 threads"
+    other = results["environment"] | {"cpu_threads": 1}
+    assert machine({"environment": other}) == "2 cores of AMD EPYC, 1 threads"
+    assert machine({"environment": other | {"device": "NVIDIA H200", "cuda": {"runtime": "12.4"}}}) == "NVIDIA H200"
+
+
+def test_a_null_row_is_called_wider_only_where_it_is(results):
+    def caption():
+        return charts.differences(Results(results), Palette(Results(results))).caption
+
+    assert "it is wider than those of the methods" in caption()
+    results["rows"][1]["distances"]["FD-toy"]["difference"]["interval"] = [0.1, 0.3]
+    assert "Shaded: the interval of the null row" in caption() and "wider" not in caption()
+
+
+def test_plots_that_are_no_longer_drawn_are_removed(tmp_path, results):
+    save(tmp_path, results)
+    write_report(tmp_path)
+    (tmp_path / "report" / "notes.txt").write_text("by hand")
+    for row in results["rows"]:
+        row["memory"] = None
+    save(tmp_path, results)
+    write_report(tmp_path)
+    left = {path.name for path in (tmp_path / "report").iterdir()}
+    assert "memory.png" not in left and "distance_memory.png" not in left
+    assert {"notes.txt", "index.html", "table.csv", "difference.png"} < left
 
 
 def test_settings_that_vary_have_their_column_and_plot(results):
@@ -717,3 +788,11 @@ def test_out_of_memory_is_a_result(results):
     results["rows"][-1] |= {"time": {"failed": reason}, "memory": {"failed": reason, "batches": []}}
     line = main_table(Results(results)).lines[-1]
     assert [entry.text for entry in line.entries].count(reason) == 2
+
+
+def test_a_slope_from_fewer_batches_says_why(results):
+    results["rows"][-1]["memory"]["note"] = "out of memory at batch 8"
+    entry = main_table(Results(results)).lines[-1].entries[-2]
+    assert re.fullmatch(r"\[.*\], out of memory at batch 8", entry.note)
+    notes = [record["memory note"] for record in csv.DictReader(io.StringIO(to_csv(Results(results))))]
+    assert notes == [""] * (len(notes) - 1) + ["out of memory at batch 8"]

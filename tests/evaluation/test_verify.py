@@ -46,6 +46,11 @@ def _swap_prompt(run_dir: Path, image: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"owl"', '"eagle"'))
 
 
+def _swap_class(run_dir: Path, image: Path) -> None:
+    manifest = image.parents[1] / "manifest.jsonl"
+    manifest.write_text(manifest.read_text().replace('"class_index": 2', '"class_index": 1'))
+
+
 def _cut_manifest(run_dir: Path, image: Path) -> None:
     manifest = image.parents[1] / "manifest.jsonl"
     manifest.write_text("".join(manifest.read_text().splitlines(keepends=True)[:-1]))
@@ -62,8 +67,9 @@ def _edit_protocol(run_dir: Path, image: Path) -> None:
         (_alter, "cells/null/images/00002.png: altered"),
         (_delete, "cells/null/images/00002.png: deleted"),
         (_add, "cells/null/images/00009.png: not an image of this run"),
-        (_swap_prompt, "cells/null/manifest.jsonl: images, prompts or seeds are not those"),
-        (_cut_manifest, "cells/null/manifest.jsonl: images, prompts or seeds are not those"),
+        (_swap_prompt, "cells/null/manifest.jsonl: images, prompts, classes or seeds are not"),
+        (_swap_class, "cells/null/manifest.jsonl: images, prompts, classes or seeds are not"),
+        (_cut_manifest, "cells/null/manifest.jsonl: images, prompts, classes or seeds are not"),
         (_edit_protocol, "run.json: the protocol does not have the identity"),
     ],
 )
@@ -92,20 +98,68 @@ def test_edited_scores_are_found_by_computing_them_anew(copy: Path) -> None:
     assert all("results.json" in line for line in verify_run(copy, recompute=False))
 
 
-def test_an_edited_table_is_found(copy: Path) -> None:
-    def improve(data: Any) -> None:
-        data["rows"][2]["time"]["unet"]["seconds_per_image"] /= 2
+def test_an_edited_reference_is_found_by_computing_it_anew(copy: Path) -> None:
+    def enlarge(data: Any) -> None:
+        data["references"]["FD-CLIP (12 reference images)"]["count"] = 50_000
 
-    _edit(copy / "results.json", improve)
+    _edit(copy / "scores.json", enlarge)
+    (problem, _) = verify_run(copy)
+    assert "scores.json: references.FD-CLIP (12 reference images).count is 50000, computed anew 12" in problem
+
+
+def _halve_time(data: Any) -> None:
+    data["rows"][2]["time"]["unet"]["seconds_per_image"] /= 2
+
+
+def _change_little(data: Any) -> None:
+    data["rows"][2]["distances"]["FD-CLIP (12 reference images)"]["value"] *= 1 - 1e-6
+
+
+def _count_more(data: Any) -> None:
+    data["rows"][2]["paired"]["psnr"]["identical"] += 1
+
+
+def _change_steps(data: Any) -> None:
+    data["protocol"]["steps"] = 50
+
+
+def _change_machine(data: Any) -> None:
+    data["environment"]["timing"]["environment"]["device"] = "Abacus"
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (_halve_time, "rows[elfatt-block_size16-agents8-ratio0.5].time.unet.seconds_per_image"),
+        (_change_little, "distances.FD-CLIP (12 reference images).value"),
+        (_count_more, "paired.psnr.identical is 1,"),
+        (_change_steps, "protocol.steps is 50, in the files of the stages 4"),
+        (_change_machine, "environment.timing.environment.device is Abacus"),
+    ],
+)
+def test_edited_results_are_found(copy: Path, change: Callable[[Any], None], place: str) -> None:
+    _edit(copy / "results.json", change)
     (problem,) = verify_run(copy, recompute=False)
-    assert "time.unet.seconds_per_image" in problem
+    assert "results.json: " in problem
+    assert place in problem
 
 
-def test_an_edited_table_of_the_report_is_found(copy: Path) -> None:
-    path = copy / "report" / "table.csv"
+@pytest.mark.parametrize("name", ["table.csv", "index.html"])
+def test_an_edited_report_is_found(copy: Path, name: str) -> None:
+    path = copy / "report" / name
     path.write_bytes(path.read_bytes().replace(b"ELFATT-SD", b"ELFATT-SD*", 1))
     (problem,) = verify_run(copy, recompute=False)
-    assert "report/table.csv: not the table of results.json" in problem
+    assert f"report/{name}: not that of results.json" in problem
+
+
+def test_the_report_has_all_its_files_and_no_others(copy: Path) -> None:
+    for name in ("table.tex", "index.html", "difference.png"):
+        (copy / "report" / name).unlink()
+    (copy / "report" / "ablation_old.png").touch()
+    problems = verify_run(copy, recompute=False)
+    assert [problem.partition("report/")[2].split(",")[0] for problem in problems] == [
+        "table.tex: deleted", "difference.png: deleted", "index.html: deleted", "ablation_old.png: not of this report",
+    ]  # fmt: skip
 
 
 def test_missing_files_are_named(copy: Path) -> None:
@@ -113,8 +167,23 @@ def test_missing_files_are_named(copy: Path) -> None:
     assert any("scores.json: deleted" in problem for problem in verify_run(copy))
 
 
-def test_numbers_are_compared_with_a_tolerance() -> None:
+def test_numbers_with_a_fraction_are_compared_with_a_tolerance() -> None:
     assert list(unequal({"a": [1.0, 2]}, {"a": [1.0 + 1e-6, 2]})) == []
     assert list(unequal({"a": [1.0, 2]}, {"a": [1.01, 2]})) == [("a[0]", 1.0, 1.01)]
+    assert list(unequal({"a": 1.0}, {"a": 1.0 + 1e-6}, tolerance=0)) == [("a", 1.0, 1.0 + 1e-6)]
+    assert list(unequal({"a": 10_000}, {"a": 10_001})) == [("a", 10_000, 10_001)]
     assert list(unequal({"a": 1}, {"b": 1})) == [("a", 1, None), ("b", None, 1)]
-    assert list(unequal({"a": True}, {"a": 1})) == []
+    assert len(list(unequal({"a": float("nan")}, {"a": 1.0}))) == 1
+
+
+def test_the_tolerance_of_a_difference_is_that_of_its_figure() -> None:
+    """A difference near 0 has the rounding errors of the distances that it is of."""
+
+    def distance(difference: float, low: float = -0.5) -> dict[str, Any]:
+        ends = {"value": difference, "interval": [low, 0.5], "verdict": "no difference shown"}
+        return {"FID": {"value": 20.0, "interval": [19.0, 21.0], "difference": ends}}
+
+    assert list(unequal(distance(1e-5), distance(3e-5))) == []
+    assert list(unequal(distance(1e-5), distance(0.1))) == [("FID.difference.value", 1e-5, 0.1)]
+    assert list(unequal(distance(0.0), distance(0.0, -0.6))) == [("FID.difference.interval[0]", -0.5, -0.6)]
+    assert list(unequal({"value": 0.0, "interval": [-2.0, 2.0]}, {"value": 1e-3, "interval": [-2.0, 2.0]})) == []

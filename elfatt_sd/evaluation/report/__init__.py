@@ -6,13 +6,17 @@ in the published table; what is not there is shown as "not measured".
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.files import atomic_file
 
-__all__ = ["write_report", "written_tables"]
+__all__ = ["PAGE", "leftovers", "replace_files", "report_files", "write_report", "written_tables"]
+
+PAGE = "index.html"
+_FILES = (PAGE, "table.*", "*.png")
 
 
 def write_report(run_dir: Path) -> Path:
@@ -27,27 +31,51 @@ def write_report(run_dir: Path) -> Path:
     Raises:
         ElfattError: `results.json` is missing or unreadable, or the folder cannot be written.
     """
+    run_dir = Path(run_dir)
+    folder = run_dir / "report"
+    replace_files(folder, report_files(run_dir, load_results(run_dir)))
+    return folder / PAGE
+
+
+def report_files(run_dir: Path, results: Results) -> dict[str, bytes]:
+    """Return the whole report: page, tables and plots, by the names of their files.
+
+    Args:
+        run_dir: folder with `cells/CELL/images`.
+        results: of the run.
+    """
     from elfatt_sd.evaluation.report.page import render_page
     from elfatt_sd.evaluation.report.palette import Palette
     from elfatt_sd.evaluation.report.pictures import Pictures
     from elfatt_sd.evaluation.report.plots import draw_plots
 
-    run_dir = Path(run_dir)
-    results = load_results(run_dir)
     plots, missing = draw_plots(results, Palette(results))
-    files = written_tables(results)
-    page = render_page(results, Pictures(run_dir, results), plots, missing, files)
-    contents = {name: text.encode("utf-8") for name, text in files.items()}
-    contents |= {f"{plot.name}.png": plot.png for plot in plots}
-    contents["index.html"] = page.encode("utf-8")
-    folder = run_dir / "report"
+    tables = written_tables(results)
+    page = render_page(results, Pictures(run_dir, results), plots, missing, tables)
+    contents = {name: text.encode("utf-8") for name, text in tables.items()}
+    return contents | {f"{plot.name}.png": plot.png for plot in plots} | {PAGE: page.encode("utf-8")}
+
+
+def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write a report's files into a folder and remove those that a former report left there.
+
+    Raises:
+        ElfattError: the folder cannot be written.
+    """
     try:
         for name, content in contents.items():
             with atomic_file(folder / name) as file:
                 file.write(content)
+        for path in leftovers(folder, contents):
+            path.unlink()
     except OSError as error:
         raise ElfattError(f"The report cannot be written to {folder}: {error.strerror or error}.") from error
-    return folder / "index.html"
+
+
+def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return the files of a folder that are of a report, but not of the one with these files."""
+    kept = set(names)
+    return sorted(path for pattern in _FILES for path in folder.glob(pattern) if path.name not in kept)
 
 
 def written_tables(results: Results) -> dict[str, str]:

@@ -7,14 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elfatt_sd.evaluation.report.charts import LEGEND, WIDTH, Chart, legend_above
-from elfatt_sd.evaluation.report.data import Estimate, Results, Row, setting_text, setting_title, shortened
+from elfatt_sd.evaluation.report.data import (
+    TIME_COLUMNS,
+    Estimate,
+    Results,
+    Row,
+    setting_text,
+    setting_title,
+    shortened,
+)
 from elfatt_sd.evaluation.report.palette import BASE, Palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _LINES = ("-", "--", ":", "-.")
-_TIMES = {"end_to_end": "s/img", "unet": "UNet, s/img"}
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,8 @@ def _measures(results: Results) -> list[tuple[str, Callable[[Row], Estimate | No
     return [
         (name, lambda row: row.distance(name)),
         ("Accuracy", lambda row: row.accuracy("mean")),
-        ("PSNR, dB", lambda row: row.paired("psnr")),
-        (_TIMES[part], seconds),
+        ("PSNR, dB", lambda row: row.psnr),
+        (TIME_COLUMNS[part], seconds),
     ]
 
 

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
 
-FORMAT = 1
 BASELINE, NULL, METHOD = "baseline", "null", "method"
 STAGES = {"text": "Text", "unet": "UNet", "vae": "VAE", "reserved": "Reserved"}
 PARTS = {"end_to_end": "end to end", "unet": "UNet alone"}
+TIME_COLUMNS = {"end_to_end": "s/img", "unet": "UNet, s/img"}
 CROWD = 8  # methods; with more, colours repeat, so rows are numbered
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with the ends of its interval, where there is one (one from a bootstrap may miss the value)."""
+    """A value with the ends of its interval, where there is one."""
 
     value: float
     low: float | None = None
@@ -193,9 +194,19 @@ class Row:
 
     @property
     def identical(self) -> int | None:
-        """The number of pictures that equal the baseline's, where these are more than half; else None."""
-        count, pictures = number(self.data, "paired", "psnr", "identical"), self.images
-        return int(count) if count and pictures and 2 * count > pictures else None
+        """The number of pictures that equal the baseline's in every pixel; the PSNR is that of the others."""
+        count = number(self.data, "paired", "psnr", "identical")
+        return None if count is None or not math.isfinite(count) else int(count)
+
+    @property
+    def mostly_identical(self) -> bool:
+        """Whether more than half of the pictures equal the baseline's, so that a PSNR tells little."""
+        return 2 * (self.identical or 0) > (self.images or 0)
+
+    @property
+    def psnr(self) -> Estimate | None:
+        """The mean PSNR to the baseline's pictures; None where most are identical."""
+        return None if self.mostly_identical else self.paired("psnr")
 
     def accuracy(self, name: str) -> Estimate | None:
         """Return the share of pictures that show what the prompt says of one attribute."""
@@ -291,11 +302,18 @@ class Results:
         return environment if isinstance(environment, Mapping) else {}
 
     @property
+    def machine(self) -> Mapping[str, Any]:
+        """The environment of the timing; where nothing was timed, that of the pipeline."""
+        timed = dig(self.environment, "timing", "environment")
+        return timed if isinstance(timed, Mapping) else self.environment
+
+    @property
     def hardware(self) -> str:
-        """The processor that was timed, or that ran the pipeline; empty where it was not recorded."""
-        where = (dig(self.environment, "timing", "environment"), self.environment)
-        names = (dig(part, key) for part in where for key in ("device_name", "device"))
-        return next((name for name in names if isinstance(name, str) and name), "")
+        """The processor of `machine`, and how many threads ran where it is a CPU; empty where it was not recorded."""
+        device, threads = self.machine.get("device"), number(self.machine, "cpu_threads")
+        if not isinstance(device, str):
+            return ""
+        return f"{device}, {threads:g} threads" if threads and self.machine.get("cuda") is None else device
 
     @cached_property
     def baseline(self) -> Row | None:
@@ -357,7 +375,7 @@ def load_results(run_dir: Path) -> Results:
     Raises:
         ElfattError: the file is missing, is no JSON object, or has another format.
     """
-    path = Path(run_dir) / "results.json"
+    path = Path(run_dir) / RESULTS_FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

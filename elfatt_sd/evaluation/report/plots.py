@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from elfatt_sd.evaluation.report.scatter import (
     distance_over_time,
 )
 
+_NAME = 80  # characters of a file's name
 _STYLE: Any = {
     "font.size": 9,
     "font.family": "sans-serif",
@@ -78,7 +80,8 @@ def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str
     """
     import matplotlib
 
-    plots, missing = [], []
+    plots: list[Plot] = []
+    missing: list[str] = []
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # the page's own fonts may have it
         for make in _makers(results):
@@ -86,8 +89,20 @@ def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str
             if isinstance(chart, str):
                 missing.append(chart)
             else:
-                plots.append(_finish(chart, palette))
+                plots.append(_finish(chart, _file_name(chart.name, [plot.name for plot in plots]), palette))
     return plots, missing
+
+
+def _file_name(name: str, taken: Sequence[str]) -> str:
+    """Return a name of word characters and dashes, fit for a file and for an id, that no other plot has.
+
+    Args:
+        name: of a chart, which may hold the name of a setting.
+        taken: the names of the other plots.
+    """
+    bare = re.sub(r"[^\w-]", "-", name)[:_NAME]
+    names = itertools.chain([bare], (f"{bare}-{place}" for place in itertools.count(2)))
+    return next(found for found in names if found not in taken)
 
 
 def _makers(results: Results) -> Iterator[Callable[[Results, Palette], charts.Chart | str]]:
@@ -105,20 +120,20 @@ def _makers(results: Results) -> Iterator[Callable[[Results, Palette], charts.Ch
         yield functools.partial(charts.timing_strip, part=part)
 
 
-def _finish(chart: charts.Chart, palette: Palette) -> Plot:
+def _finish(chart: charts.Chart, name: str, palette: Palette) -> Plot:
     png, svg = io.BytesIO(), io.StringIO()
     chart.figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
     chart.figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     alt = f"{chart.title}. {'; '.join(chart.points)}."
-    return Plot(chart.name, chart.title, chart.caption, alt, _inline(svg.getvalue(), chart, palette), png.getvalue())
+    return Plot(name, chart.title, chart.caption, alt, _inline(svg.getvalue(), name, palette), png.getvalue())
 
 
-def _inline(svg: str, chart: charts.Chart, palette: Palette) -> str:
+def _inline(svg: str, name: str, palette: Palette) -> str:
     """Make a standalone SVG fit for a page: no prolog, ids of its own, colours from the page's variables."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\s(xmlns(:xlink)?|version)="[^"]*"', "", svg, count=3).replace("xlink:href=", "href=")
-    svg = re.sub(r'(\bid="|href="#|url\(#)', lambda match: f"{match[1]}{chart.name}-", svg)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', lambda match: f"{match[1]}{name}-", svg)
     for colour, variable in palette.variables().items():
         svg = re.sub(f"(?<=: ){re.escape(colour)}\\b", f"var({variable})", svg)
     svg = re.sub(r"font: ([^;\"]*?)'[^\"]*?sans-serif", r"font: \1sans-serif", svg)

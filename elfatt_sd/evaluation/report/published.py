@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row, dig, setting_text
 
 FIGURES = {"FID": ("FID ↓", 1), "seconds_per_image": ("s/img", 3), "gb_per_image": ("GB/img", 2)}
@@ -96,8 +97,6 @@ def _conditions(results: Results) -> dict[str, str]:
     sampling = [told("steps", "{} steps"), told("guidance", "guidance {}"), size]
     if told("scheduler") != "stored":  # the model's own
         sampling.append(told("scheduler", "scheduler {}"))
-    threads = results.environment.get("cpu_threads") if results.environment.get("device") == "cpu" else None
-    hardware = results.hardware + (f", {threads} threads" if threads else "")
     kinds = {str(dig(row.data, "memory", "kind")) for row in results.rows if dig(row.data, "memory", "kind")}
     found = {
         "Model": told("model"),
@@ -106,7 +105,7 @@ def _conditions(results: Results) -> dict[str, str]:
         "Pictures per row": " to ".join(str(count) for count in dict.fromkeys([*counts[:1], *counts[-1:]])),
         "Reference": _reference(results.from_protocol("reference")),
         "Distance": results.distance or "",
-        "Hardware": hardware,
+        "Hardware": results.hardware,
         "Time": f"batch of {timed}" if timed else "",
         "Memory": f"growth of {', '.join(sorted(kinds))} per +1 batch" if kinds else "not measured",
     }
@@ -123,11 +122,24 @@ def _reference(value: Any) -> str:
 def _same(published: Mapping[str, Any], row: Row) -> bool:
     settings = {key: value for key, value in published.items() if key != "label" and key not in FIGURES}
     wanted = {key: setting_text(value) for key, value in settings.items() if value is not None}
+    if _bare(published) != _bare(row.data):
+        return False
     if row.role == BASELINE:
-        return not wanted and _bare(published) == _bare(row.data)
-    return _bare(published) == _bare(row.data) and all(
-        setting_text(row.settings.get(key)) == text for key, text in wanted.items()
-    )
+        return not wanted
+    named = {key: value for key, value in row.settings.items() if key in wanted}
+    told = {key: setting_text(value) for key, value in named.items()}
+    return told == wanted and _same_program(row, named)
+
+
+def _same_program(row: Row, named: Mapping[str, Any]) -> bool:
+    """Tell whether the settings that the published row does not name are the method's own ones."""
+    if named == row.settings:
+        return True
+    method = str(row.data.get("method"))
+    try:
+        return PatchConfig.preset(method, **row.settings) == PatchConfig.preset(method, **named)
+    except ElfattError:  # phases of its own, whose settings are not known
+        return False
 
 
 def _bare(row: Mapping[str, Any]) -> str:

@@ -162,6 +162,9 @@ def _memory(results: Results) -> str:
     known = [(row, slope) for row in results.methods if (slope := row.slope) is not None]
     if not known:
         return "Memory was not measured."
+    kinds = sorted({str(dig(row.data, "memory", "kind")) for row in results.rows if row.slope is not None})
+    if len(kinds) > 1:
+        return f"Memory was measured as {join_names(kinds)}, which cannot be compared."
     base = results.baseline.slope if results.baseline else None
     row, least = min(known, key=lambda pair: pair[1].value)
     decimals = max(decimals_for([least, base]), 2)

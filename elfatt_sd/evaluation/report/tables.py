@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from elfatt_sd.evaluation.report.data import (
     NULL,
     PARTS,
     STAGES,
+    TIME_COLUMNS,
     Estimate,
     Results,
     Row,
@@ -26,7 +26,6 @@ from elfatt_sd.evaluation.statistics import BETTER, TOO_FEW, WORSE
 DASH = "—"
 REFERENCE = "reference"
 THIS_RUN = "This run"
-_TIMES = {"end_to_end": "s/img", "unet": "UNet, s/img"}
 _VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 
 
@@ -110,7 +109,7 @@ def main_table(results: Results) -> Table:
         makers += _distance_columns(results, results.distance)
     if "mean" in results.attributes:
         makers += [("Accuracy ↑", _estimate_maker(results, lambda row: row.accuracy("mean")))]
-    makers += [(_TIMES[results.time_part], _time_maker(results, results.time_part))]
+    makers += [(TIME_COLUMNS[results.time_part], _time_maker(results, results.time_part))]
     makers += [("GiB/img", _memory_maker(results))]
     makers += [("PSNR, dB", _paired_maker(results, "psnr", 1))]
     return _build(results, makers, published=True)
@@ -129,7 +128,7 @@ def more_table(results: Results) -> Table:
         else:
             title = f"{setting_title(name)} accuracy"
             makers.append((title, _estimate_maker(results, lambda row, name=name: row.accuracy(name))))  # type: ignore[misc]
-    makers += [(_TIMES[part], _time_maker(results, part)) for part in PARTS if part != results.time_part]
+    makers += [(TIME_COLUMNS[part], _time_maker(results, part)) for part in PARTS if part != results.time_part]
     for stage in results.stages:
         title = f"{STAGES[stage]}, GiB/img"
         makers.append((title, _plain_maker(results, lambda row, stage=stage: row.stage_slope(stage))))  # type: ignore[misc]
@@ -151,7 +150,7 @@ def study_table(results: Results) -> Table:
     if "mean" in results.attributes:
         makers += [("Accuracy ↑", _estimate_maker(results, lambda row: row.accuracy("mean")))]
     part = "unet" if any(row.seconds("unet") is not None for row in results.rows) else results.time_part
-    return _build(results, [*makers, (_TIMES[part], _time_maker(results, part))], published=False)
+    return _build(results, [*makers, (TIME_COLUMNS[part], _time_maker(results, part))], published=False)
 
 
 def published_table(results: Results) -> tuple[list[str], list[list[str]]]:
@@ -268,15 +267,20 @@ def _paired_maker(results: Results, measure: str, least: int) -> _Maker:
 
     def make(row: Row) -> Entry:
         found = row.paired(measure)
-        if row.role == BASELINE and (found is None or math.isinf(found.value)):
+        if row.role == BASELINE and found is None:
             return Entry(REFERENCE, kind="reference")
+        equal = f"{row.identical} of {row.images}" if measure == "psnr" and row.identical else ""
+        if equal and row.mostly_identical:
+            return Entry("identical", f"({equal})")
         if found is None:
             return Entry(MISSING, kind="missing")
-        if measure == "psnr" and (row.identical or math.isinf(found.value)):
-            return Entry("identical", f"({row.identical} of {row.images})" if row.identical else "")
-        return Entry(fixed(found.value, decimals), interval(found, decimals))
+        return Entry(fixed(found.value, decimals), _notes(interval(found, decimals), equal and f"{equal} identical"))
 
     return make
+
+
+def _notes(*notes: str | None) -> str:
+    return ", ".join(filter(None, notes))
 
 
 def _time_maker(results: Results, part: str) -> _Maker:
@@ -303,7 +307,7 @@ def _memory_maker(results: Results) -> _Maker:
         found = row.slope
         if found is None:
             return Entry(row.reason("memory") or MISSING, kind="missing")
-        return Entry(fixed(found.value, decimals), interval(found, decimals))
+        return Entry(fixed(found.value, decimals), _notes(interval(found, decimals), row.reason("memory")))
 
     return make
 

@@ -126,6 +126,7 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
             f"{measure} median", row.pictures(measure), (f"{measure} quartile 1", f"{measure} quartile 3")
         )
         record |= _columns(measure, row.paired(measure)) | spread
+    record["psnr identical"] = row.identical
     for name in results.attributes:
         record |= _columns(f"accuracy {name}", row.accuracy(name))
         record |= _columns(f"accuracy {name} difference", row.accuracy_difference(name))
@@ -136,7 +137,7 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
     record |= _columns("gib_per_image", row.slope)
     record |= {key: row.memory(key) for key in ("intercept_gib", "fit_error_gib")}
     record |= {f"{stage} gib_per_image": row.stage_slope(stage) for stage in STAGES}
-    record["memory kind"] = dig(row.data, "memory", "kind")
+    record |= {f"memory {key}": dig(row.data, "memory", key) for key in ("kind", "note")}
     record["failed"] = row.failed
     published = published_for(results, row) or {}
     return record | {f"published {key}": published.get(key) for key in FIGURES}
