@@ -509,7 +509,12 @@ def test_identical_pictures_are_called_identical(results):
     psnr = [line.entries[-1] for line in main_table(shown).lines[-3:]]
     assert [entry.text for entry in psnr] == ["identical", f"{some['mean']:.2f}", "identical"]
     low, high = some["interval"]
-    assert [entry.note for entry in psnr] == ["(64 of 64)", f"[{low:.2f}, {high:.2f}], 3 of 64 identical", "(61 of 64)"]
+    assert [entry.small for entry in psnr] == [
+        "(64 of 64)",
+        f"[{low:.2f}, {high:.2f}], 3 of 64 identical",
+        "(61 of 64)",
+    ]
+    assert f"{low:.2f}, {high:.2f}\\], 3 of 64 identical |" in to_markdown(main_table(shown))
     assert [record["psnr identical"] for record in csv.DictReader(io.StringIO(to_csv(shown)))][-3:] == ["64", "3", "61"]
     plots = {plot.name: plot.alt for plot in draw_plots(shown, Palette(shown))[0]}
     assert "ELFATT-SD 0.5:" not in plots["closeness_time"] and "ELFATT-SD 0.3:" in plots["closeness_time"]
@@ -793,6 +798,6 @@ def test_out_of_memory_is_a_result(results):
 def test_a_slope_from_fewer_batches_says_why(results):
     results["rows"][-1]["memory"]["note"] = "out of memory at batch 8"
     entry = main_table(Results(results)).lines[-1].entries[-2]
-    assert re.fullmatch(r"\[.*\], out of memory at batch 8", entry.note)
+    assert entry.note.startswith("[") and entry.remark == "out of memory at batch 8"
     notes = [record["memory note"] for record in csv.DictReader(io.StringIO(to_csv(Results(results))))]
     assert notes == [""] * (len(notes) - 1) + ["out of memory at batch 8"]

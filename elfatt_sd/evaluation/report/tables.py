@@ -36,12 +36,19 @@ class Entry:
     Attributes:
         text: the figure.
         note: its interval or spread, set smaller.
+        remark: what limits it, in words.
         kind: `number`, `text`, `reference`, `missing`, or a verdict: `better`, `worse`, `same`, `few`.
     """
 
     text: str
     note: str = ""
     kind: str = "number"
+    remark: str = ""
+
+    @property
+    def small(self) -> str:
+        """Note and remark in one."""
+        return ", ".join(filter(None, (self.note, self.remark)))
 
 
 @dataclass(frozen=True)
@@ -274,13 +281,9 @@ def _paired_maker(results: Results, measure: str, least: int) -> _Maker:
             return Entry("identical", f"({equal})")
         if found is None:
             return Entry(MISSING, kind="missing")
-        return Entry(fixed(found.value, decimals), _notes(interval(found, decimals), equal and f"{equal} identical"))
+        return Entry(fixed(found.value, decimals), interval(found, decimals), remark=equal and f"{equal} identical")
 
     return make
-
-
-def _notes(*notes: str | None) -> str:
-    return ", ".join(filter(None, notes))
 
 
 def _time_maker(results: Results, part: str) -> _Maker:
@@ -307,7 +310,7 @@ def _memory_maker(results: Results) -> _Maker:
         found = row.slope
         if found is None:
             return Entry(row.reason("memory") or MISSING, kind="missing")
-        return Entry(fixed(found.value, decimals), _notes(interval(found, decimals), row.reason("memory")))
+        return Entry(fixed(found.value, decimals), interval(found, decimals), remark=row.reason("memory") or "")
 
     return make
 

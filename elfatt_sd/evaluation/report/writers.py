@@ -22,7 +22,7 @@ def to_markdown(table: Table) -> str:
         if line.failed:
             entries = [Entry(f"failed: {line.failed}"), *(Entry(DASH) for _ in entries[1:])]
         cells = [*line.heads, *entries, *line.published]
-        lines.append([f"{cell.text} {cell.note}".strip() for cell in cells])
+        lines.append([f"{cell.text} {cell.small}".strip() for cell in cells])
     return "\n".join(f"| {' | '.join(md_escape(text) for text in cells)} |" for cells in lines) + "\n"
 
 
@@ -99,7 +99,7 @@ def _tex_cells(line: Line) -> list[str]:
 
 def _tex_entry(entry: Entry) -> str:
     """Set the interval or spread smaller, as the page does."""
-    return tex_escape(entry.text) + (f" {{\\tiny {tex_escape(entry.note)}}}" if entry.note else "")
+    return tex_escape(entry.text) + (f" {{\\tiny {tex_escape(entry.small)}}}" if entry.small else "")
 
 
 def to_csv(results: Results) -> str:
