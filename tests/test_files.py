@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elfatt_sd.files import atomic_file, sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, sha256_of_file, write_json
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -33,3 +33,13 @@ def test_hashes(tmp_path: Path) -> None:
     assert (
         sha256_of_data({"a": 1, "b": [2]}) == sha256_of_data({"b": [2], "a": 1}) != sha256_of_data({"a": 1, "b": [3]})
     )
+
+
+def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+    monkeypatch.setenv("ELFATT_SD_CACHE", "")  # not the working directory
+    assert cache_folder() == tmp_path / "elfatt-sd"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "elfatt-sd"

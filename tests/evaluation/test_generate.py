@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import hashlib
 import importlib.metadata
@@ -21,7 +22,7 @@ from PIL import Image
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder, generate
 from elfatt_sd.evaluation.generate import BadImage, check_images, row_patch, spread, start_noise
-from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.protocols import Cell, Protocol
 
 ROOT = Path(__file__).parents[2]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -255,6 +256,131 @@ def test_other_weights_are_refused(made: tuple[Path, Protocol], tmp_path: Path) 
         patch.setattr(generate, "load_protocol_pipeline", lambda *_: pipe)
         with pytest.raises(ElfattError, match=r"images come out differently \(model_sha256"):
             make(copy, protocol)
+
+
+def code_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the method's code be another from now on."""
+    real = generate.image_environment
+    monkeypatch.setattr(generate, "image_environment", lambda *args: {**real(*args), "method_sha256": "of other code"})
+
+
+def test_other_code_is_refused_where_it_has_made_images(
+    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, protocol = made
+    shutil.copytree(run_dir, tmp_path / "run")
+    folder.manifest_path(tmp_path / "run", protocol.cells[-1]).unlink()
+    code_changes(monkeypatch)
+    with pytest.raises(
+        ElfattError, match=r"images come out differently \(method_sha256: \w+ there, of other code here\)"
+    ):
+        make(tmp_path / "run", protocol)
+
+
+def test_other_code_is_no_matter_where_it_has_made_none(
+    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the untouched rows are there: the run goes on, and says which code made the others."""
+    run_dir, protocol = made
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    shutil.rmtree(folder.cell_dir(copy, protocol.cells[2]))
+    before = folder.read_run(copy)
+    code_changes(monkeypatch)
+    assert make(copy, protocol) == {}
+    now = folder.read_run(copy)
+    assert before is not None
+    assert now is not None
+    assert now["environment"]["method_sha256"] == "of other code"
+    assert {**now, "environment": before["environment"]} == before
+
+
+def test_the_hashed_modules_are_all_that_a_patch_imports() -> None:
+    """A module that a patch comes to use has to be added, or named here as one that changes no image."""
+    package, images = ROOT / "elfatt_sd", {*generate._METHOD}
+    idle = {"autotune", "planning"}
+    for name in images:
+        for node in ast.walk(ast.parse((package / f"{name}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("elfatt_sd."):
+                assert str(node.module).split(".")[1] in images | idle, f"{name} imports {node.module}"
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [("unet", {"attention_head_dim": 4}), ("vae", {"scaling_factor": 0.5}), ("scheduler", {"steps_offset": 7})],
+)
+def test_settings_of_parts_belong_to_the_model(protocol: Protocol, part: str, changed: dict[str, float]) -> None:
+    pipe = generate.load_protocol_pipeline(protocol)
+    before = generate.image_environment(protocol, pipe)
+    assert generate.image_environment(protocol, generate.load_protocol_pipeline(protocol)) == before
+    getattr(pipe, part).register_to_config(**changed)
+    now = generate.image_environment(protocol, pipe)
+    assert [name for name in now if now[name] != before[name]] == ["model_sha256"]
+
+
+def test_tokenizers_count_by_what_they_make_of_the_prompts(protocol: Protocol) -> None:
+    pipe = generate.load_protocol_pipeline(protocol)
+    before = generate.image_environment(protocol, pipe)
+    pipe.tokenizer.model_max_length -= 1
+    now = generate.image_environment(protocol, pipe)
+    assert [name for name in now if now[name] != before[name]] == ["prompts_sha256"]
+
+
+def test_a_row_that_failed_and_then_succeeded_is_never_said_to_have_failed(
+    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the process ends with the very rename that finishes the row."""
+    run_dir, protocol = made
+    copy, cell = tmp_path / "run", protocol.cells[1]
+    shutil.copytree(run_dir, copy)
+    shutil.rmtree(folder.cell_dir(copy, cell))
+    generate.write_json(folder.failure_path(copy, cell), {"reason": "image 0 is black"})
+    rename = os.replace
+
+    def last(source: Path, target: Path) -> None:
+        rename(source, target)
+        if target == folder.manifest_path(copy, cell):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", last)
+    with pytest.raises(KeyboardInterrupt):
+        make(copy, protocol)
+    assert folder.manifest_path(copy, cell).is_file()
+    assert folder.read_failure(copy, cell) is None
+
+
+def test_half_written_files_are_removed_from_the_whole_run(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    run_dir, protocol = made
+    shutil.copytree(run_dir, tmp_path / "run")
+    left = [tmp_path / "run" / place / ".x.1.part" for place in (".", "cells/sd/images", "scores/a.parts", "report")]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    make(tmp_path / "run", protocol)
+    assert [path for path in left if path.exists()] == []
+
+
+def test_the_untouched_pipeline_takes_another_backend(protocol: Protocol) -> None:
+    pipe = generate.load_protocol_pipeline(protocol)
+    cell = Cell("sd", "SD", "sd", role="baseline", settings={"attention_backend": "native"})
+    with row_patch(pipe, cell):
+        assert "ElfattProcessor" in {type(processor).__name__ for processor in pipe.unet.attn_processors.values()}
+    with row_patch(pipe, protocol.baseline):
+        assert "ElfattProcessor" not in {type(each).__name__ for each in pipe.unet.attn_processors.values()}
+
+
+@pytest.mark.parametrize(("offsets", "wrong"), [((4,), 4), ((5, 9), 9), ((5, 5), 5), ((5, 10), None), ((5,), None)])
+def test_null_rows_share_no_seed(tmp_path: Path, model: Path, offsets: tuple[int, ...], wrong: int | None) -> None:
+    nulls = "".join(
+        f'[[cells]]\nname = "null{index}"\nmethod = "sd"\nrole = "null"\nseed_offset = {offset}\n'
+        for index, offset in enumerate(offsets)
+    )
+    protocol = small_run.small_protocol(tmp_path, model, cells=f'[[cells]]\nmethod = "sd"\nrole = "baseline"\n{nulls}')
+    if wrong is None:
+        assert len(generate.run_prompts(protocol)) == 5
+        return
+    with pytest.raises(ElfattError, match=f"seed_offset={wrong} is not accepted; with 5 images a row"):
+        generate.run_prompts(protocol)
 
 
 def test_a_strange_folder_is_refused(protocol: Protocol, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import small_run
 import torch
 
-from elfatt_sd.evaluation import generate, measure
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import folder, generate, measure
 from elfatt_sd.evaluation.environment import is_out_of_memory
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 
@@ -80,13 +82,27 @@ def test_rows_take_turns_in_every_round(timed: Protocol, tmp_path: Path, monkeyp
     assert len(rounds) == 4  # one to warm up
     assert all(set(once) == rows for once in rounds)
     assert len({once[0] for once in rounds[1:]}) == 3  # no row is always first
-    assert {steps for _, steps in order} == {timed.steps}
     data = json.loads((tmp_path / measure.TIME_FILE).read_text())
     assert {len(row["unet"]["values"]) for row in data["rows"].values()} == {3}
     assert data["rows"]["null"]["unet"]["ratio"] == {"median": 2.0, "low": 2.0, "high": 2.0, "values": [2.0] * 3}
     assert "only 3 repeats" in data["note"]
     assert data["environment"]["packages"]["torch"]
     assert len(data["clocks"]) == 5
+
+
+def test_a_warm_up_is_short(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+
+    def call(pipe: Any, protocol: Protocol, *_: Any) -> dict[str, float]:
+        steps.append(protocol.steps)
+        return {"end_to_end": 2.0, "unet": 1.0}
+
+    monkeypatch.setattr(measure, "timed_call", call)
+    measure.measure_time(tmp_path, dataclasses.replace(timed, steps=50), lambda line: None)
+    assert steps == [measure.WARMUP_STEPS] * 4 + [50] * 12
+    steps.clear()
+    measure.measure_time(tmp_path, dataclasses.replace(timed, steps=2), lambda line: None)
+    assert steps == [2] * 16
 
 
 def test_real_times_replace_those_of_an_earlier_attempt(timed: Protocol, tmp_path: Path) -> None:
@@ -110,6 +126,45 @@ def test_out_of_memory_while_timing_is_a_result(
     monkeypatch.setattr(measure, "timed_call", call)
     rows = measure.measure_time(tmp_path, timed, lambda line: None)["rows"]
     assert [row for row in rows.values() if "failed" in row] == [{"failed": "out of memory at batch 1"}]
+
+
+def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(
+    timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(pipe: Any, protocol: Protocol, cell: Cell, prompts: list[str], seeds: list[int]) -> dict[str, float]:
+        if cell.peer:
+            raise ElfattError("peer 'tomesd' is not installed")
+        if cell.method == "elfatt":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"end_to_end": 2.0, "unet": 1.0}
+
+    monkeypatch.setattr(measure, "timed_call", call)
+    data = measure.measure_time(tmp_path, timed, lambda line: None)
+    assert data["errors"] == {"tomesd-ratio0.5": "peer 'tomesd' is not installed"}  # no memory is a result instead
+    assert data["rows"]["tomesd-ratio0.5"] == {"failed": "peer 'tomesd' is not installed"}
+    assert data["rows"]["null"]["unet"]["ratio"]["median"] == 1
+
+
+@pytest.mark.parametrize("stage", ["measure_time", "measure_memory"])
+def test_nothing_is_measured_on_another_model(
+    timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """Although all images are there, so that none had to be made."""
+    with folder.run_lock(tmp_path / "run"):
+        generate.generate(tmp_path / "run", timed, show_progress=False)
+    load = measure.load_protocol_pipeline
+
+    def retrained(protocol: Protocol) -> Any:
+        pipe = load(protocol)
+        with torch.no_grad():
+            pipe.unet.conv_in.bias += 1
+        return pipe
+
+    monkeypatch.setattr(measure, "load_protocol_pipeline", retrained)
+    for name in ("timed_call", "run_worker"):
+        monkeypatch.setattr(measure, name, lambda *_: pytest.fail("measured"))
+    with pytest.raises(ElfattError, match=r"images come out differently \(model_sha256: \w+ there, \w+ here\)"):
+        getattr(measure, stage)(tmp_path / "run", timed, lambda line: None)
 
 
 def test_other_errors_are_no_result(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +254,65 @@ def test_out_of_memory_ends_a_row_and_is_named(
     assert {name for name, _ in asked[before:]} == {elfatt, "tomesd-ratio0.5"}  # finished rows are not measured again
 
 
+def peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
+    """What a worker might find."""
+    return {"kind": "VmHWM", "peaks": {"all": 1.0 + batch}}
+
+
+def test_memory_of_two_environments_is_not_mixed(
+    timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "run_worker", peaks)
+    first = measure.measure_memory(tmp_path, timed, lambda line: None)
+    assert first["environment"]["device"]
+    path = tmp_path / measure.MEMORY_FILE
+    for elsewhere in ({**first["environment"], "device": "a GPU"}, {}):
+        rows = {"sd": {**first["rows"]["sd"], "kind": "CUDA allocated"}}
+        path.write_text(json.dumps({**first, "environment": elsewhere, "rows": rows}))
+        again = measure.measure_memory(tmp_path, timed, lambda line: None)
+        assert again["environment"] == first["environment"]
+        assert {row["kind"] for row in again["rows"].values()} == {"VmHWM"}
+        assert json.loads(path.read_text()) == again
+
+
+def test_memory_that_could_not_be_measured_is_measured_later(
+    timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
+        asked.append(cell.name)
+        if cell.peer and not installed:
+            raise ElfattError("peer 'tomesd' is not installed")
+        return peaks(protocol, cell, batch)
+
+    installed = False
+    monkeypatch.setattr(measure, "run_worker", worker)
+    data = measure.measure_memory(tmp_path, timed, lambda line: None)
+    assert data["errors"] == {"tomesd-ratio0.5": "peer 'tomesd' is not installed"}
+    assert data["rows"]["tomesd-ratio0.5"]["failed"] == "peer 'tomesd' is not installed"
+    asked.clear()
+    installed = True
+    data = measure.measure_memory(tmp_path, timed, lambda line: None)
+    assert set(asked) == {"tomesd-ratio0.5"}
+    assert data["errors"] == {}
+    assert data["rows"]["tomesd-ratio0.5"]["gib_per_image"] == pytest.approx(1)
+
+
+def test_a_crash_of_a_worker_is_no_result_and_finished_rows_stay(
+    timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
+        if cell.method == "elfatt":
+            raise folder.RunFailure("AssertionError")
+        return peaks(protocol, cell, batch)
+
+    monkeypatch.setattr(measure, "run_worker", worker)
+    with pytest.raises(folder.RunFailure, match="AssertionError"):
+        measure.measure_memory(tmp_path, timed, lambda line: None)
+    assert list(json.loads((tmp_path / measure.MEMORY_FILE).read_text())["rows"]) == ["sd", "null"]
+
+
 def test_a_fresh_process_measures_every_stage(timed: Protocol) -> None:
     result = measure.run_worker(timed, timed.cells[2], 2)
     assert result["kind"] == "VmHWM"
@@ -207,14 +321,18 @@ def test_a_fresh_process_measures_every_stage(timed: Protocol) -> None:
 
 
 def test_a_worker_that_fails_says_why(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(code: int, stderr: str = "") -> None:
-        done = measure.subprocess.CompletedProcess([], code, "", stderr)
+    def ended(code: int, stderr: str = "", stdout: str = "") -> None:
+        done = measure.subprocess.CompletedProcess([], code, stdout, stderr)
         monkeypatch.setattr(measure.subprocess, "run", lambda *_, **__: done)
 
     ended(-9)
     assert measure.run_worker(timed, timed.baseline, 48) == {"failed": "out of memory at batch 48"}
     ended(1, "Traceback ...\nValueError: no such thing\n")
-    assert measure.run_worker(timed, timed.baseline, 2) == {"failed": "batch 2: ValueError: no such thing"}
+    with pytest.raises(folder.RunFailure, match="row 'sd' at batch 2 could not be measured: ValueError: no such thing"):
+        measure.run_worker(timed, timed.baseline, 2)
+    ended(0, stdout='{"error": "no such peer"}\n')
+    with pytest.raises(ElfattError, match="no such peer"):
+        measure.run_worker(timed, timed.baseline, 2)
 
 
 @pytest.mark.parametrize(

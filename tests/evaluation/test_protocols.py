@@ -177,6 +177,8 @@ def test_the_identity_covers_what_presets_resolve_to(tmp_path: Path, monkeypatch
         ("time=3", ("time=3", "a table")),
         ("steps", ("'steps'", "key=value")),
         ("cells=[]", ("'cells=[]'", "key=value")),
+        ("name=../../x", ("name='../../x'", "letters, digits, _ and -")),
+        ("name=two words", ("name='two words'", "letters, digits, _ and -")),
     ],
 )
 def test_wrong_values_are_named(tmp_path: Path, override: str, parts: tuple[str, ...]) -> None:
@@ -208,6 +210,9 @@ def test_wrong_values_are_named(tmp_path: Path, override: str, parts: tuple[str,
         ('phases = [{ until = 1.0 }]\nblock_size = "many"', ("block_size='many'", "whole number")),
         ("phases = [{ until = 1.0 }]\nswept = { until = 1.0 }", ("'swept'", "phases")),
         ('method = "tome"\nratio = []', ("ratio=[]", "at least one")),
+        ('method = "tome"\nseed_offset = 9', ("seed_offset=9", "0 for all others")),
+        ('method = "sd"\nrole = "null"\nname = "same"\nseed_offset = 0', ("seed_offset=0", "number of images")),
+        ('method = "sd"\nrole = "null"\nname = "less"\nseed_offset = -9', ("seed_offset=-9", "number of images")),
     ],
 )
 def test_wrong_cells_are_named(tmp_path: Path, cell: str, parts: tuple[str, ...]) -> None:

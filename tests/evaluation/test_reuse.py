@@ -90,6 +90,29 @@ def test_an_altered_image_is_named(made: tuple[Path, Protocol], tmp_path: Path) 
         make(tmp_path / "again", protocol, tmp_path / "copy")
 
 
+def test_rows_of_other_code_are_made_again_and_the_untouched_are_not(
+    made: tuple[Path, Protocol], tmp_path: Path
+) -> None:
+    there, protocol = made
+    run = folder.read_run(there)
+    assert run is not None
+    environment = {**run["environment"], "method_sha256": "of other code"}
+    generate.write_json(tmp_path / folder.RUN_FILE, {**run, "environment": environment})
+    assert set(take_over(tmp_path, protocol, [there])) == {"sd", "null", "tomesd-ratio0.5"}
+
+
+def test_a_row_that_failed_before_it_was_taken_over_has_not_failed(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    there, protocol = made
+    run = folder.read_run(there)
+    assert run is not None
+    generate.write_json(tmp_path / folder.RUN_FILE, run)
+    cell = protocol.cells[1]
+    generate.write_json(folder.failure_path(tmp_path, cell), {"reason": "image 0 is black"})
+    take_over(tmp_path, protocol, [there])
+    assert folder.manifest_path(tmp_path, cell).is_file()
+    assert folder.read_failure(tmp_path, cell) is None
+
+
 def test_a_folder_without_a_run_is_refused(made: tuple[Path, Protocol], tmp_path: Path) -> None:
     with pytest.raises(ElfattError, match="holds no run"):
         make(tmp_path / "new", made[1], tmp_path / "nothing")

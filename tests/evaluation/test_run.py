@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -171,6 +172,51 @@ def test_a_failed_row_is_in_the_results_with_its_reason(
     assert rows["sd"]["distances"]
 
 
+@pytest.mark.parametrize("stage", ["time", "memory"])
+def test_a_row_that_could_not_be_measured_is_told_and_tried_again(
+    finished_run: Path,
+    full_protocol: Protocol,
+    workplace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+    copy = tmp_path / "run"
+    shutil.copytree(finished_run, copy)
+    done = json.loads((copy / stages.STAGES_FILE).read_text())
+    del done[stage]
+    (copy / stages.STAGES_FILE).write_text(json.dumps(done))
+    errors = {"null": "no such thing"}
+    monkeypatch.setattr(stages, f"measure_{stage}", lambda *_: {"errors": dict(errors)})
+    for _ in range(2):
+        lines: list[str] = []
+        assert stages.run(full_protocol, copy, lines.append, show_progress=False) == errors
+        assert f"{stage}: done before" not in lines
+    errors.clear()
+    assert stages.run(full_protocol, copy, lambda line: None, show_progress=False) == {}
+    lines = []
+    assert stages.run(full_protocol, copy, lines.append, show_progress=False) == {}
+    assert f"{stage}: done before" in lines
+
+
+def test_a_changed_reference_is_scored_anew(
+    finished_run: Path, full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+    shutil.copytree(finished_run, tmp_path / "run")
+    picture = min((workplace / "val").iterdir())
+    content, times = picture.read_bytes(), (picture.stat().st_atime_ns, picture.stat().st_mtime_ns)
+    lines: list[str] = []
+    try:
+        picture.write_bytes(content + b" ")
+        stages.score(tmp_path / "run", full_protocol, lines.append)
+    finally:
+        picture.write_bytes(content)
+        os.utime(picture, ns=times)
+    assert [line.split(" in ")[0] for line in lines] == ["score: done"]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -205,8 +251,21 @@ def test_the_estimate_counts_images_and_extrapolates_steps(
     assert found.timing_hours == pytest.approx(4 * 2 * 1 * 3.5 / 3600)
 
 
+def test_the_estimate_counts_the_calls_of_schedulers_with_two_in_a_step(
+    full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heun's takes one in its last step: 3 calls of 2 steps, 7 of 4."""
+    heun = dataclasses.replace(full_protocol, scheduler="HeunDiscreteScheduler")
+    monkeypatch.setattr(stages, "timed_call", _three_calls)
+    assert stages.probe_seconds(heun) == pytest.approx(1.0 + 7 * 0.5)
+
+
 def _three_calls(pipe: Any, protocol: Protocol, cell: Any, prompts: list[str], seeds: list[int]) -> dict[str, float]:
-    generate.make_images(pipe, protocol, prompts, seeds)  # two steps of PLMS are three calls
+    calls: list[int] = []
+    handle = pipe.unet.register_forward_hook(lambda *_: calls.append(1))
+    generate.make_images(pipe, protocol, prompts, seeds)
+    handle.remove()
+    assert len(calls) == 3  # two steps of PLMS, or of Heun's
     return {"end_to_end": 2.5, "unet": 1.5}
 
 

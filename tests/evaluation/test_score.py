@@ -269,6 +269,8 @@ def test_a_killed_scoring_goes_on_and_gives_the_same_scores(tmp_path: Path, monk
 
     with pytest.raises(Killed):
         score_run(run_dir, batch_size=8, progress=kill)
+    (parts,) = (run_dir / "scores").glob("*.parts")
+    (parts / ".chunk-00001.npz.123.part").write_bytes(b"half")  # as SIGKILL leaves it, which no `finally` follows
     before = len(made)
     score_run(run_dir, batch_size=8)
     assert 0 < int(made[before].network.calls) < 4 * COUNT  # type: ignore[arg-type]
@@ -355,7 +357,35 @@ def test_reference_of_moments_gives_no_kernel_distance(tmp_path: Path, monkeypat
     assert list(row["distances"]) == ["FD-regions (statistics of other.npz)"]
 
 
-def test_cache_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("ELFATT_SD_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert score.cache_dir() == tmp_path / "elfatt-sd"
+def test_two_extractors_of_one_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    counting(monkeypatch)
+    with pytest.raises(ElfattError, match=r"\['clip:a', 'clip:b'\] give FD-regions twice; give one of each kind"):
+        score.load_extractors(protocol(extractors=("clip:a", "clip:b")))
+
+
+def test_what_scores_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extractor and the reference, neither of which the run's own folder shows."""
+    made = counting(monkeypatch)
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    for name in ("a.png", "b.png"):
+        Image.fromarray(pixels).save(tmp_path / name)
+    specification = protocol(reference=Reference(str(tmp_path), count=2))
+    before = score.score_inputs(specification)
+    assert score.score_inputs(specification) == before
+    assert before == {"FD-regions": build_references(specification)[0].identity}
+    Image.fromarray(pixels[:4]).save(tmp_path / "b.png")
+    replaced = score.score_inputs(specification)
+    assert replaced != before
+    load = score.load_extractor
+
+    def retrained(spec: str, **options: Any) -> Extractor:
+        extractor = load(spec, **options)
+        extractor.preprocessing["sha256"] = "of other weights"
+        return extractor
+
+    monkeypatch.setattr(score, "load_extractor", retrained)
+    assert score.score_inputs(specification) not in (before, replaced)
+    assert [int(extractor.network.calls) for extractor in made].count(0) == len(made) - 1  # type: ignore[arg-type]
+    np.savez(tmp_path / "other.npz", mu=np.zeros(12), sigma=np.eye(12))
+    moments = protocol(reference=Reference(str(tmp_path / "other.npz")))
+    assert score.score_inputs(moments) == {"FD-regions": build_references(moments)[0].identity}
