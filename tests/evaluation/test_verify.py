@@ -93,7 +93,7 @@ def test_edited_scores_are_found_by_computing_them_anew(copy: Path) -> None:
 
     _edit(copy / "scores.json", improve)
     (problem, *rest) = verify_run(copy)
-    assert "scores.json: null.distances.FD-CLIP (12 reference images).value is" in problem
+    assert "scores.json: rows.null.distances.FD-CLIP (12 reference images).value is" in problem
     assert any("results.json" in line for line in rest)
     assert all("results.json" in line for line in verify_run(copy, recompute=False))
 
@@ -130,7 +130,7 @@ def _change_machine(data: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "place"),
     [
-        (_halve_time, "rows[elfatt-block_size16-agents8-ratio0.5].time.unet.seconds_per_image"),
+        (_halve_time, "rows[elfatt-ratio0.5-block_size16-agents8].time.unet.seconds_per_image"),
         (_change_little, "distances.FD-CLIP (12 reference images).value"),
         (_count_more, "paired.psnr.identical is 1,"),
         (_change_steps, "protocol.steps is 50, in the files of the stages 4"),
