@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
+import importlib
 import inspect
 import io
 import itertools
@@ -26,7 +28,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-import elfatt_sd
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.environment import describe_environment, is_out_of_memory, same_images, sha256_of_code
@@ -404,22 +405,33 @@ def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
         pipe: its pipeline, not patched.
 
     Returns:
-        What `describe_environment` says, and the hashes of the weights, of the prompts with their tokens, and of the
-        code that makes every image, and that of the method.
+        What `describe_environment` and `code_hashes` say, and the hashes of the weights and of the prompts with their
+        tokens.
     """
     items = run_prompts(protocol)
     prompts = [[item.text, item.class_index] for item in items]
-    package = Path(elfatt_sd.__file__).parent
     return {
         **describe_environment(pipe.device),
         "model_sha256": weights_sha256(pipe),
         "prompts_sha256": sha256_of_data([prompts, _tokens(pipe, ["", *(item.text for item in items)])]),
-        "code_sha256": sha256_of_code(inspect.getsource(part) for part in _IMAGE_CODE),
-        "method_sha256": sha256_of_code((package / f"{name}.py").read_text(encoding="utf-8") for name in _METHOD),
+        **code_hashes(),
     }
 
 
 _IMAGE_CODE = (load_protocol_pipeline, _scheduler, row_patch, _tomesd, image_seed, start_noise, make_images, to_uint8)
+
+
+@functools.cache
+def code_hashes() -> dict[str, str]:
+    """Return `code_sha256`, of what makes every image, and `method_sha256`, of what a patch computes.
+
+    They are those of the code that this process has loaded, whatever becomes of its files later.
+    """
+    method = [importlib.import_module(f"elfatt_sd.{name}") for name in _METHOD]
+    return {
+        "code_sha256": sha256_of_code(inspect.getsource(part) for part in _IMAGE_CODE),
+        "method_sha256": sha256_of_code(inspect.getsource(module) for module in method),
+    }
 
 
 def _tokens(pipe: Any, texts: Sequence[str]) -> list[Any]:

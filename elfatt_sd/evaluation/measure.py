@@ -32,6 +32,7 @@ from elfatt_sd.evaluation.environment import is_out_of_memory, read_clocks, read
 from elfatt_sd.evaluation.folder import RunFailure, read_json
 from elfatt_sd.evaluation.generate import (
     check_environment,
+    code_hashes,
     image_environment,
     image_seed,
     load_protocol_pipeline,
@@ -371,10 +372,10 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
         What `measure_peaks` gave there, or `failed` where memory ran out.
 
     Raises:
-        ElfattError: as raised there.
+        ElfattError: as raised there, or the package was changed since this process began.
         RunFailure: the process ended in another way.
     """
-    order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch})
+    order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch, "code": code_hashes()})
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "elfatt_sd.evaluation.measure"]
@@ -492,6 +493,8 @@ def _worker() -> None:
     order = json.load(sys.stdin)
     protocol = Protocol.from_dict(order["protocol"])
     try:
+        if order["code"] != code_hashes():
+            raise ElfattError("the code of elfatt_sd was changed during the run; put it back, or give a new folder.")
         result = measure_peaks(protocol, protocol.cell(order["cell"]), order["batch"])
     except ElfattError as error:
         result = {"error": str(error)}

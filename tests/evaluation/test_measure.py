@@ -320,6 +320,12 @@ def test_a_fresh_process_measures_every_stage(timed: Protocol) -> None:
     assert all(0.05 < peak < 20 for peak in result["peaks"].values())
 
 
+def test_a_fresh_process_with_other_code_measures_nothing(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "code_hashes", lambda: {"method_sha256": "of what ran before an edit"})
+    with pytest.raises(ElfattError, match="the code of elfatt_sd was changed during the run"):
+        measure.run_worker(timed, timed.baseline, 1)
+
+
 def test_a_worker_that_fails_says_why(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(code: int, stderr: str = "", stdout: str = "") -> None:
         done = measure.subprocess.CompletedProcess([], code, stdout, stderr)
