@@ -436,8 +436,9 @@ def code_hashes() -> dict[str, str]:
 
 def _tokens(pipe: Any, texts: Sequence[str]) -> list[Any]:
     """Return what a pipeline's tokenizers make of some texts: all of their files that counts."""
-    tokenizers = [part for name, part in sorted(pipe.components.items()) if name.startswith("tokenizer") and part]
-    return [tokenizer(list(texts), padding="max_length", truncation=True).input_ids for tokenizer in tokenizers]
+    tokenizers = [part for name, part in sorted(pipe.components.items()) if name.startswith("tokenizer")]
+    options: dict[str, Any] = {"padding": "max_length", "truncation": True}
+    return [part(list(texts), **options).input_ids for part in tokenizers if part is not None]
 
 
 def weights_sha256(pipe: Any) -> str:
