@@ -22,7 +22,7 @@ from torch.nn import functional
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.extraction import Preprocessing, Progress, SourcePictures, extract
-from elfatt_sd.evaluation.features import Extractor, ToyExtractor, exact_float32, load_extractor
+from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.evaluation.generate import process_state, run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reference import Reference, build_reference, reference_identity
@@ -42,7 +42,7 @@ from elfatt_sd.evaluation.statistics import (
 )
 from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_json
 
-FORMAT = 3
+FORMAT = 4
 MOST_CHANGED = 16
 AGREEMENT = 1e-3  # relative, between our Frechet distance and torchmetrics'; that of a few to 1e-3 absolute
 PAIR_BATCH = 8
@@ -377,12 +377,11 @@ def pair_changes(images: Images, baseline: Images, cache: Path, device: torch.de
         images: a row's pictures.
         baseline: the untouched pipeline's.
         cache: folder for what was computed.
-        device: where to compute, in full float32.
+        device: where to compute, in float64.
     """
     path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
     if not path.is_file():
-        with exact_float32(device):
-            rows = torch.cat(list(_changes(images, baseline, device)))
+        rows = torch.cat(list(_changes(images, baseline, device)))
         with atomic_file(path) as file:
             np.save(file, rows.numpy())
     return torch.from_numpy(np.load(path))
@@ -405,7 +404,7 @@ def _tensors(pictures: Iterator[Array | str]) -> Iterator[Tensor]:
     for picture in pictures:
         if isinstance(picture, str):
             raise ElfattError(f"picture {picture} cannot be read.")
-        yield torch.from_numpy(picture).permute(2, 0, 1).float()
+        yield torch.from_numpy(picture).permute(2, 0, 1).double()  # float32 finds equal flat pictures 0.999 alike
 
 
 def _paired(images: Images, baseline: Images, changes: Tensor, scale: Scale) -> dict[str, Any]:
