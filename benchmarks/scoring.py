@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from elfatt_sd.evaluation.environment import device_name
+from elfatt_sd.devices import device_name
 from elfatt_sd.evaluation.measure import PeakMeter
 from elfatt_sd.evaluation.score import torchmetrics_distance
 from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, frechet_estimate, kernel_distance

@@ -15,9 +15,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
-import platform
-import re
 import statistics
 import time
 import warnings
@@ -31,7 +28,8 @@ from torch import Tensor, nn
 
 import elfatt_sd
 from elfatt_sd.config import EXACT, PatchConfig, Phase
-from elfatt_sd.files import write_json
+from elfatt_sd.devices import device_name, is_out_of_memory
+from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.layers import SelfAttention, unwrap
 from elfatt_sd.processor import Denoiser, LayerState, approximate
 
@@ -75,11 +73,6 @@ class Decision:
 
 _COMPILED = Decision(obstacle="not measured, because torch.compile was applied")
 _NO_MEMORY = Decision(obstacle="memory ran out in the measurement")
-
-
-def cache_folder() -> Path:
-    """Return where decisions are kept: `ELFATT_SD_CACHE`, or `~/.cache/elfatt-sd`."""
-    return Path(os.environ.get("ELFATT_SD_CACHE", Path.home() / ".cache" / "elfatt-sd"))
 
 
 class Decisions:
@@ -157,7 +150,7 @@ class Tuner:
             try:
                 decision = self._measure(state, phase, sample)
             except (MemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 decision = _NO_MEMORY
             self._decisions.put(key, decision)
@@ -246,7 +239,7 @@ def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
         dtype += f" under autocast to {torch.get_autocast_dtype(device.type)}"
     exact = type(state.original).__qualname__ + ", fused projections" * getattr(attention, "fused_projections", False)
     versions = f"torch {torch.__version__}, diffusers {diffusers.__version__}, elfatt-sd {elfatt_sd.__version__}"
-    parts = [_device_name(device), versions, f"{shape}, {attention.heads} heads, {dtype}", exact]
+    parts = [_device_key(device), versions, f"{shape}, {attention.heads} heads, {dtype}", exact]
     return "; ".join([*parts, f"{phase.attention} {digest}"])
 
 
@@ -318,19 +311,5 @@ def _execution_device(denoiser: Any) -> torch.device:
     return torch.device(next((device for device in devices if device is not None), denoiser.device))
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or bool(re.search("(out of|allocate|enough) memory", str(error)))
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} x{torch.get_num_threads()}, {_processor_name()}"
-
-
-@functools.cache
-def _processor_name() -> str:
-    with contextlib.suppress(OSError):
-        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return found[1]
-    return platform.processor() or platform.machine()
+def _device_key(device: torch.device) -> str:
+    return device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} of {device_name(device)}"

@@ -79,7 +79,8 @@ def _guarded(name: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Findi
 def _machine() -> Iterator[Finding]:
     import torch
 
-    from elfatt_sd.evaluation.environment import describe_environment, device_name
+    from elfatt_sd.devices import device_name
+    from elfatt_sd.evaluation.environment import describe_environment
 
     here = describe_environment(torch.device("cpu"))
     yield Finding("system", here["platform"])

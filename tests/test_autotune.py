@@ -199,7 +199,7 @@ def test_nested_contexts_keep_it(pipe: Any, measured: list[Decision]) -> None:
 
 
 KEY_CHANGES: dict[str, Any] = {
-    "another processor": lambda monkeypatch: monkeypatch.setattr(autotune, "_processor_name", lambda: "another"),
+    "another processor": lambda monkeypatch: monkeypatch.setattr(autotune, "device_name", lambda _: "another"),
     "more threads": lambda monkeypatch: monkeypatch.setattr(torch, "get_num_threads", lambda: 99),
     "torch": lambda monkeypatch: monkeypatch.setattr(torch, "__version__", "99"),
     "diffusers": lambda monkeypatch: monkeypatch.setattr(diffusers, "__version__", "99"),
@@ -275,12 +275,6 @@ def test_a_decision_holds_for_one_input(pipe: Any) -> None:
         with torch.autocast("cpu", dtype):
             keys.append(key(pipe))
     assert len(set(keys)) == 5
-
-
-def test_the_machine_has_a_name() -> None:
-    name = autotune._processor_name()
-    assert name
-    assert "\n" not in name
 
 
 @pytest.mark.parametrize(("backend", "own"), [("auto", True), ("native", False)])

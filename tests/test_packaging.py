@@ -103,7 +103,7 @@ def test_imports_of_the_core_point_one_way(name: str) -> None:
     found = imports(ROOT / "elfatt_sd" / f"{name}.py")
     assert "tomesd" not in {module.partition(".")[0] for module in found}
     own = {module.partition(".")[2] for module in found if module.startswith("elfatt_sd.")}
-    assert own <= set(MATHEMATICS if name in MATHEMATICS else (*CORE, "files"))
+    assert own <= set(MATHEMATICS if name in MATHEMATICS else (*CORE, "devices", "files"))
     if name in ("config", "merging", "schedule"):
         assert not any(module.startswith("diffusers") for module in found)
 

@@ -21,7 +21,7 @@ from elfatt_sd.benchmarking.models import Model, make_model, unet_call
 from elfatt_sd.benchmarking.timing import Call, synchronise
 from elfatt_sd.benchmarking.variants import Variant
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.environment import is_out_of_memory
+from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.evaluation.measure import PeakMeter
 
 _MMAP_THRESHOLD, _SMALL = -3, 1 << 17  # glibc's M_MMAP_THRESHOLD; bytes above which a tensor has pages of its own

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.evaluation.environment import is_out_of_memory
+from elfatt_sd.devices import is_out_of_memory
 
 Call = Callable[[], Any]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import elfatt_sd
+from elfatt_sd.devices import cpu_name, device_name, proc_value
 from elfatt_sd.evaluation.protocols import Cell
 from elfatt_sd.files import sha256_of_data
 
@@ -61,7 +62,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "device": device_name(device),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_cores": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "ram_gib": _ram_gib(),
@@ -109,13 +110,6 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
     return tree
 
 
-def device_name(device: torch.device) -> str:
-    """Return the name of the processor that a device stands for."""
-    if device.type == "cpu":
-        return f"{os.cpu_count()} cores of {_cpu_name()}"
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} of {platform.machine()}"
-
-
 def read_clocks(device: torch.device) -> dict[str, Any]:
     """Return the present clocks in MHz, and temperature and power where they can be read."""
     if device.type != "cuda":
@@ -126,16 +120,6 @@ def read_clocks(device: torch.device) -> dict[str, Any]:
         "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={card}"
     )
     return dict(zip(fields, (value.strip() for value in query.split(",")), strict=False)) if query else {}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception says that memory ran out, on any device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("can't allocate memory", "not enough memory", "out of memory")
-    )
 
 
 def attention_backends(device: torch.device) -> dict[str, Any]:
@@ -186,27 +170,15 @@ def read_high_water_mark() -> int | None:
 
     Unlike `ru_maxrss` it does not include the parent's before `exec`.
     """
-    value = _proc_value("/proc/self/status", "VmHWM")
+    value = proc_value("/proc/self/status", "VmHWM")
     return int(value.split()[0]) * 1024 if value else None
 
 
-def _proc_value(file: str, key: str) -> str | None:
-    try:
-        lines = Path(file).read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), None)
-
-
-def _cpu_name() -> str:
-    return _proc_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
-
-
 def _cpu_mhz() -> float | None:
-    value = _proc_value("/proc/cpuinfo", "cpu MHz")
+    value = proc_value("/proc/cpuinfo", "cpu MHz")
     return float(value) if value else None
 
 
 def _ram_gib() -> float | None:
-    value = _proc_value("/proc/meminfo", "MemTotal")
+    value = proc_value("/proc/meminfo", "MemTotal")
     return int(value.split()[0]) / 2**20 if value else None

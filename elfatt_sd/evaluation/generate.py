@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.evaluation import folder
-from elfatt_sd.evaluation.environment import describe_environment, is_out_of_memory, same_images, sha256_of_code
+from elfatt_sd.evaluation.environment import describe_environment, same_images, sha256_of_code
 from elfatt_sd.evaluation.prompts import Prompt, build_prompts, load_labels
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reuse import take_over

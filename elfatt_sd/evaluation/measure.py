@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.environment import is_out_of_memory, read_clocks, read_high_water_mark, same_images
+from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.evaluation.environment import read_clocks, read_high_water_mark, same_images
 from elfatt_sd.evaluation.folder import RunFailure, read_json
 from elfatt_sd.evaluation.generate import (
     check_environment,

@@ -14,7 +14,6 @@ import torch
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder, generate, measure
-from elfatt_sd.evaluation.environment import is_out_of_memory
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 
 
@@ -339,20 +338,6 @@ def test_a_worker_that_fails_says_why(timed: Protocol, monkeypatch: pytest.Monke
     ended(0, stdout='{"error": "no such peer"}\n')
     with pytest.raises(ElfattError, match="no such peer"):
         measure.run_worker(timed, timed.baseline, 2)
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (MemoryError(), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_out_of_memory_is_recognised(error: Exception, expected: bool) -> None:
-    assert is_out_of_memory(error) is expected
 
 
 def test_the_peak_meter_sees_an_allocation_and_starts_anew() -> None:

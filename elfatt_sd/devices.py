@@ -1,0 +1,40 @@
+"""The device that computes: its name, what Linux tells of it, and when its memory has run out."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the processor that a device stands for."""
+    if device.type == "cpu":
+        return f"{os.cpu_count()} cores of {cpu_name()}"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} of {platform.machine()}"
+
+
+def cpu_name() -> str:
+    """Return the model of the CPU, or its architecture where the system does not tell."""
+    return proc_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def proc_value(file: str, key: str) -> str | None:
+    """Return the first value of a key in a file of `/proc`, None where there is none."""
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception says that memory ran out, on any device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("can't allocate memory", "not enough memory", "out of memory")
+    )
