@@ -131,6 +131,8 @@ def plot_curves(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
         axes.tick_params(labelsize=7, which="both")
         if curve:
             axes.set_yscale("log")
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("loss", fontsize=9)
     figure.savefig(path)
 
 
