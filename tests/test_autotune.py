@@ -363,14 +363,13 @@ def test_weights_that_are_elsewhere(folder: Path, offload: Any, measured: list[D
     assert len(measured) == 1  # the plan's decision
 
 
-def test_a_device_by_number() -> None:
-    """As accelerate names CUDA devices."""
+def test_the_device_is_that_of_the_first_hook_that_names_one() -> None:
     net: Any = torch.nn.Sequential(torch.nn.Linear(1, 1))
     net.device = torch.device("meta")
     assert autotune._execution_device(net) == torch.device("meta")
     net._hf_hook = accelerate.hooks.AlignDevicesHook(io_same_device=True)
-    net[0]._hf_hook = accelerate.hooks.AlignDevicesHook(execution_device=0)
-    assert autotune._execution_device(net) == torch.device(0)
+    net[0]._hf_hook = accelerate.hooks.AlignDevicesHook(execution_device="cuda:0")
+    assert autotune._execution_device(net) == torch.device("cuda:0")
 
 
 OUT_OF_MEMORY = [
