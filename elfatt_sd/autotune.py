@@ -164,15 +164,14 @@ class Tuner:
         size = (_batch(sample), state.grid[0] * state.grid[1], attention.query_dim)
         tokens = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(sample)
         shared = Denoiser(state.denoiser.config)  # so that the matchings of the real call stay
-        exact, twin = copy.copy(state), copy.copy(state)
-        exact.denoiser = twin.denoiser = shared
-        exact.begin(EXACT, 0, sample)
+        twin = copy.copy(state)
+        twin.denoiser = shared
 
         def untouched() -> None:
             if shared.config.attention_backend == "auto":
                 state.original(attention, tokens)
             else:
-                approximate(attention, exact, EXACT, tokens)
+                approximate(attention, twin, EXACT, tokens)
 
         def reusing() -> None:
             twin.begin(phase, 0, sample)  # what is drawn in every step is part of the price
@@ -183,8 +182,10 @@ class Tuner:
             reusing()
 
         uses = _uses(state, phase)
-        calls = [(matching, 1 / uses), (reusing, 1 - 1 / uses)]
-        return measure(untouched, calls[:uses], sample.device)
+        calls = [(matching, 1 / uses), (reusing, 1 - 1 / uses)][:uses]
+        if phase.residual_steps > 1:
+            calls.append((untouched, 1 / phase.residual_steps))
+        return measure(untouched, calls, sample.device)
 
 
 def measure_phases(state: LayerState, denoiser: Any, height: int, width: int) -> list[Decision | None]:

@@ -66,6 +66,9 @@ class Phase:
         second_order: for `block`, another such order for the second half of the heads; None is the same for all heads.
         groups: for `sampled`, the number of groups of queries that have a sample of their own.
         redraw: whether what is random in blocks and samples is drawn anew in every step, or once for a run.
+        residual_steps: number of steps that share the difference between exact attention and the approximation. The
+            first of them computes both, and its output is exact; the others add the difference to their approximation
+            (residual sharing of DiTFastAttn, arXiv:2406.08552). What is random is drawn once for them. 1 adds nothing.
         agents: number of agent tokens when they are pooled.
         agent_source: `pooled` averages neighbouring queries (ELFATT); `merged` projects tokens that are merged at
             `agent_ratio` (Agent-SD).
@@ -86,6 +89,7 @@ class Phase:
     second_order: str | None = None
     groups: int = 8
     redraw: bool = True
+    residual_steps: int = 1
     agents: int = 64
     agent_source: str = "pooled"
     agent_ratio: float = 0.95
@@ -112,6 +116,7 @@ class Phase:
             _choice("second_order", self.second_order, BLOCK_ORDERS)
         _whole("groups", self.groups, 1)
         _flag("redraw", self.redraw)
+        _whole("residual_steps", self.residual_steps, 1)
         _whole("agents", self.agents, 1)
         _choice("agent_source", self.agent_source, AGENT_SOURCES)
         _real("agent_ratio", self.agent_ratio, 0.0, 1.0, open_high=True)

@@ -179,7 +179,8 @@ def describe(phase: Phase) -> str:
         "cell_spread": f"own cell and {blocks}",
         "sampled": f"{phase.block_size} sampled keys ({phase.groups} group{'s' * (phase.groups > 1)})",
     }
-    return merge + how[phase.attention]
+    corrected = f", exact in 1 of {phase.residual_steps} steps and corrected in between" * (phase.residual_steps > 1)
+    return merge + how[phase.attention] + corrected
 
 
 def fit(phase: Phase, height: int, width: int) -> Phase:
@@ -261,7 +262,7 @@ def _merged(ratio: float, stride: int, height: int, width: int) -> int:
 
 
 def multiply_adds(phase: Phase, height: int, width: int, channels: int, uses: int = 1) -> int:
-    """Multiply-adds of a self-attention layer for one picture: matching, projections and attention.
+    """Multiply-adds of a self-attention layer for one picture: matching, projections and attention, a mean over steps.
 
     Args:
         phase: what it does.
@@ -289,4 +290,7 @@ def multiply_adds(phase: Phase, height: int, width: int, channels: int, uses: in
         "sampled": float(size),
         "elfatt": phase.agent_share * 2 * agents + (1 - phase.agent_share) * size,
     }[phase.attention]
-    return matching + projections + round(2 * kept * pairs * channels)
+    exact = 0
+    if phase.residual_steps > 1 and not phase.exact:
+        exact = multiply_adds(EXACT, height, width, channels) // phase.residual_steps
+    return matching + projections + round(2 * kept * pairs * channels) + exact

@@ -44,27 +44,38 @@ class Denoiser:
         self.phase: Phase = EXACT
         self.layers: list[LayerState] = []
         self.matchings: dict[object, Matching | None] = {}
+        self.residuals: dict[tuple[int, int], list[Tensor]] = {}  # of a layer and a context: none yet, or one
+        self.last = False  # whether the run ends with this step
         self._matched: tuple[int, ...] = ()
+        self._measured: tuple[object, ...] = ()
 
-    def begin(self, position: Position, run: int, sample: Tensor) -> None:
+    def begin(self, position: Position, run: int, sample: Tensor, context: Tensor | None = None) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
 
         Args:
             position: of the call in the schedule.
             run: number of the run, so that nothing is carried over from another one.
             sample: the denoiser's input, `[batch, ..., height, width]`.
+            context: what its cross-attention sees: it tells the calls of a step apart where there are several.
         """
         self.phase = self.config.phase_at(*position)
         matched = (run, position.step // self.config.reuse_steps, *map(int, sample.shape[-2:]))
         if matched != self._matched or self.config.reuse_steps == 1:
             self.matchings.clear()
         self._matched = matched
+        measured = (run, position.step // self.phase.residual_steps, self.phase, *sample.shape)
+        if measured != self._measured:
+            self.residuals.clear()
+        self._measured = measured
+        stream = context.data_ptr() if self.phase.residual_steps > 1 and context is not None else 0
+        self.last = 1 < position.steps == position.step + 1
         for layer in self.layers:
             phase = self.phase
             layer.grid = layer.layer.grid(int(sample.shape[-2]), int(sample.shape[-1]))
             if self.pays is not None and not phase.exact and not self.pays(layer, phase, sample):
                 phase = EXACT
             layer.begin(phase, position.step, sample)
+            layer.residual = self.residuals.setdefault((layer.index, stream), [])
 
 
 class LayerState:
@@ -93,6 +104,7 @@ class LayerState:
         self.blocks = 1  # of `cell_spread`
         self.samples: Tensor | None = None  # of `sampled`: positions of the keys
         self.groups = 1
+        self.residual: list[Tensor] = []  # exact minus approximated output, once it is measured: see `residual_steps`
 
     def begin(self, phase: Phase, step: int, sample: Tensor) -> None:
         """Set phase and grid, draw the merge destinations and the blocks of this step."""
@@ -106,10 +118,10 @@ class LayerState:
         rows, columns = self.grid
         if phase.uses_matching and config.use_rand:
             cells = (rows // phase.stride) * (columns // phase.stride)
-            group = step // config.reuse_steps * config.reuse_steps
-            draws = self._uniform("destinations", group, cells, device)
+            steps = max(config.reuse_steps, phase.residual_steps)
+            draws = self._uniform("destinations", step // steps * steps, cells, device)
             self.choice = (draws * phase.stride**2).long()
-        drawn = step if phase.redraw else 0
+        drawn = step // phase.residual_steps * phase.residual_steps if phase.redraw else 0
         if phase.attention == "sampled":
             count, self.groups = sample_counts(rows * columns, phase.block_size, phase.groups)
             places = self._uniform("samples", drawn, count, device)
@@ -143,6 +155,23 @@ class LayerState:
         """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made."""
         if self.phase.uses_matching:
             self.block_input = inputs[0]
+
+    def correct(self, approximated: Tensor, exact: Callable[[], Tensor]) -> Tensor:
+        """Return an output with the error of the approximation taken off, by `residual_steps`.
+
+        Args:
+            approximated: the layer's output by the phase's approximation.
+            exact: computes it by exact attention. It is called in the first of the steps that share a difference, where
+                its result is returned.
+        """
+        if self.residual:
+            output = approximated + self.residual[0]
+        else:
+            output = exact()
+            self.residual.append((output - approximated).detach())
+        if self.denoiser.last:  # what decodes the latents needs the memory
+            self.residual.clear()
+        return output
 
     def matching(self, tokens: Tensor, ratio: float, *, ordered: bool = False) -> Matching | None:
         """Return which tokens are merged at a ratio in this call (None: nothing is).
@@ -200,7 +229,9 @@ class ElfattProcessor:
             hidden_states = hidden_states.flatten(2).transpose(1, 2)
         if attn.group_norm is not None:
             hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
-        hidden_states = approximate(attn, state, phase, hidden_states)
+        tokens, hidden_states = hidden_states, approximate(attn, state, phase, hidden_states)
+        if phase.residual_steps > 1 and not phase.exact:
+            hidden_states = state.correct(hidden_states, lambda: approximate(attn, state, EXACT, tokens))
         state.block_input = state.candidates = None
         if image_like:
             hidden_states = hidden_states.transpose(1, 2).reshape(residual.shape)
@@ -219,7 +250,7 @@ def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor
     """Merge, order, attend, project, and put every token back in its place; `[batch, tokens, channels]`."""
     in_sequence = phase.uses_order and phase.block_order == "sequence"
     matching = state.matching(tokens, phase.ratio, ordered=in_sequence)
-    permutation = state.permutation
+    permutation, inverse = (state.permutation, state.inverse) if phase.uses_order else (None, None)
     if matching is not None:
         if phase.uses_order and phase.block_order != "sequence":
             matching = matching.reordered(order_merged(permutation, matching.positions))
@@ -229,13 +260,13 @@ def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor
     mixed: Tensor = attn.to_out[1](attn.to_out[0](attend(attn, state, phase, tokens, merged)))
     if matching is not None:
         return matching.unmerge(mixed)
-    return mixed if state.inverse is None else mixed.index_select(1, state.inverse)
+    return mixed if inverse is None else mixed.index_select(1, inverse)
 
 
 def attend(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor, merged: Tensor) -> Tensor:
     """Self-attention among merged tokens by the phase's approximation, `[batch, merged tokens, channels]`."""
     config = state.denoiser.config
-    query, key, value = project(attn, merged, state.samples)
+    query, key, value = project(attn, merged, state.samples if phase.attention == "sampled" else None)
     options: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
     query_scale = query.shape[-1] ** (-0.5 * phase.agent_scale) if phase.agent_scale != 1 else None
     if phase.attention == "softmax":

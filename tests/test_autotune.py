@@ -443,6 +443,17 @@ def test_a_shared_matching_costs_each_layer_its_part(
     assert shares == pytest.approx([1 / uses, 1 - 1 / uses][:uses])
 
 
+def test_exact_steps_weigh_their_share(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Any] = []
+    monkeypatch.setattr(autotune, "measure", lambda *given: timed.append(given) or Decision(0.5, 0.4, 0.6))
+    config = PatchConfig("x", (Phase(1.0, "sampled", block_size=16, residual_steps=4),))
+    elfatt_sd.plan(pipe, config, autotune=True)
+    for untouched, approximated, _ in timed:
+        [(own, whole), (exact, share)] = approximated
+        assert (whole, exact, share) == (1.0, untouched, 0.25)
+        assert own is not untouched
+
+
 def test_shares_weigh_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
     first, others = (lambda: None), (lambda: None)
     monkeypatch.setattr(autotune, "_seconds", lambda function, device: {first: 4.0, others: 1.0}.get(function, 8.0))

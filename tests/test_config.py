@@ -96,6 +96,7 @@ def test_phase_at_covers_the_run() -> None:
         ({"seed": -1}, "seed=-1"),
         ({"use_rand": 1}, "use_rand=1"),
         ({"reuse_steps": 0}, "reuse_steps=0"),
+        ({"residual_steps": 0}, "residual_steps=0"),
         ({"attention_backend": "warp"}, "attention_backend='warp'"),
         ({"ration": 0.5}, "'ration'"),
         ({"until": 0.5}, "'until'"),

@@ -32,6 +32,8 @@ EVERY_SETTING = [
     PatchConfig("cells", (Phase(1.0, "cell_spread", block_size=37, block_order="spread"),)),
     PatchConfig("samples", (Phase(1.0, "sampled", block_size=37, groups=4),)),
     PatchConfig("samples", (Phase(1.0, "sampled", block_size=20, groups=1, redraw=False),), levels=2, fp32_logits=True),
+    PatchConfig("corrected", (Phase(1.0, "sampled", block_size=20, residual_steps=2),)),
+    PatchConfig("corrected", (Phase(1.0, "elfatt", ratio=0.5, block_size=20, residual_steps=2),), reuse_steps=3),
 ]
 EVERY_ID = [f"{config.method}-{config.phases[-1].block_order}-{index}" for index, config in enumerate(EVERY_SETTING)]
 

@@ -88,6 +88,15 @@ def test_a_shared_matching_costs_each_layer_its_part(pipe: Any, settings: dict[s
     assert layer.multiply_adds_by_phase == (similarities // uses + rest,)
 
 
+def test_steps_share_what_exact_attention_costs() -> None:
+    approximated = Phase(1.0, "sampled", block_size=16, groups=2)
+    corrected = Phase(1.0, "sampled", block_size=16, groups=2, residual_steps=4)
+    plain, exact = multiply_adds(approximated, 8, 8, 8), multiply_adds(EXACT, 8, 8, 8)
+    assert multiply_adds(corrected, 8, 8, 8) == plain + exact // 4
+    assert multiply_adds(Phase(residual_steps=4), 8, 8, 8) == exact
+    assert describe(corrected) == "16 sampled keys (2 groups), exact in 1 of 4 steps and corrected in between"
+
+
 def test_agents_that_are_merged_cost_their_matching() -> None:
     """Also where no token is merged before attention."""
     agents = Phase(1.0, "agent", agent_source="merged", agent_ratio=0.5)

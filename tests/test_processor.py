@@ -8,6 +8,7 @@ import pytest
 import tiny_pipelines as tiny
 import torch
 from checks import generator
+from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +19,7 @@ from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import find_layers
 from elfatt_sd.merging import match_tokens
 from elfatt_sd.ordering import block_permutation
+from elfatt_sd.schedule import Position
 
 ROWS = COLUMNS = 16
 
@@ -220,6 +222,95 @@ def test_a_matching_is_reused_within_its_phase_alone() -> None:
     for timestep in scheduler.timesteps:
         unet(sample, timestep, text)
     assert merged == [256 - 51, 128, 128, 128]
+
+
+CORRECTED = [
+    Phase(1.0, "sampled", block_size=16, residual_steps=3),
+    Phase(1.0, "block", block_size=16, block_order="spread", residual_steps=3),
+    Phase(1.0, "elfatt", ratio=0.5, block_size=16, agents=8, residual_steps=3),
+]
+
+
+def corrected(phase: Phase, steps: int = 6) -> tuple[Any, Any]:
+    """A UNet patched with one phase, and the timesteps of a run."""
+    scheduler = tiny.ddim()
+    scheduler.set_timesteps(steps)
+    return elfatt_sd.apply_patch(tiny.unet(), PatchConfig("corrected", (phase,))), scheduler.timesteps
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("phase", CORRECTED, ids=lambda phase: phase.attention)
+def test_a_shared_difference_is_that_of_the_first_step(phase: Phase) -> None:
+    """A layer is exact in the first step; then its approximation changes with its input, the difference does not."""
+    unet, _ = corrected(phase)
+    attention: Any = find_layers(unet)[0].attention
+    state, (sample, _), noise = attention.elfatt_state, inputs(torch.float32), generator()
+    draws = []
+    for step in range(3):
+        tokens = torch.randn(2, ROWS * COLUMNS, attention.query_dim, generator=noise)
+        state.denoiser.begin(Position(step, 6), 1, sample)
+        result, own = attention(tokens), processor_module.approximate(attention, state, phase, tokens)
+        if step == 0:
+            difference = AttnProcessor2_0()(attention, tokens) - own
+            assert difference.abs().max() > 1e-3, "else this test could not fail"
+        torch.testing.assert_close(result, own + difference, atol=1e-5, rtol=0)
+        draws.append((state.samples, state.permutation, state.choice))
+    for kinds in zip(*draws, strict=True):
+        assert all(drawn is kinds[0] or torch.equal(drawn, kinds[0]) for drawn in kinds)
+
+
+@torch.no_grad()
+def test_differences_are_measured_anew() -> None:
+    """In every group of steps, in another run, at another size or batch; each layer once."""
+    unet, timesteps = corrected(CORRECTED[0])
+    measured: list[int] = []
+    for layer in find_layers(unet):
+        if state := getattr(layer.attention, "elfatt_state", None):
+            original = state.correct
+            state.correct = lambda own, exact, index=state.index, original=original: original(
+                own, lambda: (measured.append(index), exact())[1]
+            )
+    sample, text = inputs(torch.float32)
+
+    def count(steps: Any, sample: Tensor = sample, text: Tensor = text) -> list[int]:
+        counts = []
+        for timestep in steps:
+            unet(sample, timestep, text)
+            counts.append(len(measured))
+            measured.clear()
+        return counts
+
+    assert count(timesteps) == [3, 0, 0, 3, 0, 0]
+    assert count(timesteps[:2]) == [3, 0]
+    assert count(timesteps[:2]) == [3, 0], "a run that was broken off leaves nothing"
+    assert count(timesteps[1:2], sample[..., :8]) == [3]
+    assert count(timesteps[1:3], sample[:1], text[:1]) == [3, 0]
+
+
+@torch.no_grad()
+def test_calls_of_one_step_have_differences_of_their_own() -> None:
+    """Guidance may call the UNet once with the prompt and once without."""
+    unet, timesteps = corrected(CORRECTED[0])
+    (sample, text), other = inputs(torch.float32), torch.zeros(2, 5, tiny.TEXT_WIDTH)
+    alone = [[unet(sample, timestep, context).sample for timestep in timesteps] for context in (text, other)]
+    turns = [[unet(sample, timestep, context).sample for context in (text, other)] for timestep in timesteps]
+    for context in range(2):
+        for step in range(len(timesteps)):
+            assert torch.equal(turns[step][context], alone[context][step])
+
+
+def test_no_difference_outlives_its_run() -> None:
+    """What decodes the latents finds the memory free; gradients do not reach back to an earlier step."""
+    unet, timesteps = corrected(CORRECTED[0])
+    denoiser = find_layers(unet)[0].attention.elfatt_state.denoiser  # type: ignore[union-attr]
+    sample, text = inputs(torch.float32)
+    held = []
+    for timestep in timesteps:
+        unet(sample, timestep, text).sample.sum().backward()
+        kept = [tensor for residual in denoiser.residuals.values() for tensor in residual]
+        assert not any(tensor.requires_grad for tensor in kept)
+        held.append(len(kept))
+    assert held == [3, 3, 3, 3, 3, 0]
 
 
 @torch.no_grad()

@@ -17,10 +17,16 @@ from elfatt_sd.benchmarking.names import COMPILED, FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import Call
-from elfatt_sd.benchmarking.variants import Variant, by_phase, resolve_methods, with_compiled
+from elfatt_sd.benchmarking.variants import (
+    Variant,
+    by_phase,
+    forget_residuals,
+    patched_layers,
+    resolve_methods,
+    with_compiled,
+)
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.pipelines import pick_device, pick_dtype
-from elfatt_sd.processor import STATE
 
 
 def unet(
@@ -81,8 +87,10 @@ def unet(
     keys = [{"size": size, "batch": batch} for size in sizes]
     for key in keys:
         inputs = made.inputs(key["size"], batch)
-        make_call = _graphed_call if graphs else unet_call
-        calls = {name: make_call(unit, inputs) for name, unit in units.items()}
+        calls = {
+            name: _graphed_call(unit, inputs, lineup.variants[name].measures) if graphs else unet_call(unit, inputs)
+            for name, unit in units.items()
+        }
         small = made.inputs(min(key["size"], made.least_size), batch)
         warm_up = _warm_up(units, lineup.variants, calls, small) if place.type == "cpu" else None
         record.time(key, calls, repeats, seconds=seconds, warm_up=warm_up)
@@ -134,7 +142,7 @@ def _warm_up(
     return {**shrunk, **full}
 
 
-def _graphed_call(unet: Any, inputs: Mapping[str, Any]) -> Call:
+def _graphed_call(unet: Any, inputs: Mapping[str, Any], measures: bool) -> Call:
     """Capture a UNet call in a CUDA graph at its first call; what its hooks prepare on the host, that prepares once."""
     call = unet_call(unet, inputs)
 
@@ -147,6 +155,8 @@ def _graphed_call(unet: Any, inputs: Mapping[str, Any]) -> Call:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         forget_matchings(unet)
+        if measures:
+            forget_residuals(unet)
         with torch.inference_mode(), torch.cuda.graph(graph):
             unet.forward(**inputs)
         return graph
@@ -156,7 +166,6 @@ def _graphed_call(unet: Any, inputs: Mapping[str, Any]) -> Call:
 
 def forget_matchings(unet: Any) -> None:
     """Forget what the last call matched, as the hook before a call does, unless steps share a matching."""
-    states = [getattr(module, STATE) for module in unet.modules() if hasattr(module, STATE)]
-    for denoiser in {id(state.denoiser): state.denoiser for state in states}.values():
+    for denoiser in {id(state.denoiser): state.denoiser for state in patched_layers(unet)}.values():
         if denoiser.config.reuse_steps == 1:
             denoiser.matchings.clear()

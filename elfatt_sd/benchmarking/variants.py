@@ -16,6 +16,7 @@ from elfatt_sd.config import EXACT, METHODS, PatchConfig, Phase
 from elfatt_sd.layers import find_denoisers, find_layers, select_layers
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.planning import describe
+from elfatt_sd.processor import STATE, LayerState
 
 STEPS = 50  # of the run that the phases of a method are added up to
 ATTENTIONS_ALONE = {
@@ -49,11 +50,13 @@ class Variant:
         kind: `untouched`, `tomesd` (the package), `floor` (the patched layers give zeros), or `patch`.
         config: of the patch; for `tomesd` its ratio and `floor` its layers are used.
         compiled: run it through `torch.compile`.
+        measures: make every call one that measures the difference that `residual_steps` calls share.
     """
 
     kind: str
     config: PatchConfig = dataclasses.field(default_factory=PatchConfig)
     compiled: bool = False
+    measures: bool = False
 
     def install(self, target: Any) -> Any:
         """Put the variant on a pipeline or UNet that is as it was made, and return it."""
@@ -62,6 +65,8 @@ class Variant:
         chosen = select_layers(layers, self.config, sorted({layer.downsample for layer in layers}))
         if self.kind == "patch":
             apply_patch(target, self.config)
+            if self.measures:
+                unet.register_forward_pre_hook(lambda module, _: forget_residuals(module))
         elif self.kind == PEER:
             import tomesd
 
@@ -74,18 +79,20 @@ class Variant:
 
     @property
     def reuses_steps(self) -> bool:
-        """Whether a call takes over the matching of the call before it, which then must have been at its size."""
-        return self.kind == "patch" and self.config.reuse_steps > 1
+        """Whether a call takes over something of the call before it, which then must have been at its size."""
+        corrected = any(phase.residual_steps > 1 for phase in self.config.phases) and not self.measures
+        return self.kind == "patch" and (self.config.reuse_steps > 1 or corrected)
 
     def same_work(self, other: Variant) -> bool:
         """Tell whether another variant does the same under another name."""
-        alike = (self.kind, self.compiled) == (other.kind, other.compiled)
+        alike = (self.kind, self.compiled, self.measures) == (other.kind, other.compiled, other.measures)
         return alike and same_work(self.config, other.config)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         what = ", then ".join(describe(phase) for phase in self.config.phases or (EXACT,))
-        what += f", matching kept for {self.config.reuse_steps} steps" * self.reuses_steps
+        what += f", matching kept for {self.config.reuse_steps} steps" * (self.config.reuse_steps > 1)
+        what += ", a step that is exact" * self.measures
         what += ", one matching for all layers" * self.config.reuse_layers
         what += f", backend {self.config.attention_backend}" * (self.config.attention_backend != "auto")
         what = {"patch": what, FLOOR: "the layers left out", PEER: f"tomesd, {what}"}.get(self.kind, self.kind)
@@ -185,8 +192,8 @@ def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
 
     def parts(lineup: Lineup, config: PatchConfig) -> list[tuple[str, int]]:
         return [
-            (lineup.place(f"{config.method}/{index}", Variant("patch", part) if part.active else UNTOUCHED), count)
-            for index, (part, count) in enumerate(single_phases(config))
+            (lineup.place(f"{config.method}/{index}", variant), count)
+            for index, (variant, count) in enumerate(single_phases(config))
         ]
 
     return _line_up(configs, parts)
@@ -233,17 +240,19 @@ def with_compiled(lineup: Lineup) -> Lineup:
     return Lineup(lineup.variants | twins, lineup.runs | runs)
 
 
-def single_phases(config: PatchConfig, steps: int = STEPS) -> list[tuple[PatchConfig, int]]:
-    """Cut a method in configurations of one phase each.
+def single_phases(config: PatchConfig, steps: int = STEPS) -> list[tuple[Variant, int]]:
+    """Cut a method in variants of one phase each.
 
     A phase whose matching serves several steps is cut in two: calls that match (`reuse_steps=1`), and calls that take
-    over the matching of the call before them, which all calls of one step do but the first.
+    over the matching of the call before them, which all calls of one step do but the first. So is one whose steps share
+    the difference to exact attention: calls that measure it, and calls that add it.
 
     Returns:
-        Each with its number of steps in a run of `steps`; exact phases have no phases.
+        Each with its number of steps in a run of `steps`; exact phases are untouched.
     """
-    counts: dict[PatchConfig, int] = {}
+    counts: dict[Variant, int] = {}
     matched: tuple[Phase, int] | None = None  # the phase and the group of steps that the last matching is of
+    measured: tuple[Phase, int] | None = None  # likewise, that the last difference to exact attention is of
     for step in range(steps):
         phase = config.phase_at(step, steps)
         if phase.attention == "softmax":  # what it does not use makes no difference
@@ -254,8 +263,23 @@ def single_phases(config: PatchConfig, steps: int = STEPS) -> list[tuple[PatchCo
         matched = group
         phases = () if phase.exact else (phase,)
         part = dataclasses.replace(config, phases=phases, reuse_steps=config.reuse_steps if reuses else 1)
-        counts[part] = counts.get(part, 0) + 1
+        group = (phase, step // phase.residual_steps)
+        measures = phase.residual_steps > 1 and group != measured
+        measured = group
+        variant = Variant("patch", part, measures=measures) if part.active else UNTOUCHED
+        counts[variant] = counts.get(variant, 0) + 1
     return list(counts.items())
+
+
+def patched_layers(unet: nn.Module) -> list[LayerState]:
+    """Return what the patched layers of a UNet know."""
+    return [getattr(module, STATE) for module in unet.modules() if hasattr(module, STATE)]
+
+
+def forget_residuals(unet: nn.Module) -> None:
+    """Forget the differences to exact attention, so that the call that now begins measures them."""
+    for state in patched_layers(unet):
+        state.residual.clear()
 
 
 def layers_of(config: PatchConfig) -> PatchConfig:

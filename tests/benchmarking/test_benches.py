@@ -22,8 +22,8 @@ from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import clock, markdown
 from elfatt_sd.benchmarking.unet import forget_matchings, unet
 from elfatt_sd.benchmarking.variants import Variant, varied
-from elfatt_sd.config import ATTENTIONS, BLOCK_ORDERS, ElfattError, PatchConfig
-from elfatt_sd.processor import ElfattProcessor
+from elfatt_sd.config import ATTENTIONS, BLOCK_ORDERS, ElfattError, PatchConfig, Phase
+from elfatt_sd.processor import ElfattProcessor, LayerState
 
 QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}
 
@@ -73,6 +73,23 @@ def test_a_reused_matching_is_timed_beside_one_that_is_made(model: Model, monkey
     assert matched.count(16 * 16) == warm_up + 3 * 4
     row = next(row for row in results["rows"] if row["method"].startswith("tome:"))
     assert [part["steps"] for part in row["parts"]] == [25, 25]
+
+
+def test_a_difference_is_measured_in_the_calls_that_are_timed_for_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    original = LayerState.correct
+    monkeypatch.setattr(
+        LayerState,
+        "correct",
+        lambda state, own, exact: original(state, own, lambda: (measured.append(own.shape[1]), exact())[1]),
+    )
+    config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=5),))
+    results = unet(model, sizes=[128], methods=[config], repeats=4, device="cpu")
+    assert measured.count(16 * 16) == 3 + 3 * 4, "the warm-up of the calls that add it, and every call that measures it"
+    row = next(row for row in results["rows"] if row["method"] == "corrected")
+    assert [part["steps"] for part in row["parts"]] == [10, 40]
 
 
 def test_a_graph_holds_its_own_matching(model: Model) -> None:

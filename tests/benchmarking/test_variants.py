@@ -35,31 +35,46 @@ def test_phases_of_a_run(method: str, counts: list[int]) -> None:
     parts = single_phases(config)
     assert [count for _, count in parts] == counts
     for part, _ in parts:
-        assert all(phase.until == 1 for phase in part.phases)
-    attentions = [part.phases[0].attention if part.phases else "softmax" for part, _ in parts]
+        assert all(phase.until == 1 for phase in part.config.phases)
+    attentions = [part.config.phases[0].attention if part.config.phases else "softmax" for part, _ in parts]
     assert attentions == ([phase.attention for phase in config.phases] or ["softmax"])
 
 
 def test_calls_that_match_are_told_from_calls_that_reuse() -> None:
     """Each n steps of a phase have one matching, made in the first of them."""
     [(matching, first), (reusing, others)] = single_phases(varied("tome", reuse_steps=3))
-    assert (matching.reuse_steps, first, reusing.reuse_steps, others) == (1, 17, 3, 33)
+    assert (matching.config.reuse_steps, first, reusing.config.reuse_steps, others) == (1, 17, 3, 33)
     parts = single_phases(varied("elfatt", reuse_steps=4))  # steps 8 and 9 merge as ELFATT, 10 and 11 as ToMe
-    assert [(part.phases[0].attention, part.reuse_steps, count) for part, count in parts] == [
+    assert [(part.config.phases[0].attention, part.config.reuse_steps, count) for part, count in parts] == [
         ("elfatt", 1, 3),
         ("elfatt", 4, 7),
         ("softmax", 1, 11),
         ("softmax", 4, 29),
     ]
     late = PatchConfig("late", (Phase(0.1), Phase(1.0, ratio=0.5)), reuse_steps=4)
-    assert [(part.reuse_steps, count) for part, count in single_phases(late)] == [(1, 5), (1, 12), (4, 33)]
+    assert [(part.config.reuse_steps, count) for part, count in single_phases(late)] == [(1, 5), (1, 12), (4, 33)]
+
+
+def test_calls_that_measure_a_difference_are_told_from_calls_that_add_it() -> None:
+    config = varied("elfatt-fast", residual_steps=4)  # steps 10 and 11 are the rest of a group, which has to begin anew
+    parts = single_phases(config)
+    assert [(part.kind, part.measures, count) for part, count in parts] == [
+        ("untouched", False, 10),
+        ("patch", True, 11),
+        ("patch", False, 29),
+    ]
+    lineup = by_phase([config, PatchConfig.preset("elfatt-fast")])
+    assert [name for name, _ in lineup.runs["elfatt-fast"].parts] == ["untouched", "elfatt-fast/1"]
+    measuring, adding = (lineup.variants[f"{config.method}/{index}"] for index in (1, 2))
+    assert adding.reuses_steps and not measuring.reuses_steps
+    assert measuring.to_dict()["what"].endswith("corrected in between, a step that is exact")
 
 
 def test_where_nothing_is_merged_nothing_is_reused() -> None:
-    assert same_work(
-        *(part for part, _ in single_phases(varied("elfatt-fast", reuse_steps=2))[1:]),
-        *(part for part, _ in single_phases(PatchConfig.preset("elfatt-fast"))[1:]),
+    (reusing, _), (plain, _) = (
+        single_phases(config)[1] for config in (varied("elfatt-fast", reuse_steps=2), PatchConfig.preset("elfatt-fast"))
     )
+    assert reusing.same_work(plain)
 
 
 def test_calls_that_match_are_those_of_token_merging() -> None:
@@ -79,7 +94,7 @@ def test_a_backend_serves_exact_phases_too() -> None:
 
 def test_exact_phases_are_untouched() -> None:
     (exact, steps), _ = single_phases(PatchConfig("x", (Phase(0.2), Phase(1.0, "block"))))
-    assert (exact.phases, steps) == ((), 10)
+    assert (exact.kind, steps) == ("untouched", 10)
 
 
 def test_what_is_the_same_is_timed_once(methods: list[PatchConfig]) -> None:

@@ -87,6 +87,15 @@ def test_every_method_compiles_once_per_phase(method: str) -> None:
     assert graphs.count == len(config.phases)
 
 
+def test_a_shared_difference_compiles_for_measuring_adding_and_the_last_step() -> None:
+    config, graphs = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=3),)), Graphs()
+    eager = denoise(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), config), steps=8)
+    unet = wrap(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), config), graphs)
+    for _ in range(2):
+        assert torch.allclose(denoise(unet, steps=8), eager, atol=1e-5)
+    assert graphs.count == 3
+
+
 def test_patched_and_put_back_inside_a_compiled_pipeline(folder: Path) -> None:
     pipe = tiny.sd15(folder, scheduler=tiny.ddim(), **ONE_LEVEL)
     run, before = runner(pipe), processors(pipe)
