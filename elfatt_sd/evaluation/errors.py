@@ -90,7 +90,7 @@ def attention_errors(
         for each prompt) and draws, and the `least` and `greatest` of them.
 
     Raises:
-        ElfattError: a step that the schedule does not have.
+        ElfattError: a step that the schedule does not have, or a method with `residual_steps`.
     """
     recording = record_inputs(pipe, configs.values(), prompts, steps, record_at, seed, **options)
     return [row for name, config in configs.items() for row in method_errors(recording, name, config, draws=draws)]
@@ -100,6 +100,9 @@ def method_errors(
     recording: Recording, method: str, config: PatchConfig, *, draws: int = DRAWS
 ) -> list[dict[str, Any]]:
     """Compare one method with exact attention on recorded inputs; see `attention_errors`."""
+    shared = max((phase.residual_steps for phase in config.phases), default=1)
+    if shared > 1:
+        raise ElfattError(f"residual_steps={shared} is not accepted here; errors are those of single steps.")
     rows = []
     for inputs in recording.inputs:
         if not select_layers([inputs.layer], config, list(recording.levels)):

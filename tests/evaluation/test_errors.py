@@ -146,3 +146,9 @@ def test_each_method_is_compared_in_its_own_layers(pipe: Any) -> None:
     assert len(layers["one"]) == 3
     assert set(layers["one"]) < set(layers["two"])
     elfatt_sd.remove_patch(pipe)  # nothing was patched
+
+
+def test_methods_that_carry_something_over_steps_are_refused(pipe: Any) -> None:
+    config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=4),))
+    with pytest.raises(ElfattError, match=r"residual_steps=4 is not accepted here; errors are those of single steps\."):
+        attention_errors(pipe, {"corrected": config}, ["a"], 3, [1], 0)
