@@ -1,12 +1,13 @@
 # Every target makes what it needs: `make demo` and `make test` work on a bare machine with Python 3.11 or newer.
 PYTHON ?= python3
 PIP := -m pip install -qq --disable-pip-version-check
+NBCONVERT := .venv/bin/jupyter-nbconvert --log-level=WARN --to notebook --execute
 PROMPT ?= a red star on a striped blue background
 JOBS ?= auto
 # What works without torchvision, on the oldest versions that are supported.
 OLDEST_TESTS ?= tests --ignore=tests/evaluation --ignore=tests/test_packaging.py
 
-.PHONY: help demo test test-oldest lint format notebooks clean
+.PHONY: help demo test test-oldest lint format notebooks quickstart clean
 
 help:
 	@echo "make demo         one picture, untouched and patched, side by side"
@@ -14,6 +15,7 @@ help:
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
 	@echo "make lint         ruff and mypy;  make format mends what ruff can"
 	@echo "make notebooks    execute the notebooks into outputs/notebooks"
+	@echo "make quickstart   execute the first notebook in place: it is committed with its pictures"
 
 demo: .venv/.installed
 	.venv/bin/elfatt-sd generate "$(PROMPT)" --compare --out outputs/demo
@@ -34,7 +36,13 @@ format: .venv/.installed-dev
 	.venv/bin/ruff format
 
 notebooks: .venv/.installed-dev
-	.venv/bin/jupyter-nbconvert --log-level=WARN --to notebook --execute --output-dir outputs/notebooks notebooks/*.ipynb
+	$(NBCONVERT) --output-dir outputs/notebooks notebooks/*.ipynb
+
+# Pictures as JPEG alone, without times of day: small, and equal pictures stay equal bytes.
+quickstart: .venv/.installed-dev
+	$(NBCONVERT) --inplace --ExecutePreprocessor.record_timing=False \
+	  --ExecutePreprocessor.extra_arguments=--DisplayFormatter.active_types=image/jpeg \
+	  notebooks/1-quickstart.ipynb
 
 clean:
 	rm -rf .venv .venv-oldest build dist .mypy_cache .ruff_cache .pytest_cache

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from elfatt_sd.toy.features import ToyClassifier, load_feature_extractor
@@ -107,7 +109,8 @@ def measure(
     prompts, truth = [describe(*labels) for labels in classes], class_labels(classes)
     began = time.monotonic()
     made = generate(pipeline, prompts, seed, batch, num_inference_steps=steps, guidance_scale=guidance)
-    images = torch.cat(list(made))
+    batches = -(-count // batch)
+    images = torch.cat(list(track(made, "generating", total=batches, console=Console(stderr=True))))
     seconds = time.monotonic() - began
     classifier, size = load_feature_extractor(), images.shape[-1]
     hits = torch.cat([predicted(classifier, part) for part in torch.split(images, 32)]) == truth
