@@ -10,7 +10,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +25,7 @@ from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.environment import read_high_water_mark
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.layers import find_denoisers
-from elfatt_sd.patch import apply_patch, patched, remove_patch
+from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
 
 OnStep = Callable[[int, int], None]
@@ -171,8 +171,13 @@ class Studio:
         finally:
             remove_patch(self.pipe)
 
-    def _patched(self) -> AbstractContextManager[Any]:
-        return patched(self.pipe, self.request.config, autotune=self.request.autotune)
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        apply_patch(self.pipe, self.request.config, autotune=self.request.autotune)
+        try:
+            yield
+        finally:
+            remove_patch(self.pipe)
 
     def _warm_up(self) -> None:
         """Run both ways for two steps, so that neither pays for the other's first call."""

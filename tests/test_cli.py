@@ -18,8 +18,10 @@ from typer.testing import CliRunner, Result
 
 import elfatt_sd
 from elfatt_sd import generation
+from elfatt_sd.autotune import Decision, Tuner
 from elfatt_sd.cli import app
 from elfatt_sd.generation import PeakWatch, Request, Studio, check_text_to_image, check_writable, free_name
+from elfatt_sd.processor import LayerState
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "a red star"
@@ -209,6 +211,18 @@ def test_patch_as_json(model: Path) -> None:
     assert max(layer["tokens"] for layer in data["layers"]) == 32 * 24
     assert data["multiply_adds_after"] < data["multiply_adds_before"]
     assert data["python"][-1] == 'elfatt_sd.apply_patch(pipe, "tome")'
+
+
+def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    measured: set[tuple[int, int]] = set()
+
+    def decide(tuner: Tuner, state: LayerState, phase: elfatt_sd.Phase, sample: torch.Tensor) -> Decision:
+        measured.add(state.grid)
+        return Decision(0.5, 0.4, 0.6)
+
+    monkeypatch.setattr(Tuner, "decide", decide)
+    draw(model, tmp_path, "--autotune", "--compare", "--height", 64, "--width", 48)
+    assert measured == {(32, 24)}
 
 
 def test_autotune_is_passed_on(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
