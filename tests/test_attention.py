@@ -327,6 +327,23 @@ def test_auto_takes_flash_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> No
     assert not served()
 
 
+def test_auto_chooses_for_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head size that flash-attn does not take, or a mask, falls back to the native kernel."""
+    served: list[tuple[int, str]] = []
+
+    def dispatch(q: Tensor, k: Tensor, v: Tensor, scale: Any, mask: Any, backend: str) -> Tensor:
+        served.append((q.shape[-1], backend))
+        return q
+
+    monkeypatch.setattr(attention, "_flash_takes", lambda q: q.shape[-1] <= 8)
+    monkeypatch.setattr(attention, "_dispatch", dispatch)
+    for size in (8, 16):
+        q, k, v = qkv(50, size=size)
+        block_attention(q, k, v, 16, backend="auto")
+        softmax_attention(q, k, v, mask=torch.ones(50, 50, dtype=torch.bool), backend="auto")
+    assert served == [(8, "flash")] * 2  # blocks of 17 and of 16 tokens
+
+
 def test_dispatchers_native_backend_agrees() -> None:
     pytest.importorskip("diffusers.models.attention_dispatch")
     q, k, v = qkv(50)
@@ -334,7 +351,9 @@ def test_dispatchers_native_backend_agrees() -> None:
         torch.testing.assert_close(out, approximations(q, k, v)[name], msg=name)
 
 
-@pytest.mark.parametrize(("backend", "package"), [("flash", "flash-attn"), ("sage", "sageattention")])
+@pytest.mark.parametrize(
+    ("backend", "package"), [("flash", "flash-attn"), ("sage", "sageattention"), ("xformers", "xformers")]
+)
 def test_missing_backend_names_the_remedy(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers.models.attention_dispatch")
     monkeypatch.setitem(attention.PACKAGES, backend, ("no_such_module", f"pip install {package}"))

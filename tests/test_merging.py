@@ -75,14 +75,14 @@ def test_order_of_the_merged_sequence_is_tomesds(height: int, width: int, ratio:
 
 
 @pytest.mark.parametrize(("height", "width"), GRIDS)
-@pytest.mark.parametrize("stride", [2, 4])
-def test_random_destinations_are_tomesds(height: int, width: int, stride: int) -> None:
+@pytest.mark.parametrize(("ratio", "stride"), SETTINGS)
+def test_random_destinations_are_tomesds(height: int, width: int, ratio: float, stride: int) -> None:
     """Both are given the same draws."""
     x = tokens(height, width).double()
     cells = (height // stride) * (width // stride)
     choice = torch.randint(stride**2, (cells,), generator=torch.Generator().manual_seed(5))
-    merge, unmerge = tomesd(x, height, width, 0.5, stride, generator=torch.Generator().manual_seed(5))
-    ours = match(x, height, width, 0.5, stride, choice=choice)
+    merge, unmerge = tomesd(x, height, width, ratio, stride, generator=torch.Generator().manual_seed(5))
+    ours = match(x, height, width, ratio, stride, choice=choice)
     assert torch.equal(ours.positions[:, -cells:], destinations(height, width, stride, choice).expand(2, -1))
     torch.testing.assert_close(ours.unmerge(ours.merge(x)), unmerge(merge(x)), atol=1e-12, rtol=0)
 
