@@ -85,7 +85,7 @@ def _machine() -> Iterator[Finding]:
     here = describe_environment(torch.device("cpu"))
     yield Finding("system", here["platform"])
     yield Finding("Python", f"{here['python']} ({sys.executable})")
-    yield Finding("CPU", f"{here['cpu']}, {here['cpu_cores']} cores, {here['cpu_threads']} threads used")
+    yield Finding("CPU", f"{here['cpu']}, {here['cpu_cores']} cores, threads used: {here['cpu_threads']}")
     yield Finding("memory", f"{here['ram_gib']:.1f} GiB" if here["ram_gib"] else "not known")
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
