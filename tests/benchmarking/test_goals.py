@@ -17,13 +17,13 @@ def ratio(value: float) -> dict[str, float]:
 
 def call(method: str, floor: float, untouched: float, tomesd: float, peak: int) -> dict[str, Any]:
     """A row of `elfatt-fast`: exact steps, and its own phase."""
-    own = {"variant": f"{method}/1", "speed": {"untouched": ratio(untouched), "tomesd": ratio(tomesd)}}
+    own = {"variant": f"{method}/1", "steps": 40, "speed": {"untouched": ratio(untouched), "tomesd": ratio(tomesd)}}
     return {
         "size": 512,
         "method": method,
         "rounds": 5,
         "peak_bytes": peak,
-        "parts": [{"variant": "untouched"}, {**own, "floor": {"name": "floor", **ratio(floor)}}],
+        "parts": [{"variant": "untouched", "steps": 10}, {**own, "floor": {"name": "floor", **ratio(floor)}}],
     }
 
 

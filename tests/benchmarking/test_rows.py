@@ -97,9 +97,12 @@ def test_exponents() -> None:
 
 @pytest.mark.parametrize("ending", ["", ", compiled"])
 def test_a_run_has_a_phase_of_its_own(ending: str) -> None:
-    row = {"method": f"x{ending}", "parts": [{"variant": f"untouched{ending}"}, {"variant": f"x/1{ending}"}]}
-    assert own_part(row) == {"variant": f"x/1{ending}"}
-    assert own_part({**row, "parts": row["parts"][1:]}) is None
+    parts = [
+        {"variant": f"{name}{ending}", "steps": steps} for name, steps in (("untouched", 30), ("x/1", 5), ("x/2", 15))
+    ]
+    row = {"method": f"x{ending}", "parts": parts}
+    assert own_part(row) == parts[2]
+    assert own_part({**row, "parts": parts[2:]}) is None
     assert own_part({"method": "floor"}) is None
 
 
