@@ -29,6 +29,7 @@ VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tome", {"reuse_steps": 2}),
     ("elfatt", {"ratio": 0}),
     ("elfatt-fast", {"levels": 1}),
+    ("elfatt-fast", {"residual_steps": 8}),
     ("spread", {"block_size": 128, "levels": 1}),
     ("spread", {"block_size": 512, "levels": 2}),
 )
