@@ -343,9 +343,7 @@ PRESETS: dict[str, PatchConfig] = {
     "elfatt": PatchConfig("elfatt", (Phase(0.2, "elfatt", ratio=0.5), _TOME)),
     # Beyond the paper: exact early steps, then stratified random samples of keys, without merging.
     "elfatt-fast": PatchConfig("elfatt-fast", (Phase(0.2), Phase(1.0, "sampled", block_size=128)), levels=2),
-    # The same keys from the first step on, exact in one step of four, whose difference corrects the other three.
-    "elfatt-quality": PatchConfig(
-        "elfatt-quality", (Phase(1.0, "sampled", block_size=128, residual_steps=4),), levels=2
-    ),
+    # More keys, from the first step on; one step of four is exact, and its difference corrects the other three.
+    "elfatt-quality": PatchConfig("elfatt-quality", (Phase(1.0, "sampled", block_size=512, residual_steps=4),)),
 }
 METHODS = tuple(PRESETS)
