@@ -21,7 +21,6 @@ from elfatt_sd.benchmarking.models import Model, make_model, unet_call
 from elfatt_sd.benchmarking.timing import Call, synchronise
 from elfatt_sd.benchmarking.variants import Variant
 from elfatt_sd.config import ElfattError
-from elfatt_sd.console import quiet_libraries
 from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.evaluation.measure import PeakMeter
 
@@ -110,7 +109,6 @@ class FreshPeaks:
 def _serve(pipe: Connection, model: str | Model, dtype: torch.dtype, threads: int) -> None:
     """Build the model, and answer every order by a fork, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the fork, and this process when its pipe is closed
-    quiet_libraries()
     torch.set_num_threads(1)
     made = make_model(model, torch.device("cpu"), dtype) if isinstance(model, str) else model
     forking = multiprocessing.get_context("fork")
