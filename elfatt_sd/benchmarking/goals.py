@@ -94,9 +94,11 @@ def _goals(folder: Path) -> Iterator[Goal]:
     row = _fast(large, lambda config: config["levels"] == 2)
     yield from _call_goals("1024x1024, two levels", large, row, 1.10, 3.5, 2.0)
     for name, results in calls.items():
-        greatest, share = _memory(results)
-        what = f"peak memory, {CALLS[name]}: greatest share of the untouched call's"
-        yield Goal(what, MEMORY_NOISE, share, greatest)
+        for keeps, which in ((False, ""), (True, ", with `residual_steps`")):
+            greatest, share = _memory(results, keeps)
+            what = f"peak memory, {CALLS[name]}{which}: greatest share of the untouched call's"
+            if share is not None or not keeps:
+                yield Goal(what, MEMORY_NOISE, share, greatest)
 
 
 def _call_goals(
@@ -130,19 +132,33 @@ def _doubt(results: Results, rows: Sequence[Row]) -> str:
     return ", ".join(filter(None, (few_rounds(rounds), f"machine busy ({busy:.0%})" * (busy > BUSY))))
 
 
-def _memory(results: Results) -> tuple[str, float | None]:
-    """Return which of our methods has the greatest peak, and that as a share of the untouched call's."""
+def _memory(results: Results, keeps: bool) -> tuple[str, float | None]:
+    """Return which of our methods has the greatest peak, and that as a share of the untouched call's.
+
+    Args:
+        results: of UNet calls.
+        keeps: look at the methods that keep differences for other steps (`residual_steps`), or at those that do not.
+    """
     known = {row["method"]: row["peak_bytes"] for row in results.get("rows", ()) if row["peak_bytes"]}
-    ours = [method for method in known if not is_reference(method)]
+    keeping = {row["method"] for row in results.get("rows", ()) if _keeps(results, row)}
+    ours = [method for method in known if not is_reference(method) and (method in keeping) == keeps]
     if not ours or UNPATCHED not in known:
         return "", None
     greatest = max(ours, key=known.__getitem__)
     return greatest, known[greatest] / known[UNPATCHED]
 
 
+def _keeps(results: Results, row: Row) -> bool:
+    """Tell whether a method keeps the difference to exact attention for other steps."""
+    named = results["settings"]["variants"]
+    phases = [phase for part in row.get("parts", ()) for phase in named[part["variant"]]["config"]["phases"]]
+    return any(phase["residual_steps"] > 1 for phase in phases)
+
+
 def _share(rows: Sequence[Row], base: str) -> float | None:
-    """Return a method's time as a share of another's."""
-    return 1 / rows[0]["speed"][base]["median"] if rows else None
+    """Return a method's time as a share of another's; None where one of them was not measured."""
+    speed = rows[0]["speed"].get(base) if rows else None
+    return 1 / speed["median"] if speed else None
 
 
 def _rows(results: Results, **key: Any) -> list[Row]:

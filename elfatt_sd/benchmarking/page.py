@@ -120,7 +120,8 @@ def _origin(results: Results) -> str:
     said += f"{packages['diffusers']}, {_precision(results)}"
     rounds = [row["rounds"] for row in results["rows"] if "rounds" in row]
     if rounds:
-        said += f"; medians of {_span(rounds)} interleaved rounds, in brackets the least and greatest ratio"
+        several = f"medians of {_span(rounds)} interleaved rounds, in brackets the least and greatest ratio"
+        said += "; one round" if max(rounds) == 1 else f"; {several}"
     sittings = [sitting for group in results["groups"] for sitting in group["sittings"]]
     shares = [sitting["bystanders"] for sitting in sittings if sitting["bystanders"] is not None]
     if shares:

@@ -43,7 +43,7 @@ def plot(results: Results) -> Any:
     about = [settings.get("model", results["kind"]), settings.get("dtype"), results["machine"]["device"]]
     figure.suptitle(", ".join(filter(None, about)), fontsize=10)
     caption = "Bars: median over the rounds; whiskers: least and greatest round.\nGrey: to compare with; blue: ours"
-    phases = ", mean over a run; orange: one call in its own phase" * any(map(own_part, rows))
+    phases = ", mean over a run; orange: one call in its own phase, the fastest of several" * any(map(own_part, rows))
     figure.supxlabel(f"{caption}{phases}.", fontsize=8)
     return figure
 
@@ -120,38 +120,47 @@ def _draw_guides(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_errors(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw a line for each method: a colour for all sizes of one kind, dashes and marker for the size."""
+    """Draw a line for each kind of method, at the middle one of its sizes."""
     steps = sorted({row["step"] for row in rows})
-    kinds: dict[str, list[str]] = {}
-    for name in dict.fromkeys(row["method"] for row in rows):
-        kinds.setdefault(re.sub(r"\d+", "", name), []).append(name)
-    for index, names in enumerate(kinds.values()):
-        for variety, name in enumerate(names):
-            means = [_mean(row for row in rows if (row["method"], row["step"]) == (name, step)) for step in steps]
-            axes.plot(steps, means, label=name, **_style(index, variety))
+    for index, names in enumerate(_kinds(rows).values()):
+        name = names[len(names) // 2]
+        means = [_mean(row for row in rows if (row["method"], row["step"]) == (name, step)) for step in steps]
+        axes.plot(steps, means, label=name, **_style(index))
     axes.set(xlabel="denoising step", ylabel="relative L2 error, mean over layers", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _draw_means(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    names = dict.fromkeys(row["method"] for row in rows)
-    means = {name: _mean(row for row in rows if row["method"] == name) for name in names}
+    """Draw a bar for each method, in the colour of its kind."""
+    colours = {name: _style(index)["color"] for index, names in enumerate(_kinds(rows).values()) for name in names}
+    means = {name: _mean(row for row in rows if row["method"] == name) for name in colours}
     ranked = sorted(means, key=means.__getitem__)
-    axes.barh(ranked, [means[name] for name in ranked], color="tab:blue")
+    bars = axes.barh(ranked, [means[name] for name in ranked], color=[colours[name] for name in ranked])
+    axes.bar_label(bars, fmt="%.3f", padding=2, fontsize=7)
     axes.set(xlabel="mean over layers and steps")
+    axes.margins(x=0.2, y=0.01)
     axes.tick_params(axis="y", labelsize=7)
     axes.invert_yaxis()
+
+
+def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the methods by what they are apart from their sizes."""
+    kinds: dict[str, list[str]] = {}
+    for name in dict.fromkeys(row["method"] for row in rows):
+        kinds.setdefault(re.sub(r"\d+", "", name), []).append(name)
+    return kinds
 
 
 def _mean(rows: Any) -> float:
     return statistics.fmean(row["error"] for row in rows)
 
 
-def _style(index: int, variety: int | None = None) -> dict[str, Any]:
-    """Return colour, marker and dashes: by number, or by number of the kind and of the variety within it."""
+def _style(index: int) -> dict[str, Any]:
+    """Return colour and marker by number."""
     from matplotlib import colormaps
 
     colour = colormaps["tab20"](2 * index % 20 + index // 10 % 2)
-    marker = "osv^Dx"[(index if variety is None else variety) % 6]
-    return {"color": colour, "marker": marker, "markersize": 4, "linestyle": ("-", "--", ":")[(variety or 0) % 3]}
+    return {"color": colour, "marker": "osv^Dx"[index % 6], "markersize": 4}

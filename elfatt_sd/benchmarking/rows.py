@@ -58,10 +58,10 @@ def make_exponents(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float 
 
 
 def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the part of a method's run that no other has, the longest of several; None for a run of one part."""
+    """Return the part of a method's run that no other has, the fastest of several; None for a run of one part."""
     parts, prefix = row.get("parts", ()), f"{row['method'].removesuffix(COMPILED)}/"
     own = [part for part in parts if part["variant"].startswith(prefix)]
-    return max(own, key=lambda part: part["steps"], default=None) if len(parts) > 1 else None
+    return min(own, key=lambda part: part["seconds"], default=None) if len(parts) > 1 else None
 
 
 def _total(parts: Sequence[tuple[str, int]], times: Times) -> list[float]:

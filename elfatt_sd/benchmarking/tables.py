@@ -93,9 +93,11 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _spread(ratio: Mapping[str, Any] | None, digits: int = 2) -> str:
+    """Return the median, and in brackets the least and the greatest where the rounds differ."""
     if ratio is None:
         return ""
-    return f"{ratio['median']:.{digits}f} ({ratio['min']:.{digits}f} to {ratio['max']:.{digits}f})"
+    least, median, greatest = (f"{ratio[name]:.{digits}f}" for name in ("min", "median", "max"))
+    return median if least == greatest else f"{median} ({least} to {greatest})"
 
 
 def _scaled(value: float | None, unit: float, digits: int) -> str:

@@ -97,9 +97,8 @@ def test_exponents() -> None:
 
 @pytest.mark.parametrize("ending", ["", ", compiled"])
 def test_a_run_has_a_phase_of_its_own(ending: str) -> None:
-    parts = [
-        {"variant": f"{name}{ending}", "steps": steps} for name, steps in (("untouched", 30), ("x/1", 5), ("x/2", 15))
-    ]
+    times = (("untouched", 30, 1.0), ("x/1", 15, 3.0), ("x/2", 5, 2.0))
+    parts = [{"variant": f"{name}{ending}", "steps": steps, "seconds": seconds} for name, steps, seconds in times]
     row = {"method": f"x{ending}", "parts": parts}
     assert own_part(row) == parts[2]
     assert own_part({**row, "parts": parts[2:]}) is None

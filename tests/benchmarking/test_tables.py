@@ -60,7 +60,12 @@ def test_an_untouched_phase_has_no_share_of_a_floor() -> None:
     parts = [{"variant": name, "steps": 25, "what": name, **timing} for name in ("untouched", "a/1")]
     exact, own = table(row("a", parts=parts)).splitlines()[5:7]
     assert exact == "| &nbsp; 25 steps: untouched | 1000 ms |  |  |"
-    assert own == "| &nbsp; 25 steps: a/1 | 1000 ms |  | 1.700 (1.700 to 1.700) |"
+    assert own == "| &nbsp; 25 steps: a/1 | 1000 ms |  | 1.700 |"
+
+
+def test_the_spread_of_the_rounds_stands_in_brackets() -> None:
+    speed = {"untouched": {"median": 1.5, "min": 1.25, "max": 2.0}}
+    assert "| 1.50 (1.25 to 2.00) | 1.200 |" in table(row("a", speed=speed))
 
 
 def test_exponents_of_fewer_sizes_say_so() -> None:

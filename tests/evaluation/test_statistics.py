@@ -5,17 +5,21 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import mpmath
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import poly_mmd
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import statistics
+from elfatt_sd.evaluation.score import torchmetrics_distance
 from elfatt_sd.evaluation.statistics import (
     BETTER,
     FEWEST_CLASSES,
@@ -414,6 +418,36 @@ def test_interval_of_a_share_covers() -> None:
         assert interval is not None
         covered += interval[0] <= 0.93 <= interval[1]
     assert covered >= 274
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return made
+
+
+@pytest.mark.parametrize("count", [512, 4096])
+def test_no_matrix_grows_with_the_number_of_pictures(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One number for each picture; apart from that nothing is larger than a piece of the file and its kernel."""
+    monkeypatch.setattr(statistics, "ROWS", 64)
+    monkeypatch.setattr(statistics, "KERNEL_SAMPLE", 32)
+    np.save(tmp_path / "features.npy", normal(count, 16, 28).float().numpy())
+    features = np.load(tmp_path / "features.npy", mmap_mode="r")
+    reference = normal(32, 16, 29)
+    mean, covariance = moments(reference)
+    with Largest() as largest:
+        frechet_estimate(features, mean, covariance).interval(torch.arange(count) // 2)
+        kernel_distance(features, reference)
+        torchmetrics_distance(features, FeatureStatistics.from_moments(mean, covariance, 32))
+    assert largest.elements <= max(64 * 32, count)
 
 
 def test_another_extractor_is_refused() -> None:
