@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "optional": "[yello
 
 def main() -> None:
     """Run the command line."""
+    for variable, level in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "99")):
+        os.environ.setdefault(variable, level)  # of PyTorch's libraries, which read it when they are loaded
     app(prog_name="elfatt-sd")
 
 

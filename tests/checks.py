@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ import pytest
 import tiny_pipelines as tiny
 import torch
 from diffusers.models.attention_processor import Attention
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
@@ -43,15 +41,6 @@ class Work(TorchDispatchMode):
         self.dense += name in ("_softmax", "bmm", "baddbmm", "mm")
         self.copies += name in ("copy_", "clone", "_to_copy", "cat", "index_select", "constant_pad_nd")
         return func(*args, **(kwargs or {}))
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """Return the greatest number of bytes that tensors held during a call, beyond what they held before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    events: Any = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
-    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return max(itertools.accumulate(size for _, size in memory))
 
 
 def generator() -> torch.Generator:

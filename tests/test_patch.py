@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import tiny_pipelines as tiny
 import torch
-from checks import peak_bytes, processors
+from checks import processors
 
 import elfatt_sd
 from elfatt_sd import processor as processor_module
+from elfatt_sd.benchmarking.memory import peak_memory
 from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
 from elfatt_sd.patch import current_config
 from elfatt_sd.processor import ElfattProcessor, LayerState
@@ -283,10 +284,12 @@ def test_a_patched_call_needs_no_more_memory(method: str, timestep: int) -> None
         unet(sample, timestep, text)
 
     call()
-    untouched = peak_bytes(call)
+    cpu = torch.device("cpu")
+    untouched = peak_memory(call, cpu)
+    assert untouched
     with elfatt_sd.patched(unet, method):
         call()
-        assert peak_bytes(call) <= 1.01 * untouched
+        assert (peak_memory(call, cpu) or 0) <= 1.01 * untouched
 
 
 def test_reused_matchings_are_computed_once(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.benchmarking.memory import FreshPeaks, peak_memory
+from elfatt_sd.benchmarking.memory import peak_memory
 from elfatt_sd.benchmarking.models import Model, copy_structure, make_model, unet_call
 from elfatt_sd.benchmarking.names import COMPILED, FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
@@ -20,8 +20,8 @@ from elfatt_sd.benchmarking.timing import Call
 from elfatt_sd.benchmarking.variants import (
     Variant,
     by_phase,
+    forget_matchings,
     forget_residuals,
-    patched_layers,
     resolve_methods,
     with_compiled,
 )
@@ -57,8 +57,8 @@ def unet(
         dtype: likewise.
         compile: time every variant but tomesd through `torch.compile` too.
         graphs: replay CUDA graphs, so that the time to launch kernels does not hide what the device needs.
-        memory: batches at which the peak memory is measured, on a CPU in a fresh process for each variant (not for a
-            model that is given); by default `batch` and twice that, which gives the growth for one more picture.
+        memory: batches at which the peak memory is measured, of every variant but the floors; by default `batch` and
+            twice that, which gives the growth for one more picture.
         seconds: for each size, start no further round past this time.
         session: where the results go.
         **settings: for the presets, such as `ratio=0.5`.
@@ -88,23 +88,18 @@ def unet(
     for key in keys:
         inputs = made.inputs(key["size"], batch)
         calls = {
-            name: _graphed_call(unit, inputs, lineup.variants[name].measures) if graphs else unet_call(unit, inputs)
+            name: _graphed_call(unit, inputs, lineup.variants[name]) if graphs else unet_call(unit, inputs)
             for name, unit in units.items()
         }
         small = made.inputs(min(key["size"], made.least_size), batch)
         warm_up = _warm_up(units, lineup.variants, calls, small) if place.type == "cpu" else None
         record.time(key, calls, repeats, seconds=seconds, warm_up=warm_up)
     batches = (batch, 2 * batch) if memory is None else memory
-    if batches and place.type == "cuda":
-        for key, name, rows in itertools.product(keys, units, batches):
-            call = unet_call(units[name], made.inputs(key["size"], rows))
-            record.keep_peak(key, name, rows, functools.partial(peak_memory, call, place))
-    elif batches and isinstance(model, str):
-        measured = [name for name, variant in lineup.variants.items() if variant.kind != FLOOR]
-        with FreshPeaks(model, precision) as peaks:
-            for key, name, rows in itertools.product(keys, measured, batches):
-                measure = functools.partial(peaks.peak, lineup.variants[name], key["size"], rows)
-                record.keep_peak(key, name, rows, measure)
+    measured = [name for name, variant in lineup.variants.items() if variant.kind != FLOOR]
+    for key, name, rows in itertools.product(keys, measured, batches):
+        call = unet_call(units[name], made.inputs(key["size"], rows))
+        measure = functools.partial(_peak, units[name], call, lineup.variants[name], place)
+        record.keep_peak(key, name, rows, measure)
     return record.results
 
 
@@ -142,7 +137,16 @@ def _warm_up(
     return {**shrunk, **full}
 
 
-def _graphed_call(unet: Any, inputs: Mapping[str, Any], measures: bool) -> Call:
+def _peak(unet: Any, call: Call, variant: Variant, device: torch.device) -> int | None:
+    """Measure the peak memory of a call, with all that it keeps for later ones."""
+    if variant.compiled:
+        peak_memory(call, device)  # compiles
+    forget_residuals(unet)
+    forget_matchings(unet)
+    return peak_memory(call, device)
+
+
+def _graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Call:
     """Capture a UNet call in a CUDA graph at its first call; what its hooks prepare on the host, that prepares once."""
     call = unet_call(unet, inputs)
 
@@ -154,18 +158,12 @@ def _graphed_call(unet: Any, inputs: Mapping[str, Any], measures: bool) -> Call:
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        forget_matchings(unet)
-        if measures:
+        if variant.config.reuse_steps == 1:
+            forget_matchings(unet)  # as the hook before a call does
+        if variant.measures:
             forget_residuals(unet)
         with torch.inference_mode(), torch.cuda.graph(graph):
             unet.forward(**inputs)
         return graph
 
     return lambda: capture().replay()
-
-
-def forget_matchings(unet: Any) -> None:
-    """Forget what the last call matched, as the hook before a call does, unless steps share a matching."""
-    for denoiser in {id(state.denoiser): state.denoiser for state in patched_layers(unet)}.values():
-        if denoiser.config.reuse_steps == 1:
-            denoiser.matchings.clear()

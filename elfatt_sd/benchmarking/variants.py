@@ -283,6 +283,12 @@ def forget_residuals(unet: nn.Module) -> None:
         state.residual.clear()
 
 
+def forget_matchings(unet: nn.Module) -> None:
+    """Forget which tokens the last call merged, so that the call that now begins matches anew."""
+    for state in patched_layers(unet):
+        state.denoiser.matchings.clear()
+
+
 def layers_of(config: PatchConfig) -> PatchConfig:
     """Return a configuration of the same layers and nothing else."""
     return PatchConfig(levels=config.levels, max_downsample=config.max_downsample)

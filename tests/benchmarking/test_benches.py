@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 
+from elfatt_sd import processor
 from elfatt_sd.benchmarking.layer import growth, layer, layer_phases
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, copy_structure, make_pipeline, unet_call
@@ -20,9 +24,10 @@ from elfatt_sd.benchmarking.pipeline import pipeline, twin
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import clock, markdown
-from elfatt_sd.benchmarking.unet import forget_matchings, unet
+from elfatt_sd.benchmarking.unet import _graphed_call, unet
 from elfatt_sd.benchmarking.variants import Variant, varied
 from elfatt_sd.config import ATTENTIONS, BLOCK_ORDERS, ElfattError, PatchConfig, Phase
+from elfatt_sd.layers import find_layers
 from elfatt_sd.processor import ElfattProcessor, LayerState
 
 QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}
@@ -92,15 +97,34 @@ def test_a_difference_is_measured_in_the_calls_that_are_timed_for_it(
     assert [part["steps"] for part in row["parts"]] == [10, 40]
 
 
-def test_a_graph_holds_its_own_matching(model: Model) -> None:
-    """What is captured must match anew where a call does, also where the layers share a matching."""
-    for changes, left in (({"reuse_layers": True}, 0), ({"reuse_steps": 2}, 3)):
-        patched = Variant("patch", varied("tome", **changes)).install(copy_structure(model.unet))
-        unet_call(patched, model.inputs(64, 2))()
-        states = [module.elfatt_state for module in patched.modules() if hasattr(module, "elfatt_state")]
-        assert states[0].denoiser.matchings
-        forget_matchings(patched)
-        assert len(states[0].denoiser.matchings) == left
+@pytest.mark.parametrize(("changes", "matchings"), [({"reuse_layers": True}, 1), ({"reuse_steps": 2}, 0)], ids=str)
+def test_a_graph_holds_its_own_matching(
+    model: Model, changes: dict[str, Any], matchings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is captured must match anew where a call does, and must not where steps share a matching."""
+    made: list[int] = []
+    find_candidates = processor.find_candidates
+
+    def counting(*args: Any) -> Any:
+        made.append(1)
+        return find_candidates(*args)
+
+    @contextmanager
+    def capturing(graph: Any) -> Iterator[None]:
+        made.clear()
+        yield
+        captured.append(len(made))
+
+    captured: list[int] = []
+    monkeypatch.setattr(processor, "find_candidates", counting)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=made.clear))
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    variant = Variant("patch", varied("tome", **changes))
+    call = _graphed_call(variant.install(copy_structure(model.unet)), model.inputs(64, 2), variant)
+    call()
+    call()
+    assert captured == [matchings]
 
 
 def test_unet_at_one_size_goes_on_at_another(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
@@ -130,32 +154,27 @@ def test_compiled_variants_are_timed_beside_the_others(
     assert last["floor"]["name"] == "floor of 2 levels, compiled"
 
 
-def test_peaks_are_those_of_fresh_processes(
-    small_shapes: None, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every variant but the floors, compiled or not, at every batch asked for."""
-    from elfatt_sd.benchmarking import unet as module
+def test_peaks_of_every_variant_but_the_floors(model: Model, methods: list[PatchConfig]) -> None:
+    """Two batches give the growth for one more picture, which is two rows with guidance."""
+    rows = unet(model, sizes=[64], methods=methods[2:], batch=2, **QUICK)["rows"]
+    for row in rows[:2]:
+        assert row["bytes_per_picture"] == pytest.approx(row["peak_bytes"], rel=0.1), row["method"]
+    assert rows[2]["peak_bytes"] is rows[2]["bytes_per_picture"] is None
+    rows = unet(model, sizes=[64], methods=methods[2:], memory=[3], **QUICK)["rows"]
+    assert rows[0]["peak_bytes"] > 0
+    assert rows[0]["bytes_per_picture"] is None
+    rows = unet(model, sizes=[64], methods=methods[2:], memory=[], **QUICK)["rows"]
+    assert {row["peak_bytes"] for row in rows} == {None}
 
-    class Peaks:
-        def __init__(self, name: str, dtype: torch.dtype) -> None:
-            assert (name, dtype) == ("sd15", torch.float32)
 
-        def __enter__(self) -> Peaks:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def peak(self, variant: Variant, size: int, batch: int) -> int:
-            assert variant.kind != "floor"
-            return size * batch
-
-    monkeypatch.setattr(module, "FreshPeaks", Peaks)
-    rows = unet("sd15", sizes=[64], methods=methods[2:], batch=2, **QUICK)["rows"]
-    assert [row["peak_bytes"] for row in rows] == [128, 128, None]
-    assert [row["bytes_per_picture"] for row in rows] == [128, 128, None]
-    rows = unet("sd15", sizes=[64], methods=methods[2:], memory=[3], **QUICK)["rows"]
-    assert [row["peak_bytes"] for row in rows] == [192, 192, None]
+def test_what_is_kept_for_later_steps_counts(model: Model) -> None:
+    """Also where the calls that were timed have kept it already."""
+    own = [layer.attention.out_dim for layer in find_layers(model.unet) if layer.downsample == 1]
+    kept = sum(own) * 2 * 32 * 32 * 4  # bytes of one output of each finest layer, two rows of 32x32 tokens
+    configs = [PatchConfig(f"{n}", (Phase(1.0, "sampled", block_size=16, residual_steps=n),)) for n in (1, 2)]
+    rows = unet(model, sizes=[256], methods=configs, memory=[2], repeats=2, device="cpu")["rows"]
+    peaks = {row["method"]: row["peak_bytes"] for row in rows}
+    assert peaks["2"] - peaks["1"] > 0.8 * kept
 
 
 def test_what_does_not_fit_costs_its_own_rows_only(

@@ -1,34 +1,38 @@
-"""Peak memory is that of the call, in a process that holds the model already."""
+"""Peak memory is that of the call, counted by PyTorch."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 import torch
 
-from elfatt_sd.benchmarking.memory import FreshPeaks, peak_memory
-from elfatt_sd.benchmarking.models import Model
-from elfatt_sd.benchmarking.variants import UNTOUCHED
+from elfatt_sd.benchmarking.memory import peak_memory
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.measure import PeakMeter
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what was resident")
 MIB = 2**20
 
 
 def test_peak_memory_is_what_the_call_needs(cpu: torch.device) -> None:
+    """Two tensors at the highest point; what was there before does not count, nor what comes after it."""
     kept = torch.ones(64 * MIB, dtype=torch.uint8)
-    peak = peak_memory(lambda: torch.ones(200 * MIB, dtype=torch.uint8), cpu)
+
+    def call() -> None:
+        first = torch.ones(20 * MIB, dtype=torch.uint8)
+        second = first + kept[: 20 * MIB]
+        del first
+        second[:MIB] + 1
+
+    peak = peak_memory(call, cpu)
     assert peak is not None
-    assert 0.9 < peak / (200 * MIB) < 1.2
-    assert len(kept)
+    assert 40 * MIB <= peak < 40 * MIB + 4096
+    assert peak_memory(call, cpu) == peak
 
 
-def test_a_peak_that_cannot_start_anew_is_not_measured(cpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak of whatever ran before would hide the call's own."""
-    monkeypatch.setattr(PeakMeter, "reset", lambda self: False)
-    assert peak_memory(lambda: torch.ones(MIB), cpu) is None
+def test_a_call_without_tensors_needs_nothing(cpu: torch.device) -> None:
+    assert peak_memory(lambda: None, cpu) == 0
+
+
+def test_a_device_that_does_not_tell() -> None:
+    assert peak_memory(lambda: None, torch.device("meta")) is None
 
 
 def test_a_call_that_does_not_fit_has_no_peak(cpu: torch.device) -> None:
@@ -38,14 +42,3 @@ def test_a_call_that_does_not_fit_has_no_peak(cpu: torch.device) -> None:
     assert peak_memory(lambda: fail(torch.OutOfMemoryError("CUDA out of memory")), cpu) is None
     with pytest.raises(ElfattError, match="other"):
         peak_memory(lambda: fail(ElfattError("other")), cpu)
-
-
-def test_fresh_processes_measure_variants(model: Model) -> None:
-    """A larger batch needs more, and an error in a fork arrives here."""
-    with FreshPeaks(model, torch.float32) as peaks:
-        once, more = peaks.peak(UNTOUCHED, 256, 1), peaks.peak(UNTOUCHED, 256, 16)
-        assert once is not None and more is not None
-        tokens = 32 * 32 * 16 * 4  # bytes of one tensor of the finest level
-        assert more - once > 15 * tokens
-        with pytest.raises(RuntimeError, match="negative"):
-            peaks.peak(UNTOUCHED, 64, -1)
