@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,7 +100,7 @@ def run_command(
 
     quiet_libraries()
     if dry_run:
-        _print_estimate(protocol)
+        _print_estimate(protocol, out)
         return
     failed = run(protocol, out, _reporter(quiet), reuse=reuse or (), show_progress=not quiet)
     if is_first():
@@ -225,30 +226,40 @@ def page_command(
             file.write(filled.encode())
 
 
-def _print_estimate(protocol: Protocol) -> None:
-    """Print what a run would do and take."""
+def _print_estimate(protocol: Protocol, out: Path) -> None:
+    """Print what a run would do and take; what needs the model comes last."""
     from rich.table import Table
 
     from elfatt_sd.evaluation.generate import run_prompts
-    from elfatt_sd.evaluation.run import check_inputs, estimate
+    from elfatt_sd.evaluation.run import check_inputs, count_images, disk_gib, estimate
 
     count = len(run_prompts(protocol))
     table = Table("cell", "label", "role", "settings", "images", title=f"{protocol.name} {protocol.identity[:12]}")
     for cell in protocol.cells:
         settings = ", ".join(f"{key} {value}" for key, value in cell.shown.items())
         table.add_row(cell.name, cell.label, cell.role, settings, str(count))
-    found = estimate(protocol)
     console = output()
     console.print(table)
-    console.print(f"{found.images} images, about {found.disk_gib:.2g} GiB of disk")
+    free = shutil.disk_usage(_existing(out)).free / 2**30
     console.print(
-        f"about {_duration(found.generation_hours)} to generate and {_duration(found.timing_hours)} to time, at "
-        f"{found.seconds_per_image:.3g} s an image (untouched, one at a time); memory and scores come on top"
+        f"{count_images(protocol)} images, about {disk_gib(protocol):.2g} GiB of disk ({free:.3g} GiB are free)"
     )
     try:
         check_inputs(protocol)
+        found = estimate(protocol)
     except ElfattError as error:
         complain(f"the run would stop at once: {error}", "warning")
+        return
+    console.print(
+        f"about {_duration(found.generation_hours)} to generate, {_duration(found.timing_hours)} to time and "
+        f"{_duration(found.memory_hours)} for the memory, at {found.seconds_per_image:.3g} s an image "
+        "(untouched, one at a time); the scores come on top"
+    )
+
+
+def _existing(path: Path) -> Path:
+    """Return the innermost folder of a path that is there."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 def _duration(hours: float) -> str:

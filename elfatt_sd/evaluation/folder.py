@@ -112,6 +112,11 @@ def read_run(run_dir: Path) -> dict[str, Any] | None:
     return data
 
 
+def new_folder(run_dir: Path) -> str:
+    """Say how to go on where a run's folder cannot be gone on with."""
+    return f"give a new folder, and --reuse {run_dir} to take over the rows that stay the same"
+
+
 def check_run(run_dir: Path, protocol: Protocol) -> None:
     """Refuse a folder that belongs to another protocol or to something else.
 
@@ -128,7 +133,7 @@ def check_run(run_dir: Path, protocol: Protocol) -> None:
     now = protocol.to_dict()
     if data["identity"] != protocol.identity:
         listed = "; ".join(differences(data["protocol"], now)) or "the file was edited"
-        raise ElfattError(f"{run_dir} holds a run of another specification ({listed}); give a new folder.")
+        raise ElfattError(f"{run_dir} holds a run of another specification ({listed}); {new_folder(run_dir)}.")
     if data["protocol"] != now:  # a description or a printed figure was mended
         write_json(run_dir / RUN_FILE, {**data, "protocol": now})
 

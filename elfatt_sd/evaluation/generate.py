@@ -21,7 +21,7 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -262,11 +262,14 @@ def generate(
         return {}
     device = str(state.device) if state.num_processes > 1 and protocol.device == "auto" else None
     pipe = load_protocol_pipeline(protocol, device)
-    _record_run(run_dir, protocol, image_environment(protocol, pipe), write=state.is_main_process)
+    environment = image_environment(protocol, pipe)
+    _check_processes(state, environment, pending)
+    _record_run(run_dir, protocol, environment, write=state.is_main_process)
     if state.is_main_process:
         take_over(run_dir, protocol, reuse)
     state.wait_for_everyone()
     pending = [cell for cell in pending if not folder.manifest_path(run_dir, cell).is_file()]
+    pending.sort(key=lambda cell: cell.role != "baseline")  # nothing can be said without it
     batches = [items[start : start + protocol.batch] for start in range(0, len(items), protocol.batch)]
     mine = list(enumerate(batches))[state.process_index :: state.num_processes]
     todo = {
@@ -282,6 +285,8 @@ def generate(
                 failures[cell.name] = reason
             if state.is_main_process:
                 _close_row(run_dir, cell, len(batches), reason)
+            if reason and cell.role == "baseline":
+                break
     state.wait_for_everyone()
     return failures
 
@@ -394,7 +399,7 @@ def check_environment(run_dir: Path, protocol: Protocol, environment: dict[str, 
     if changed:
         raise ElfattError(
             f"{run_dir} was begun where images come out differently ({'; '.join(changed)}); "
-            "go on there, or give a new folder."
+            f"go on there, or {folder.new_folder(run_dir)}."
         )
 
 
@@ -470,6 +475,25 @@ def process_state(device: str = "auto") -> Any:
 
     # The first process scores alone at the end, while the others wait: far longer than the usual ten minutes.
     return PartialState(cpu=pick_device(device).type == "cpu", timeout=datetime.timedelta(days=1))
+
+
+def _check_processes(state: Any, environment: Mapping[str, Any], cells: Sequence[Cell]) -> None:
+    """Refuse processes of one launch that make different images; all of them must call this.
+
+    Raises:
+        ElfattError: on every process, with what differs on the first that does.
+    """
+    if state.num_processes == 1:
+        return
+    from accelerate.utils import gather_object
+
+    first, *others = gather_object([environment])
+    for number, other in enumerate(others, 1):
+        if changed := same_images(first, other, cells):
+            raise ElfattError(
+                f"processes 0 and {number} would make different images ({'; '.join(changed)}); "
+                "launch on machines that are alike."
+            )
 
 
 def _gather_reason(state: Any, reason: str | None) -> str | None:

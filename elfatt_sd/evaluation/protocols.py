@@ -11,7 +11,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,9 @@ PEERS = ("tomesd",)
 FEW_REPEATS = 5  # rounds of timing; with fewer the results say so, and claim no gain
 NULL_SEED_OFFSET = 1_000_000  # the null row's seeds start here, past those of every image of a run
 _PEER_SETTINGS = ("max_downsample", "ratio", "stride", "use_rand")
+PRINTED = ("FID", "seconds_per_image", "gb_per_image")  # the figures of a published row
 _REPORT_ONLY = ("description", "published")  # words and printed figures: they change no measurement
+_LENIENT = {"reference": ("allow_count",)}  # lets a run go on; what it let pass stands in the metric's name
 _FOLDERS = (Path("eval"), Path(__file__).parents[2] / "eval", Path(__file__).parent / "protocols")
 _KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -252,6 +254,7 @@ class Protocol:
         baselines = [cell.name for cell in self.cells if cell.role == "baseline"]
         if len(baselines) != 1:
             raise _error(f"{len(baselines)} cells of role 'baseline' ({', '.join(baselines) or 'none'})", "exactly one")
+        _check_published(self.published)
 
     @property
     def baseline(self) -> Cell:
@@ -294,7 +297,10 @@ class Protocol:
 
 def decisive(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a protocol's data decides its numbers."""
-    return {key: value for key, value in data.items() if key not in _REPORT_ONLY}
+    kept = {key: value for key, value in data.items() if key not in _REPORT_ONLY}
+    for table, lenient in _LENIENT.items():
+        kept[table] = {key: value for key, value in (kept.get(table) or {}).items() if key not in lenient}
+    return kept
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -360,6 +366,16 @@ def _published(name: str) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise _error(f"published={name!r}", "a table with source and rows, or the name of a protocol that has one")
     return table
+
+
+def _check_published(published: Mapping[str, Any]) -> None:
+    """Check the names in a table of printed figures; it may be empty."""
+    _known_keys("published.", published, ("source", "rows"))
+    rows = published.get("rows", [])
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) and "label" in row for row in rows):
+        raise _error("published.rows", "a list of tables, each with a label")
+    for row in rows:
+        _known_keys(f"published.rows[{row['label']}].", row, ("label", *PRINTED, *sorted(SETTINGS)))
 
 
 def _override(data: dict[str, Any], override: str) -> None:
@@ -448,9 +464,7 @@ def _row(own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
 def _build(kind: type[Kind], data: Mapping[str, Any], prefix: str) -> Kind:
     """Build a dataclass from plain data, each value checked against the type of its field."""
     hints = typing.get_type_hints(kind)
-    unknown = sorted(set(data) - set(hints))
-    if unknown:
-        raise ElfattError(f"key {prefix + unknown[0]!r} is not known; accepted: {', '.join(hints)}.")
+    _known_keys(prefix, data, hints)
     required = [item.name for item in dataclasses.fields(kind) if _is_required(item)]  # type: ignore[arg-type]
     missing = [name for name in required if name not in data]
     if missing:
@@ -510,6 +524,12 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, item in items:
         flat |= _flat(item, f"{prefix}.{key}" if prefix else key)
     return flat
+
+
+def _known_keys(prefix: str, data: Mapping[str, Any], known: Collection[str]) -> None:
+    unknown = sorted(set(data) - set(known))
+    if unknown:
+        raise ElfattError(f"key {prefix + unknown[0]!r} is not known; accepted: {', '.join(known)}.")
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -1,4 +1,4 @@
-"""All stages in order: images, reference, scores, time, memory, report.
+"""All stages in order: reference, images, scores, time, memory, report.
 
 A stage is skipped when it is finished and its inputs did not change.
 """
@@ -44,25 +44,23 @@ _Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will take.
+    """How long a run will take, as if every row were the untouched pipeline.
 
     Attributes:
-        images: images over all rows.
-        disk_gib: of the images.
         seconds_per_image: of the untouched pipeline on this machine, one image at a time.
-        generation_hours: to make the images, as if every row were the untouched pipeline.
+        generation_hours: to make the images.
         timing_hours: to time all rows.
+        memory_hours: to measure the memory of all rows, without the start of each process.
     """
 
-    images: int
-    disk_gib: float
     seconds_per_image: float
     generation_hours: float
     timing_hours: float
+    memory_hours: float
 
 
 def estimate(protocol: Protocol) -> Estimate:
-    """Estimate disk and time, from one image with two steps.
+    """Estimate the time of a run, from one image with two steps.
 
     Args:
         protocol: what to run.
@@ -70,13 +68,22 @@ def estimate(protocol: Protocol) -> Estimate:
     Raises:
         ElfattError: the model or the labels cannot be loaded.
     """
-    count = len(run_prompts(protocol))
-    images = count * len(protocol.cells)
-    disk = images * protocol.height * protocol.width * _PNG_BYTES_PER_PIXEL / 2**30
-    seconds = probe_seconds(protocol)
-    timing = protocol.time
-    timed = len(protocol.cells) * timing.repeats * (timing.batch or protocol.batch) if timing else 0
-    return Estimate(images, disk, seconds, images * seconds / 3600, timed * seconds / 3600)
+    seconds, rows = probe_seconds(protocol), len(protocol.cells)
+    timing, memory = protocol.time, protocol.memory
+    timed = timing.repeats * (timing.batch or protocol.batch) if timing else 0
+    weighed = sum(memory.batches) * (memory.steps or protocol.steps) / protocol.steps if memory else 0
+    images = (count_images(protocol), rows * timed, rows * weighed)
+    return Estimate(seconds, *(count * seconds / 3600 for count in images))
+
+
+def count_images(protocol: Protocol) -> int:
+    """Return the number of images over all rows."""
+    return len(run_prompts(protocol)) * len(protocol.cells)
+
+
+def disk_gib(protocol: Protocol) -> float:
+    """Estimate the disk that the images of a run take, in GiB."""
+    return count_images(protocol) * protocol.height * protocol.width * _PNG_BYTES_PER_PIXEL / 2**30
 
 
 def probe_seconds(protocol: Protocol) -> float:
@@ -107,6 +114,8 @@ def run(
 ) -> dict[str, str]:
     """Run all stages of a protocol; what is finished already is not done again.
 
+    Where the untouched pipeline, the baseline, fails, nothing else is done.
+
     Under `accelerate launch` the processes share images and features, and the first one does the rest.
 
     Args:
@@ -123,13 +132,19 @@ def run(
         ElfattError: wrong input, or a folder that belongs to another specification or is in use.
         RunFailure: the disk is full.
     """
+    from elfatt_sd.evaluation.extraction import every_minute
+    from elfatt_sd.evaluation.score import build_references
+
     with writing(run_dir, protocol) as first:
         if first:
             folder.check_run(run_dir, protocol)
             check_inputs(protocol)
+        tell = report if first else _say_nothing
+        build_references(protocol, progress=every_minute(tell))  # first: what is wrong with it should cost no images
+        free_memory()
         failed = generate(run_dir, protocol, reuse=reuse, show_progress=show_progress)
         free_memory()
-        score(run_dir, protocol, report if first else _say_nothing)
+        score(run_dir, protocol, tell)
         leave_processes()
         if not first:
             return {}
@@ -182,27 +197,23 @@ def _among_others() -> bool:
 
 
 def check_inputs(protocol: Protocol) -> None:
-    """Try what can fail before hours of work: device, prompts, extractors, and whether the reference is there.
+    """Try what can fail before hours of work: device, prompts, extractors, and what the reference is.
 
     Raises:
         ElfattError: one of them is missing or wrong.
     """
-    from elfatt_sd.evaluation.score import load_extractors
+    from elfatt_sd.evaluation.score import score_inputs
     from elfatt_sd.evaluation.sources import open_source
     from elfatt_sd.pipelines import pick_device, pick_dtype
 
     pick_dtype(protocol.dtype, pick_device(protocol.device))
     if len(run_prompts(protocol)) < 2:
         raise ElfattError("1 image a row has no distance; give at least 2 (limit, or classes and images_per_class).")
-    load_extractors(protocol)
     wanted = protocol.reference
     if not wanted.source:
         raise ElfattError("reference.source is missing; give --reference with a folder, tar, zip, shards or .npz.")
-    if wanted.source.partition(":")[0] in ("toy", "renders"):
-        return
-    if wanted.source.endswith(".npz"):
-        if not Path(wanted.source).is_file():
-            raise ElfattError(f"reference {wanted.source} does not exist; give an .npz file with mu and sigma.")
+    score_inputs(protocol)
+    if wanted.source.partition(":")[0] in ("toy", "renders") or wanted.source.endswith(".npz"):
         return
     count = len(open_source(wanted.source, wanted.per_class).entries)
     if count != wanted.count and not wanted.allow_count:

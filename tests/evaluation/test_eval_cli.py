@@ -76,7 +76,7 @@ def test_dry_run_prints_and_makes_nothing(call: Any, workplace: Path, tmp_path: 
     protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     done = call("run", protocol, "--out", tmp_path / "run", "--dry-run", *sets(full_overrides(workplace)))
     assert done.code == 0, done.err
-    for word in ("tomesd-ratio0.5", "20 images", "GiB of disk", "minutes to generate"):
+    for word in ("tomesd-ratio0.5", "20 images", "GiB of disk", "are free", "minutes to generate", "for the memory"):
         assert word in done.out
     assert done.err == ""
     done = call("run", "toy", "--out", tmp_path / "run", "--dry-run", *sets(["reference.source=none.npz"]))
@@ -84,6 +84,9 @@ def test_dry_run_prints_and_makes_nothing(call: Any, workplace: Path, tmp_path: 
         0,
         True,
     )
+    done = call("run", "paper_table", "--out", tmp_path / "run", "--dry-run", "--model", "/nowhere/sd")
+    assert (done.code, "34000 images" in done.out, "to generate" in done.out) == (0, True, False)
+    assert done.err
     assert not (tmp_path / "run").exists()
 
 

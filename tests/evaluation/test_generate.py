@@ -10,7 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -188,6 +190,24 @@ main()
     assert small_run.tree(tmp_path / "run" / "cells") == small_run.tree(run_dir / "cells")
 
 
+def test_processes_that_would_make_other_images_are_refused(
+    made: tuple[Path, Protocol], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those of a machine with another version of PyTorch; no row need have been begun."""
+    run_dir, protocol = made
+    environment = (folder.read_run(run_dir) or {})["environment"]
+    packages = environment["packages"] | {"torch": "1.0"}
+    two = SimpleNamespace(num_processes=2)
+    for other, differ in (({**environment, "packages": packages}, True), (environment, False)):
+        monkeypatch.setattr("accelerate.utils.gather_object", lambda own, other=other: [*own, other])
+        with (
+            pytest.raises(ElfattError, match=r"0 and 1 would .* \(torch: .* there, 1.0 here")
+            if differ
+            else nullcontext()
+        ):
+            generate._check_processes(two, environment, protocol.cells)
+
+
 def test_an_interrupted_run_keeps_its_batches(
     made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +258,8 @@ def test_another_specification_is_refused_with_the_difference(made: tuple[Path, 
     other = small_run.small_protocol(tmp_path, Path(protocol.model), "steps=5", "guidance=2.0")
     with pytest.raises(ElfattError) as error:
         make(run_dir, other)
-    for part in ("another specification", "steps: 4 there, 5 here", "guidance: 7.5 there, 2.0 here"):
+    refused = ("another specification", "steps: 4 there, 5 here", "guidance: 7.5 there, 2.0 here", f"--reuse {run_dir}")
+    for part in refused:
         assert part in str(error.value)
 
 

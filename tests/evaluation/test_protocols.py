@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_run
@@ -142,6 +144,26 @@ def test_overrides_change_values_and_identity(tmp_path: Path) -> None:
 
 def test_words_do_not_change_the_identity(tmp_path: Path) -> None:
     assert load(tmp_path, "description=other words").identity == load(tmp_path).identity
+
+
+def test_an_allowed_count_lets_a_run_go_on(tmp_path: Path) -> None:
+    """The number of pictures stands in the metric's name."""
+    assert load(tmp_path, "reference.allow_count=true").identity == load(tmp_path).identity
+    assert load(tmp_path, "reference.count=7").identity != load(tmp_path).identity
+
+
+@pytest.mark.parametrize(
+    ("published", "message"),
+    [
+        ({"sorce": "tabSD"}, "key 'published.sorce' is not known; accepted: source, rows"),
+        ({"rows": [{"labl": "SD"}]}, "each with a label"),
+        ({"rows": [{"label": "SD", "fid": 31}]}, r"key 'published.rows\[SD\].fid' is not known; accepted: label, FID"),
+    ],
+    ids=str,
+)
+def test_printed_figures_have_known_names(tmp_path: Path, published: dict[str, Any], message: str) -> None:
+    with pytest.raises(ElfattError, match=message):
+        dataclasses.replace(load(tmp_path), published=published)
 
 
 def test_the_identity_covers_what_presets_resolve_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

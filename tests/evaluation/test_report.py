@@ -631,12 +631,36 @@ def test_the_published_fid_has_the_reference_of_its_protocol(results):
         data["published"]["source"] = source
         return comparable_words(Results(data))
 
+    results["protocol"] |= {"steps": 50, "guidance": 7.5, "width": 512, "height": 512, "dtype": "float16"}
+    results["protocol"]["scheduler"] = "PLMS"
+    for row in results["rows"]:
+        row["images"] = 2000
     for source, distance in (
         ("tabSD", "FID"),
         ("Token Merging for Fast Stable Diffusion", "FID (5000 reference images)"),
     ):
         assert "not values" in words(source, distance)
         assert "not the published FID" in words(source, "FID (12 reference images)")
+
+
+def test_what_departs_from_the_published_protocol_is_named(results):
+    """An FID alone does not make the paper's protocol."""
+    data = json.loads(json.dumps(results).replace("FD-toy", "FID"))
+    data["published"]["source"] = "tabSDa2"
+    data["protocol"] |= {"steps": 2, "guidance": 7.5, "width": 512, "height": 512, "dtype": "bfloat16"}
+    data["protocol"]["scheduler"] = "PLMS"
+    for row in data["rows"]:
+        row["images"] = 8
+    words = comparable_words(Results(data))
+    assert "not the published protocol: steps 2 in place of 50, pictures per row 8 in place of 2000." in words
+    assert "Even under the paper's protocol" not in words
+
+
+def test_how_the_reference_was_resized_is_told(results):
+    results["published"]["source"] = "tabSD"
+    results["protocol"]["reference"] = {"source": "val", "count": 5000, "per_class": 5, "resize": "crop", "size": 512}
+    told = next(here for what, here, _ in comparability(Results(results)) if what == "Reference")
+    assert told == "val, 5000 images, the first 5 of each class, resized and cropped to 512 x 512"
 
 
 def test_numbers_beside_points_do_not_cover_each_other(sweep):

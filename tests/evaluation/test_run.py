@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import small_run
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.config import METHODS, ElfattError
 from elfatt_sd.evaluation import folder, generate, measure
 from elfatt_sd.evaluation import run as stages
 from elfatt_sd.evaluation.protocols import Protocol, load_protocol
@@ -172,6 +172,43 @@ def test_a_failed_row_is_in_the_results_with_its_reason(
     assert rows["sd"]["distances"]
 
 
+def test_a_baseline_that_fails_ends_the_run_at_once(
+    full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+    made: list[str] = []
+
+    def fail(pipe: Any, run_dir: Path, protocol: Protocol, cell: Any, *_: Any) -> str:
+        made.append(cell.name)
+        return "image 0 is black"
+
+    monkeypatch.setattr(generate, "_generate_row", fail)
+    last_first = dataclasses.replace(full_protocol, cells=full_protocol.cells[::-1])
+    with pytest.raises(folder.RunFailure, match=r"'sd', the baseline, has no images: image 0 is black"):
+        stages.run(last_first, tmp_path / "run", lambda line: None, show_progress=False)
+    assert made == ["sd"]
+
+
+def test_a_torn_reference_picture_costs_no_images(
+    full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found before the first image; the option that its message names goes on in the same folder."""
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(workplace / "val", tmp_path / "torn")
+    min((tmp_path / "torn").iterdir()).write_bytes(b"\xff\xd8\xff")
+    torn = dataclasses.replace(full_protocol.reference, source=str(tmp_path / "torn"), allow_count=False)
+    protocol = dataclasses.replace(full_protocol, reference=torn, time=None, memory=None)
+    with pytest.raises(ElfattError, match="--allow-count"):
+        stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False)
+    assert not (tmp_path / "run" / "cells").exists()
+    allowed = dataclasses.replace(protocol, reference=dataclasses.replace(torn, allow_count=True))
+    lines: list[str] = []
+    assert stages.run(allowed, tmp_path / "run", lines.append, show_progress=False) == {}
+    scores = json.loads((tmp_path / "run" / "scores.json").read_text())
+    assert list(scores["references"]) == ["FD-CLIP (11 reference images)"]
+    assert any("ILSVRC2012_val_00000001.JPEG" in line for line in lines)
+
+
 @pytest.mark.parametrize("stage", ["time", "memory"])
 def test_a_row_that_could_not_be_measured_is_told_and_tried_again(
     finished_run: Path,
@@ -228,11 +265,20 @@ def test_a_changed_reference_is_scored_anew(
         ("limit=1", "1 image a row has no distance; give at least 2"),
         ("reference.count=13", "has 12 pictures; accepted are 13"),
         ("reference.source=/nowhere/statistics.npz", "/nowhere/statistics.npz does not exist"),
+        ("reference.resize=cropp", "resize='cropp' is not known"),
+        ("reference.resize=crop", "size=0 with resize='crop'"),
+        ("reference.filter=mitchel", "filter='mitchel' is not known"),
+        ("reference.source=renders:0", "renders"),
+        ("reference.source=garbage.npz", "garbage.npz"),
         ("device=abacus", "device='abacus' is not known"),
         ("model=/nowhere/sd", "'/nowhere/sd' does not exist"),
     ],
 )
-def test_missing_inputs_are_told_before_any_work(workplace: Path, tmp_path: Path, override: str, message: str) -> None:
+def test_missing_inputs_are_told_before_any_work(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "garbage.npz").write_bytes(b"?")
     protocol = small_run.small_protocol(tmp_path, workplace / "sd15", *small_run.full_overrides(workplace), override)
     with pytest.raises(ElfattError, match=message):
         stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False)
@@ -244,11 +290,15 @@ def test_the_estimate_counts_images_and_extrapolates_steps(
 ) -> None:
     monkeypatch.setattr(stages, "timed_call", _three_calls)
     found = stages.estimate(full_protocol)
-    assert found.images == 5 * 4
-    assert found.disk_gib == pytest.approx(20 * 32 * 32 * 1.6 / 2**30)
+    assert stages.count_images(full_protocol) == 5 * 4
+    assert stages.disk_gib(full_protocol) == pytest.approx(20 * 32 * 32 * 1.6 / 2**30)
     assert found.seconds_per_image == pytest.approx(1.0 + 5 * 0.5)  # 4 steps of PLMS are 5 calls
     assert found.generation_hours == pytest.approx(20 * 3.5 / 3600)
     assert found.timing_hours == pytest.approx(4 * 2 * 1 * 3.5 / 3600)
+    memory = full_protocol.memory
+    assert memory is not None
+    weighed = sum(memory.batches) * (memory.steps or 4) / 4
+    assert found.memory_hours == pytest.approx(4 * weighed * 3.5 / 3600)
 
 
 def test_the_estimate_counts_the_calls_of_schedulers_with_two_in_a_step(
@@ -275,6 +325,7 @@ def test_the_toys_protocol_fills_every_row(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(measure, "run_worker", measure.measure_peaks)
     few = ["limit=2", "steps=2", "device=cpu", "reference.count=8", "memory.batches=[1, 2]", "memory.steps=1"]
     protocol = load_protocol("toy", [*few, "time.repeats=1", "time.warmup=0"])
+    assert {cell.method for cell in protocol.cells} == set(METHODS)
     lines: list[str] = []
     assert stages.run(protocol, tmp_path / "run", lines.append, show_progress=False) == {}
     rows = json.loads((tmp_path / "run" / "results.json").read_text())["rows"]

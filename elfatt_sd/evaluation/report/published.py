@@ -38,6 +38,14 @@ SETUPS = {
     "tabSDa1": _TABLE,
     "tabSDa2": {**_TABLE, "Precision": "BF16"},
 }
+_ASKED = {"scheduler": "PLMS", "steps": 50, "guidance": 7.5, "width": 512, "height": 512, "dtype": "float16"}
+ASKED = {  # of a run's protocol, for its figures to stand beside the published ones
+    "Token Merging for Fast Stable Diffusion": _ASKED,
+    "tabSD": _ASKED,
+    "tabSDa1": _ASKED,
+    "tabSDa2": {**_ASKED, "dtype": "bfloat16"},
+}
+_PICTURES = 2000  # of a row, in every published table
 _DISTANCES = {"Token Merging for Fast Stable Diffusion": "FID (5000 reference images)"}  # as this harness names them
 
 
@@ -66,6 +74,17 @@ def comparability(results: Results) -> list[tuple[str, str, str]]:
     return [(what, here.get(what, "not recorded"), there) for what, there in setup.items()]
 
 
+def departures(results: Results) -> list[str]:
+    """List where a run is not what the published table's protocol asks for, as `steps 2 in place of 50`."""
+    asked = ASKED.get(published_source(results), {})
+    told = {name: results.protocol.get(name, wanted) for name, wanted in asked.items()}
+    found = [(name, told[name], wanted) for name, wanted in asked.items() if told[name] != wanted]
+    counts = sorted({row.images for row in results.rows if row.images} - {_PICTURES})
+    if asked and counts:
+        found.append(("pictures per row", counts[0], _PICTURES))
+    return [f"{name} {setting_text(here)} in place of {setting_text(wanted)}" for name, here, wanted in found]
+
+
 def comparable_words(results: Results) -> str:
     """Say in plain words how far the published figures can be compared with those of the run."""
     start = "A number means nothing without its protocol's name. "
@@ -76,6 +95,12 @@ def comparable_words(results: Results) -> str:
             f"This run reports {results.distance or 'no distance'}, which is not the published FID: the values cannot "
             "be compared. What can be compared is the direction of the differences between methods, and the ratio of "
             "the times to the untouched pipeline's on the same machine."
+        )
+    if different := departures(results):
+        return start + (
+            f"This is not the published protocol: {', '.join(different)}. The values cannot be compared. What can be "
+            "compared is the direction of the differences between methods, and the ratio of the times to the untouched "
+            "pipeline's on the same machine."
         )
     return start + (
         "Even under the paper's protocol the value moves with weights, resizing and random numbers: the FID of the "
@@ -116,7 +141,10 @@ def _reference(value: Any) -> str:
     if not isinstance(value, Mapping):
         return "" if value is None else setting_text(value)
     count = f"{value['count']} images" if value.get("count") else ""
-    return ", ".join(filter(None, (str(value.get("source") or ""), count)))
+    resized = {"crop": "resized and cropped to {0} x {0}", "stretch": "stretched to {0} x {0}"}
+    words = resized.get(str(value.get("resize")), "").format(value.get("size"))
+    each = f"the first {value['per_class']} of each class" if value.get("per_class") else ""
+    return ", ".join(filter(None, (str(value.get("source") or ""), count, each, words)))
 
 
 def _same(published: Mapping[str, Any], row: Row) -> bool:
