@@ -73,7 +73,7 @@ def softmax_attention(
         out = softmax_attention(q.float(), k.float(), v.float(), scale=scale, mask=mask, backend=backend)
         return out.to(q.dtype)
     if backend == "auto":
-        backend = "flash" if mask is None and _flash_takes(q) else "native"
+        backend = "flash" if mask is None and flash_takes(q) else "native"
     if backend != "native":
         return _dispatch(q, k, v, scale, mask, backend)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -243,7 +243,7 @@ def _no_mask(kernel: dict[str, Any]) -> None:
         raise ElfattError("mask is not accepted by approximate attention; use softmax_attention for masked layers.")
 
 
-def _flash_takes(q: Tensor) -> bool:
+def flash_takes(q: Tensor) -> bool:
     """Whether flash-attn is installed and takes tensors like this one."""
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 256:
         return False

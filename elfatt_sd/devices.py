@@ -8,6 +8,15 @@ from pathlib import Path
 
 import torch
 
+_NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "status_alloc_failed",  # cuBLAS, and cuDNN before 9
+    "device_allocation_failed",  # cuDNN
+    "host_allocation_failed",
+)
+
 
 def device_name(device: torch.device) -> str:
     """Return the name of the processor that a device stands for."""
@@ -35,6 +44,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("can't allocate memory", "not enough memory", "out of memory")
-    )
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)

@@ -316,7 +316,7 @@ def test_auto_takes_flash_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> No
 
     def served(device: str = "cuda", dtype: torch.dtype = torch.float16, size: int = 40) -> bool:
         tensor: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(2, 64, 8, size))
-        return attention._flash_takes(tensor)
+        return attention.flash_takes(tensor)
 
     assert served() and served(dtype=torch.bfloat16) and served(size=256)
     assert not (served("cpu") or served(dtype=torch.float32) or served(size=320))
@@ -335,7 +335,7 @@ def test_auto_chooses_for_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         served.append((q.shape[-1], backend))
         return q
 
-    monkeypatch.setattr(attention, "_flash_takes", lambda q: q.shape[-1] <= 8)
+    monkeypatch.setattr(attention, "flash_takes", lambda q: q.shape[-1] <= 8)
     monkeypatch.setattr(attention, "_dispatch", dispatch)
     for size in (8, 16):
         q, k, v = qkv(50, size=size)

@@ -126,7 +126,8 @@ def _origin(results: Results) -> str:
     shares = [sitting["bystanders"] for sitting in sittings if sitting["bystanders"] is not None]
     if shares:
         said += f"; other processes took at most {max(shares):.0%} of the processors' time"
-    commit = (machine.get("commit") or "")[:12]
+    digest, plus, changes = (machine.get("commit") or "").partition("+")
+    commit = digest[:12] + plus + changes
     made = f"Made by `{results['command']}`" if results.get("command") else "Made"
     return f"{said}. {made}" + (f" at commit {commit}." if commit else ".")
 

@@ -96,7 +96,8 @@ def run_command(
     quiet: Quiet = False,
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
-    from elfatt_sd.evaluation.run import is_first, run
+    from elfatt_sd.evaluation.processes import is_first
+    from elfatt_sd.evaluation.run import run
 
     quiet_libraries()
     if dry_run:
@@ -114,13 +115,15 @@ def run_command(
 def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Quiet = False) -> None:
     """Make the images of every row. Several processes share them under `accelerate launch`."""
     from elfatt_sd.evaluation.generate import generate
-    from elfatt_sd.evaluation.run import is_first, leave_processes, writing
+    from elfatt_sd.evaluation.processes import is_first, leave_processes
+    from elfatt_sd.evaluation.run import writing
 
     quiet_libraries()
     with writing(out, protocol):
         failed = generate(out, protocol, reuse=reuse or (), show_progress=not quiet)
         leave_processes()
     if is_first():
+        typer.echo(out / "cells")
         _name_failures(failed)
 
 
@@ -143,8 +146,9 @@ def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
 @reports_failure
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
+    from elfatt_sd.evaluation.processes import leave_processes
     from elfatt_sd.evaluation.results import write_results
-    from elfatt_sd.evaluation.run import leave_processes, score, writing
+    from elfatt_sd.evaluation.run import score, writing
 
     quiet_libraries()
     protocol = load_run(run)
@@ -175,12 +179,14 @@ def verify_command(
     recompute: Annotated[
         bool, typer.Option("--recompute/--hashes-only", help="Compute all scores anew from the images.")
     ] = True,
+    quiet: Quiet = False,
 ) -> None:
     """Check every image of a run against its hash, and its table against one computed anew."""
+    from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.verify import verify_run
 
     quiet_libraries()
-    problems = verify_run(run, recompute=recompute)
+    problems = verify_run(run, recompute=recompute, progress=every_minute(_reporter(quiet)))
     for problem in problems:
         complain(problem)
     if problems:
@@ -196,11 +202,13 @@ def publish_command(
     page: Annotated[bool, typer.Option("--page/--no-page", help="Copy the page with its pictures, too.")] = True,
 ) -> None:
     """Copy results, tables and plots of a finished run to a folder to commit, without the images."""
-    from elfatt_sd.evaluation.publish import publish
+    from elfatt_sd.evaluation.publish import MOST_BYTES, publish
 
     folder = publish(run, out, page=page)
     size = sum(path.stat().st_size for path in folder.iterdir())
     typer.echo(f"{folder} ({size / 1e6:.1f} MB)")
+    if size > MOST_BYTES:
+        complain(f"more than {MOST_BYTES / 1e6:.0f} MB; --no-page leaves out the page with its pictures", "warning")
 
 
 @app.command("page")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import elfatt_sd
+from elfatt_sd import attention
 from elfatt_sd.devices import cpu_name, device_name, proc_value
 from elfatt_sd.evaluation.protocols import Cell
 from elfatt_sd.files import sha256_of_data
@@ -57,7 +58,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     """
     return {
         "elfatt_sd": elfatt_sd.__version__,
-        "commit": _first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
+        "commit": commit_of(Path(elfatt_sd.__file__).parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
@@ -134,6 +135,44 @@ def attention_backends(device: torch.device) -> dict[str, Any]:
         "math": switches.math_sdp_enabled(),
     }
     return {"scaled_dot_product_attention": [name for name, on in allowed.items() if on]}
+
+
+def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
+    """Return what a row's layers attend with: `native` (torch's fused attention), `flash-attn` or another backend.
+
+    A row without a patch, and a peer's, has torch's; of a patch, what its approximations use.
+
+    Args:
+        pipe: the row's pipeline, patched or not.
+        cell: the row.
+    """
+    from elfatt_sd.layers import find_denoisers
+    from elfatt_sd.patch import choose_layers
+
+    config = cell.config()
+    if cell.peer or not config.active:
+        return ["native"]
+    if config.attention_backend != "auto":
+        return ["flash-attn" if config.attention_backend == "flash" else config.attention_backend]
+    if all(phase.exact or phase.attention == "cell_spread" for phase in config.phases):
+        return ["native"]
+    dtype = torch.float32 if config.fp32_logits else pipe.unet.dtype
+    layers = [layer.attention for _, chosen in choose_layers(find_denoisers(pipe), config).values() for layer in chosen]
+    queries = [torch.empty(0, layer.inner_dim // layer.heads, device=pipe.device, dtype=dtype) for layer in layers]
+    return sorted({"flash-attn" if attention.flash_takes(query) else "native" for query in queries})
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit that the files in a folder are of, with `+changes` where they are not as it has them.
+
+    None where no repository tracks them: one that merely lies around an environment's packages says nothing of them.
+    """
+    git = ("git", "--no-optional-locks", "-C", str(folder))
+    if _first_line(*git, "ls-files") is None:
+        return None
+    commit = _first_line(*git, "rev-parse", "HEAD")
+    changed = _first_line(*git, "status", "--porcelain", "--", ".")
+    return f"{commit}+changes" if commit and changed else commit
 
 
 def _version(package: str) -> str | None:

@@ -5,6 +5,8 @@ Chunks and batches are cut at fixed places, so the numbers do not depend on inte
 
 from __future__ import annotations
 
+import datetime
+import functools
 import io
 import json
 import time
@@ -22,14 +24,14 @@ from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.generate import process_state
+from elfatt_sd.evaluation.processes import process_state, together
 from elfatt_sd.evaluation.sources import Entry, Source, decode
 from elfatt_sd.files import atomic_file
 
 CHUNK = 1024  # pictures that are committed together
 FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
 RESIZES = ("none", "crop", "stretch")
-Progress = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]  # of what, pictures done, pictures in all
 _TOLD_SECONDS = 60.0
 
 
@@ -74,14 +76,21 @@ class Preprocessing:
 
 
 def every_minute(tell: Callable[[str], None]) -> Progress:
-    """Return a callback for progress that tells it at most once a minute."""
-    told = time.monotonic()
+    """Return a callback for progress that tells it at most once a minute: of what, how far, and the time left."""
+    told, current = time.monotonic(), ("", 0, 0.0)  # of what, and from where and when on
 
-    def progress(done: int, total: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= _TOLD_SECONDS:
-            told = time.monotonic()
-            tell(f"features: {done} of {total} pictures")
+    def progress(name: str, done: int, total: int) -> None:
+        nonlocal told, current
+        now = time.monotonic()
+        if name != current[0]:
+            current = name, done, now
+        if now - told < _TOLD_SECONDS:
+            return
+        told = now
+        _, before, start = current
+        seconds = (now - start) / (done - before) * (total - done) if done > before else None
+        left = "" if seconds is None else f", about {datetime.timedelta(seconds=round(seconds))} left"
+        tell(f"features: {name}, {done} of {total} pictures done{left}")
 
     return progress
 
@@ -171,7 +180,13 @@ class Extracted:
 
 
 def extract(
-    pictures: Pictures, extractor: Extractor, folder: Path, *, batch_size: int, progress: Progress | None = None
+    pictures: Pictures,
+    extractor: Extractor,
+    folder: Path,
+    *,
+    batch_size: int,
+    progress: Progress | None = None,
+    name: str = "",
 ) -> Extracted:
     """Compute features, chunk by chunk; chunks that are there are kept.
 
@@ -180,22 +195,26 @@ def extract(
     Args:
         pictures: what to look at.
         extractor: the network.
-        folder: where the chunks go; its name must tell pictures and extractor.
+        folder: where the chunks go; its name must tell pictures and extractor, and all processes must see it.
         batch_size: pictures per pass through the network.
-        progress: called with the number of pictures done and their total.
+        progress: called with what is looked at, the number of pictures done, and their total.
+        name: what the pictures are called there, beside the extractor.
+
+    Raises:
+        ElfattError: in every process, where one failed.
     """
     state = process_state()
-    starts = range(0, len(pictures), CHUNK)
-    paths = [folder / f"chunk-{number:05d}.npz" for number in range(len(starts))]
-    done = 0
-    for number, (start, path) in enumerate(zip(starts, paths, strict=True)):
-        stop = min(start + CHUNK, len(pictures))
-        if number % state.num_processes == state.process_index and not path.is_file():
-            _write_chunk(path, *_extract_range(pictures, extractor, start, stop, batch_size, done, progress))
-        done += stop - start
-        if progress is not None:
-            progress(done, len(pictures))
-    state.wait_for_everyone()
+    count = len(pictures)
+    paths = [folder / f"chunk-{number:05d}.npz" for number in range(-(-count // CHUNK))]
+    tell = functools.partial(progress, ", ".join(filter(None, (name, extractor.name)))) if progress else None
+
+    def write_share() -> None:
+        for number in range(state.process_index, len(paths), state.num_processes):
+            if not paths[number].is_file():
+                start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
+                _write_chunk(paths[number], *_extract_range(pictures, extractor, start, stop, batch_size, tell))
+
+    together(write_share)
     return Extracted(paths)
 
 
@@ -205,22 +224,21 @@ def _extract_range(
     start: int,
     stop: int,
     batch_size: int,
-    done: int,
-    progress: Progress | None,
+    tell: Callable[[int, int], None] | None,
 ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]:
     features: list[Tensor] = []
     unreadable: list[str] = []
     batch: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
-    for position, picture in enumerate(pictures.load(start, stop), 1):
+    for done, picture in enumerate(pictures.load(start, stop), start + 1):
         if isinstance(picture, str):
             unreadable.append(picture)
         else:
             batch.append(picture)
-        if len(batch) == batch_size or (position == stop - start and batch):
+        if len(batch) == batch_size or (done == stop and batch):
             features.append(_features(extractor, batch))
             batch = []
-            if progress is not None:
-                progress(done + position, len(pictures))
+            if tell is not None:
+                tell(done, len(pictures))
     empty = np.zeros((0, extractor.dimension), dtype=np.float32)
     return (torch.cat(features).numpy() if features else empty), unreadable
 

@@ -25,6 +25,7 @@ INCEPTION_URL = (
 )
 INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 TOY_SIZE = 256
+_MODEL_TYPES = {"clip": ("clip", "clip_vision_model"), "dinov2": ("dinov2", "dinov2_with_registers")}
 
 
 class Extractor(nn.Module):
@@ -172,7 +173,8 @@ def _load_inception(weights: Path | None, sha256: str | None) -> Extractor:
         raise ElfattError(f"Inception weights {path} do not exist; give the file published at {INCEPTION_URL}.")
     found = sha256_of_file(path)
     if found != accepted:
-        raise ElfattError(f"Inception weights {path} have sha256 {found}; accepted is {accepted}.")
+        others = "or other weights with inception_sha256, whose distance is not called FID"
+        raise ElfattError(f"Inception weights {path} have sha256 {found}; accepted is {accepted}, {others}.")
     _check_tensors_only(path)
     try:
         network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(path), antialias=False)
@@ -216,14 +218,26 @@ def _load_vision(kind: str, folder: Path) -> Extractor:
     if not (folder / "config.json").is_file():
         accepted = "give a local directory of a transformers model"
         raise ElfattError(f"extractor {kind}:{folder} has no config.json; {accepted}.")
-    from transformers import AutoModel, CLIPVisionModelWithProjection
+    from transformers import AutoConfig, AutoModel, CLIPVisionModelWithProjection
 
     loader: Any = CLIPVisionModelWithProjection if kind == "clip" else AutoModel
+    options: dict[str, Any] = {"local_files_only": True, "torch_dtype": torch.float32, "output_loading_info": True}
     try:
-        network = loader.from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        if config.model_type not in _MODEL_TYPES[kind]:
+            accepted = ", ".join(_MODEL_TYPES[kind])
+            raise ElfattError(f"extractor {kind}:{folder} is of type {config.model_type}; accepted: {accepted}.")
+        if config.model_type == "clip":  # text and pictures, which share the size of the projection
+            config.vision_config.projection_dim = config.projection_dim
+            config = config.vision_config
+        network, report = loader.from_pretrained(folder, config=config, **options)
+    except ElfattError:
+        raise
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise ElfattError(f"extractor {kind}:{folder} cannot be loaded ({str(error).splitlines()[0]}).") from error
-    config = network.config
+    missing = sorted(report["missing_keys"])  # which transformers fills with random numbers
+    if missing:
+        raise ElfattError(f"extractor {kind}:{folder} lacks {len(missing)} of its weights, first {missing[0]}.")
     dimension = config.projection_dim if kind == "clip" else config.hidden_size
     return VisionExtractor(kind, network, dimension, _vision_recipe(kind, folder, config.image_size))
 
@@ -231,7 +245,10 @@ def _load_vision(kind: str, folder: Path) -> Extractor:
 def _vision_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
     """The directory's own preprocessing; the model's usual one where it has none."""
     path = folder / "preprocessor_config.json"
-    stored = json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        stored = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ElfattError(f"extractor {kind}:{folder}: {path.name} is damaged ({error}).") from error
     clip = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
     mean, std = clip if kind == "clip" else ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     crop = _edge(stored.get("crop_size"), image_size)

@@ -32,6 +32,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.environment import describe_environment, same_images, sha256_of_code
+from elfatt_sd.evaluation.processes import gathered, process_state
 from elfatt_sd.evaluation.prompts import Prompt, build_prompts, load_labels
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reuse import take_over
@@ -263,7 +264,7 @@ def generate(
     device = str(state.device) if state.num_processes > 1 and protocol.device == "auto" else None
     pipe = load_protocol_pipeline(protocol, device)
     environment = image_environment(protocol, pipe)
-    _check_processes(state, environment, pending)
+    _check_processes(environment, pending)
     _record_run(run_dir, protocol, environment, write=state.is_main_process)
     if state.is_main_process:
         take_over(run_dir, protocol, reuse)
@@ -280,7 +281,8 @@ def generate(
     failures = {}
     with _progress(total, shown=show_progress and state.is_main_process) as advance:
         for cell in pending:
-            reason = _gather_reason(state, _generate_row(pipe, run_dir, protocol, cell, todo[cell.name], advance))
+            reasons = gathered(_generate_row(pipe, run_dir, protocol, cell, todo[cell.name], advance))
+            reason = next(filter(None, reasons), None)
             if reason:
                 failures[cell.name] = reason
             if state.is_main_process:
@@ -467,42 +469,19 @@ def _settings(config: Any) -> dict[str, Any]:
     return {key: value for key, value in data.items() if not key.startswith("_")}
 
 
-def process_state(device: str = "auto") -> Any:
-    """Return accelerate's view of the processes of this run; one, unless `accelerate launch` started several."""
-    from accelerate import PartialState
-
-    from elfatt_sd.pipelines import pick_device
-
-    # The first process scores alone at the end, while the others wait: far longer than the usual ten minutes.
-    return PartialState(cpu=pick_device(device).type == "cpu", timeout=datetime.timedelta(days=1))
-
-
-def _check_processes(state: Any, environment: Mapping[str, Any], cells: Sequence[Cell]) -> None:
+def _check_processes(environment: Mapping[str, Any], cells: Sequence[Cell]) -> None:
     """Refuse processes of one launch that make different images; all of them must call this.
 
     Raises:
         ElfattError: on every process, with what differs on the first that does.
     """
-    if state.num_processes == 1:
-        return
-    from accelerate.utils import gather_object
-
-    first, *others = gather_object([environment])
+    first, *others = gathered(environment)
     for number, other in enumerate(others, 1):
         if changed := same_images(first, other, cells):
             raise ElfattError(
                 f"processes 0 and {number} would make different images ({'; '.join(changed)}); "
                 "launch on machines that are alike."
             )
-
-
-def _gather_reason(state: Any, reason: str | None) -> str | None:
-    """Return the first reason that any process has; all processes must call this."""
-    if state.num_processes == 1:
-        return reason
-    from accelerate.utils import gather_object
-
-    return next((found for found in gather_object([reason]) if found), None)
 
 
 @contextlib.contextmanager

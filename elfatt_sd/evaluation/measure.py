@@ -29,7 +29,7 @@ from torch import nn
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory
-from elfatt_sd.evaluation.environment import read_clocks, read_high_water_mark, same_images
+from elfatt_sd.evaluation.environment import attention_kernels, read_clocks, read_high_water_mark, same_images
 from elfatt_sd.evaluation.folder import RunFailure, read_json
 from elfatt_sd.evaluation.generate import (
     check_environment,
@@ -80,7 +80,7 @@ class UNetTimer:
     def _mark(self) -> None:
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
             self.marks.append(event)
         else:
             synchronize(self.device)
@@ -97,7 +97,9 @@ class UNetTimer:
 
 def synchronize(device: torch.device) -> None:
     """Wait until a device has done what it was given; the CPU always has."""
-    if device.type != "cpu":
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
         getattr(torch, device.type).synchronize()
 
 
@@ -127,11 +129,12 @@ def measure_time(run_dir: Path, protocol: Protocol, report: _Report = print) -> 
     Args:
         run_dir: the run's folder.
         protocol: its `time` says how.
-        report: gets a line for each round.
+        report: gets a line for each row of each round.
 
     Returns:
-        What was written: for each row and scope all values, their median and spread, and the speed-up; `errors` says
-        which rows could not be timed for another reason than memory, and may be later.
+        What was written: for each row and scope all values, their median and spread, and the speed-up, and which
+        kernels its layers attend with; `errors` says which rows could not be timed for another reason than memory, and
+        may be later.
 
     Raises:
         ElfattError: the pipeline cannot be loaded, or would not make the run's images.
@@ -151,32 +154,33 @@ def measure_time(run_dir: Path, protocol: Protocol, report: _Report = print) -> 
         seeds = [image_seed(protocol, cell, index) for index in range(batch)]
         try:
             return timed_call(pipe, dataclasses.replace(protocol, steps=steps), cell, prompts, seeds)
-        except ElfattError as error:
-            errors[cell.name] = failed[cell.name] = str(error)
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failed[cell.name] = f"out of memory at batch {batch}"
+            if is_out_of_memory(error):
+                failed[cell.name] = f"out of memory at batch {batch}"
+            else:
+                errors[cell.name] = failed[cell.name] = _reason("time not measured", error)
         return None
 
     clocks = [read_clocks(device)]
     for number in range(-settings.warmup, settings.repeats):
         label = f"round {number + 1} of {settings.repeats}" if number >= 0 else "warm-up"
         turn = number % len(protocol.cells)
-        for cell in [*protocol.cells[turn:], *protocol.cells[:turn]]:
+        for place, cell in enumerate([*protocol.cells[turn:], *protocol.cells[:turn]], 1):
             if cell.name in failed:
                 continue
-            report(f"time: {label}, {cell.name}")
+            report(f"time: {label}, row {place} of {len(protocol.cells)}, {cell.name}")
             seconds = attempt(cell, protocol.steps if number >= 0 else min(WARMUP_STEPS, protocol.steps))
             if number >= 0 and seconds is not None:
                 rounds[cell.name].append(seconds)
         clocks.append(read_clocks(device))
-    rows = {
-        cell.name: {"failed": failed[cell.name]}
-        if cell.name in failed
-        else summarize_time(rounds[cell.name], rounds[protocol.baseline.name], settings.scopes)
-        for cell in protocol.cells
-    }
+    untouched = [] if protocol.baseline.name in failed else rounds[protocol.baseline.name]
+    rows: dict[str, dict[str, Any]] = {}
+    for cell in protocol.cells:
+        if cell.name in failed:
+            rows[cell.name] = {"failed": failed[cell.name]}
+        else:
+            summary = summarize_time(rounds[cell.name], untouched, settings.scopes)
+            rows[cell.name] = {**summary, "attention_kernels": attention_kernels(pipe, cell)}
     data = {
         "format": 1,
         "identity": protocol.identity,
@@ -193,6 +197,14 @@ def measure_time(run_dir: Path, protocol: Protocol, report: _Report = print) -> 
     }
     write_json(run_dir / TIME_FILE, data)
     return data
+
+
+def _reason(what: str, error: Exception) -> str:
+    """Say in one line why a row has no figures; what a user can mend says so itself."""
+    if isinstance(error, ElfattError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return ": ".join([what, type(error).__name__, *lines[:1]])
 
 
 def few_repeats(repeats: int) -> str | None:
@@ -242,7 +254,6 @@ def measure_memory(run_dir: Path, protocol: Protocol, report: _Report = print) -
 
     Raises:
         ElfattError: the pipeline cannot be loaded, or would not make the run's images.
-        RunFailure: a process ended in another way than out of memory.
     """
     settings = protocol.memory or Memory()
     environment = _present_environment(protocol)
@@ -267,7 +278,7 @@ def measure_memory(run_dir: Path, protocol: Protocol, report: _Report = print) -
             try:
                 rows[cell.name] = _measure_row(protocol, cell, sorted(set(settings.batches)), report)
                 programs[program] = cell.name
-            except ElfattError as error:
+            except (ElfattError, RunFailure) as error:
                 errors[cell.name] = str(error)
                 rows[cell.name] = summarize_memory([], [], str(error))
         write_json(path, data)
@@ -289,16 +300,20 @@ def free_memory() -> None:
 
 
 def _measure_row(protocol: Protocol, cell: Cell, batches: Sequence[int], report: _Report) -> dict[str, Any]:
-    results: list[dict[str, Any]] = []
-    note = None
+    place = f"row {protocol.cells.index(cell) + 1} of {len(protocol.cells)}"
+    results: dict[int, dict[str, Any]] = {}
+    notes = []
     for batch in batches:
-        report(f"memory: {cell.name}, batch {batch}")
+        report(f"memory: {place}, {cell.name}, batch {batch}")
         result = run_worker(protocol, cell, batch)
         if "failed" in result:
-            note = result["failed"]
+            notes.append(result["failed"])
             break  # a larger batch would not fit either
-        results.append(result)
-    return summarize_memory(batches[: len(results)], results, note)
+        if _whole(result["peaks"]) > result.get("loading", 0.0):
+            results[batch] = result
+        else:
+            notes.append(f"batch {batch} took less than loading the model, and is left out")
+    return summarize_memory(list(results), list(results.values()), "; ".join(notes) or None)
 
 
 def summarize_memory(
@@ -309,7 +324,7 @@ def summarize_memory(
     Args:
         batches: batch sizes.
         results: what the process of each gave: `kind`, and `peaks` by kind and stage in GiB.
-        note: why there are no larger batches, or None.
+        note: why there are no other batches, or None.
 
     Returns:
         `gib_per_image` (the slope), `interval` (of the slope, 95 %), `intercept_gib`, `fit_error_gib` (root mean square
@@ -373,7 +388,7 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
         What `measure_peaks` gave there, or `failed` where memory ran out.
 
     Raises:
-        ElfattError: as raised there, or the package was changed since this process began.
+        ElfattError: what was raised there, or the package was changed since this process began.
         RunFailure: the process ended in another way.
     """
     order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch, "code": code_hashes()})
@@ -388,7 +403,7 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise RunFailure(f"the memory of row {cell.name!r} at batch {batch} could not be measured: {reason}")
+        raise RunFailure(f"memory not measured at batch {batch}: {reason}")
     result: dict[str, Any] = json.loads(lines[-1])
     if "error" in result:
         raise ElfattError(result["error"])
@@ -445,12 +460,14 @@ def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     """Run a row once in this process and read the peak of each stage.
 
     Returns:
-        `kind`, and `peaks` by stage in GiB (under `all` where the system does not let the peak start anew), and
-        `reserved` likewise on CUDA.
+        `kind`, and `peaks` by stage in GiB, and `reserved` likewise on CUDA. Where the system does not let the peak
+        start anew, it is the whole process's, under `all`, and `loading` is what it was before the row ran: a peak that
+        is not higher is that of loading the model.
     """
     pipe = load_protocol_pipeline(protocol)
     steps = (protocol.memory or Memory()).steps or protocol.steps
     meter = PeakMeter(pipe.unet.device)
+    loading = {} if meter.resets else {"loading": meter.read()}
     peaks: dict[str, float] = {}
     reserved: dict[str, float] = {}
 
@@ -477,7 +494,7 @@ def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
         for handle in handles:
             handle.remove()
     close("vae" if meter.resets else "all")
-    return {"kind": meter.kind, "peaks": peaks, **({"reserved": reserved} if reserved else {})}
+    return {"kind": meter.kind, "peaks": peaks, **loading, **({"reserved": reserved} if reserved else {})}
 
 
 def _cycled_prompts(protocol: Protocol, count: int) -> list[str]:
@@ -497,12 +514,12 @@ def _worker() -> None:
         if order["code"] != code_hashes():
             raise ElfattError("the code of elfatt_sd was changed during the run; put it back, or give a new folder.")
         result = measure_peaks(protocol, protocol.cell(order["cell"]), order["batch"])
-    except ElfattError as error:
-        result = {"error": str(error)}
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        result = {"failed": f"out of memory at batch {order['batch']}"}
+        at = f"at batch {order['batch']}"
+        if is_out_of_memory(error):
+            result = {"failed": f"out of memory {at}"}
+        else:
+            result = {"error": _reason(f"memory not measured {at}", error)}
     print(json.dumps(result))
 
 

@@ -17,6 +17,7 @@ from elfatt_sd.files import write_json
 from elfatt_sd.pages import fill_blocks
 
 MISSING = "Not measured yet."
+MOST_BYTES = 5_000_000  # of a run that is committed
 
 
 def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:

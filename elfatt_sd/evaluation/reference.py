@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import os
+import secrets
 import shutil
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +18,16 @@ import numpy as np
 import torch
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, Progress, SourcePictures, extract
+from elfatt_sd.evaluation.extraction import (
+    Extracted,
+    Preprocessing,
+    Progress,
+    SourcePictures,
+    extract,
+)
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.folder import read_json
-from elfatt_sd.evaluation.generate import process_state
+from elfatt_sd.evaluation.processes import among_others, by_first, gathered, together
 from elfatt_sd.evaluation.sources import open_source
 from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, load_moments
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
@@ -70,7 +79,7 @@ def build_reference(
     """Compute the statistics of a reference, or take them from the cache.
 
     A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
-    work; two runs that need the same reference wait for each other.
+    work, and the first one decides; two runs that need the same reference wait for each other.
 
     Args:
         source: pictures (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT`
@@ -83,26 +92,32 @@ def build_reference(
         per_class: take only the first so many pictures of each class; 0 takes all.
         classes: for renders, classes of the toy's list in proportion to which they are drawn; all by default.
         batch_size: pictures per pass through the network.
-        progress: called with the number of pictures done and their total.
+        progress: called with what is looked at, the number of pictures done, and their total.
 
     Raises:
-        ElfattError: the source is missing or of another kind, or the number of pictures is not the expected one.
+        ElfattError: the source is missing or of another kind, the number of pictures is not the expected one, or the
+            processes of a launch do not see the same cache and the same pictures.
     """
     path = Path(source)
     if path.suffix.lower() == ".npz":
-        return _from_moments(path, extractor, expected, allow_count)
-    pictures, fingerprint = _pictures(str(source), preprocessing or Preprocessing(), expected, per_class, classes)
-    _check_count(str(source), len(pictures), expected, allow_count)
-    identity = _identity(fingerprint, extractor)
+        return together(lambda: _from_moments(path, extractor, expected, allow_count))
+
+    def listed() -> tuple[SourcePictures | Renders, str]:
+        pictures, fingerprint = _pictures(str(source), preprocessing or Preprocessing(), expected, per_class, classes)
+        _check_count(str(source), len(pictures), expected, allow_count)
+        return pictures, _identity(fingerprint, extractor)
+
+    pictures, identity = together(listed)
+    _check_same(str(source), identity)
+    check_shared(cache_dir)
     folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
-    with _one_launch_at_a_time(folder) as state:
-        if not (folder / "reference.json").is_file():
-            chunks = extract(pictures, extractor, folder / "chunks", batch_size=batch_size, progress=progress)
-            if state.is_main_process:
-                _finish(
-                    folder, chunks, extractor, {"source": str(source), "identity": identity, **_plain(preprocessing)}
-                )
-            state.wait_for_everyone()
+    with _one_launch_at_a_time(folder):
+        if not by_first((folder / "reference.json").is_file):
+            chunks = extract(
+                pictures, extractor, folder / "chunks", batch_size=batch_size, progress=progress, name="reference"
+            )
+            description = {"source": str(source), "identity": identity, **_plain(preprocessing)}
+            by_first(lambda: _finish(folder, chunks, extractor, description))
     return _load(folder, str(source), expected, allow_count)
 
 
@@ -139,26 +154,83 @@ def _identity(fingerprint: Any, extractor: Extractor) -> str:
     return sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, torch.__version__.partition("+")[0]])
 
 
+def _check_same(source: str, identity: str) -> None:
+    """Refuse to go on where the processes of a launch would compute different references.
+
+    Raises:
+        ElfattError: in every process, naming one that differs from the first.
+    """
+    first, *others = gathered(identity)
+    for number, other in enumerate(others, 1):
+        if other != first:
+            raise ElfattError(
+                f"reference {source} is not the same in process {number} as in process 0 (names, sizes or times of "
+                "its files, the extractor, or the versions of torch and Pillow); give a folder that all machines "
+                "share, or copies that keep the times (rsync -a)."
+            )
+
+
+def check_shared(folder: Path) -> None:
+    """Refuse to go on where the processes of a launch do not all see the same cache; all of them must call this.
+
+    Args:
+        folder: the cache, which is made if it is not there.
+
+    Raises:
+        ElfattError: in every process, naming one that looks elsewhere; or the folder cannot be written.
+    """
+    if not among_others():
+        return
+    marker = folder / by_first(lambda: _new_marker(folder))
+    places = gathered((os.uname().nodename, str(folder), os.path.isfile(marker)))
+    by_first(marker.unlink)
+    for number, (machine, place, shared) in enumerate(places):
+        if not shared:
+            raise ElfattError(
+                f"cache {places[0][1]} of process 0 ({places[0][0]}) is not that of process {number} ({place} on "
+                f"{machine}); set ELFATT_SD_CACHE to a folder that all machines share."
+            )
+
+
+def _new_marker(folder: Path) -> str:
+    """Write a file of a name that no file system can have noted as absent, and return the name."""
+    with _writing(folder):
+        name = f".seen-{secrets.token_hex(8)}"
+        (folder / name).touch()
+    return name
+
+
 @contextlib.contextmanager
-def _one_launch_at_a_time(folder: Path) -> Iterator[Any]:
-    """Hold a lock on a folder, in the first process; the others start when it has it. Yields the process state.
+def _writing(folder: Path) -> Iterator[None]:
+    """Make a folder of the cache and tell in a line if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ElfattError(f"cache {folder} cannot be written: {error.strerror}; set ELFATT_SD_CACHE.") from error
+
+
+@contextlib.contextmanager
+def _one_launch_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, in the first process; the others start when it has it.
 
     Raises:
         ElfattError: the folder cannot be written.
     """
+    with contextlib.ExitStack() as held:
+        by_first(lambda: held.enter_context(_locked(folder)))
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     import fcntl
 
-    state = process_state()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _writing(folder):
         file = open(folder / ".lock", "a")  # noqa: SIM115
-    except OSError as error:
-        raise ElfattError(f"cache {folder} cannot be written: {error.strerror}; set ELFATT_SD_CACHE.") from error
     with file:
-        if state.is_main_process:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        state.wait_for_everyone()
-        yield state
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _plain(preprocessing: Preprocessing | None) -> dict[str, Any]:
@@ -211,7 +283,8 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
         unreadable += names
     if statistics.count < 2:
         why = f"; first: {unreadable[0]}" if unreadable else ""
-        raise ElfattError(f"reference {description['source']} has {statistics.count} readable pictures{why}.")
+        found = f"reference {description['source']} has {statistics.count} readable pictures"
+        raise ElfattError(f"{found}; accepted are 2 or more{why}.")
     sample = min(statistics.count, KERNEL_SAMPLE)
     chunks.join(folder / "sample.npy", [index * statistics.count // sample for index in range(sample)])
     statistics.save(folder / "statistics.npz")
@@ -221,17 +294,24 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
 
 
 def _load(folder: Path, source: str, expected: int, allow_count: bool) -> Reference:
-    data = read_json(folder / "reference.json")
-    count, unreadable = data["count"], data["unreadable"]
+    try:
+        data = read_json(folder / "reference.json")
+        count, unreadable, identity = data["count"], data["unreadable"], data["identity"]
+        statistics = FeatureStatistics.load(folder / "statistics.npz")
+        sample = np.load(folder / "sample.npy", mmap_mode="r")
+    except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
+        raise ElfattError(f"cache {folder} is damaged; delete this folder to compute it anew.") from error
     if count != expected and not allow_count and unreadable:
-        what = f"{len(unreadable)} pictures cannot be read, first {unreadable[0]}"
-        raise ElfattError(f"reference {source}: {what}; {count} are left. Give --allow-count to go on with them.")
+        listed = "" if len(unreadable) == 1 else f", all in {folder / 'reference.json'}"
+        raise ElfattError(
+            f"reference {source}: {len(unreadable)} pictures cannot be read, first {unreadable[0]}{listed}; replace "
+            f"what cannot be read, or give --allow-count to go on with the other {count}, which the metric's name will "
+            "then say."
+        )
     _check_count(source, count, expected, allow_count)
-    statistics = FeatureStatistics.load(folder / "statistics.npz")
-    sample = np.load(folder / "sample.npy", mmap_mode="r")
     description = {key: value for key, value in data.items() if key != "format"}
     suffix = _suffix(count, expected if _is_rendered(source) else FULL_COUNT)
-    return Reference(statistics, sample, count, unreadable, data["identity"], suffix, description)
+    return Reference(statistics, sample, count, unreadable, identity, suffix, description)
 
 
 def _from_moments(path: Path, extractor: Extractor, expected: int, allow_count: bool) -> Reference:

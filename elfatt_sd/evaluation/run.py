@@ -21,7 +21,6 @@ from elfatt_sd.evaluation.generate import (
     generate,
     image_seed,
     load_protocol_pipeline,
-    process_state,
     run_prompts,
 )
 from elfatt_sd.evaluation.measure import (
@@ -32,6 +31,7 @@ from elfatt_sd.evaluation.measure import (
     measure_time,
     timed_call,
 )
+from elfatt_sd.evaluation.processes import among_others, is_first, leave_processes, process_state, together
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, unreadable_references, write_results
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
@@ -136,9 +136,7 @@ def run(
     from elfatt_sd.evaluation.score import build_references
 
     with writing(run_dir, protocol) as first:
-        if first:
-            folder.check_run(run_dir, protocol)
-            check_inputs(protocol)
+        together(lambda: _check(run_dir, protocol) if first else None)
         tell = report if first else _say_nothing
         build_references(protocol, progress=every_minute(tell))  # first: what is wrong with it should cost no images
         free_memory()
@@ -150,13 +148,18 @@ def run(
             return {}
         if protocol.time is not None:
             timed = _once(run_dir, "time", {}, TIME_FILE, lambda: measure_time(run_dir, protocol, report), report)
-            failed = {**timed, **failed}
+            failed = _joined(failed, timed)
         free_memory()
         if protocol.memory is not None:
             peaks = _once(run_dir, "memory", {}, MEMORY_FILE, lambda: measure_memory(run_dir, protocol, report), report)
-            failed = {**peaks, **failed}
+            failed = _joined(failed, peaks)
         write_page(run_dir, report)
         return failed
+
+
+def _check(run_dir: Path, protocol: Protocol) -> None:
+    folder.check_run(run_dir, protocol)
+    check_inputs(protocol)
 
 
 @contextmanager
@@ -177,23 +180,6 @@ def writing(run_dir: Path, protocol: Protocol) -> Iterator[bool]:
                 yield True
         else:
             yield False
-
-
-def is_first() -> bool:
-    """Tell whether this is the first process of a launch, or the only one."""
-    return bool(process_state().is_main_process)
-
-
-def leave_processes() -> None:
-    """Wait for the other processes of a launch and part from them."""
-    if _among_others():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-def _among_others() -> bool:
-    """Tell whether there are other processes that this one has not left."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def check_inputs(protocol: Protocol) -> None:
@@ -275,7 +261,7 @@ def _once(
     run = folder.read_run(run_dir) or {}
     now = sha256_of_data([run.get("identity"), inputs])
     done = (folder.read_json(path) or {}).get(stage) == now and (run_dir / output).is_file()
-    if _among_others():
+    if among_others():
         torch.distributed.barrier()  # all processes decide before any of them writes
     if done:
         report(f"{stage}: done before")
@@ -287,6 +273,12 @@ def _once(
         write_json(path, {**(folder.read_json(path) or {}), stage: now})
     report(f"{stage}: done in {time.perf_counter() - started:.0f} s")
     return errors
+
+
+def _joined(failed: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
+    """Join the reasons of rows that failed in several stages."""
+    names = dict.fromkeys([*failed, *more])
+    return {name: "; ".join(dict.fromkeys(part[name] for part in (failed, more) if name in part)) for name in names}
 
 
 def _say_nothing(line: str) -> None:

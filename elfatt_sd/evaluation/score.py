@@ -23,7 +23,8 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.extraction import Preprocessing, Progress, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
-from elfatt_sd.evaluation.generate import process_state, run_prompts
+from elfatt_sd.evaluation.generate import run_prompts
+from elfatt_sd.evaluation.processes import by_first, process_state
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reference import Reference, build_reference, reference_identity
 from elfatt_sd.evaluation.results import SCORES_FILE
@@ -97,7 +98,10 @@ def _read_checked(entry: Entry) -> bytes:
     except FileNotFoundError as error:
         raise ElfattError(f"{path} was deleted after generation; delete its row's manifest to make it anew.") from error
     if hashlib.sha256(content).hexdigest() != digest:
-        raise ElfattError(f"{path} was altered after generation; its sha256 is not the manifest's.")
+        raise ElfattError(
+            f"{path} was altered after generation (its sha256 is not the manifest's); put it back, or delete its row's "
+            "manifest to make it anew."
+        )
     return content
 
 
@@ -109,7 +113,7 @@ def score_run(run_dir: Path, *, batch_size: int = 32, progress: Progress | None 
     Args:
         run_dir: a run whose baseline is generated.
         batch_size: pictures per pass through an extractor.
-        progress: called with the number of pictures done and their total, for each row and extractor.
+        progress: called with what is looked at, the number of pictures done, and their total.
 
     Raises:
         ElfattError: no row is finished, a picture was deleted or altered, or reference or extractor are missing.
@@ -128,8 +132,8 @@ def score_run(run_dir: Path, *, batch_size: int = 32, progress: Progress | None 
     for scale in scales:
         for images in rows.values():
             scale.extract(images, batch_size, progress)
-    state = process_state(protocol.device)
-    if state.is_main_process:
+
+    def finish() -> None:
         cache, toy = run_dir / "scores", protocol.labels == "toy"
         baseline = rows[protocol.baseline.name]
         data = {
@@ -142,7 +146,8 @@ def score_run(run_dir: Path, *, batch_size: int = 32, progress: Progress | None 
             "rows": {name: score_cell(images, baseline, scales, cache, toy) for name, images in rows.items()},
         }
         write_json(run_dir / SCORES_FILE, data)
-    state.wait_for_everyone()
+
+    by_first(finish)
 
 
 def load_extractors(protocol: Protocol) -> list[Extractor]:
@@ -231,17 +236,17 @@ class Scale:
             ElfattError: a picture was deleted or altered after it was generated.
         """
         path = self._path(images)
-        state = process_state()
-        there = path.is_file()
-        state.wait_for_everyone()  # all processes look before the first one writes
-        if there:
+        if by_first(path.is_file):
             return
         parts = path.with_suffix(".parts")
-        chunks = extract(images.pictures(), self.extractor, parts, batch_size=batch_size, progress=progress)
-        if state.is_main_process:
+        options: dict[str, Any] = {"batch_size": batch_size, "progress": progress, "name": images.name}
+        chunks = extract(images.pictures(), self.extractor, parts, **options)
+
+        def join() -> None:
             chunks.join(path)
             shutil.rmtree(parts, ignore_errors=True)  # with what a killed process left half-written there
-        state.wait_for_everyone()
+
+        by_first(join)
 
     def features(self, images: Images) -> Array:
         """Features `[n, d]` of a row, memory-mapped float32.

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import re
 import tarfile
 import threading
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,7 +23,11 @@ from typing import Any
 from elfatt_sd.config import ElfattError
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
-ACCEPTED = "a folder of pictures, an uncompressed .tar, a .zip, a folder or pattern of .tar shards, or .parquet"
+ACCEPTED = (
+    "a folder of pictures, an uncompressed .tar, a .zip, a folder of .tar shards or their pattern (val-*.tar, "
+    "val-{000..049}.tar), or .parquet"
+)
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 
 
 @dataclass(frozen=True)
@@ -81,15 +86,43 @@ def _open(path: Path) -> Source:
 
 
 def _matching(path: Path) -> list[Path]:
-    """The file itself, or the files that a pattern such as `shards/val-*.tar` names."""
+    """The file itself, or the files that a pattern such as `val-*.tar` or `val-{000..049}.tar` names."""
     if path.is_file():
         return [path]
     if path.is_dir():
         return []
-    files = sorted(path.parent.glob(path.name)) if set("*?[") & set(path.name) and path.parent.is_dir() else []
-    if not files:
+    found = {name: _files(Path(name)) for name in _expanded(str(path))}
+    missing = [name for name, files in found.items() if not files]
+    if len(missing) == len(found):
         raise ElfattError(f"reference {path} does not exist; accepted: {ACCEPTED}.")
-    return files
+    if missing:
+        named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ElfattError(f"reference {path} lacks {len(missing)} of {len(found)} files: {named}.")
+    return sorted({file for files in found.values() for file in files})
+
+
+def _expanded(name: str) -> list[str]:
+    """The names that braces stand for, as in shells and WebDataset: `{000..049}` or `{train,val}`."""
+    braces = _RANGE.search(name)
+    if braces is None:
+        return [name]
+    first, last, choices = braces.groups()
+    if choices is None:
+        width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
+        low, high = sorted((int(first), int(last)))
+        values = [f"{number:0{width}}" for number in range(low, high + 1)]
+    else:
+        values = choices.split(",")
+    ends = _expanded(name[braces.end() :])
+    return [name[: braces.start()] + value + end for value in values for end in ends]
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or those that match where its name is a pattern."""
+    if path.is_file():
+        return [path]
+    is_pattern = bool(set("*?[") & set(path.name)) and path.parent.is_dir()
+    return [file for file in path.parent.glob(path.name) if file.is_file()] if is_pattern else []
 
 
 def _archives(path: Path, files: Sequence[Path]) -> Source:
@@ -102,7 +135,10 @@ def _archives(path: Path, files: Sequence[Path]) -> Source:
 
 
 def _stamp(name: str, path: Path) -> list[Any]:
-    status = path.stat()
+    try:
+        status = path.stat()
+    except OSError:  # such as a link to nowhere, which is named when it is read
+        return [name, None, None]
     return [name, status.st_size, status.st_mtime_ns]
 
 
@@ -116,9 +152,26 @@ def _parent(name: str) -> str:
 
 
 def _folder(folder: Path) -> Source:
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if _is_picture(path.name))
+    try:
+        names = sorted(path.relative_to(folder).as_posix() for path in _pictures_below(folder))
+    except OSError as error:
+        raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
     entries = [Entry(name, folder / name, _parent(name)) for name in names]
     return Source(entries, [_stamp(name, folder / name) for name in names], lambda entry: entry.where.read_bytes())
+
+
+def _pictures_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
+    """Pictures in a folder and in all below it, linked ones too, except where a link leads back to a folder above."""
+    status = folder.stat()
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        return
+    with os.scandir(folder) as found:
+        for item in found:
+            if item.is_dir():
+                yield from _pictures_below(folder / item.name, above | {here})
+            elif _is_picture(item.name):
+                yield folder / item.name
 
 
 def _tars(files: Sequence[Path]) -> Source:
@@ -126,7 +179,7 @@ def _tars(files: Sequence[Path]) -> Source:
     entries = [
         entry for file in files for entry in _tar_entries(file, prefix=f"{file.name}/" if len(files) > 1 else "")
     ]
-    return Source(entries, [_stamp(file.name, file) for file in files], _read_slice)
+    return Source(entries, ["by name", *(_stamp(file.name, file) for file in files)], _read_slice)
 
 
 def _tar_entries(file: Path, prefix: str) -> list[Entry]:
@@ -142,6 +195,7 @@ def _tar_entries(file: Path, prefix: str) -> list[Entry]:
                     classes[_key(member.name)] = _read_slice(Entry(member.name, place)).decode().strip()
     except (tarfile.TarError, OSError) as error:
         raise ElfattError(f"reference {file} cannot be read ({error}); accepted: an uncompressed .tar.") from error
+    found.sort()  # tar keeps files in the order in which it met them
     return [Entry(prefix + name, place, classes.get(_key(name), _parent(name))) for name, place in found]
 
 
@@ -230,9 +284,11 @@ def _table_entries(file: Path, table: Any, column: str) -> list[Entry]:
 
 
 def _first_of_each_class(path: Path, source: Source, per_class: int) -> Source:
-    if not all(entry.group for entry in source.entries):
+    groups = {entry.group for entry in source.entries}
+    if "" in groups or len(groups) < 2:
         raise ElfattError(
-            f"reference {path} has no classes, which per_class={per_class} needs; give one folder per class."
+            f"reference {path} has no classes, which per_class={per_class} needs; give one folder per class, in an "
+            "archive too, or shards or tables with labels."
         )
     seen: Counter[str] = Counter()
     kept = []
@@ -251,12 +307,18 @@ def decode(content: bytes) -> Any:
     Raises:
         OSError: it is no picture or is truncated; errors of other kinds of damage pass as they are.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
-    with Image.open(io.BytesIO(content)) as opened:
+    try:
+        opened = Image.open(io.BytesIO(content))
+    except UnidentifiedImageError as error:  # whose own words are an address in memory
+        raise OSError("no picture of a known kind" if content else "the file is empty") from error
+    with opened:
         picture = ImageOps.exif_transpose(opened)
-        if picture.mode.startswith("I;16"):
-            picture = picture.point(lambda value: value / 256, "L") if picture.mode == "I;16" else picture.convert("I")
+        if picture.mode == "I;16":
+            picture = picture.point(lambda value: value / 256, "L")
+        elif picture.mode == "I" or picture.mode.startswith("I;16"):
+            picture = picture.convert("I").point(lambda value: value * (1 / 256)).convert("L")
         if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
             picture = picture.convert("RGBA")
             white = Image.new("RGBA", picture.size, "white")

@@ -10,6 +10,7 @@ Legend for shapes: n pictures, m reference pictures, d features.
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,7 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
         with np.load(path, allow_pickle=False) as data:
             mean, covariance = (torch.from_numpy(np.asarray(data[key], dtype=np.float64)) for key in ("mu", "sigma"))
             count = int(data["count"]) if "count" in data else None
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ElfattError(f"{path} cannot be read ({error}); accepted is an .npz file with mu and sigma.") from error
     if mean.dim() != 1 or covariance.shape != (len(mean), len(mean)):
         shapes = f"mu {tuple(mean.shape)} and sigma {tuple(covariance.shape)}"

@@ -1,31 +1,35 @@
-"""Check a finished run: images against their hashes, scores against new ones, results and report against those."""
+"""Check a finished run: images against their hashes, all figures against new ones, results and report against those."""
 
 from __future__ import annotations
 
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
+from elfatt_sd.evaluation.extraction import Progress
 from elfatt_sd.evaluation.generate import image_seed, run_prompts
-from elfatt_sd.evaluation.protocols import Cell, Protocol, decisive
+from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE, few_repeats, summarize_memory, summarize_time
+from elfatt_sd.evaluation.protocols import SCOPES, Cell, Memory, Protocol, Time, decisive
 from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, join_results
 from elfatt_sd.files import sha256_of_data, sha256_of_file
 
 TOLERANCE = 1e-3  # another machine sums in another order
+_ROUNDING = 1e-9  # seconds or GiB: another version of Python fits a line with another rounding
 
 
-def verify_run(run_dir: Path, *, recompute: bool = True) -> list[str]:
+def verify_run(run_dir: Path, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
     """Check a run.
 
     Args:
         run_dir: the run's folder.
         recompute: extract all features and compute all scores anew, without any cache of the run, where the images
-            are as they were.
+            are as they were. Time and memory are always computed anew, from the raw values in their files.
+        progress: called with what is looked at, the number of pictures done, and their total.
 
     Returns:
         What is wrong, a line each, naming the file; empty where all is well.
@@ -38,8 +42,8 @@ def verify_run(run_dir: Path, *, recompute: bool = True) -> list[str]:
     if problems:
         return problems
     if recompute:
-        problems += _check_scores(run_dir)
-    problems += _check_results(run_dir)
+        problems += _check_scores(run_dir, progress)
+    problems += [*_check_measurements(run_dir, protocol), *_check_results(run_dir)]
     return problems or list(_check_report(run_dir))
 
 
@@ -85,7 +89,7 @@ def _check_files(run_dir: Path, cell: Cell, entries: list[dict[str, Any]]) -> It
             yield f"{path}: not an image of this run"
 
 
-def _check_scores(run_dir: Path) -> Iterator[str]:
+def _check_scores(run_dir: Path, progress: Progress | None) -> Iterator[str]:
     """Score a copy of the run that has its images and nothing else."""
     from elfatt_sd.evaluation.score import score_run
 
@@ -98,10 +102,68 @@ def _check_scores(run_dir: Path) -> Iterator[str]:
         copy = Path(name)
         for part in (folder.RUN_FILE, "cells"):
             os.symlink((run_dir / part).resolve(), copy / part)
-        score_run(copy)
+        score_run(copy, progress=progress)
         computed = folder.read_json(copy / SCORES_FILE)
     for key, before, now in unequal(recorded, computed):
         yield f"{path}: {key} is {before}, computed anew {now}"
+
+
+def _check_measurements(run_dir: Path, protocol: Protocol) -> Iterator[str]:
+    """Summarize time and memory anew from the raw values that stand beside the figures."""
+    for name, again in ((TIME_FILE, _timed_again), (MEMORY_FILE, _fitted_again)):
+        path = run_dir / name
+        recorded = folder.read_json(path)
+        if recorded is None:
+            continue
+        try:
+            computed = again(recorded, protocol)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            yield f"{path}: damaged, there are not all raw values ({error!r})"
+            continue
+        for key, before, now in unequal(recorded, computed, tolerance=_ROUNDING, size=1.0):
+            yield f"{path}: {key} is {before}, from the raw values {now}"
+
+
+def _timed_again(data: dict[str, Any], protocol: Protocol) -> dict[str, Any]:
+    repeats = (protocol.time or Time()).repeats
+    rounds = {name: _rounds(row) for name, row in data["rows"].items()}
+    for name, own in rounds.items():
+        if own and len(own) != repeats:
+            raise ValueError(f"row {name} has {len(own)} of {repeats} rounds")
+    rows = {
+        name: row | summarize_time(rounds[name], rounds[protocol.baseline.name], [key for key in SCOPES if key in row])
+        for name, row in data["rows"].items()
+    }
+    return {**data, "repeats": repeats, "note": few_repeats(repeats), "rows": rows}
+
+
+def _rounds(row: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Return seconds per image by scope of each round; none of a row that failed."""
+    values = {scope: row[scope]["values"] for scope in SCOPES if scope in row}
+    return [dict(zip(values, seconds, strict=True)) for seconds in zip(*values.values(), strict=True)]
+
+
+def _fitted_again(data: dict[str, Any], protocol: Protocol) -> dict[str, Any]:
+    rows = {}
+    for name, row in data["rows"].items():
+        twin = row.get("same_program_as")
+        rows[name] = _fitted(row, protocol) if twin is None else {**data["rows"][twin], "same_program_as": twin}
+    return {**data, "rows": rows}
+
+
+def _fitted(row: Mapping[str, Any], protocol: Protocol) -> dict[str, Any]:
+    batches, note = row["batches"], row["note"]
+    if note is None and batches != sorted(set((protocol.memory or Memory()).batches)):
+        raise ValueError(f"peaks of batches {batches}")
+    stages = row.get("stages", {"all": row})
+    results: list[dict[str, Any]] = [
+        {"kind": row["kind"], "peaks": {stage: line["peaks_gib"][index] for stage, line in stages.items()}}
+        for index in range(len(batches))
+    ]
+    if "reserved" in row:
+        for result, peak in zip(results, row["reserved"]["peaks_gib"], strict=True):
+            result["reserved"] = {"all": peak}
+    return summarize_memory(batches, results, note)
 
 
 def _check_results(run_dir: Path) -> Iterator[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_run
+import torch
+from torch import nn
 
 from elfatt_sd.evaluation import measure
 from elfatt_sd.evaluation.protocols import Protocol
@@ -46,3 +49,23 @@ def finished_run(workplace: Path, full_protocol: Protocol) -> Path:
         patch.setattr(measure, "run_worker", measure.measure_peaks)
         run(full_protocol, workplace / "run", lambda line: None, show_progress=False)
     return workplace / "run"
+
+
+@pytest.fixture(scope="session")
+def inception_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real Inception network with random weights, in a file of the published file's layout."""
+    fidelity = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+
+    class Unloaded(fidelity.FeatureExtractorInceptionV3):  # type: ignore[misc, name-defined]
+        def load_state_dict(self, *_: Any, **__: Any) -> None:
+            """Keep the random weights."""
+
+    path: Path = tmp_path_factory.mktemp("inception") / "weights.pth"
+    torch.save({}, path)
+    torch.manual_seed(0)
+    network = Unloaded("inception-v3-compat", ["2048"], feature_extractor_weights_path=str(path))
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_var.fill_(0.3)  # keeps activations alive through random layers
+    torch.save(network.state_dict(), path)
+    return path

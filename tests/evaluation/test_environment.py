@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from elfatt_sd import attention
 from elfatt_sd.evaluation import environment
-from elfatt_sd.evaluation.environment import describe_environment, read_high_water_mark, same_images, sha256_of_code
+from elfatt_sd.evaluation.environment import (
+    attention_kernels,
+    commit_of,
+    describe_environment,
+    read_high_water_mark,
+    same_images,
+    sha256_of_code,
+)
 from elfatt_sd.evaluation.protocols import Cell
 
 SD = Cell("sd", "SD", "sd", role="baseline")
 TOME = Cell("tome", "ToMe", "tome")
 XFORMERS = Cell("xf", "ToMe", "tome", settings={"attention_backend": "xformers"})
 NATIVE = Cell("native", "ToMe", "tome", settings={"attention_backend": "native"})
+FLASH = Cell("flash", "ToMe", "tome", settings={"attention_backend": "flash"})
+FLOAT = Cell("float", "ELFATT", "elfatt", settings={"fp32_logits": True})
+SPREAD = Cell(
+    "spread", "cells", "custom", phases=({"until": 1.0, "attention": "cell_spread", "block_order": "spread"},)
+)
 PEER = Cell("peer", "tomesd", "tome", peer="tomesd")
 EVERY = {"sd", "tome", "xf", "native", "peer"}
 
@@ -61,6 +76,63 @@ def test_this_machine_is_itself() -> None:
     here = describe_environment(torch.device("cpu"))
     assert same_images(here, here, [SD, TOME, PEER]) == []
     assert here["packages"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "taken", "kernels"),
+    [
+        (SD, True, ["native"]),
+        (PEER, True, ["native"]),
+        (TOME, True, ["flash-attn"]),
+        (TOME, False, ["native"]),
+        (FLOAT, True, ["native"]),
+        (SPREAD, True, ["native"]),
+        (FLASH, False, ["flash-attn"]),
+        (NATIVE, True, ["native"]),
+        (XFORMERS, True, ["xformers"]),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_the_kernels_of_a_row(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch, cell: Cell, taken: bool, kernels: list[str]
+) -> None:
+    """`auto` is resolved for the heads, the dtype and the device of the layers that are patched."""
+    first = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    asked = []
+
+    def takes(query: torch.Tensor) -> bool:
+        asked.append((query.shape[-1], query.device))
+        return taken and query.dtype == torch.bfloat16
+
+    monkeypatch.setattr(attention, "flash_takes", takes)
+    pipe.unet.to(torch.bfloat16)
+    try:
+        assert attention_kernels(pipe, cell) == kernels
+    finally:
+        pipe.unet.to(torch.float32)
+    assert set(asked) <= {(first.to_q.out_features // first.heads, pipe.device)}
+    assert bool(asked) == (cell in (TOME, FLOAT))
+
+
+def test_the_commit_is_that_of_tracked_files(tmp_path: Path) -> None:
+    def git(*command: str) -> str:
+        options = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *options, *command], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    package, installed = tmp_path / "package", tmp_path / "site-packages" / "package"
+    for folder in (package, installed):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("one = 1\n")
+    assert commit_of(package) is None
+    git("init", "--quiet")
+    git("add", "package")
+    git("commit", "--quiet", "--message", "one")
+    commit = git("rev-parse", "HEAD")
+    assert commit_of(package) == commit  # although the repository has other changes
+    assert commit_of(installed) is None  # although it lies in the repository
+    (package / "__init__.py").write_text("one = 2\n")
+    assert commit_of(package) == f"{commit}+changes"
 
 
 CODE = '''

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,26 +20,6 @@ from elfatt_sd.files import sha256_of_file
 def pictures(count: int, height: int = 64, width: int = 64, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)
-
-
-@pytest.fixture(scope="module")
-def inception_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real Inception network with random weights, in a file of the published file's layout."""
-    fidelity = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
-
-    class Unloaded(fidelity.FeatureExtractorInceptionV3):  # type: ignore[misc, name-defined]
-        def load_state_dict(self, *_: Any, **__: Any) -> None:
-            """Keep the random weights."""
-
-    path: Path = tmp_path_factory.mktemp("inception") / "weights.pth"
-    torch.save({}, path)
-    torch.manual_seed(0)
-    network = Unloaded("inception-v3-compat", ["2048"], feature_extractor_weights_path=str(path))
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_var.fill_(0.3)  # keeps activations alive through random layers
-    torch.save(network.state_dict(), path)
-    return path
 
 
 def test_inception_through_the_real_network(inception_file: Path) -> None:
@@ -174,6 +154,40 @@ def test_features_are_float32_whatever_surrounds_them(clip_folder: Path) -> None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = extractor(images)
     assert torch.equal(found, expected)
+
+
+def test_the_whole_clip_model_is_accepted(tmp_path: Path) -> None:
+    """With text and a projection of another size than the picture part's own settings say, as some are published."""
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text, vision = {**sizes, "vocab_size": 50}, {**sizes, "image_size": 32, "patch_size": 8}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).eval()
+    model.save_pretrained(tmp_path)
+    extractor = load_extractor(f"clip:{tmp_path}")
+    assert extractor.dimension == 24
+    projection: Tensor = extractor.network.visual_projection.weight  # type: ignore[union-attr, assignment]
+    assert torch.equal(projection, model.visual_projection.weight)
+
+
+def test_directories_of_another_model_are_refused(clip_folder: Path, dinov2_folder: Path, tmp_path: Path) -> None:
+    """Transformers would fill what is missing with random numbers."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=32, patch_size=8)).save_pretrained(tmp_path / "unprojected")
+    shutil.copytree(dinov2_folder, tmp_path / "damaged")
+    (tmp_path / "damaged" / "preprocessor_config.json").write_text("{")
+    cases = (
+        ("clip", dinov2_folder, "is of type dinov2; accepted: clip"),
+        ("dinov2", clip_folder, "is of type clip_vision_model; accepted: dinov2"),
+        ("clip", tmp_path / "unprojected", r"lacks 1 of its weights, first visual_projection\.weight"),
+        ("dinov2", tmp_path / "damaged", r"preprocessor_config\.json is damaged"),
+    )
+    for kind, folder, reason in cases:
+        with pytest.raises(ElfattError, match=rf"^extractor {kind}:{folder}.* ?{reason}"):
+            load_extractor(f"{kind}:{folder}")
 
 
 @pytest.mark.parametrize("spec", ["resnet", "clip:", "clip", "dinov2:/nowhere"])

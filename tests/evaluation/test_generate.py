@@ -12,7 +12,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -197,15 +196,14 @@ def test_processes_that_would_make_other_images_are_refused(
     run_dir, protocol = made
     environment = (folder.read_run(run_dir) or {})["environment"]
     packages = environment["packages"] | {"torch": "1.0"}
-    two = SimpleNamespace(num_processes=2)
     for other, differ in (({**environment, "packages": packages}, True), (environment, False)):
-        monkeypatch.setattr("accelerate.utils.gather_object", lambda own, other=other: [*own, other])
+        monkeypatch.setattr(generate, "gathered", lambda own, other=other: [own, other])
         with (
             pytest.raises(ElfattError, match=r"0 and 1 would .* \(torch: .* there, 1.0 here")
             if differ
             else nullcontext()
         ):
-            generate._check_processes(two, environment, protocol.cells)
+            generate._check_processes(environment, protocol.cells)
 
 
 def test_an_interrupted_run_keeps_its_batches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 import small_run
 import torch
 
+from elfatt_sd import attention
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder, generate, measure
 from elfatt_sd.evaluation.protocols import Cell, Protocol
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture
@@ -104,10 +108,15 @@ def test_a_warm_up_is_short(timed: Protocol, tmp_path: Path, monkeypatch: pytest
     assert steps == [2] * 16
 
 
-def test_real_times_replace_those_of_an_earlier_attempt(timed: Protocol, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_real_times_replace_those_of_an_earlier_attempt(timed: Protocol, tmp_path: Path, device: str) -> None:
     (tmp_path / measure.TIME_FILE).write_text('{"rows": {"sd": {"unet": {"values": [1e9]}}}}')
-    data = measure.measure_time(tmp_path, timed, lambda line: None)
+    lines: list[str] = []
+    data = measure.measure_time(tmp_path, dataclasses.replace(timed, device=device), lines.append)
+    assert lines[:2] == ["time: warm-up, row 1 of 4, tomesd-ratio0.5", "time: warm-up, row 2 of 4, sd"]
+    assert lines[4] == "time: round 1 of 3, row 1 of 4, sd"
     for row in data["rows"].values():
+        assert row["attention_kernels"] == ["native"]
         for scope in ("end_to_end", "unet"):
             assert len(row[scope]["values"]) == 3
             assert 0 < row[scope]["seconds_per_image"] < 1e6
@@ -166,13 +175,33 @@ def test_nothing_is_measured_on_another_model(
         getattr(measure, stage)(tmp_path / "run", timed, lambda line: None)
 
 
-def test_other_errors_are_no_result(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(*_: Any) -> None:
-        raise RuntimeError("shapes do not fit")
+def test_an_error_while_timing_fails_its_row_alone(
+    timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def call(pipe: Any, protocol: Protocol, cell: Cell, *_: Any) -> dict[str, float]:
+        calls.append(cell.name)
+        if cell.role == "baseline" and calls.count(cell.name) == 3:
+            raise RuntimeError("shapes do not fit\nCompile with TORCH_USE_CUDA_DSA")
+        return {"end_to_end": 2.0, "unet": 1.0}
 
     monkeypatch.setattr(measure, "timed_call", call)
-    with pytest.raises(RuntimeError, match="shapes do not fit"):
-        measure.measure_time(tmp_path, timed, lambda line: None)
+    data = measure.measure_time(tmp_path, timed, lambda line: None)
+    assert data["errors"] == {"sd": "time not measured: RuntimeError: shapes do not fit"}
+    assert data["rows"]["sd"] == {"failed": "time not measured: RuntimeError: shapes do not fit"}
+    assert calls.count("sd") == 3
+    assert len(data["rows"]["null"]["unet"]["values"]) == 3
+    assert data["rows"]["null"]["unet"]["ratio"] is None  # not that of the rounds before
+
+
+def test_the_kernel_of_every_row_is_recorded(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "timed_call", lambda *_: {"end_to_end": 2.0, "unet": 1.0})
+    monkeypatch.setattr(attention, "flash_takes", lambda query: True)
+    rows = measure.measure_time(tmp_path, timed, lambda line: None)["rows"]
+    assert {name: row["attention_kernels"] for name, row in rows.items()} == {
+        "sd": ["native"], "null": ["native"], timed.cells[2].name: ["flash-attn"], "tomesd-ratio0.5": ["native"],
+    }  # fmt: skip
 
 
 def test_summary_of_times() -> None:
@@ -298,25 +327,52 @@ def test_memory_that_could_not_be_measured_is_measured_later(
     assert data["rows"]["tomesd-ratio0.5"]["gib_per_image"] == pytest.approx(1)
 
 
-def test_a_crash_of_a_worker_is_no_result_and_finished_rows_stay(
+def test_a_crash_of_a_worker_fails_its_row_alone(
     timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
         if cell.method == "elfatt":
-            raise folder.RunFailure("AssertionError")
+            raise folder.RunFailure("Segmentation fault")
         return peaks(protocol, cell, batch)
 
     monkeypatch.setattr(measure, "run_worker", worker)
-    with pytest.raises(folder.RunFailure, match="AssertionError"):
-        measure.measure_memory(tmp_path, timed, lambda line: None)
-    assert list(json.loads((tmp_path / measure.MEMORY_FILE).read_text())["rows"]) == ["sd", "null"]
+    lines: list[str] = []
+    measure.measure_memory(tmp_path, timed, lines.append)
+    data = json.loads((tmp_path / measure.MEMORY_FILE).read_text())
+    elfatt = timed.cells[2].name
+    assert data["errors"] == {elfatt: "Segmentation fault"}
+    assert data["rows"][elfatt]["failed"] == "Segmentation fault"
+    assert data["rows"]["tomesd-ratio0.5"]["gib_per_image"] == pytest.approx(1)
+    assert lines[3:5] == [f"memory: row 3 of 4, {elfatt}, batch 1", "memory: row 4 of 4, tomesd-ratio0.5, batch 1"]
 
 
-def test_a_fresh_process_measures_every_stage(timed: Protocol) -> None:
-    result = measure.run_worker(timed, timed.cells[2], 2)
-    assert result["kind"] == "VmHWM"
+def test_a_peak_that_loading_hides_is_left_out(
+    timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the peak cannot start anew, a small batch may stay below what loading took: the line would be too flat."""
+
+    def worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
+        loading = 10.0 if cell.method == "elfatt" else 2.5
+        return {"kind": "VmHWM", "peaks": {"all": max(1.0 + batch, loading)}, "loading": loading}
+
+    monkeypatch.setattr(measure, "run_worker", worker)
+    rows = measure.measure_memory(tmp_path, timed, lambda line: None)["rows"]
+    notes = [f"batch {batch} took less than loading the model, and is left out" for batch in (1, 2, 4)]
+    assert (rows["sd"]["batches"], rows["sd"]["peaks_gib"]) == ([2, 4], [3.0, 5.0])
+    assert rows["sd"]["gib_per_image"] == pytest.approx(1)
+    assert rows["sd"]["note"] == notes[0]
+    assert rows[timed.cells[2].name] == {"batches": [], "note": "; ".join(notes), "failed": "; ".join(notes)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fresh_process_measures_every_stage(timed: Protocol, device: str) -> None:
+    result = measure.run_worker(dataclasses.replace(timed, device=device), timed.cells[2], 2)
+    assert result["kind"] == {"cpu": "VmHWM", "cuda": "CUDA allocated"}[device]
     assert set(result["peaks"]) in ({"text", "unet", "vae"}, {"all"})
-    assert all(0.05 < peak < 20 for peak in result["peaks"].values())
+    assert all({"cpu": 0.05, "cuda": 1e-4}[device] < peak < 20 for peak in result["peaks"].values())
+    held = result.get("reserved", {})
+    assert set(held) == (set(result["peaks"]) if device == "cuda" else set())
+    assert all(held[stage] >= result["peaks"][stage] for stage in held)
 
 
 def test_a_fresh_process_with_other_code_measures_nothing(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,17 +389,45 @@ def test_a_worker_that_fails_says_why(timed: Protocol, monkeypatch: pytest.Monke
     ended(-9)
     assert measure.run_worker(timed, timed.baseline, 48) == {"failed": "out of memory at batch 48"}
     ended(1, "Traceback ...\nValueError: no such thing\n")
-    with pytest.raises(folder.RunFailure, match="row 'sd' at batch 2 could not be measured: ValueError: no such thing"):
+    with pytest.raises(folder.RunFailure, match="memory not measured at batch 2: ValueError: no such thing"):
         measure.run_worker(timed, timed.baseline, 2)
     ended(0, stdout='{"error": "no such peer"}\n')
     with pytest.raises(ElfattError, match="no such peer"):
         measure.run_worker(timed, timed.baseline, 2)
 
 
-def test_the_peak_meter_sees_an_allocation_and_starts_anew() -> None:
-    meter = measure.PeakMeter(torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("assert\nCompile with DSA"), {"error": "memory not measured at batch 2: RuntimeError: assert"}),
+        (KeyError(), {"error": "memory not measured at batch 2: KeyError"}),
+        (ElfattError("no such peer"), {"error": "no such peer"}),
+        (torch.OutOfMemoryError("CUDA out of memory"), {"failed": "out of memory at batch 2"}),
+    ],
+    ids=repr,
+)
+def test_what_goes_wrong_in_a_worker_is_one_line(
+    timed: Protocol,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    said: dict[str, str],
+) -> None:
+    def broken(*_: Any) -> None:
+        raise error
+
+    order = {"protocol": timed.to_dict(), "cell": "sd", "batch": 2, "code": measure.code_hashes()}
+    monkeypatch.setattr(measure.sys, "stdin", io.StringIO(json.dumps(order)))
+    monkeypatch.setattr(measure, "measure_peaks", broken)
+    measure._worker()
+    assert json.loads(capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_peak_meter_sees_an_allocation_and_starts_anew(device: str) -> None:
+    meter = measure.PeakMeter(torch.device(device))
     before = meter.read()
-    block = torch.ones(2**26)  # 0.25 GiB
+    block = torch.ones(2**26, device=device)  # 0.25 GiB
     del block
     assert meter.read() > before + 0.2
     if meter.reset():
@@ -361,4 +445,6 @@ def test_stages_are_told_apart(timed: Protocol, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(measure.PeakMeter, "reset", lambda self: True)
     assert measure.measure_peaks(timed, timed.baseline, 1)["peaks"] == {"text": 1.0, "unet": 2.0, "vae": 3.0}
     monkeypatch.setattr(measure.PeakMeter, "reset", lambda self: False)
-    assert measure.measure_peaks(timed, timed.baseline, 1)["peaks"] == {"all": 3.0}
+    running[:] = ["text"]
+    found = measure.measure_peaks(timed, timed.baseline, 1)
+    assert (found["peaks"], found["loading"]) == ({"all": 3.0}, 1.0)

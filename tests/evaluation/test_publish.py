@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from elfatt_sd.cli import app
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.publish import MISSING, fill_page, publish
+from elfatt_sd.evaluation.publish import MISSING, MOST_BYTES, fill_page, publish
 from elfatt_sd.evaluation.report import write_report, written_tables
 from elfatt_sd.evaluation.report.data import load_results
 
@@ -88,6 +88,11 @@ def test_a_page_is_filled(published: Path) -> None:
     assert fill_page(text, published, published.parent) == text
 
 
+def test_what_is_committed_is_small() -> None:
+    for folder in (ROOT / "eval" / "results").glob("*/"):
+        assert sum(path.stat().st_size for path in folder.iterdir()) <= MOST_BYTES, folder.name
+
+
 def test_what_is_wrong_is_named(run: Path, published: Path, tmp_path: Path) -> None:
     with pytest.raises(ElfattError, match="has no marker '<!-- eval NAME -->'"):
         fill_page("# Page\n", published, published)
@@ -97,11 +102,15 @@ def test_what_is_wrong_is_named(run: Path, published: Path, tmp_path: Path) -> N
         publish(tmp_path, published)
 
 
-def test_commands(run: Path, tmp_path: Path) -> None:
+def test_commands(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, page = CliRunner(), tmp_path / "page.md"
     done = runner.invoke(app, ["eval", "publish", str(run), "--out", str(tmp_path / "results")])
     assert done.exit_code == 0
     assert "toy_full (" in done.output
+    assert "--no-page" not in done.output
+    monkeypatch.setattr("elfatt_sd.evaluation.publish.MOST_BYTES", 1000)
+    done = runner.invoke(app, ["eval", "publish", str(run), "--out", str(tmp_path / "results")])
+    assert (done.exit_code, "--no-page" in done.output) == (0, True)
     page.write_text(TEXT)
     arguments = ["eval", "page", str(page), "--results", str(tmp_path / "results")]
     assert runner.invoke(app, [*arguments, "--check"]).exit_code == 1

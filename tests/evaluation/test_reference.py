@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -19,7 +23,7 @@ from extractors import regions
 from PIL import Image
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import extraction, reference
+from elfatt_sd.evaluation import extraction, reference, sources
 from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.reference import Reference, Renders, build_reference
@@ -28,6 +32,7 @@ from elfatt_sd.evaluation.statistics import FeatureStatistics
 
 COUNT = 12
 WNIDS = ("n01440764", "n01443537", "n02012849")
+ROOT = Path(__file__).parents[2]
 
 
 def picture(seed: int, size: tuple[int, int] = (40, 32)) -> Image.Image:
@@ -101,6 +106,24 @@ def shard_pattern(folder: Path) -> Path:
     return shards(folder) / "val-*.tar"
 
 
+def shard_braces(folder: Path) -> Path:
+    return shards(folder) / "val-{000000..000001}.tar"
+
+
+def linked_classes(folder: Path) -> Path:
+    """Class folders and pictures that lie elsewhere, with links back and to nowhere."""
+    source = write_folder(folder / "elsewhere", by_class=True)
+    (folder / "linked").mkdir()
+    for name in WNIDS[1:]:
+        (folder / "linked" / name).symlink_to(source / name, target_is_directory=True)
+    (folder / "linked" / WNIDS[0]).mkdir()
+    for path in (source / WNIDS[0]).iterdir():
+        (folder / "linked" / WNIDS[0] / path.name).symlink_to(path)
+    (source / WNIDS[1] / "back").symlink_to(folder / "linked")
+    (folder / "linked" / "self").symlink_to(folder / "linked")
+    return folder / "linked"
+
+
 def parquet(folder: Path) -> Path:
     pyarrow = pytest.importorskip("pyarrow")
     rows = [{"bytes": content, "path": name} for name, content in FILES.items()]
@@ -111,7 +134,7 @@ def parquet(folder: Path) -> Path:
     return folder / "val.parquet"
 
 
-KINDS = (flat, classes, official_tar, zipped, shards, shard_pattern, parquet)
+KINDS = (flat, classes, linked_classes, official_tar, zipped, shards, shard_pattern, shard_braces, parquet)
 
 
 def build(source: Path | str, cache: Path, **options: Any) -> Reference:
@@ -137,7 +160,7 @@ def test_every_source_gives_the_same_statistics(kind: Callable[[Path], Path], tm
     assert found.sample.shape == (COUNT, 12)
 
 
-@pytest.mark.parametrize("kind", [classes, shards, parquet])
+@pytest.mark.parametrize("kind", [classes, linked_classes, shards, parquet])
 def test_first_pictures_of_each_class(kind: Callable[[Path], Path], tmp_path: Path) -> None:
     source = kind(tmp_path)
     kept = open_source(source, per_class=1).entries
@@ -145,9 +168,55 @@ def test_first_pictures_of_each_class(kind: Callable[[Path], Path], tmp_path: Pa
     assert build(source, tmp_path / "cache", per_class=1, expected=3).count == 3
 
 
-def test_a_flat_source_has_no_classes(tmp_path: Path) -> None:
-    with pytest.raises(ElfattError, match="no classes"):
-        open_source(official_tar(tmp_path), per_class=5)
+@pytest.mark.parametrize("kind", [flat, official_tar, zipped])
+def test_a_flat_source_has_no_classes(kind: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Not even where all pictures lie under one folder of an archive."""
+    with pytest.raises(ElfattError, match=r"no classes, which per_class=5 needs; give one folder per class"):
+        open_source(kind(tmp_path), per_class=5)
+
+
+def test_pictures_of_a_tar_are_taken_by_name(tmp_path: Path) -> None:
+    """Tar keeps files in the order in which the disk lists them."""
+    members = {f"{WNIDS[place % 3]}/{name}": content for place, (name, content) in enumerate(FILES.items())}
+    source = write_tar(tmp_path / "val.tar", dict(reversed(members.items())))
+    kept = [entry.name for entry in open_source(source, per_class=2).entries]
+    assert kept == [name for wnid in WNIDS for name in [name for name in members if name.startswith(wnid)][:2]]
+
+
+def test_braces_name_shards() -> None:
+    cases = {
+        "a.tar": ["a.tar"],
+        "{a,b}-{0..2}.tar": [f"{letter}-{number}.tar" for letter in "ab" for number in range(3)],
+        "{08..10}": ["08", "09", "10"],
+        "{9..10}": ["9", "10"],
+        "{2..0}": ["0", "1", "2"],
+        "{x}": ["{x}"],
+    }
+    for pattern, expected in cases.items():
+        assert sources._expanded(pattern) == expected
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    source = shards(tmp_path)
+    with pytest.raises(ElfattError, match=r"lacks 1 of 3 files: .*/val-000002\.tar\.$"):
+        open_source(source / "val-{000000..000002}.tar")
+    with pytest.raises(ElfattError, match=r"lacks 8 of 10 files: .*2\.tar, .*3\.tar, .*4\.tar, \.\.\.\.$"):
+        open_source(source / "val-{000000..000009}.tar")
+    with pytest.raises(ElfattError, match=r"does not exist; accepted: .*val-\{000\.\.049\}\.tar"):
+        open_source(source / "train-{000000..000002}.tar")
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, scan = classes(tmp_path), os.scandir
+
+    def refuse(folder: Path) -> Any:
+        if folder.name == WNIDS[1]:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ElfattError, match=rf"{WNIDS[1]} cannot be read \(Permission denied\)"):
+        open_source(source)
 
 
 def test_cache_is_used_until_files_or_preprocessing_change(tmp_path: Path) -> None:
@@ -192,6 +261,7 @@ def test_modes_of_pictures() -> None:
     assert decode(encoded(clear, "PNG")).getpixel((0, 0)) == (255, 255, 255)
     deep = Image.fromarray(np.full((4, 4), 200 * 256, dtype=np.uint16))
     assert decode(encoded(deep, "PNG")).getpixel((0, 0)) == (200, 200, 200)
+    assert decode(encoded(deep.convert("I"), "TIFF")).getpixel((0, 0)) == (200, 200, 200)
 
 
 def test_pictures_are_turned_upright() -> None:
@@ -205,13 +275,32 @@ def test_unreadable_pictures_are_named_and_counted(tmp_path: Path) -> None:
     source = flat(tmp_path)
     (source / "ILSVRC2012_val_00000002.JPEG").write_bytes(FILES["ILSVRC2012_val_00000002.JPEG"][:200])
     (source / "ILSVRC2012_val_00000005.JPEG").write_bytes(b"")
-    with pytest.raises(ElfattError, match=r"2 pictures cannot be read, first ILSVRC2012_val_00000002.JPEG"):
+    with pytest.raises(ElfattError, match=r"2 pictures cannot be read, first ILSVRC2012_val_00000002.JPEG") as told:
         build(source, tmp_path / "cache")
+    (listed,) = (tmp_path / "cache").glob("*/reference.json")
+    assert str(told.value).endswith(
+        f", all in {listed}; replace what cannot be read, or give --allow-count to go on with the other 10, which the "
+        "metric's name will then say."
+    )
+    assert [line.split()[0][-10:] for line in json.loads(listed.read_text())["unreadable"]] == [
+        "00002.JPEG",
+        "00005.JPEG",
+    ]
     found = build(source, tmp_path / "cache", allow_count=True)
     assert (found.count, found.metric_suffix) == (10, " (10 reference images)")
     assert [line.split()[0][-10:] for line in found.unreadable] == ["00002.JPEG", "00005.JPEG"]
+    assert found.unreadable[1].endswith("(the file is empty)")
     left = {name: content for name, content in FILES.items() if name[-7:] not in ("02.JPEG", "05.JPEG")}
     torch.testing.assert_close(found.statistics.mean, expected_statistics(left).mean, rtol=1e-6, atol=1e-7)
+
+
+def test_unreadable_pictures_have_plain_reasons(tmp_path: Path) -> None:
+    source = flat(tmp_path)
+    (source / "a.JPEG").write_bytes(b"rubbish")
+    (source / "b.JPEG").symlink_to(tmp_path / "nowhere")
+    rubbish, lost = build(source, tmp_path / "cache", allow_count=True).unreadable
+    assert rubbish == "a.JPEG (no picture of a known kind)"
+    assert "No such file" in lost
 
 
 def test_pictures_of_different_sizes_need_no_resizing(tmp_path: Path) -> None:
@@ -234,16 +323,29 @@ def test_another_count_must_be_allowed_and_is_named(tmp_path: Path, monkeypatch:
 
 
 def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it is of and the time left; what was there before does not count as speed."""
     clock, lines = [0.0], list[str]()
     monkeypatch.setattr(extraction, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    tell = extraction.every_minute(lines.append)
-
-    def progress(done: int, total: int) -> None:
-        clock[0] += 20
-        tell(done, total)
-
-    build(flat(tmp_path), tmp_path / "cache", batch_size=1, progress=progress)
-    assert lines[:2] == ["features: 3 of 12 pictures", "features: 6 of 12 pictures"]
+    monkeypatch.setattr(extraction, "CHUNK", 4)
+    progress, extractor, slow = extraction.every_minute(lines.append), regions(), regions()
+    pictures = SourcePictures(open_source(flat(tmp_path)), Preprocessing())
+    slow.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 20))
+    extract(pictures, slow, tmp_path / "rows", batch_size=1, progress=progress)
+    assert lines == [
+        "features: regions, 3 of 12 pictures done, about 0:03:00 left",
+        "features: regions, 6 of 12 pictures done, about 0:02:00 left",
+        "features: regions, 9 of 12 pictures done, about 0:01:00 left",
+        "features: regions, 12 of 12 pictures done, about 0:00:00 left",
+    ]
+    lines.clear()
+    progress = extraction.every_minute(lines.append)
+    (tmp_path / "rows" / "chunk-00002.npz").unlink()
+    extract(pictures, slow, tmp_path / "rows", batch_size=1, progress=progress)
+    assert lines == ["features: regions, 11 of 12 pictures done, about 0:00:20 left"]
+    lines.clear()
+    extractor.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 200))
+    build_reference(tmp_path / "flat", extractor, cache_dir=tmp_path, expected=COUNT, batch_size=6, progress=progress)
+    assert lines[0].startswith("features: reference, regions, ")
 
 
 class Killed(BaseException):
@@ -256,7 +358,7 @@ def test_a_killed_computation_goes_on_and_gives_the_same_bits(tmp_path: Path, mo
     whole = build(source, tmp_path / "whole", batch_size=2)
     for limit in (1, 7, 4):  # pictures until each kill
 
-        def kill(done: int, _: int, begun: list[int] = [], limit: int = limit) -> None:  # noqa: B006
+        def kill(_: str, done: int, __: int, begun: list[int] = [], limit: int = limit) -> None:  # noqa: B006
             begun.append(done)
             if len(begun) > limit / 2:
                 begun.clear()
@@ -301,6 +403,95 @@ def test_processes_share_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         calls.append(int(extractor.network.calls))  # type: ignore[arg-type]
     assert calls == [5, 7]
     assert [path.read_bytes() for path in shared.chunks] == [path.read_bytes() for path in alone.chunks]
+
+
+LAUNCHED = """
+import json, os, sys
+from pathlib import Path
+from extractors import regions
+from elfatt_sd.evaluation import extraction
+from elfatt_sd.evaluation.processes import process_state
+from elfatt_sd.evaluation.reference import build_reference
+
+process_state("cpu")
+extraction.CHUNK = 5
+place, rank = Path(sys.argv[1]), os.environ["RANK"]
+
+def attempt(source, cache, extractor=None):
+    try:
+        found = build_reference(place / source, extractor or regions(), cache_dir=place / cache, expected=12)
+        return found.statistics.mean.tolist()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def broken(*_):
+    raise RuntimeError("the cable is out")
+
+half = regions()
+if rank == "1":
+    half.network.register_forward_hook(broken)
+said = {
+    "apart": attempt("flat", "apart" + rank),
+    "half finished": attempt("flat", "half" + rank),
+    "missing": attempt("copy" + rank * 2, "shared"),
+    "other times": attempt("copy" + rank, "shared"),
+    "no folder": attempt("flat", "flat/notes.txt"),
+    "one fails": attempt("flat", "shared", half),
+    "shared": attempt("flat", "shared"),
+    "finished": attempt("flat", "shared"),
+    "left": sorted(path.name for path in place.glob("*/.seen-*")),
+}
+(place / f"said{rank}.json").write_text(json.dumps(said))
+"""
+
+
+def test_processes_of_a_launch_agree_before_they_work(tmp_path: Path) -> None:
+    """Two processes, as on two machines: with caches and pictures of their own, and with shared ones."""
+    source = flat(tmp_path)
+    for rank in range(2):
+        shutil.copytree(source, tmp_path / f"copy{rank}", copy_function=shutil.copyfile)  # with times of their own
+    shutil.copytree(source, tmp_path / "copy00")
+    alone = build(source, tmp_path / "half0")  # only the first machine has it finished
+    script = tmp_path / "start.py"
+    script.write_text(LAUNCHED)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(script), str(tmp_path)]
+    paths = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second = (json.loads((tmp_path / f"said{rank}.json").read_text()) for rank in range(2))
+    for case, place in (("apart", "apart"), ("half finished", "half")):
+        assert first[case] == second[case]
+        assert f"cache {tmp_path / place}0 of process 0" in first[case]
+        assert f"is not that of process 1 ({tmp_path / place}1 on " in first[case]
+        assert "; set ELFATT_SD_CACHE to a folder that all machines share." in first[case]
+    assert first["missing"] == second["missing"]
+    assert "copy11 does not exist" in first["missing"]
+    for said in (first, second):
+        assert "is not the same in process 1 as in process 0 (names, sizes or times" in said["other times"]
+        assert "cannot be written" in said["no folder"]
+        assert "ELFATT_SD_CACHE" in said["no folder"]
+        for case in ("shared", "finished"):
+            torch.testing.assert_close(torch.tensor(said[case]), alone.statistics.mean.float(), rtol=1e-6, atol=1e-7)
+        assert said["left"] == []
+    assert (first["one fails"], second["one fails"]) == (
+        "ElfattError: the cable is out",
+        "RuntimeError: the cable is out",
+    )
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy leaves a damaged zip open
+def test_a_damaged_cache_is_told(tmp_path: Path) -> None:
+    source, cache = flat(tmp_path), tmp_path / "cache"
+    for name in ("statistics.npz", "sample.npy", "reference.json"):
+        for share in (0, 0.5):
+            build(source, cache)
+            (folder,) = cache.iterdir()
+            os.truncate(folder / name, int((folder / name).stat().st_size * share))
+            with pytest.raises(ElfattError, match=rf"cache {folder} is damaged; delete this folder"):
+                build(source, cache)
+            shutil.rmtree(folder)
 
 
 def test_sample_is_evenly_spaced_over_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,5 +573,5 @@ def test_nothing_readable(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for number in range(2):
         (tmp_path / "a" / f"{number}.png").write_bytes(b"rubbish")
-    with pytest.raises(ElfattError, match=r"0 readable pictures; first: 0.png"):
+    with pytest.raises(ElfattError, match=r"0 readable pictures; accepted are 2 or more; first: 0.png"):
         build(tmp_path / "a", tmp_path / "cache", expected=2)

@@ -656,6 +656,15 @@ def test_what_departs_from_the_published_protocol_is_named(results):
     assert "Even under the paper's protocol" not in words
 
 
+def test_different_kernels_are_named(results):
+    for row in results["rows"]:
+        row["time"] = (row["time"] or {}) | {"attention_kernels": ["native"]}
+    assert not any("kernels" in sentence for sentence in findings(Results(results)))
+    results["rows"][2]["time"]["attention_kernels"] = ["flash-attn"]
+    told = next(sentence for sentence in findings(Results(results)) if "kernels" in sentence)
+    assert "native in SD (Baseline), " in told and told.endswith("flash-attn in ToMe-SD 0.1.")
+
+
 def test_how_the_reference_was_resized_is_told(results):
     results["published"]["source"] = "tabSD"
     results["protocol"]["reference"] = {"source": "val", "count": 5000, "per_class": 5, "resize": "crop", "size": 512}

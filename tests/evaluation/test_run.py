@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import small_run
+import tiny_pipelines as tiny
 
 from elfatt_sd.config import METHODS, ElfattError
 from elfatt_sd.evaluation import folder, generate, measure
 from elfatt_sd.evaluation import run as stages
 from elfatt_sd.evaluation.protocols import Protocol, load_protocol
 from elfatt_sd.evaluation.verify import unequal
+from elfatt_sd.files import sha256_of_file
 
 
 def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +52,42 @@ def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monke
     page = (tmp_path / "run" / "report" / "index.html").read_text()
     assert "ELFATT-SD" in page
     assert (tmp_path / "run" / "report" / "table.csv").read_text().count("\n") >= 17
+
+
+@pytest.mark.parametrize("name", ["sdxl", "tome2023", "block_size", "early_steps"])
+def test_the_other_protocols_run_to_the_end(
+    name: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the model of their kind, against a folder with a folder for each class, resized as they say."""
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+    model = workplace / "sd15"
+    if name == "sdxl":
+        model = tmp_path / "sdxl"
+        tiny.sdxl(tmp_path).save_pretrained(model)
+    for index, picture in enumerate(sorted((workplace / "val").iterdir())):
+        (tmp_path / "val" / f"n{index % 2}").mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, tmp_path / "val" / f"n{index % 2}")
+    protocol = load_protocol(
+        name,
+        [
+            f"model={model}",
+            f'extractors=["clip:{workplace / "clip"}"]',
+            f"reference.source={tmp_path / 'val'}",
+            f"reference.count={10 if name == 'tome2023' else 12}",
+            *(["reference.size=24"] if name == "tome2023" else []),
+            *("dtype=float32", "device=cpu", "height=32", "width=32", "steps=2", "batch=2", "limit=2"),
+            *("time.repeats=0", "memory.batches=[]"),
+        ],
+    )
+    assert stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False) == {}
+    rows = json.loads((tmp_path / "run" / "results.json").read_text())["rows"]
+    assert [row["label"] for row in rows] == [cell.label for cell in protocol.cells]
+    for row in rows:
+        assert (row["failed"], row["images"]) == (None, 2)
+        assert row["distances"][f"FD-CLIP ({protocol.reference.count} reference images)"]["value"] > 0
+    made = {cell.name: folder.image_path(tmp_path / "run", cell, 0).read_bytes() for cell in protocol.cells}
+    unchanged = {cell.method for cell in protocol.cells if made[cell.name] == made["sd"]}
+    assert unchanged <= {"sd", "elfatt-fast"}, "which samples 128 keys where there are no more"
 
 
 def test_unreadable_reference_pictures_are_named(
@@ -86,6 +124,32 @@ def test_two_processes_go_through_all_stages(finished_run: Path, workplace: Path
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())["rows"]
     assert [row["batches"] for row in memory.values()] == [[1, 2]] * 4
     assert (tmp_path / "run" / "report" / "index.html").is_file()
+
+
+def test_the_same_images_with_inception_in_a_new_folder(
+    finished_run: Path, full_protocol: Protocol, inception_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the message says that refuses a folder of other settings; no image is made again."""
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+    weights = {"inception_weights": str(inception_file), "inception_sha256": sha256_of_file(inception_file)}
+    changes: dict[str, Any] = {"extractors": ("inception",), **weights, "time": None, "memory": None}
+    protocol = dataclasses.replace(full_protocol, **changes)
+    with pytest.raises(ElfattError, match=f"--reuse {finished_run}"):
+        stages.run(protocol, finished_run, lambda line: None, show_progress=False)
+    monkeypatch.setattr(generate, "make_images", None)
+    run_dir = tmp_path / "run"
+    assert stages.run(protocol, run_dir, lambda line: None, reuse=[finished_run], show_progress=False) == {}
+    assert small_run.tree(run_dir / "cells") == small_run.tree(finished_run / "cells")
+    rows = json.loads((run_dir / "results.json").read_text())["rows"]
+    (name,) = {name for row in rows for name in row["distances"] if not name.startswith("K")}
+    assert name.endswith("(12 reference images)")
+    assert not name.startswith("FID")
+    assert all(row["distances"][name]["value"] > 0 for row in rows)
+
+
+def test_reasons_of_several_stages_are_joined() -> None:
+    joined = stages._joined({"a": "out of memory at batch 2"}, {"a": "no such thing", "b": "no such thing"})
+    assert joined == {"a": "out of memory at batch 2; no such thing", "b": "no such thing"}
 
 
 def test_a_second_run_does_nothing_again(

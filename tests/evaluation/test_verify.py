@@ -12,8 +12,12 @@ import pytest
 from PIL import Image
 
 from elfatt_sd.evaluation import folder
+from elfatt_sd.evaluation.measure import summarize_memory
 from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.results import write_results
 from elfatt_sd.evaluation.verify import unequal, verify_run
+
+ELFATT = "elfatt-ratio0.5-block_size16-agents8"
 
 
 @pytest.fixture
@@ -24,7 +28,9 @@ def copy(finished_run: Path, workplace: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_finished_run_is_in_order(copy: Path) -> None:
-    assert verify_run(copy) == []
+    told: list[Any] = []
+    assert verify_run(copy, progress=lambda *seen: told.append(seen)) == []
+    assert {seen[1:] for seen in told} >= {(5, 5)}  # the images of a row, while they are scored again
 
 
 def _alter(run_dir: Path, image: Path) -> None:
@@ -142,6 +148,90 @@ def test_edited_results_are_found(copy: Path, change: Callable[[Any], None], pla
     (problem,) = verify_run(copy, recompute=False)
     assert "results.json: " in problem
     assert place in problem
+
+
+def _quicken(data: Any) -> None:
+    data["rows"][ELFATT]["unet"]["seconds_per_image"] /= 2
+
+
+def _speed_up(data: Any) -> None:
+    data["rows"][ELFATT]["end_to_end"]["ratio"]["low"] = 1.5
+
+
+def _be_sure(data: Any) -> None:
+    data["note"] = None
+
+
+def _lose_a_round(data: Any) -> None:
+    for scope in ("end_to_end", "unet"):
+        del data["rows"][ELFATT][scope]["values"][0]
+
+
+def _forget_values(data: Any) -> None:
+    del data["rows"][ELFATT]["unet"]["values"]
+
+
+def _flatten(data: Any) -> None:
+    data["rows"][ELFATT]["gib_per_image"] -= 0.5
+
+
+def _lower_the_twin(data: Any) -> None:
+    data["rows"]["null"]["peaks_gib"][0] /= 2
+
+
+def _lose_a_peak(data: Any) -> None:
+    data["rows"][ELFATT] = summarize_memory([2], [{"kind": "VmHWM", "peaks": {"all": 1.0}}])
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("time.json", _quicken, f"rows.{ELFATT}.unet.seconds_per_image is"),
+        ("time.json", _speed_up, f"rows.{ELFATT}.end_to_end.ratio.low is 1.5, from the raw values"),
+        ("time.json", _be_sure, "note is None, from the raw values only 2 repeats"),
+        ("time.json", _lose_a_round, f"row {ELFATT} has 1 of 2 rounds"),
+        ("time.json", _forget_values, "damaged, there are not all raw values (KeyError('values'))"),
+        ("memory.json", _flatten, f"rows.{ELFATT}.gib_per_image is"),
+        ("memory.json", _lower_the_twin, "rows.null.peaks_gib[0] is"),
+        ("memory.json", _lose_a_peak, "peaks of batches [2]"),
+    ],
+)
+def test_figures_that_do_not_follow_from_their_raw_values_are_found(
+    copy: Path, file: str, change: Callable[[Any], None], message: str
+) -> None:
+    """Although `results.json` was made again from them."""
+    _edit(copy / file, change)
+    write_results(copy)
+    (problem,) = verify_run(copy, recompute=False)
+    assert f"{file}: " in problem
+    assert message in problem
+
+
+def test_raw_values_of_a_gpu_and_of_rows_that_failed_are_understood(copy: Path) -> None:
+    results = [
+        {
+            "kind": "CUDA allocated",
+            "peaks": {"text": 1.0, "unet": 1.5 * batch, "vae": 2.0},
+            "reserved": {"text": 1.0, "unet": 2.0, "vae": 3.0 * batch},
+        }
+        for batch in (1, 2)
+    ]
+
+    def allocate(data: Any) -> None:
+        data["rows"]["sd"] = summarize_memory([1, 2], results)
+        data["rows"]["null"] = data["rows"]["sd"] | {"same_program_as": "sd"}
+        data["rows"]["tomesd-ratio0.5"] = summarize_memory([], [], "not installed")
+
+    def fail(data: Any) -> None:
+        data["rows"]["sd"] = {"failed": "out of memory at batch 1"}
+        for name in ("null", ELFATT, "tomesd-ratio0.5"):
+            for scope in ("end_to_end", "unet"):
+                data["rows"][name][scope]["ratio"] = None
+
+    _edit(copy / "memory.json", allocate)
+    _edit(copy / "time.json", fail)
+    write_results(copy)
+    assert not [problem for problem in verify_run(copy, recompute=False) if "/report/" not in problem]
 
 
 @pytest.mark.parametrize("name", ["table.csv", "index.html"])

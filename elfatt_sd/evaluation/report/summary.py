@@ -52,8 +52,9 @@ def _verdict_counts(results: Results) -> str:
 
 
 def findings(results: Results) -> list[str]:
-    """Return one sentence for each thing a reader must know: verdicts by name, chance, speed, memory, gaps."""
-    found = [_named_verdicts(results), _null(results), _bias(results), _speed(results), _memory(results)]
+    """Return one sentence for each thing a reader must know: verdicts by name, chance, speed, kernels, memory, gaps."""
+    parts = (_named_verdicts, _null, _bias, _speed, _kernels, _memory)
+    found = [part(results) for part in parts]
     return [sentence for sentence in (*found, *_gaps(results)) if sentence]
 
 
@@ -156,6 +157,18 @@ def _clock_noise(results: Results, part: str) -> tuple[float, float]:
     ratio = results.null.speedup(part) if results.null else None
     ends = ratio.ends if ratio else None
     return (1.0, 1.0) if ends is None else (min(1.0, ends[0]), max(1.0, ends[1]))
+
+
+def _kernels(results: Results) -> str:
+    """Warn where rows attend with different kernels, so that their times compare more than methods."""
+    users: dict[str, list[Row]] = {}
+    for row in results.rows:
+        for kernel in dig(row.data, "time", "attention_kernels") or ():
+            users.setdefault(kernel, []).append(row)
+    if len(users) < 2:
+        return ""
+    said = "; ".join(f"{kernel} in {_grouped(rows)}" for kernel, rows in users.items())
+    return f"The times compare different attention kernels, too: {said}."
 
 
 def _memory(results: Results) -> str:
