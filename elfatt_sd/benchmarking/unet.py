@@ -97,6 +97,8 @@ def unet(
     batches = (batch, 2 * batch) if memory is None else memory
     measured = [name for name, variant in lineup.variants.items() if variant.kind != FLOOR]
     for key, name, rows in itertools.product(keys, measured, batches):
+        if name in record.group(key)["lost"]:
+            continue
         call = unet_call(units[name], made.inputs(key["size"], rows))
         measure = functools.partial(_peak, units[name], call, lineup.variants[name], place)
         record.keep_peak(key, name, rows, measure)

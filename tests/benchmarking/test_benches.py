@@ -72,7 +72,7 @@ def test_a_reused_matching_is_timed_beside_one_that_is_made(model: Model, monkey
     monkeypatch.setattr(
         merging, "_most_similar", lambda metric, *rest: (matched.append(metric.shape[1]), original(metric, *rest))[1]
     )
-    results = unet(model, sizes=[128], methods=[varied("tome", reuse_steps=2)], repeats=4, device="cpu")
+    results = unet(model, sizes=[128], methods=[varied("tome", reuse_steps=2)], repeats=4, device="cpu", memory=[])
     small, warm_up = 3 * 2, 3  # a small call of both kinds, then the call whose matching is reused
     assert len(matched) == small + warm_up + 3 * 4
     assert matched.count(16 * 16) == warm_up + 3 * 4
@@ -91,7 +91,7 @@ def test_a_difference_is_measured_in_the_calls_that_are_timed_for_it(
         lambda state, own, exact: original(state, own, lambda: (measured.append(own.shape[1]), exact())[1]),
     )
     config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=5),))
-    results = unet(model, sizes=[128], methods=[config], repeats=4, device="cpu")
+    results = unet(model, sizes=[128], methods=[config], repeats=4, device="cpu", memory=[])
     assert measured.count(16 * 16) == 3 + 3 * 4, "the warm-up of the calls that add it, and every call that measures it"
     row = next(row for row in results["rows"] if row["method"] == "corrected")
     assert [part["steps"] for part in row["parts"]] == [10, 40]
