@@ -18,13 +18,7 @@ import numpy as np
 import torch
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.extraction import (
-    Extracted,
-    Preprocessing,
-    Progress,
-    SourcePictures,
-    extract,
-)
+from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, Progress, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.folder import read_json
 from elfatt_sd.evaluation.processes import among_others, by_first, gathered, together

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.generate import (
@@ -31,7 +29,7 @@ from elfatt_sd.evaluation.measure import (
     measure_time,
     timed_call,
 )
-from elfatt_sd.evaluation.processes import among_others, is_first, leave_processes, process_state, together
+from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes, process_state
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, unreadable_references, write_results
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
@@ -136,7 +134,7 @@ def run(
     from elfatt_sd.evaluation.score import build_references
 
     with writing(run_dir, protocol) as first:
-        together(lambda: _check(run_dir, protocol) if first else None)
+        by_first(lambda: _check(run_dir, protocol))
         tell = report if first else _say_nothing
         build_references(protocol, progress=every_minute(tell))  # first: what is wrong with it should cost no images
         free_memory()
@@ -260,10 +258,7 @@ def _once(
     path = run_dir / STAGES_FILE
     run = folder.read_run(run_dir) or {}
     now = sha256_of_data([run.get("identity"), inputs])
-    done = (folder.read_json(path) or {}).get(stage) == now and (run_dir / output).is_file()
-    if among_others():
-        torch.distributed.barrier()  # all processes decide before any of them writes
-    if done:
+    if by_first(lambda: (folder.read_json(path) or {}).get(stage) == now and (run_dir / output).is_file()):
         report(f"{stage}: done before")
         return {}
     started = time.perf_counter()
