@@ -14,7 +14,7 @@ from elfatt_sd.evaluation.protocols import FEW_REPEATS
 
 Row = Mapping[str, Any]
 BUSY = 0.05  # share of the processors' time that other processes may take
-POSITIONS = 1.005  # the indices of the tokens that a method merges or samples
+POSITIONS = 1.01  # the indices of the tokens that a method merges or samples, also those that `reuse_steps` keeps
 CALLS = {  # results of UNet calls
     "unet-512": "512x512",
     "unet-1024": "1024x1024",
