@@ -62,8 +62,8 @@ def _table(rows: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> list[str]
     lines = [f"{caption[:1].upper()}{caption[1:]}:", ""] * bool(shared) + _start(head)
     for row in rows:
         for each in (row, *_parts(row)):
-            cells = [clock(each["seconds"]), *(_spread(each["speed"].get(base)) for base in bases)]
-            cells += [_spread(each["floor"], 3)] * floors
+            cells = [clock(each["seconds"]), *(spread(each["speed"].get(base)) for base in bases)]
+            cells += [spread(each["floor"], 3)] * floors
             cells += [_scaled(each.get("peak_bytes"), 2**20, 0)] * peaks
             cells += [_scaled(each.get("bytes_per_picture"), 1e9, 3)] * growth
             lines.append(_line([*(str(row.get(key, "")) for key in keys), each["method"], *cells]))
@@ -92,8 +92,8 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _spread(ratio: Mapping[str, Any] | None, digits: int = 2) -> str:
-    """Return the median, and in brackets the least and the greatest where the rounds differ."""
+def spread(ratio: Mapping[str, Any] | None, digits: int = 2) -> str:
+    """Return the median of a ratio, and in brackets the least and the greatest where the rounds differ."""
     if ratio is None:
         return ""
     least, median, greatest = (f"{ratio[name]:.{digits}f}" for name in ("min", "median", "max"))
