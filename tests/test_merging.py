@@ -139,6 +139,28 @@ def test_nothing_to_merge(height: int, width: int, ratio: float, stride: int) ->
     assert match_tokens(tokens(height, width), height, width, ratio, stride) is None
 
 
+@pytest.mark.parametrize(("height", "width"), GRIDS)
+def test_in_bfloat16_what_is_merged_is_as_similar_as_tomesds(height: int, width: int) -> None:
+    """Rounding decides near ties, so the pairs may be others; their similarity must not be less."""
+    x = tokens(height, width, batch=1).bfloat16()
+    unit = torch.nn.functional.normalize(x.double(), dim=-1)
+
+    def merged_similarity(labels: Tensor) -> float:
+        """The similarity of each merged token to the destination of its group, added up."""
+        cells = torch.zeros(height // 2, width // 2, dtype=torch.long).flatten()
+        places = destinations(height, width, 2, cells)
+        keeper = dict(zip(labels[places].tolist(), places.tolist(), strict=True))
+        pairs = [(token, keeper[label]) for token, label in enumerate(labels.tolist()) if label in keeper]
+        return sum(float(unit[0, token] @ unit[0, place]) for token, place in pairs if token != place)
+
+    marks = tokens(height, width, channels=1, batch=1, seed=1).double()  # tokens that share a mean share a group
+    merge, unmerge = tomesd(x, height, width, 0.5, 2, no_rand=True)
+    theirs = unmerge(merge(marks))[0, :, 0].unique(return_inverse=True)[1]
+    ours = match(x, height, width).groups[0]
+    assert len(ours.unique()) == len(theirs.unique())
+    assert merged_similarity(ours) >= 0.999 * merged_similarity(theirs)
+
+
 @pytest.mark.parametrize("ordered", [True, False])
 def test_at_most_all_sources_are_merged(ordered: bool) -> None:
     x = tokens(8, 8)
