@@ -25,9 +25,12 @@ def plot(results: Results) -> Any:
         steps, means = figure.subplots(1, 2, width_ratios=(3, 2))
         _draw_errors(steps, rows)
         _draw_means(means, rows)
+        figure.suptitle(_origin(results), fontsize=10)
         return figure
     if results["kind"] in ("layer", "growth"):
-        return _growth_figure(rows)
+        figure = _growth_figure(rows)
+        figure.suptitle(_origin(results), fontsize=10)
+        return figure
     panels: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         panels.setdefault(title({key: row[key] for key in _KEYS if key in row}), []).append(row)
@@ -39,13 +42,20 @@ def plot(results: Results) -> Any:
         _draw_speeds(axes, panel, name, results["bases"][0])
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    settings = results["settings"]
-    about = [settings.get("model", results["kind"]), settings.get("dtype"), results["machine"]["device"]]
-    figure.suptitle(", ".join(filter(None, about)), fontsize=10)
-    caption = "Bars: median over the rounds; whiskers: least and greatest round.\nGrey: to compare with; blue: ours"
+    figure.suptitle(_origin(results), fontsize=10)
+    several = max(row["rounds"] for row in rows) > 1
+    caption = "Bars: median over the rounds; whiskers: least and greatest round." if several else "One round."
+    caption += "\nGrey: to compare with; blue: ours"
     phases = ", mean over a run; orange: one call in its own phase, the fastest of several" * any(map(own_part, rows))
     figure.supxlabel(f"{caption}{phases}.", fontsize=8)
     return figure
+
+
+def _origin(results: Results) -> str:
+    """Name model, precision and machine."""
+    settings = results["settings"]
+    about = [settings.get("model", results["kind"]), settings.get("dtype"), results["machine"]["device"]]
+    return ", ".join(filter(None, about))
 
 
 def _draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, base: str) -> None:
@@ -127,6 +137,7 @@ def _draw_errors(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         means = [_mean(row for row in rows if (row["method"], row["step"]) == (name, step)) for step in steps]
         axes.plot(steps, means, label=name, **_style(index))
     axes.set(xlabel="denoising step", ylabel="relative L2 error, mean over layers", yscale="log")
+    axes.set_xticks(sorted({row["step"] for row in rows}))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")

@@ -21,6 +21,7 @@ from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, copy_structure, make_pipeline, unet_call
 from elfatt_sd.benchmarking.page import save
 from elfatt_sd.benchmarking.pipeline import pipeline, twin
+from elfatt_sd.benchmarking.plots import plot
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import clock, markdown
@@ -152,6 +153,14 @@ def test_compiled_variants_are_timed_beside_the_others(
     last = results["rows"][-2]
     assert set(last["speed"]) == {"untouched", "untouched, compiled"}
     assert last["floor"]["name"] == "floor of 2 levels, compiled"
+
+
+def test_a_plot_of_one_round_does_not_speak_of_medians(model: Model, methods: list[PatchConfig]) -> None:
+    for repeats, said in ((1, "One round."), (2, "median over the rounds")):
+        results = unet(model, sizes=[64], methods=methods[2:], repeats=repeats, device="cpu", memory=[])
+        figure = plot(results)
+        assert said in figure.get_supxlabel()
+        assert results["machine"]["device"] in figure.get_suptitle()
 
 
 def test_peaks_of_every_variant_but_the_floors(model: Model, methods: list[PatchConfig]) -> None:
