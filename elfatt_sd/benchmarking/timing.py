@@ -16,6 +16,7 @@ import torch
 from elfatt_sd.devices import is_out_of_memory
 
 Call = Callable[[], Any]
+QUICK = 1.0  # seconds of a call up to which every call is warmed up as it is
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def interleave(
         repeats: rounds; every round runs all of them, each time starting with another one.
         device: that they run on; quick calls on an accelerator are repeated within a turn.
         seconds: start no further round past this time, once there is one.
-        warm_up: calls for the warm-up round, in place of the timed ones.
+        warm_up: calls for the warm-up round, in place of the timed ones; where timed ones among them are quick, the
+            others are warmed up as they are, too.
         times: of earlier rounds, to which whole rounds are added.
         watch: who is told.
 
@@ -66,9 +68,10 @@ def interleave(
     warm = calls if warm_up is None else warm_up
     total, done = len(warm) + (repeats - first) * len(calls), 0
     repeated = dict.fromkeys(names, 1)
+    first_calls: dict[str, float] = {}
     for name, call in warm.items():
         try:
-            _timed(call, 1, device)
+            first_calls[name] = _timed(call, 1, device)
             if device.type != "cpu" and name in repeated:
                 repeated[name] = max(1, min(20, round(0.1 / _timed(call, 1, device))))
         except Exception as error:
@@ -81,6 +84,10 @@ def interleave(
         watch.turn(done, total)
     if not names:
         return times
+    if any(first_calls.get(name, QUICK) < QUICK for name in names):
+        for name in names:
+            if name not in warm:
+                calls[name]()
     for turn in range(first, repeats):
         if turn > first and time.monotonic() - start > seconds:
             break

@@ -16,6 +16,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from elfatt_sd import processor
+from elfatt_sd.benchmarking import timing
 from elfatt_sd.benchmarking.layer import growth, layer, layer_phases
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, copy_structure, make_pipeline, unet_call
@@ -68,6 +69,7 @@ def test_a_reused_matching_is_timed_beside_one_that_is_made(model: Model, monkey
     """Every timed call of the first kind matches in each of three layers; of the second kind, none does."""
     from elfatt_sd import merging
 
+    monkeypatch.setattr(timing, "QUICK", 0.0)
     matched: list[int] = []
     original = merging._most_similar
     monkeypatch.setattr(
@@ -84,6 +86,7 @@ def test_a_reused_matching_is_timed_beside_one_that_is_made(model: Model, monkey
 def test_a_difference_is_measured_in_the_calls_that_are_timed_for_it(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(timing, "QUICK", 0.0)
     measured: list[int] = []
     original = LayerState.correct
     monkeypatch.setattr(

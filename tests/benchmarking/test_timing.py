@@ -108,6 +108,18 @@ def test_processor_time_is_read() -> None:
     assert after[2] - before[2] >= 0.05
 
 
+@pytest.mark.parametrize(("quick", "warmed"), [(1e9, ["s", "b", "a"]), (0.0, ["s", "b"])])
+def test_quick_calls_are_warmed_up_as_they_are(
+    cpu: torch.device, quick: float, warmed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With something smaller in their place only where they would take long."""
+    monkeypatch.setattr(timing, "QUICK", quick)
+    seen: list[str] = []
+    full = calls("ab", seen)
+    interleave(full, 1, cpu, warm_up={**calls("s", seen), "b": full["b"]})
+    assert seen == [*warmed, "a", "b"]
+
+
 def test_what_does_not_fit_is_left_out(cpu: torch.device) -> None:
     """It is told, not timed again, and the others have all their rounds; another error stops everything."""
     seen: list[str] = []
