@@ -18,6 +18,7 @@ from diffusers.models.attention_processor import Attention
 from elfatt_sd import processor
 from elfatt_sd.benchmarking import timing
 from elfatt_sd.benchmarking.layer import growth, layer, layer_phases
+from elfatt_sd.benchmarking.memory import peak_memory
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, copy_structure, make_pipeline, unet_call
 from elfatt_sd.benchmarking.page import save
@@ -26,10 +27,9 @@ from elfatt_sd.benchmarking.plots import plot
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import clock, markdown
-from elfatt_sd.benchmarking.unet import _graphed_call, unet
-from elfatt_sd.benchmarking.variants import Variant, varied
+from elfatt_sd.benchmarking.unet import _graphed_call, _peak, unet
+from elfatt_sd.benchmarking.variants import Variant, patched_layers, varied
 from elfatt_sd.config import ATTENTIONS, BLOCK_ORDERS, ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import find_layers
 from elfatt_sd.processor import ElfattProcessor, LayerState
 
 QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}
@@ -179,14 +179,17 @@ def test_peaks_of_every_variant_but_the_floors(model: Model, methods: list[Patch
     assert {row["peak_bytes"] for row in rows} == {None}
 
 
-def test_what_is_kept_for_later_steps_counts(model: Model) -> None:
-    """Also where the calls that were timed have kept it already."""
-    own = [layer.attention.out_dim for layer in find_layers(model.unet) if layer.downsample == 1]
-    kept = sum(own) * 2 * 32 * 32 * 4  # bytes of one output of each finest layer, two rows of 32x32 tokens
-    configs = [PatchConfig(f"{n}", (Phase(1.0, "sampled", block_size=16, residual_steps=n),)) for n in (1, 2)]
-    rows = unet(model, sizes=[256], methods=configs, memory=[2], repeats=2, device="cpu")["rows"]
-    peaks = {row["method"]: row["peak_bytes"] for row in rows}
-    assert peaks["2"] - peaks["1"] > 0.8 * kept
+def test_what_is_kept_for_later_steps_counts(model: Model, cpu: torch.device) -> None:
+    """Also where the calls that were timed have kept it already, which a further call then only uses."""
+    variant = Variant("patch", PatchConfig("kept", (Phase(1.0, "sampled", block_size=16, residual_steps=2),)))
+    unit = variant.install(copy_structure(model.unet))
+    call = unet_call(unit, model.inputs(256, 2))
+    call()
+    peak, used = _peak(unit, call, variant, cpu), peak_memory(call, cpu)
+    kept = sum(tensor.nbytes for state in patched_layers(unit) for tensor in state.residual)
+    assert peak is not None and used is not None
+    assert kept > 0
+    assert peak - used > 0.8 * kept
 
 
 def test_what_does_not_fit_costs_its_own_rows_only(

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.evaluation.protocols import PRINTED
 from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row, dig, setting_text
 
-FIGURES = {"FID": ("FID ↓", 1), "seconds_per_image": ("s/img", 3), "gb_per_image": ("GB/img", 2)}
+FIGURES = dict(zip(PRINTED, (("FID ↓", 1), ("s/img", 3), ("GB/img", 2)), strict=True))
 
 _TABLE = {
     "Model": "Stable Diffusion v1.5, diffusers 0.32.1",
