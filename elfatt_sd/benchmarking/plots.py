@@ -17,6 +17,13 @@ _KEYS = ("size", "tokens", "batch", "dtype")
 
 def plot(results: Results) -> Any:
     """Draw time over tokens for a layer, errors over steps for orders, else bars of the speed with its spread."""
+    figure, settings = _figure(results), results["settings"]
+    about = [settings.get("model", results["kind"]), settings.get("dtype"), results["machine"]["device"]]
+    figure.suptitle(", ".join(filter(None, about)), fontsize=10)
+    return figure
+
+
+def _figure(results: Results) -> Any:
     from matplotlib.figure import Figure
 
     rows = results["rows"]
@@ -25,12 +32,9 @@ def plot(results: Results) -> Any:
         steps, means = figure.subplots(1, 2, width_ratios=(3, 2))
         _draw_errors(steps, rows)
         _draw_means(means, rows)
-        figure.suptitle(_origin(results), fontsize=10)
         return figure
     if results["kind"] in ("layer", "growth"):
-        figure = _growth_figure(rows)
-        figure.suptitle(_origin(results), fontsize=10)
-        return figure
+        return _growth_figure(rows)
     panels: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         panels.setdefault(title({key: row[key] for key in _KEYS if key in row}), []).append(row)
@@ -42,20 +46,12 @@ def plot(results: Results) -> Any:
         _draw_speeds(axes, panel, name, results["bases"][0])
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    figure.suptitle(_origin(results), fontsize=10)
     several = max(row["rounds"] for row in rows) > 1
     caption = "Bars: median over the rounds; whiskers: least and greatest round." if several else "One round."
     caption += "\nGrey: to compare with; blue: ours"
     phases = ", mean over a run; orange: one call in its own phase, the fastest of several" * any(map(own_part, rows))
     figure.supxlabel(f"{caption}{phases}.", fontsize=8)
     return figure
-
-
-def _origin(results: Results) -> str:
-    """Name model, precision and machine."""
-    settings = results["settings"]
-    about = [settings.get("model", results["kind"]), settings.get("dtype"), results["machine"]["device"]]
-    return ", ".join(filter(None, about))
 
 
 def _draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, base: str) -> None:
