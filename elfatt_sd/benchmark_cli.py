@@ -39,6 +39,9 @@ MaxSeconds = Annotated[float, typer.Option(help="Leave out what is expected to t
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Time everything but tomesd through torch.compile too.")]
+Autotune = Annotated[
+    bool, typer.Option("--autotune", help="Time every method also with only those layers patched that it makes faster.")
+]
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Also measure the peak memory.")]
 MemoryBatch = Annotated[
     list[int] | None,
@@ -128,12 +131,14 @@ def unet(
     device: Device = "auto",
     dtype: Dtype = "auto",
     compile: Compile = False,
+    autotune: Autotune = False,
     memory: Memory = True,
     memory_batch: MemoryBatch = None,
 ) -> None:
     """One UNet call in every phase of every method, added up over a run."""
-    options = {"batch": batch, "repeats": repeats, "seconds": seconds, "compile": compile, **_given(ratio=ratio)}
+    options = {"batch": batch, "repeats": repeats, "seconds": seconds, **_given(ratio=ratio)}
     options |= {"model": model, "sizes": sizes, "methods": methods, "memory": memory_batch if memory else []}
+    options |= {"compile": compile, "autotune": autotune}
     _run("unet", session, device=device, dtype=dtype, **options)
 
 

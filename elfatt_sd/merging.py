@@ -197,14 +197,18 @@ def _most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tupl
         The cosine similarity and the index among the destinations, both `[B, sources]`.
     """
     keys = _normalise_(metric.index_select(1, destinations)).transpose(1, 2)
-    elements, least_rows = _CHUNK["cpu" if metric.device.type == "cpu" else "gpu"]
-    rows = max(least_rows, elements // (keys.shape[2] * metric.shape[0]))
     similarity, nearest = [], []
-    for some in torch.split(sources, rows):
+    for some in torch.split(sources, rows_at_once(len(metric), len(destinations), metric.device)):
         values, place = _row_maximum(_normalise_(metric.index_select(1, some)) @ keys)
         similarity.append(values)
         nearest.append(place)
     return torch.cat(similarity, dim=1), torch.cat(nearest, dim=1)
+
+
+def rows_at_once(batch: int, destinations: int, device: torch.device) -> int:
+    """Return how many sources are compared with all destinations in one product."""
+    elements, least_rows = _CHUNK["cpu" if device.type == "cpu" else "gpu"]
+    return max(least_rows, elements // (destinations * batch))
 
 
 def _row_maximum(scores: Tensor) -> tuple[Tensor, Tensor]:

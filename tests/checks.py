@@ -26,11 +26,12 @@ STEPS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "latent"}
 
 
 class Work(TorchDispatchMode):
-    """Counts copies, dense products, calls of fused attention, and the pairs of queries and keys that they work on."""
+    """Counts copies, sorts, dense products, calls of fused attention, and the pairs of queries and keys of those."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies = self.calls = self.pairs = self.dense = 0
+        self.copies = self.calls = self.pairs = self.dense = self.partitions = 0
+        self.sorts: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
@@ -39,6 +40,9 @@ class Work(TorchDispatchMode):
             self.calls += 1
             self.pairs += batch * heads * queries * args[1].shape[2]
         self.dense += name in ("_softmax", "bmm", "baddbmm", "mm")
+        self.partitions += name == "topk"
+        if name in ("sort", "argsort", "msort"):
+            self.sorts.append(args[0].dtype)
         self.copies += name in ("copy_", "clone", "_to_copy", "cat", "index_select", "constant_pad_nd")
         return func(*args, **(kwargs or {}))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import Work
 from tomesd.merge import bipartite_soft_matching_random2d
 from torch import Tensor
 
@@ -95,6 +96,21 @@ def test_float32_differs_from_tomesd_in_near_ties_alone() -> None:
     ours = match(x, height, width)
     same = (ours.unmerge(ours.merge(x)) - unmerge(merge(x))).abs().amax(dim=2) < 1e-5
     assert same.float().mean() > 0.99
+
+
+def test_similarities_are_partitioned_not_sorted_and_groups_are_listed_once() -> None:
+    """Only ToMe's own order of the sequence needs a sort; several merges by one matching share the list of members."""
+    x = tokens(32, 32)
+    with Work() as work:
+        matching = match(x, 32, 32, ordered=False)
+    assert (work.sorts, work.partitions) == ([], 1)
+    with Work() as work:
+        for _ in range(3):
+            matching.unmerge(matching.merge(x))
+    assert (work.sorts, work.partitions) == ([torch.int32], 0), "the tokens of each group, once"
+    with Work() as work:
+        match(x, 32, 32, ordered=True)
+    assert (work.sorts, work.partitions) == ([torch.float32], 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

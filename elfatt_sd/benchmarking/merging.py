@@ -13,7 +13,7 @@ from elfatt_sd.benchmarking.layer import CHANNELS, grid_side
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import Call, without_gradients
-from elfatt_sd.merging import match_tokens
+from elfatt_sd.merging import match_tokens, rows_at_once
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
 
@@ -76,7 +76,9 @@ def _ours(x: Tensor, side: int, ratio: float, stride: int, *, ordered: bool) -> 
         matching.unmerge(matching.merge(x))
 
 
-def _similarities(x: Tensor, stride: int) -> Tensor:
-    """Multiply as many sources as there are with as many destinations: what both compute."""
+def _similarities(x: Tensor, stride: int) -> None:
+    """Multiply as many sources as there are with as many destinations, in our pieces: what both compute."""
     destinations = x.shape[1] // stride**2
-    return x[:, destinations:] @ x[:, :destinations].transpose(1, 2)
+    keys = x[:, :destinations].transpose(1, 2)
+    for some in torch.split(x[:, destinations:], rows_at_once(len(x), destinations, x.device), dim=1):
+        some @ keys

@@ -6,12 +6,17 @@ import re
 from collections.abc import Collection
 
 UNPATCHED, PEER, FLOOR = "untouched", "tomesd", "floor"
-COMPILED = ", compiled"  # at the end of a name
+COMPILED, AUTOTUNED = ", compiled", ", autotuned"  # at the end of a name
+
+
+def plain_name(name: str) -> str:
+    """Return the name of what a compiled or autotuned row is the twin of; of any other row its own."""
+    return name.removesuffix(COMPILED).removesuffix(AUTOTUNED)
 
 
 def is_reference(name: str) -> bool:
     """Tell whether a row is there to compare with: untouched, the peer, or a floor."""
-    plain = name.removesuffix(COMPILED)
+    plain = plain_name(name)
     return plain in (UNPATCHED, PEER) or plain.startswith(FLOOR)
 
 
@@ -24,6 +29,7 @@ _LEGEND = {  # by the names that it explains
     "floor: .*": "`floor: similarities` is the product that finds the most similar tokens, and nothing else",
     r"[\w-]+:.*=.*": "`METHOD:SETTING=VALUE` is a method with a setting changed; `ratio=0` merges nothing",
     f".*{COMPILED}": "`compiled` rows ran through `torch.compile`",
+    f".*{AUTOTUNED}": "`autotuned` rows patch the layers that the method makes faster, as measured before",
     "block, .*": "`block, ORDER` attends inside blocks of that order",
     "cell_spread": "`cell_spread` attends to the own cell and to a spread sample",
     "sampled": "`sampled` attends to sampled keys",

@@ -126,18 +126,20 @@ def _draw_guides(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_errors(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw a line for each kind of method, at the middle one of its sizes."""
+    """Draw a line for each kind of method, at the middle one of its sizes; the legend has the order of their ends."""
     steps = sorted({row["step"] for row in rows})
+    lines = []
     for index, names in enumerate(_kinds(rows).values()):
         name = names[len(names) // 2]
         means = [_mean(row for row in rows if (row["method"], row["step"]) == (name, step)) for step in steps]
-        axes.plot(steps, means, label=name, **_style(index))
+        lines += axes.plot(steps, means, label=name, **_style(index))
     axes.set(xlabel="denoising step", ylabel="relative L2 error, mean over layers", yscale="log")
-    axes.set_xticks(sorted({row["step"] for row in rows}))
+    axes.set_xticks(steps)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    lines.sort(key=lambda line: line.get_ydata()[-1], reverse=True)
+    axes.legend(handles=lines, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _draw_means(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elfatt_sd.benchmarking.names import COMPILED
+from elfatt_sd.benchmarking.names import plain_name
 from elfatt_sd.benchmarking.timing import fit_exponent, ratios
 
 Results = dict[str, Any]
@@ -59,7 +59,7 @@ def make_exponents(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float 
 
 def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the part of a method's run that no other has, the fastest of several; None for a run of one part."""
-    parts, prefix = row.get("parts", ()), f"{row['method'].removesuffix(COMPILED)}/"
+    parts, prefix = row.get("parts", ()), f"{plain_name(row['method'])}/"
     own = [part for part in parts if part["variant"].startswith(prefix)]
     return min(own, key=lambda part: part["seconds"], default=None) if len(parts) > 1 else None
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elfatt_sd.benchmarking.names import COMPILED, UNPATCHED, legend
+from elfatt_sd.benchmarking.names import UNPATCHED, legend, plain_name
 from elfatt_sd.benchmarking.record import title
 from elfatt_sd.benchmarking.rows import Results
 
@@ -74,7 +74,7 @@ def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a line for each part of a method's run; what an untouched call is to a floor, says nothing of it."""
     return [
         {**part, "method": f"&nbsp; {part['steps']} steps: {part['what']}"}
-        | ({"floor": None} if part["variant"].removesuffix(COMPILED) == UNPATCHED else {})
+        | ({"floor": None} if plain_name(part["variant"]) == UNPATCHED else {})
         for part in row.get("parts", ())
     ]
 

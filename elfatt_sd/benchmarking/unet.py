@@ -23,6 +23,7 @@ from elfatt_sd.benchmarking.variants import (
     forget_matchings,
     forget_residuals,
     resolve_methods,
+    with_autotuned,
     with_compiled,
 )
 from elfatt_sd.config import ElfattError, PatchConfig
@@ -39,6 +40,7 @@ def unet(
     device: str = "auto",
     dtype: str = "auto",
     compile: bool = False,
+    autotune: bool = False,
     graphs: bool = False,
     memory: Sequence[int] | None = None,
     seconds: float = math.inf,
@@ -56,6 +58,8 @@ def unet(
         device: as for `load_pipeline`.
         dtype: likewise.
         compile: time every variant but tomesd through `torch.compile` too.
+        autotune: time every method also where only the layers that it makes faster are patched; which these are, is
+            measured before, or known from before.
         graphs: replay CUDA graphs, so that the time to launch kernels does not hide what the device needs.
         memory: batches at which the peak memory is measured, of every variant but the floors; by default `batch` and
             twice that, which gives the growth for one more picture.
@@ -71,8 +75,10 @@ def unet(
     precision = pick_dtype(dtype, place)
     if graphs and place.type != "cuda":
         raise ElfattError(f"graphs=True is not accepted on {place.type}; CUDA graphs need a CUDA device.")
+    if autotune and compile:
+        raise ElfattError("autotune=True is not accepted with compile=True; compiled layers cannot be measured.")
     lineup = by_phase(resolve_methods(methods, **settings))
-    lineup = with_compiled(lineup) if compile else lineup
+    lineup = with_compiled(lineup) if compile else with_autotuned(lineup) if autotune else lineup
     made = model if isinstance(model, Model) else make_model(model, place, precision)
     units = _units(made, lineup.variants)
     asked: dict[str, Any] = {
@@ -129,13 +135,14 @@ def _warm_up(
 ) -> dict[str, Call]:
     """On a CPU, warm every variant up with a small picture; what depends on the size, the cheapest one warms up.
 
-    A call at the size itself can take minutes. What is compiled, is compiled for its size, and a matching that is
-    reused is made at its size.
+    A call at the size itself can take minutes. What is compiled or autotuned, is so for its size, and a matching that
+    is reused is made at its size.
     """
     cheapest = [name for name, variant in variants.items() if variant.kind in (UNPATCHED, FLOOR)][-1]
-    at_size = {name for name, variant in variants.items() if variant.compiled or variant.reuses_steps}
-    full = {name: call for name, call in calls.items() if name in {cheapest, *at_size}}
-    shrunk = {f"{name}, small": unet_call(unit, small) for name, unit in units.items() if not variants[name].compiled}
+    prepared = {name for name, variant in variants.items() if variant.compiled or variant.autotune}
+    reusing = {name for name, variant in variants.items() if variant.reuses_steps}
+    full = {name: call for name, call in calls.items() if name in {cheapest, *prepared, *reusing}}
+    shrunk = {f"{name}, small": unet_call(unit, small) for name, unit in units.items() if name not in prepared}
     return {**shrunk, **full}
 
 

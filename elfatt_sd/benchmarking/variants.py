@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.benchmarking.names import COMPILED, FLOOR, PEER, UNPATCHED
+from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED
 from elfatt_sd.config import EXACT, METHODS, PatchConfig, Phase
 from elfatt_sd.layers import find_denoisers, find_layers, select_layers
 from elfatt_sd.patch import apply_patch
@@ -52,12 +52,14 @@ class Variant:
         config: of the patch; for `tomesd` its ratio and `floor` its layers are used.
         compiled: run it through `torch.compile`.
         measures: make every call one that measures the difference that `residual_steps` calls share.
+        autotune: patch only the layers that the method makes faster; the first call at a size finds out.
     """
 
     kind: str
     config: PatchConfig = dataclasses.field(default_factory=PatchConfig)
     compiled: bool = False
     measures: bool = False
+    autotune: bool = False
 
     def install(self, target: Any) -> Any:
         """Put the variant on a pipeline or UNet that is as it was made, and return it."""
@@ -65,7 +67,7 @@ class Variant:
         layers = find_layers(unet)
         chosen = select_layers(layers, self.config, sorted({layer.downsample for layer in layers}))
         if self.kind == "patch":
-            apply_patch(target, self.config)
+            apply_patch(target, self.config, autotune=self.autotune)
             if self.measures:
                 unet.register_forward_pre_hook(lambda module, _: forget_residuals(module))
         elif self.kind == PEER:
@@ -86,7 +88,7 @@ class Variant:
 
     def same_work(self, other: Variant) -> bool:
         """Tell whether another variant does the same under another name."""
-        alike = (self.kind, self.compiled, self.measures) == (other.kind, other.compiled, other.measures)
+        alike = dataclasses.replace(self, config=other.config) == other
         return alike and same_work(self.config, other.config)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,7 +99,7 @@ class Variant:
         what += ", one matching for all layers" * self.config.reuse_layers
         what += f", backend {self.config.attention_backend}" * (self.config.attention_backend != "auto")
         what = {"patch": what, FLOOR: "the layers left out", PEER: f"tomesd, {what}"}.get(self.kind, self.kind)
-        what += COMPILED * self.compiled
+        what += AUTOTUNED * self.autotune + COMPILED * self.compiled
         return {"kind": self.kind, "what": what, "config": self.config.to_dict()}
 
 
@@ -225,6 +227,22 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
     for name, variant in floors.items():
         lineup.add(name, variant)
     return lineup
+
+
+def with_autotuned(lineup: Lineup) -> Lineup:
+    """Add an autotuned twin of every patch, and of every row that has one."""
+    twins = {
+        name: dataclasses.replace(variant, autotune=True)
+        for name, variant in lineup.variants.items()
+        if variant.kind == "patch"
+    }
+    runs = {
+        row + AUTOTUNED: Run(tuple((name + AUTOTUNED * (name in twins), count) for name, count in run.parts), run.floor)
+        for row, run in lineup.runs.items()
+        if any(name in twins for name, _ in run.parts)
+    }
+    tuned = {name + AUTOTUNED: twin for name, twin in twins.items()}
+    return Lineup(lineup.variants | tuned, lineup.runs | runs)
 
 
 def with_compiled(lineup: Lineup) -> Lineup:

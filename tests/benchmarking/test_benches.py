@@ -16,6 +16,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from elfatt_sd import processor
+from elfatt_sd.autotune import Tuner
 from elfatt_sd.benchmarking import timing
 from elfatt_sd.benchmarking.layer import growth, layer, layer_phases
 from elfatt_sd.benchmarking.memory import peak_memory
@@ -136,6 +137,43 @@ def test_unet_at_one_size_goes_on_at_another(model: Model, methods: list[PatchCo
         results = unet(model, sizes=sizes, methods=methods[2:], session=Session(tmp_path), **QUICK)
     assert [row["size"] for row in results["rows"]] == [64] * 3 + [128] * 3
     assert [len(group["sittings"]) for group in results["groups"]] == [1, 1]
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_autotuned_variants_are_timed_beside_the_others(
+    pays: bool, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are decided on at the size that is timed, also where others are warmed up small; patched where it pays."""
+    decided: set[int] = set()
+    calls = {"patched": 0}
+
+    def decide(tuner: Tuner, state: LayerState, phase: Phase, sample: torch.Tensor) -> bool:
+        decided.add(sample.shape[-1])
+        return pays
+
+    def counting(*args: Any, **options: Any) -> torch.Tensor:
+        calls["patched"] += 1
+        return original(*args, **options)
+
+    original = processor.sampled_attention
+    monkeypatch.setattr(processor, "sampled_attention", counting)
+    monkeypatch.setattr(Tuner, "pays", decide)
+    monkeypatch.setattr(timing, "QUICK", 0.0)
+    found = []
+    for autotune in (False, True):
+        calls["patched"] = 0
+        config = varied("sampled", block_size=16)
+        results = unet(model, sizes=[128], methods=[config], autotune=autotune, memory=[], **QUICK)
+        found.append(([row["method"] for row in results["rows"]], calls["patched"]))
+    (plain, before), (both, after) = found
+    assert both == [*plain, f"{config.method}, autotuned"]
+    assert decided == {model.inputs(128, 1)["sample"].shape[-1]}
+    assert (after > before) == pays and (after == before) != pays
+
+
+def test_autotune_and_compile_exclude_each_other(model: Model) -> None:
+    with pytest.raises(ElfattError, match="autotune=True is not accepted with compile=True"):
+        unet(model, sizes=[64], compile=True, autotune=True, **QUICK)
 
 
 def test_compiled_variants_are_timed_beside_the_others(
@@ -277,8 +315,6 @@ def test_every_order_and_attention_is_timed() -> None:
 
 def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost of an order is that of a denoising step: permutations are drawn within what is timed."""
-    from elfatt_sd import processor
-
     drawn: list[str] = []
     original = processor.LayerState.begin
     monkeypatch.setattr(

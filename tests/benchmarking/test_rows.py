@@ -95,7 +95,7 @@ def test_exponents() -> None:
     assert make_exponents(rows) == {"layer": {"a": pytest.approx(2), "b": None}}
 
 
-@pytest.mark.parametrize("ending", ["", ", compiled"])
+@pytest.mark.parametrize("ending", ["", ", compiled", ", autotuned"])
 def test_a_run_has_a_phase_of_its_own(ending: str) -> None:
     times = (("untouched", 30, 1.0), ("x/1", 15, 3.0), ("x/2", 5, 2.0))
     parts = [{"variant": f"{name}{ending}", "steps": steps, "seconds": seconds} for name, steps, seconds in times]
@@ -108,4 +108,4 @@ def test_a_run_has_a_phase_of_its_own(ending: str) -> None:
 def test_what_is_there_to_compare_with() -> None:
     references = ("untouched", "tomesd", "floor", "floor of 2 levels", "untouched, compiled", "floor, compiled")
     assert all(is_reference(name) for name in references)
-    assert not any(is_reference(name) for name in ("tome", "elfatt-fast", "elfatt-fast, compiled"))
+    assert not any(is_reference(name) for name in ("tome", "elfatt-fast", "elfatt-fast, compiled", "tome, autotuned"))

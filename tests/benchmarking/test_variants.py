@@ -20,6 +20,7 @@ from elfatt_sd.benchmarking.variants import (
     single_phases,
     varied,
     whole,
+    with_autotuned,
     with_compiled,
 )
 from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
@@ -122,6 +123,17 @@ def test_compiled_twins_of_all_but_tomesd(methods: list[PatchConfig]) -> None:
         (("untouched, compiled", 10), ("fast/1, compiled", 40)), "floor of 2 levels, compiled"
     )
     assert "tomesd, compiled" not in lineup.runs
+
+
+def test_autotuned_twins_of_what_is_patched(methods: list[PatchConfig]) -> None:
+    lineup = with_autotuned(by_phase(methods))
+    assert {name for name, it in lineup.variants.items() if it.autotune} == {
+        f"{name}, autotuned" for name in ("tome/0", "elfatt/0", "fast/1")
+    }
+    assert lineup.runs["fast, autotuned"] == Run((("untouched", 10), ("fast/1, autotuned", 40)), "floor of 2 levels")
+    assert [name for name in lineup.runs if name.endswith("autotuned")] == [
+        f"{name}, autotuned" for name in ("tome", "elfatt", "fast")
+    ]
 
 
 def test_by_default_all_presets_and_the_variations_are_timed() -> None:
