@@ -13,21 +13,22 @@ from collections.abc import Callable, Sequence
 from elfatt_sd.config import ElfattError
 
 
-def fill_blocks(text: str, word: str, write: Callable[[str, Sequence[str]], str]) -> str:
+def fill_blocks(text: str, word: str, write: Callable[[str, Sequence[str]], str], *, required: bool = True) -> str:
     """Put text between the markers of a page.
 
     Args:
         text: of the page.
         word: with which the markers start.
         write: returns what stands between them, from the name and the options after it.
+        required: whether a page without such markers is an error.
 
     Returns:
         The page; whatever is outside the markers stays as it is.
 
     Raises:
-        ElfattError: the page has no such markers.
+        ElfattError: the page has no such markers, and must have them.
     """
     block = re.compile(rf"(<!-- {re.escape(word)} ([\w-]+)((?: [\w-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not block.search(text):
+    if required and not block.search(text):
         raise ElfattError(f"the page has no marker '<!-- {word} NAME -->' with an '<!-- end -->' after it.")
     return block.sub(lambda found: found[1] + write(found[2], found[3].split()) + found[4], text)

@@ -226,12 +226,12 @@ def page_command(
         text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise ElfattError(f"{page} cannot be read: {error.strerror}.") from error
-    filled = fill_page(text, results, page.parent)
+    filled, plots = fill_page(text, results, page.parent)
     if check and filled != text:
         raise RunFailure(f"{page} is not in step with {results}; elfatt-sd eval page {page} mends it")
-    if not check:
-        with atomic_file(page) as file:
-            file.write(filled.encode())
+    for path, content in {page: filled.encode(), **plots}.items() if not check else ():
+        with atomic_file(path) as file:
+            file.write(content)
 
 
 def _print_estimate(protocol: Protocol, out: Path) -> None:

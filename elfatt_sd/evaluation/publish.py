@@ -47,18 +47,50 @@ def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
     return target
 
 
-def fill_page(text: str, folder: Path, start: Path) -> str:
-    """Put the results of runs between the markers `<!-- eval NAME PLOT PLOT -->` of a page.
+def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, bytes]]:
+    """Put the results of runs between the markers of a page.
+
+    `<!-- eval NAME PLOT PLOT -->` takes the table of a run and plots of it, `<!-- pareto MEASURE NAME NAME -->` those
+    rows of all these runs that no other beats; see `draw_pareto`.
 
     Args:
         text: of the page.
         folder: of all published results.
         start: folder of the page, from which links lead to the plots.
 
+    Returns:
+        The page, and the plots that it needs and that are of no single run, by their paths.
+
     Raises:
         ElfattError: the page has no markers, a file holds no results, or a plot is not there.
     """
-    return fill_blocks(text, "eval", lambda name, plots: _section(folder / name, plots, start))
+    plots: dict[Path, bytes] = {}
+    text = fill_blocks(text, "eval", lambda name, options: _section(folder / name, options, start))
+
+    def draw(measure: str, names: Sequence[str]) -> str:
+        return _pareto(measure, names, folder, start, plots)
+
+    return fill_blocks(text, "pareto", draw, required=False), plots
+
+
+def _pareto(measure: str, names: Sequence[str], folder: Path, start: Path, plots: dict[Path, bytes]) -> str:
+    from elfatt_sd.evaluation.report.pareto import draw_pareto
+    from elfatt_sd.evaluation.report.plots import drawing, to_png
+
+    there = [name for name in names if (folder / name).is_dir()]
+    if not there:
+        return f"{MISSING}\n"
+    with drawing():
+        chart, table = draw_pareto([load_results(folder / name) for name in there], measure)
+        path = folder / f"{chart.name}.png"
+        plots[path] = to_png(chart.figure)
+    absent = [name for name in names if name not in there]
+    said = f" Not in it yet: {', '.join(f'`{name}`' for name in absent)}." if absent else ""
+    return f"{table}\n{_link(chart.title, path, start)}\n\n{chart.caption}{said}\n"
+
+
+def _link(name: str, path: Path, start: Path) -> str:
+    return f"![{name}]({Path(os.path.relpath(path, start)).as_posix()})"
 
 
 def _section(folder: Path, plots: Sequence[str], start: Path) -> str:
@@ -71,7 +103,7 @@ def _section(folder: Path, plots: Sequence[str], start: Path) -> str:
         if not path.is_file():
             known = ", ".join(sorted(found.stem for found in folder.glob("*.png")))
             raise ElfattError(f"plot {plot!r} of {folder} does not exist; there are: {known or 'none'}.")
-        lines += [f"![{plot.replace('_', ' ')}]({Path(os.path.relpath(path, start)).as_posix()})", ""]
+        lines += [_link(plot.replace("_", " "), path, start), ""]
     return "\n".join([*lines, _origin(results), ""])
 
 

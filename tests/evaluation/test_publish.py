@@ -77,7 +77,7 @@ def test_what_is_published_is_of_one_piece(tmp_path: Path) -> None:
 
 
 def test_a_page_is_filled(published: Path) -> None:
-    text = fill_page(TEXT, published, published.parent)
+    text, plots = fill_page(TEXT, published, published.parent)
     assert text.startswith("# Page\n\nbefore\n\n<!-- eval toy_full difference -->\n| Method |")
     assert "old" not in text
     assert "ELFATT-SD" in text
@@ -85,7 +85,8 @@ def test_a_page_is_filled(published: Path) -> None:
     machine = "2 cores of AMD EPYC, 2 threads, torch 2.15.0"
     assert f"Protocol `toy_full` (4f1d0c6e5b): 64 pictures a row, 25 steps, {machine}" in text
     assert f"after\n<!-- eval none -->\n{MISSING}\n<!-- end -->\n" in text
-    assert fill_page(text, published, published.parent) == text
+    assert fill_page(text, published, published.parent) == (text, plots)
+    assert plots == {}
 
 
 def test_what_is_committed_is_small() -> None:
@@ -122,6 +123,8 @@ def test_commands(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_page_on_quality_is_in_step_and_names_every_study() -> None:
     text = (ROOT / "docs" / "quality.md").read_text()
-    assert fill_page(text, ROOT / "eval" / "results", ROOT / "docs") == text
+    assert fill_page(text, ROOT / "eval" / "results", ROOT / "docs")[0] == text
     studies = {path.stem for path in (ROOT / "eval").glob("study_*.toml")}
     assert set(re.findall(r"<!-- eval ([\w-]+)", text)) == studies | {"toy_full"}
+    for named in re.findall(r"<!-- pareto \w+ ([^>]*) -->", text):
+        assert set(named.split()) == studies - {"study_large"}, "all of one size"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import itertools
@@ -9,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.evaluation.report import charts
 from elfatt_sd.evaluation.report.ablation import ablation
@@ -21,6 +22,9 @@ from elfatt_sd.evaluation.report.scatter import (
     distance_over_memory,
     distance_over_time,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _NAME = 80  # characters of a file's name
 _STYLE: Any = {
@@ -78,12 +82,9 @@ def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str
     Returns:
         The plots, and for each one that could not be drawn a line that says what was not measured.
     """
-    import matplotlib
-
     plots: list[Plot] = []
     missing: list[str] = []
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # the page's own fonts may have it
+    with drawing():
         for make in _makers(results):
             chart = make(results, palette)
             if isinstance(chart, str):
@@ -91,6 +92,23 @@ def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str
             else:
                 plots.append(_finish(chart, _file_name(chart.name, [plot.name for plot in plots]), palette))
     return plots, missing
+
+
+@contextlib.contextmanager
+def drawing() -> Iterator[None]:
+    """Draw in the style of the report."""
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # the page's own fonts may have it
+        yield
+
+
+def to_png(figure: Figure) -> bytes:
+    """Write a figure as a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=200, metadata={"Software": None})
+    return file.getvalue()
 
 
 def _file_name(name: str, taken: Sequence[str]) -> str:
@@ -121,11 +139,10 @@ def _makers(results: Results) -> Iterator[Callable[[Results, Palette], charts.Ch
 
 
 def _finish(chart: charts.Chart, name: str, palette: Palette) -> Plot:
-    png, svg = io.BytesIO(), io.StringIO()
-    chart.figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
+    svg = io.StringIO()
     chart.figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     alt = f"{chart.title}. {'; '.join(chart.points)}."
-    return Plot(name, chart.title, chart.caption, alt, _inline(svg.getvalue(), name, palette), png.getvalue())
+    return Plot(name, chart.title, chart.caption, alt, _inline(svg.getvalue(), name, palette), to_png(chart.figure))
 
 
 def _inline(svg: str, name: str, palette: Palette) -> str:

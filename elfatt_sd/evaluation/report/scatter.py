@@ -124,10 +124,14 @@ def _tradeoff(
         _draw_intervals(axes, palette, [spot for spot in series if not results.crowded or spot in best])
         if not results.crowded:
             _write_settings(axes, palette, series, _OFFSETS[place % len(_OFFSETS)])
-    caption += _draw_front(axes, best)
+    caption += draw_front(axes, best)
     legend_above(figure, axes)
     if results.crowded:
-        _write_numbers(figure, axes, palette, spots)
+        write_beside(
+            figure,
+            axes,
+            [(spot.across, spot.up.value, str(spot.row.number), palette.style(spot.row).colour) for spot in spots],
+        )
         named = [spot.row.short(48) for spot in best[:_NAMED]]
         caption += f" Numbers: the rows of the table. On the stepped line: {'; '.join(named)}."
     decimals = decimals_for(spot.up for spot in spots)
@@ -164,7 +168,7 @@ def _draw_intervals(axes: Axes, palette: Palette, spots: Sequence[Spot]) -> None
             axes.vlines(spot.across, *spot.up.ends, color=palette.style(spot.row).colour, linewidth=0.9, alpha=0.6)
 
 
-def _draw_front(axes: Axes, best: Sequence[Spot]) -> str:
+def draw_front(axes: Axes, best: Sequence[Spot]) -> str:
     """Draw the stepped line of the best rows, and return what the caption says of it."""
     if len(best) < 2:
         return ""
@@ -192,18 +196,23 @@ def _write_settings(axes: Axes, palette: Palette, series: Sequence[Spot], offset
             )  # fmt: skip
 
 
-def _write_numbers(figure: Figure, axes: Axes, palette: Palette, spots: Sequence[Spot]) -> None:
-    """Write the number of each row beside its point, where it covers the least of what is there already."""
+def write_beside(figure: Figure, axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write a short text in a colour beside each point, where it covers the least of what is there already.
+
+    Args:
+        figure: that the axes are in.
+        axes: with all points drawn.
+        points: of each its place in the axes' own units, text and colour.
+    """
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()  # places the axes, so that distances on paper are known
     scale = 72 / figure.dpi
-    centres = [centre * scale for centre in axes.transData.transform([(spot.across, spot.up.value) for spot in spots])]
+    centres = [centre * scale for centre in axes.transData.transform([point[:2] for point in points])]
     inside = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
     page = Bbox(inside.get_points() * 72)
     taken = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in centres]
-    for spot, (x, y) in zip(spots, centres, strict=True):
-        text = str(spot.row.number)
+    for (across, up, text, colour), (x, y) in zip(points, centres, strict=True):
         width = _DIGIT * len(text)
 
         def box(offset: tuple[float, float], x: float = x, y: float = y, width: float = width) -> Bbox:
@@ -212,11 +221,10 @@ def _write_numbers(figure: Figure, axes: Axes, palette: Palette, spots: Sequence
         chosen = min(_offsets(), key=lambda offset: _covered(box(offset), taken, page))
         taken.append(box(chosen))
         far = math.hypot(*chosen) > _RADII[1]
-        style = palette.style(spot.row)
         axes.annotate(
-            text, (spot.across, spot.up.value), chosen, textcoords="offset points", fontsize=7, color=style.colour,
+            text, (across, up), chosen, textcoords="offset points", fontsize=7, color=colour,
             ha="center", va="center", zorder=4,
-            arrowprops={"arrowstyle": "-", "color": style.colour, "linewidth": 0.4, "shrinkA": 3} if far else None,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.4, "shrinkA": 3} if far else None,
         ).set_in_layout(False)  # fmt: skip
 
 

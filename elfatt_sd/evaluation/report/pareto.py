@@ -1,0 +1,131 @@
+"""The trade-off over several runs of one pipeline, with times as shares of the untouched one's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elfatt_sd.config import METHODS, ElfattError
+from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, legend_above
+from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row
+from elfatt_sd.evaluation.report.palette import INK
+from elfatt_sd.evaluation.report.palette import METHODS as COLOURS
+from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Measure, Spot, draw_front, front, write_beside
+from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, span
+from elfatt_sd.evaluation.report.writers import md_escape
+
+_MARKERS = "os^DvPXp"
+_SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common
+
+
+@dataclass(frozen=True)
+class _Entrant:
+    run: Results
+    spot: Spot
+
+    @property
+    def name(self) -> str:
+        row = self.spot.row
+        return f"{row.label} {row.suffix}".strip()
+
+
+def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
+    """Draw a measure of every row of several runs over the UNet's time, and name those that no other beats.
+
+    Args:
+        runs: with times; the null row and rows without time or measure have no place.
+        measure: `closeness` (PSNR to the untouched pictures) or `distance` (its paired difference to untouched).
+
+    Returns:
+        The plot, and a Markdown table of the rows on its stepped line and of the presets.
+
+    Raises:
+        ElfattError: another measure, runs of different pipelines, or no row has both figures.
+    """
+    _check_alike(runs)
+    up = _measures(runs).get(measure)
+    if up is None:
+        raise ElfattError(f"measure {measure!r} is not accepted; accepted: {', '.join(_measures(runs))}.")
+    entrants = _entrants(runs, up)
+    if not entrants:
+        raise ElfattError(f"no row of {', '.join(run.name for run in runs)} has both UNet time and {measure}.")
+    best = front([entrant.spot for entrant in entrants], low_is_better=up.low_is_better)
+    chosen = [entrant for entrant in entrants if entrant.spot in best or _is_preset(entrant.spot.row)]
+    chosen.sort(key=lambda entrant: entrant.spot.across)
+    figure, axes = figure_and_axes(CROWDED_HEIGHT)
+    colours = {id(run): COLOURS[place % len(COLOURS)] for place, run in enumerate(runs)}
+    for place, run in enumerate(runs):
+        own = [entrant.spot for entrant in entrants if entrant.run is run]
+        axes.plot(
+            [spot.across for spot in own], [spot.up.value for spot in own], _MARKERS[place % len(_MARKERS)],
+            color=colours[id(run)], linestyle="", label=run.name, markersize=4, zorder=3,
+        )  # fmt: skip
+    for entrant in chosen:
+        if entrant.spot.up.ends:
+            axes.vlines(
+                entrant.spot.across, *entrant.spot.up.ends, color=colours[id(entrant.run)], linewidth=0.9, alpha=0.6
+            )
+    axes.axvline(1, color=INK, linewidth=0.6, linestyle="--", zorder=1)
+    axes.set_xlabel("UNet time, share of the untouched pipeline's (left is faster)")
+    axes.set_ylabel(up.title)
+    said = draw_front(axes, best)
+    legend_above(figure, axes)
+    marks = [
+        (entrant.spot.across, entrant.spot.up.value, str(place), colours[id(entrant.run)])
+        for place, entrant in enumerate(chosen, 1)
+    ]
+    write_beside(figure, axes, marks)
+    caption = f"Every row of every run; times are ratios within a run.{said} Numbers: the rows of the table."
+    points = [f"{entrant.name}: {entrant.spot.across:.2f}, {entrant.spot.up.value:.3g}" for entrant in entrants]
+    title = f"{up.title.split(' (')[0]} over UNet time"
+    return Chart(f"pareto_{measure}", title, caption, figure, points), _table(chosen, best, up)
+
+
+def _check_alike(runs: Sequence[Results]) -> None:
+    for key in _SAME:
+        values = {run.name: run.protocol.get(key) for run in runs}
+        if len({str(value) for value in values.values()}) > 1:
+            said = ", ".join(f"{name} {value}" for name, value in values.items())
+            raise ElfattError(f"runs with different {key} have no plane in common: {said}.")
+
+
+def _measures(runs: Sequence[Results]) -> Mapping[str, Measure]:
+    name = next((run.distance for run in runs if run.distance), "distance")
+    return {
+        "closeness": Measure("PSNR to untouched, dB (up is closer)", lambda row: row.psnr, low_is_better=False),
+        "distance": Measure(f"{name} minus untouched (down is better)", lambda row: row.difference(name)),
+    }
+
+
+def _entrants(runs: Sequence[Results], up: Measure) -> list[_Entrant]:
+    found: list[_Entrant] = []
+    for run in runs:
+        for row in run.rows:
+            speed, value = row.speedup("unet"), up.get(row)
+            if row.role == METHOD and speed is not None and value is not None:
+                found.append(_Entrant(run, Spot(row, 1 / speed.value, value)))
+    return found
+
+
+def _is_preset(row: Row) -> bool:
+    return row.method in METHODS and not row.settings
+
+
+def _table(chosen: Sequence[_Entrant], best: Sequence[Spot], up: Measure) -> str:
+    decimals = decimals_for(entrant.spot.up for entrant in chosen)
+    titles = ["", "row", "run", "times as fast (UNet)", up.title.split(" (")[0], "beaten in both"]
+    lines = [titles, ["---:", ":---", ":---", "---:", "---:", ":---"]]
+    for place, entrant in enumerate(chosen, 1):
+        speed = entrant.spot.row.speedup("unet") or Estimate(1.0)
+        value = entrant.spot.up
+        lines.append(
+            [
+                str(place),
+                entrant.name,
+                entrant.run.name,
+                f"{fixed(speed.value, 2)} ({span(speed, 2)})" if speed.ends else fixed(speed.value, 2),
+                f"{fixed(value.value, decimals)} {interval(value, decimals)}".strip(),
+                "no" if entrant.spot in best else "yes",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(md_escape(text) for text in line)} |" for line in lines) + "\n"

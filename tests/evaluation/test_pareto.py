@@ -1,0 +1,82 @@
+"""The trade-off over several runs: which rows no other beats, and what is written of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.publish import MISSING, fill_page
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.pareto import draw_pareto
+from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
+from elfatt_sd.files import write_json
+
+UNTOUCHED = {"cell": "sd", "method": "sd", "label": "SD", "role": "baseline"}
+
+
+def row(label: str, speed: float | None, psnr: float, difference: float = 1.0, **fields: Any) -> dict[str, Any]:
+    ratio = {"median": speed, "low": 0.9 * speed, "high": 1.1 * speed} if speed else None
+    return {
+        "cell": label,
+        "label": label,
+        "method": "custom",
+        "paired": {"psnr": {"mean": psnr, "interval": [psnr - 1, psnr + 1], "identical": 0}},
+        "distances": {"FD-toy": {"value": 9.0, "difference": {"value": difference, "interval": [0, 2 * difference]}}},
+        "time": ratio and {"unet": {"seconds_per_image": 1.0, "ratio": ratio}},
+        **fields,
+    }
+
+
+def data(name: str, rows: list[dict[str, Any]], **protocol: Any) -> dict[str, Any]:
+    settings = {"model": "toy", "steps": 25, "height": 256, "width": 256, **protocol}
+    return {"format": FORMAT, "name": name, "protocol": settings, "rows": [UNTOUCHED, *rows]}
+
+
+@pytest.fixture
+def runs() -> list[dict[str, Any]]:
+    """`fast` and `close` are best in one figure, `middle` lies above their line, `worse` is beaten by all."""
+    first = [row("fast", 2.0, 20.0, 3.0), row("worse", 1.1, 15.0, 5.0), row("null", 3.0, 50.0, role="null")]
+    second = [row("close", 1.25, 40.0, 1.0), row("middle", 1.6, 30.0, 2.0), row("untimed", None, 60.0)]
+    return [data("study_a", first), data("study_b", [*second, row("preset", 1.2, 16.0, 4.0, method="elfatt")])]
+
+
+@pytest.mark.parametrize("measure", ["closeness", "distance"])
+def test_rows_that_no_other_beats_are_named(runs: list[dict[str, Any]], measure: str) -> None:
+    """From the fastest to the slowest; a preset is named wherever it lies."""
+    chart, table = draw_pareto([Results(run) for run in runs], measure)
+    lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert [(line[1], line[2], line[-1]) for line in lines] == [
+        ("fast", "study\\_a", "no"),
+        ("middle", "study\\_b", "no"),
+        ("close", "study\\_b", "no"),
+        ("preset", "study\\_b", "yes"),
+    ]
+    assert lines[0][0] == "1" and lines[0][3].startswith("2.00 (1.80")
+    assert [text.get_text() for text in chart.figure.axes[0].texts] == ["1", "2", "3", "4"]
+    assert len(chart.points) == 5
+    assert chart.points[0].startswith("fast: 0.50, ")
+
+
+def test_what_does_not_fit_together_is_refused(runs: list[dict[str, Any]]) -> None:
+    with pytest.raises(ElfattError, match="different steps have no plane in common: study_a 25, large 50"):
+        draw_pareto([Results(runs[0]), Results(data("large", [], steps=50))], "closeness")
+    with pytest.raises(ElfattError, match="measure 'beauty' is not accepted; accepted: closeness, distance"):
+        draw_pareto([Results(runs[0])], "beauty")
+    with pytest.raises(ElfattError, match="no row of empty has both UNet time and closeness"):
+        draw_pareto([Results(data("empty", []))], "closeness")
+
+
+def test_a_page_holds_table_and_plot(runs: list[dict[str, Any]], tmp_path: Path) -> None:
+    text = "<!-- eval none -->\n<!-- end -->\n<!-- pareto closeness study_a study_b study_c -->\n<!-- end -->\n"
+    page, plots = fill_page(text, tmp_path, tmp_path)
+    assert page.count(MISSING) == 2 and plots == {}
+    for run in runs:
+        write_json(tmp_path / run["name"] / RESULTS_FILE, run)
+    page, plots = fill_page(page, tmp_path, tmp_path)
+    assert list(plots) == [tmp_path / "pareto_closeness.png"]
+    assert plots[tmp_path / "pareto_closeness.png"].startswith(b"\x89PNG")
+    assert "(pareto_closeness.png)" in page and "Not in it yet: `study_c`." in page and "| fast |" in page
+    assert fill_page(page, tmp_path, tmp_path) == (page, plots)
