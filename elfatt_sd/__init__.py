@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elfatt_sd.allocation import keep_freed_memory
     from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
     from elfatt_sd.patch import apply_patch, patched, plan, remove_patch
     from elfatt_sd.pipelines import load_pipeline
@@ -21,6 +22,7 @@ _HOMES = {
     "PatchConfig": "config",
     "Phase": "config",
     "apply_patch": "patch",
+    "keep_freed_memory": "allocation",
     "patched": "patch",
     "plan": "patch",
     "remove_patch": "patch",
@@ -34,6 +36,7 @@ __all__ = [
     "Phase",
     "__version__",
     "apply_patch",
+    "keep_freed_memory",
     "load_pipeline",
     "patched",
     "plan",

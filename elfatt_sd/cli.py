@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from elfatt_sd import __version__
+from elfatt_sd.allocation import keep_freed_memory
 from elfatt_sd.config import ElfattError
 from elfatt_sd.console import (
     Chosen,
@@ -54,6 +55,7 @@ def main() -> None:
     """Run the command line."""
     for variable, level in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "99")):
         os.environ.setdefault(variable, level)  # of PyTorch's libraries, which read it when they are loaded
+    keep_freed_memory()
     app(prog_name="elfatt-sd")
 
 

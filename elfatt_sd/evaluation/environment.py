@@ -15,6 +15,7 @@ import torch
 
 import elfatt_sd
 from elfatt_sd import attention
+from elfatt_sd.allocation import keeps_freed_memory
 from elfatt_sd.devices import cpu_name, device_name, proc_value
 from elfatt_sd.evaluation.protocols import Cell
 from elfatt_sd.files import sha256_of_data
@@ -66,6 +67,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpu_cores": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
+        "keeps_freed_memory": keeps_freed_memory(),
         "ram_gib": _ram_gib(),
         "cuda": _cuda(device) if device.type == "cuda" else None,
         "attention_backends": attention_backends(device),

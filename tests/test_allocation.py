@@ -1,0 +1,48 @@
+"""Freed memory stays with the process, and only where that was asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CODE = """
+import resource, sys
+import torch
+from elfatt_sd.allocation import keep_freed_memory, keeps_freed_memory
+
+assert not keeps_freed_memory()
+if sys.argv[1] == "keep":
+    assert keep_freed_memory() and keep_freed_memory() and keeps_freed_memory()
+for turn in range(6):
+    if turn == 2:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+PAGES = (1 << 26) // 4096  # of one such tensor
+
+
+def faults(how: str) -> int:
+    done = subprocess.run([sys.executable, "-c", CODE, how], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_the_next_tensor_takes_the_pages_of_the_last() -> None:
+    """Four tensors of 64 MiB, one after the other, after two that warm up."""
+    assert faults("keep") < PAGES / 8
+    assert faults("give back") > PAGES / 8, "else there is nothing to gain on this machine"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_the_script_prints_a_table() -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "freed_memory.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--models", "toy", "--rounds", "1"], capture_output=True, text=True, check=True
+    )
+    *_, titles, rule, row = done.stdout.splitlines()
+    assert titles.count("|") == rule.count("|") == row.count("|") == 7
+    assert row.startswith("| toy, 256 pixels |")
