@@ -117,7 +117,9 @@ def _origin(results: Results) -> str:
     machine = results["machine"]
     packages = machine["packages"]
     said = f"{machine['device']}, {machine['cpu_threads']} threads, torch {packages['torch']}, diffusers "
-    said += f"{packages['diffusers']}, {_precision(results)}" + ", freed memory kept" * machine.get("keeps_freed_memory", 0)
+    said += f"{packages['diffusers']}, {_precision(results)}" + ", freed memory kept" * machine.get(
+        "keeps_freed_memory", 0
+    )
     rounds = [row["rounds"] for row in results["rows"] if "rounds" in row]
     if rounds:
         several = f"medians of {_span(rounds)} interleaved rounds, in brackets the least and greatest ratio"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elfatt_sd.config import METHODS, ElfattError
 from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, legend_above
-from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row
+from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, setting_text
 from elfatt_sd.evaluation.report.palette import INK
 from elfatt_sd.evaluation.report.palette import METHODS as COLOURS
 from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Measure, Spot, draw_front, front, write_beside
@@ -70,9 +70,10 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     axes.set_ylabel(up.title)
     said = draw_front(axes, best)
     legend_above(figure, axes)
+    numbers = {id(entrant): str(place) for place, entrant in enumerate(chosen, 1)}
     marks = [
-        (entrant.spot.across, entrant.spot.up.value, str(place), colours[id(entrant.run)])
-        for place, entrant in enumerate(chosen, 1)
+        (entrant.spot.across, entrant.spot.up.value, numbers.get(id(entrant), ""), colours[id(entrant.run)])
+        for entrant in entrants
     ]
     write_beside(figure, axes, marks)
     caption = f"Every row of every run; times are ratios within a run.{said} Numbers: the rows of the table."
@@ -113,8 +114,8 @@ def _is_preset(row: Row) -> bool:
 
 def _table(chosen: Sequence[_Entrant], best: Sequence[Spot], up: Measure) -> str:
     decimals = decimals_for(entrant.spot.up for entrant in chosen)
-    titles = ["", "row", "run", "times as fast (UNet)", up.title.split(" (")[0], "beaten in both"]
-    lines = [titles, ["---:", ":---", ":---", "---:", "---:", ":---"]]
+    titles = ["", "row", "run", "pictures", "times as fast (UNet)", up.title.split(" (")[0], "beaten in both"]
+    lines = [titles, ["---:", ":---", ":---", "---:", "---:", "---:", ":---"]]
     for place, entrant in enumerate(chosen, 1):
         speed = entrant.spot.row.speedup("unet") or Estimate(1.0)
         value = entrant.spot.up
@@ -123,6 +124,7 @@ def _table(chosen: Sequence[_Entrant], best: Sequence[Spot], up: Measure) -> str
                 str(place),
                 entrant.name,
                 entrant.run.name,
+                setting_text(entrant.spot.row.images),
                 f"{fixed(speed.value, 2)} ({span(speed, 2)})" if speed.ends else fixed(speed.value, 2),
                 f"{fixed(value.value, decimals)} {interval(value, decimals)}".strip(),
                 "no" if entrant.spot in best else "yes",

@@ -202,7 +202,7 @@ def write_beside(figure: Figure, axes: Axes, points: Sequence[tuple[float, float
     Args:
         figure: that the axes are in.
         axes: with all points drawn.
-        points: of each its place in the axes' own units, text and colour.
+        points: of each its place in the axes' own units, text and colour; without text it is only kept clear.
     """
     from matplotlib.transforms import Bbox
 
@@ -213,6 +213,8 @@ def write_beside(figure: Figure, axes: Axes, points: Sequence[tuple[float, float
     page = Bbox(inside.get_points() * 72)
     taken = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in centres]
     for (across, up, text, colour), (x, y) in zip(points, centres, strict=True):
+        if not text:
+            continue
         width = _DIGIT * len(text)
 
         def box(offset: tuple[float, float], x: float = x, y: float = y, width: float = width) -> Bbox:
