@@ -1,8 +1,8 @@
 """What `elfatt_sd.keep_freed_memory` gains on a CPU: `python benchmarks/freed_memory.py`.
 
 UNet calls, untouched and in the phase of `elfatt-fast`, in processes without it and with it, in turn. A Markdown table:
-how many times as fast both become, how many times as fast as untouched `elfatt-fast` is without it and with it, and what
-each process had resident at most.
+how many times as fast both become, how many times as fast as untouched `elfatt-fast` is without it and with it, and
+what each process had resident at most.
 """
 
 from __future__ import annotations
