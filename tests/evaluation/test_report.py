@@ -19,7 +19,7 @@ from elfatt_sd.evaluation.report.palette import PAPER, Palette
 from elfatt_sd.evaluation.report.pictures import Pictures
 from elfatt_sd.evaluation.report.plots import draw_plots
 from elfatt_sd.evaluation.report.published import comparability, comparable_words
-from elfatt_sd.evaluation.report.scatter import Spot, distance_over_time, front
+from elfatt_sd.evaluation.report.scatter import Spot, closeness_over_time, distance_over_time, front
 from elfatt_sd.evaluation.report.summary import findings, headline
 from elfatt_sd.evaluation.report.tables import main_table, more_table
 from elfatt_sd.evaluation.report.text import decimals_for, fixed
@@ -682,6 +682,21 @@ def test_numbers_beside_points_do_not_cover_each_other(sweep):
     crossing = [(one, two) for place, one in enumerate(boxes) for two in boxes[:place] if one.overlaps(two)]
     assert len(crossing) <= 2
     assert all(axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max) for box in boxes)
+
+
+@pytest.mark.parametrize("level", [36.0, 36.5])
+def test_settings_beside_points_do_not_cover_each_other(results, level):
+    """Three methods at one ratio in nearly one place, as ratio 0.5 is on the toy."""
+    for place, row in enumerate(row for row in results["rows"] if row["time"]):
+        row["time"]["end_to_end"]["seconds_per_image"] = 3.0 + 0.08 * place
+        if row["paired"]:
+            row["paired"]["psnr"] = {"mean": level + 0.3 * (place % 2), "interval": [35, 38], "identical": 0}
+    shown = Results(results)
+    figure = closeness_over_time(shown, Palette(shown)).figure
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]
+    assert len(boxes) == 8, "every ratio but the failed row's"
+    assert not any(one.overlaps(two) for place, one in enumerate(boxes) for two in boxes[:place])
 
 
 def test_a_run_without_time_or_memory_says_so(sweep):

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.transforms import Bbox
 
 CROWDED_HEIGHT = 4.8  # inches
-_OFFSETS = ((5, 4), (-5, 4), (5, -9), (-5, -9))  # points; keeps the names of neighbouring methods apart
-_RADII, _DIRECTIONS = (7, 10, 14, 19, 25, 32), 16  # where a number may stand around its point, in points
-_DIGIT, _LINE = 4.3, 7.5  # width and height of a digit of 7 points
+_RADII, _DIRECTIONS = (7, 10, 14, 19, 25, 32), 16  # where a text may stand around its point, in points
+_DIGIT, _LINE = 4.3, 7.5  # width and height of a character of 7 points
 _NAMED = 12  # rows that a caption names
 
 
@@ -118,20 +117,19 @@ def _tradeoff(
     best = front([spot for spot in spots if spot.row.role != NULL], low_is_better=up.low_is_better)
     axes.set_xlabel(across.title)
     axes.set_ylabel(up.title)
-    for place, rows in enumerate(groups([spot.row for spot in spots])):
+    for rows in groups([spot.row for spot in spots]):
         series = [spot for spot in spots if spot.row in rows]
         _draw_series(axes, palette, series, named=not results.crowded)
         _draw_intervals(axes, palette, [spot for spot in series if not results.crowded or spot in best])
-        if not results.crowded:
-            _write_settings(axes, palette, series, _OFFSETS[place % len(_OFFSETS)])
     caption += draw_front(axes, best)
     legend_above(figure, axes)
+    texts = [str(spot.row.number) if results.crowded else spot.row.suffix for spot in spots]
+    marks = [
+        (spot.across, spot.up.value, text, palette.style(spot.row).colour)
+        for spot, text in zip(spots, texts, strict=True)
+    ]
+    write_beside(figure, axes, marks)
     if results.crowded:
-        write_beside(
-            figure,
-            axes,
-            [(spot.across, spot.up.value, str(spot.row.number), palette.style(spot.row).colour) for spot in spots],
-        )
         named = [spot.row.short(48) for spot in best[:_NAMED]]
         caption += f" Numbers: the rows of the table. On the stepped line: {'; '.join(named)}."
     decimals = decimals_for(spot.up for spot in spots)
@@ -185,15 +183,6 @@ def _far_null(spots: Sequence[Spot]) -> Spot | None:
         return None
     low, high = min(values), max(values)
     return null if max(low - null.up.value, null.up.value - high) > (high - low) / 2 else None
-
-
-def _write_settings(axes: Axes, palette: Palette, series: Sequence[Spot], offset: tuple[int, int]) -> None:
-    for spot in series:
-        if spot.row.suffix and spot.row.role == "method":
-            axes.annotate(
-                spot.row.suffix, (spot.across, spot.up.value), offset, textcoords="offset points", fontsize=7,
-                color=palette.style(spot.row).colour, ha="left" if offset[0] > 0 else "right",
-            )  # fmt: skip
 
 
 def write_beside(figure: Figure, axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
