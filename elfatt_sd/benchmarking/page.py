@@ -17,6 +17,7 @@ from elfatt_sd.benchmarking.plots import plot
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.environment import short_commit
 from elfatt_sd.files import atomic_file
 from elfatt_sd.pages import fill_blocks
 
@@ -128,8 +129,7 @@ def _origin(results: Results) -> str:
     shares = [sitting["bystanders"] for sitting in sittings if sitting["bystanders"] is not None]
     if shares:
         said += f"; other processes took at most {max(shares):.0%} of the processors' time"
-    digest, plus, changes = (machine.get("commit") or "").partition("+")
-    commit = digest[:12] + plus + changes
+    commit = short_commit(machine.get("commit"))
     made = f"Made by `{results['command']}`" if results.get("command") else "Made"
     return f"{said}. {made}" + (f" at commit {commit}." if commit else ".")
 

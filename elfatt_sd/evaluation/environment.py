@@ -177,6 +177,12 @@ def commit_of(folder: Path) -> str | None:
     return f"{commit}+changes" if commit and changed else commit
 
 
+def short_commit(commit: str | None) -> str:
+    """Return twelve digits of what `commit_of` returned, with `+changes` where it has that; nothing for None."""
+    digest, plus, changes = (commit or "").partition("+")
+    return digest[:12] + plus + changes
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

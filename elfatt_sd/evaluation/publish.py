@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.environment import short_commit
 from elfatt_sd.evaluation.report import PAGE, replace_files, report_files
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.evaluation.report.tables import study_table
@@ -115,4 +116,5 @@ def _origin(results: Results) -> str:
     versions = [f"{name} {packages[name]}" for name in ("torch", "diffusers") if name in packages]
     identity = str(results.data.get("identity") or "")[:12]
     said = ", ".join([*settings, results.hardware or "unknown hardware", *versions])
-    return f"Protocol `{results.name}` ({identity}): {said}."
+    commit = short_commit(results.environment.get("commit"))
+    return f"Protocol `{results.name}` ({identity}): {said}" + (f", at commit {commit}." if commit else ".")

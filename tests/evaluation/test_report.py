@@ -742,6 +742,22 @@ def test_a_wide_null_row_does_not_hide_the_methods(results):
     low, high = charts.differences(shown, Palette(shown)).figure.axes[0].get_xlim()
     ends = [end for row in shown.methods if (found := row.difference("FD-toy")) for end in found.ends]
     assert -10 < low < min(ends) and max(ends) < high < 10
+    low, high = distance_over_time(shown, Palette(shown), "unet").figure.axes[0].get_ylim()
+    values = [found.value for row in shown.rows if (found := row.distance("FD-toy"))]
+    assert min(values) - 10 < low < min(values) and max(values) < high < max(values) + 10
+
+
+def test_the_interval_over_time_is_that_of_the_difference(results):
+    """The distance of the methods is known less well than how it differs from the untouched pipeline's."""
+    for row in results["rows"]:
+        if row["distances"]:
+            row["distances"]["FD-toy"]["interval"] = [0.0, 900.0]
+    shown = Results(results)
+    (axes,) = distance_over_time(shown, Palette(shown), "unet").figure.axes
+    ends = sorted(tuple(line.get_segments()[0][:, 1]) for line in axes.collections)
+    base = shown.baseline.distance("FD-toy").value
+    differences = [found for row in shown.methods if (found := row.difference("FD-toy"))]
+    assert ends == sorted((base + found.low, base + found.high) for found in differences)
 
 
 def test_rows_of_one_name_are_told_apart(results):

@@ -63,10 +63,18 @@ def _distance(results: Results, palette: Palette, what: str, file: str, across: 
     name = results.distance
     if name is None:
         return f"Distance over {what}: no distance was measured."
-    up = Measure(f"{name} (down is better)", lambda row: row.distance(name))
+    base = None if results.baseline is None else results.baseline.distance(name)
+
+    def get(row: Row) -> Estimate | None:
+        own, difference = row.distance(name), row.difference(name)
+        if own is None or base is None or difference is None or difference.ends is None:
+            return own and Estimate(own.value)
+        return Estimate(own.value, *(base.value + end for end in difference.ends))
+
+    up = Measure(f"{name} (down is better)", get)
     caption = (
-        f"Line up and down: 95 % interval of {name} itself, which is wider than that of a paired difference. Dashed: "
-        "the untouched pipeline."
+        f"Line up and down: 95 % interval of the paired difference in {name} to the untouched pipeline (dashed); that "
+        f"of {name} itself, in the table, is wider."
     )
     return _tradeoff(results, palette, file, f"{name} over {what}", across, up, caption)
 
@@ -162,7 +170,7 @@ def _draw_series(axes: Axes, palette: Palette, series: Sequence[Spot], *, named:
 
 def _draw_intervals(axes: Axes, palette: Palette, spots: Sequence[Spot]) -> None:
     for spot in spots:
-        if spot.up.ends:
+        if spot.up.ends and spot.row.role != NULL:  # it can be so wide that it presses all others together
             axes.vlines(spot.across, *spot.up.ends, color=palette.style(spot.row).colour, linewidth=0.9, alpha=0.6)
 
 
