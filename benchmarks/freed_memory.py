@@ -20,6 +20,7 @@ from elfatt_sd.allocation import keep_freed_memory
 from elfatt_sd.benchmarking.models import copy_structure, make_model, unet_call
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, single_phases
 from elfatt_sd.config import PatchConfig
+from elfatt_sd.console import quiet_libraries
 from elfatt_sd.devices import device_name
 from elfatt_sd.evaluation.environment import read_high_water_mark
 
@@ -32,6 +33,7 @@ def measure(name: str, keeps: bool) -> dict[str, float]:
     """Return the median seconds of a call of each variant, and the peak of this process in bytes."""
     if keeps and not keep_freed_memory():
         raise SystemExit("freed memory cannot be kept here: the C library is not glibc")
+    quiet_libraries()
     size, dtype = MODELS[name]
     model = make_model(name, torch.device("cpu"), dtype)
     fast = next(variant for variant, _ in single_phases(PatchConfig.preset("elfatt-fast")) if variant != UNTOUCHED)
