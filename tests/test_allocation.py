@@ -38,6 +38,22 @@ def test_the_next_tensor_takes_the_pages_of_the_last() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_the_command_keeps_memory_and_an_import_does_not() -> None:
+    """Nor do the processes that measure memory, which run a module and not the command."""
+    code = """
+import elfatt_sd.evaluation.measure
+from elfatt_sd import cli
+from elfatt_sd.allocation import keeps_freed_memory
+
+assert not keeps_freed_memory()
+cli.app = lambda **_: None
+cli.main()
+assert keeps_freed_memory()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_the_script_prints_a_table() -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "freed_memory.py"
     done = subprocess.run(

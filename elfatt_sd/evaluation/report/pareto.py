@@ -22,6 +22,7 @@ _SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", 
 class _Entrant:
     run: Results
     spot: Spot
+    speed: Estimate
 
     @property
     def name(self) -> str:
@@ -104,7 +105,7 @@ def _entrants(runs: Sequence[Results], up: Measure) -> list[_Entrant]:
         for row in run.rows:
             speed, value = row.speedup("unet"), up.get(row)
             if row.role == METHOD and speed is not None and value is not None:
-                found.append(_Entrant(run, Spot(row, 1 / speed.value, value)))
+                found.append(_Entrant(run, Spot(row, 1 / speed.value, value), speed))
     return found
 
 
@@ -117,8 +118,7 @@ def _table(chosen: Sequence[_Entrant], best: Sequence[Spot], up: Measure) -> str
     titles = ["", "row", "run", "pictures", "times as fast (UNet)", up.title.split(" (")[0], "beaten in both"]
     lines = [titles, ["---:", ":---", ":---", "---:", "---:", "---:", ":---"]]
     for place, entrant in enumerate(chosen, 1):
-        speed = entrant.spot.row.speedup("unet") or Estimate(1.0)
-        value = entrant.spot.up
+        speed, value = entrant.speed, entrant.spot.up
         lines.append(
             [
                 str(place),
