@@ -65,6 +65,8 @@ class Phase:
             `spread` (stratified random sample of the picture, drawn from seed, step and layer).
         second_order: for `block`, another such order for the second half of the heads; None is the same for all heads.
         groups: for `sampled`, the number of groups of queries that have a sample of their own.
+        lattice: whether a group's queries lie on a lattice of the picture, far from each other, so that what the groups
+            get wrong averages out among neighbours; else in columns, where it can show as streaks.
         redraw: whether what is random in blocks and samples is drawn anew in every step, or once for a run.
         residual_steps: number of steps that share the difference between exact attention and the approximation. The
             first of them computes both, and its output is exact; the others add the difference to their approximation
@@ -87,7 +89,8 @@ class Phase:
     block_size: int = 128
     block_order: str = "sequence"
     second_order: str | None = None
-    groups: int = 8
+    groups: int = 2
+    lattice: bool = True
     redraw: bool = True
     residual_steps: int = 1
     agents: int = 64
@@ -115,6 +118,7 @@ class Phase:
         if self.second_order is not None:
             _choice("second_order", self.second_order, BLOCK_ORDERS)
         _whole("groups", self.groups, 1)
+        _flag("lattice", self.lattice)
         _flag("redraw", self.redraw)
         _whole("residual_steps", self.residual_steps, 1)
         _whole("agents", self.agents, 1)

@@ -66,6 +66,33 @@ def compact_path(height: int, width: int, cell: int, device: torch.device) -> Te
     return _static_on("cells", height, width, cell, device)
 
 
+@functools.lru_cache(maxsize=256)
+@torch.inference_mode(False)  # what is kept may be used where gradients are wanted
+def lattice_order(height: int, width: int, groups: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Order a grid so that every `groups`-th token is on a lattice of the picture, where they would form columns.
+
+    Row y is rolled, so that token (x, y) comes to a place `n` with `n mod groups = (x + slope * y) mod groups`, for the
+    slope whose lattice has the most distant neighbours: a chessboard for two groups. Where the groups do not divide the
+    width, a row has a seam.
+
+    Args:
+        height: rows of the grid.
+        width: columns of the grid.
+        groups: number of lattices.
+        device: where the result lies.
+
+    Returns:
+        Positions `[height * width]`, int64, and the place of every token in them; read only. None where the tokens stay
+        as they are.
+    """
+    shift = (_lattice_slope(groups) - width) % groups
+    if shift == 0:
+        return None
+    row = torch.arange(height, device=device)[:, None]
+    order = (row * width + (torch.arange(width, device=device) - shift * row % groups) % width).flatten()
+    return order, inverse_permutation(order)
+
+
 def inverse_permutation(permutation: Tensor) -> Tensor:
     """Return the place `[N]` of every token in an order `[N]`."""
     places = torch.arange(permutation.shape[0], device=permutation.device)
@@ -110,6 +137,17 @@ def _static(order: str, height: int, width: int, size: int) -> Tensor:
         tokens = torch.arange(height * width)
         return _deal(tokens[: blocks * base].view(base, blocks), tokens[blocks * base :], larger)
     return _bands(height, width, size)
+
+
+@functools.lru_cache
+def _lattice_slope(groups: int) -> int:
+    """Return the slope for which the points with `(x + slope * y) mod groups = 0` lie farthest apart."""
+
+    def nearest(slope: int) -> int:
+        rows = range(1, groups + 1)
+        return min(min(slope * y % groups, -slope * y % groups) ** 2 + y * y for y in rows)
+
+    return max(range(groups), key=nearest)
 
 
 def _bands(height: int, width: int, cell: int) -> Tensor:

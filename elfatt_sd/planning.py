@@ -177,7 +177,8 @@ def describe(phase: Phase) -> str:
         "block": blocks,
         "elfatt": f"{agents} and {blocks}",
         "cell_spread": f"own cell and {blocks}",
-        "sampled": f"{phase.block_size} sampled keys ({phase.groups} group{'s' * (phase.groups > 1)})",
+        "sampled": f"{phase.block_size} sampled keys ({phase.groups} group{'s' * (phase.groups > 1)}"
+        f"{' in columns' * (not phase.lattice)})",
     }
     corrected = f", exact in 1 of {phase.residual_steps} steps and corrected in between" * (phase.residual_steps > 1)
     return merge + how[phase.attention] + corrected

@@ -22,7 +22,7 @@ from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
 from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention
 from elfatt_sd.merging import Candidates, Matching, find_candidates, match_candidates
-from elfatt_sd.ordering import block_permutation, inverse_permutation, order_merged
+from elfatt_sd.ordering import block_permutation, inverse_permutation, lattice_order, order_merged
 from elfatt_sd.sampled import sample_counts, sampled_attention, stratified_samples
 from elfatt_sd.schedule import Position
 
@@ -126,6 +126,10 @@ class LayerState:
             count, self.groups = sample_counts(rows * columns, phase.block_size, phase.groups)
             places = self._uniform("samples", drawn, count, device)
             self.samples = stratified_samples(rows, columns, count, self.groups, places)
+            moved = lattice_order(rows, columns, self.groups, device) if phase.lattice else None
+            if moved is not None:
+                self.permutation, self.inverse = moved
+                self.samples = self.inverse[self.samples]
         if phase.uses_order:
             size = phase.block_size if phase.uses_blocks else max(1, rows * columns // phase.agents)
             if phase.attention == "cell_spread":
@@ -250,7 +254,7 @@ def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor
     """Merge, order, attend, project, and put every token back in its place; `[batch, tokens, channels]`."""
     in_sequence = phase.uses_order and phase.block_order == "sequence"
     matching = state.matching(tokens, phase.ratio, ordered=in_sequence)
-    permutation, inverse = (state.permutation, state.inverse) if phase.uses_order else (None, None)
+    permutation, inverse = (None, None) if phase.exact else (state.permutation, state.inverse)
     if matching is not None:
         if phase.uses_order and phase.block_order != "sequence":
             matching = matching.reordered(order_merged(permutation, matching.positions))

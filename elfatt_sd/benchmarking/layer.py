@@ -25,7 +25,7 @@ from elfatt_sd.schedule import Position
 from elfatt_sd.standalone import StandaloneLayer
 
 CHANNELS, HEADS = 320, 8  # of the finest level of SD 1.5
-_AGENTS, _GROUPS = 64, 8
+_AGENTS = 64
 
 
 def layer(
@@ -111,7 +111,7 @@ def _attention_calls(
     shape = (3, batch, side * side, HEADS, CHANNELS // HEADS)
     q, k, v = torch.randn(shape, generator=generator).to(device, dtype)
     blocks = cell_blocks(side * side, block_size)
-    seen, groups = sample_counts(side * side, block_size, _GROUPS)
+    seen, groups = sample_counts(side * side, block_size, Phase().groups)
     keys, values = (x[:, : seen * groups] for x in (k, v))
     return {
         "softmax": lambda: softmax_attention(q, k, v),
@@ -143,7 +143,7 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
     phases = {f"block, {order}": Phase(1.0, "block", block_size=block_size, block_order=order) for order in orders}
     return phases | {
         "cell_spread": Phase(1.0, "cell_spread", block_size=block_size, block_order="spread"),
-        "sampled": Phase(1.0, "sampled", block_size=block_size, groups=_GROUPS),
+        "sampled": Phase(1.0, "sampled", block_size=block_size),
         "agent": Phase(1.0, "agent", agents=_AGENTS),
         "elfatt": Phase(1.0, "elfatt", block_size=block_size, agents=_AGENTS),
         "elfatt, spread": Phase(1.0, "elfatt", block_size=block_size, agents=_AGENTS, block_order="spread"),
