@@ -10,7 +10,7 @@ from torch import Tensor
 
 from elfatt_sd.attention import partition
 from elfatt_sd.config import ElfattError
-from elfatt_sd.ordering import block_permutation, order_merged
+from elfatt_sd.ordering import block_permutation, lattice_order, order_merged
 
 ORDERS = ["windows", "curve", "strided", "spread"]
 GRIDS = [(1, 1), (1, 37), (41, 1), (2, 3), (5, 7), (8, 8), (16, 24), (33, 25), (65, 49)]
@@ -175,3 +175,34 @@ def test_order_of_merged_tokens_compiles_whole() -> None:
     permutation, positions = order("spread", 8, 8, 16), torch.arange(64).view(2, 32)
     compiled = torch.compile(order_merged, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(permutation, positions), order_merged(permutation, positions))
+
+
+@pytest.mark.parametrize(("height", "width"), GRIDS)
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 8, 16])
+def test_lattices_hold_every_token_once(height: int, width: int, groups: int) -> None:
+    lattices = lattice_order(height, width, groups, torch.device("cpu"))
+    if lattices is not None:
+        order, places = lattices
+        assert torch.equal(order.sort().values, torch.arange(height * width))
+        assert torch.equal(order[places], torch.arange(height * width))
+
+
+@pytest.mark.parametrize(("groups", "least"), [(2, 2), (4, 4), (5, 5), (8, 8), (16, 16)])
+@pytest.mark.parametrize("width", [64, 80, 96])
+def test_tokens_of_a_lattice_lie_far_apart(groups: int, least: int, width: int) -> None:
+    """The least squared distance within a group is what the best square lattices reach; columns would have 1."""
+    lattices = lattice_order(32, width, groups, torch.device("cpu"))
+    places = torch.arange(32 * width) if lattices is None else lattices[1]
+    group = (places % groups).view(32, width)
+    edge = groups if width % groups else 0  # where a row is rolled, it has a seam
+    inner = range(edge, width - edge - groups)
+    y, x = torch.meshgrid(torch.arange(groups + 1), torch.arange(-groups, groups + 1), indexing="ij")
+    for column in inner:
+        if column >= groups:
+            near = group[: groups + 1, column - groups : column + groups + 1] == group[0, column]
+            assert (x**2 + y**2)[near & ((x != 0) | (y != 0))].min() >= least
+
+
+def test_tokens_stay_where_columns_are_the_lattice() -> None:
+    assert lattice_order(8, 8, 1, torch.device("cpu")) is None
+    assert lattice_order(8, 7, 2, torch.device("cpu")) is None  # an odd width makes a chessboard of itself

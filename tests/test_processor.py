@@ -19,6 +19,7 @@ from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import find_layers
 from elfatt_sd.merging import match_tokens
 from elfatt_sd.ordering import block_permutation
+from elfatt_sd.sampled import stratified_samples
 from elfatt_sd.schedule import Position
 
 ROWS = COLUMNS = 16
@@ -165,6 +166,27 @@ def test_half_of_the_heads_in_blocks_of_another_order(first: str, second: str) -
         allowed = same_block(256, 20)[place][:, place]
         mixed.append(softmax(*(x[:, head : head + 1] for x in (q, k, v)), allowed=allowed))
     layer.check(layer.out(torch.cat(mixed, dim=1)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lattice", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_every_query_attends_to_the_sample_of_its_group(groups: int, lattice: bool) -> None:
+    """Groups are lattices of the picture (a chessboard for two), or columns; each token gets its own result back."""
+    layer = Layer(PatchConfig("samples", (Phase(1.0, "sampled", block_size=20, groups=groups, lattice=lattice),)))
+    drawn = layer.attention.elfatt_state._uniform("samples", 0, 20, torch.device("cpu"))
+    keys = stratified_samples(ROWS, COLUMNS, 20, groups, drawn).view(20, groups).t()
+    row, column = torch.arange(256) // COLUMNS, torch.arange(256) % COLUMNS
+    slope = {1: 0, 2: 1, 5: 2}[groups]
+    group = (column + slope * row if lattice else row * COLUMNS + column) % groups
+    if lattice and groups == 5:  # 16 columns: where a row is rolled, it has a seam
+        shift = (slope - COLUMNS) * row % groups
+        group = (row * COLUMNS + (column + shift) % COLUMNS) % groups
+        assert (group == (column + slope * row) % groups).float().mean() > 0.8
+    allowed = torch.zeros(256, 256, dtype=torch.bool)
+    for own in range(groups):
+        allowed[(group == own)[:, None] & torch.isin(torch.arange(256), keys[own])] = True
+    layer.check(layer.out(softmax(*layer.qkv(layer.tokens), allowed=allowed)))
 
 
 HALF = {
