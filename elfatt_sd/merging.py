@@ -36,7 +36,7 @@ class Candidates(NamedTuple):
 
 
 class Matching:
-    """Groups of tokens that are merged into one each.
+    """Groups of tokens that are merged into one each. Its indices are int32: layers and steps may keep them.
 
     Attributes:
         positions: grid position `[B, M]` of each merged token: its own where it stands alone, else its destination's.
@@ -66,7 +66,7 @@ class Matching:
         """Give every token its group's value: `[B, M, C]` to `[B, N, C]`."""
         batch, merged, channels = y.shape
         tokens = self.groups.shape[1]
-        rows = (self.groups + _row_offsets(self.groups, merged)).flatten()
+        rows = _flattened(self.groups, merged)
         return y.reshape(batch * merged, channels).index_select(0, rows).view(batch, tokens, channels)
 
     def reordered(self, permutation: Tensor) -> Matching:
@@ -76,7 +76,7 @@ class Matching:
             permutation: `[B, M]`; token i of the new sequence is token `permutation[:, i]` of this one.
         """
         new_place = torch.empty_like(permutation).scatter_(1, permutation, _arange_like(permutation))
-        return Matching(new_place.gather(1, self.groups), self.positions.gather(1, permutation))
+        return Matching(new_place.gather(1, self.groups.long()).int(), self.positions.gather(1, permutation))
 
 
 def match_tokens(
@@ -163,7 +163,7 @@ def match_candidates(candidates: Candidates, ratio: float, *, ordered: bool = Tr
     destination_groups = torch.arange(staying, staying + len(destinations), device=slot.device)
     groups = torch.cat([source_groups, destination_groups.expand(len(stay), -1)], dim=1).index_select(1, slot)
     positions = torch.cat([sources[stay], destinations.expand(len(stay), -1)], dim=1)
-    return Matching(groups, positions)
+    return Matching(groups.int(), positions.int())
 
 
 def _split_grid(
@@ -239,14 +239,16 @@ def _members(groups: Tensor, merged: int) -> tuple[Tensor, Tensor]:
     Returns:
         Rows of the flattened `[B * N, C]` tokens sorted by group, and the start of each group in that list.
     """
-    flat = (groups + _row_offsets(groups, merged)).flatten()
-    order = flat.int().argsort()
-    return order, torch.searchsorted(flat[order], torch.arange(groups.shape[0] * merged, device=groups.device))
+    flat = _flattened(groups, merged)
+    ordered, order = flat.sort()
+    every = torch.arange(groups.shape[0] * merged, device=groups.device, dtype=torch.int32)
+    return order.int(), torch.searchsorted(ordered, every, out_int32=True)
 
 
-def _row_offsets(like: Tensor, length: int) -> Tensor:
-    """Return `[B, 1]`: where each batch element starts among the flattened rows."""
-    return torch.arange(like.shape[0], device=like.device)[:, None] * length
+def _flattened(groups: Tensor, merged: int) -> Tensor:
+    """Return the group `[B * N]` of every token among those of the whole batch."""
+    starts = torch.arange(groups.shape[0], device=groups.device, dtype=torch.int32)[:, None] * merged
+    return (groups + starts).flatten()
 
 
 def _arange_like(index: Tensor) -> Tensor:
