@@ -61,9 +61,12 @@ def block_permutation(
     return _deal(whole, rest, larger)
 
 
-def compact_path(height: int, width: int, cell: int, device: torch.device) -> Tensor:
-    """Return all positions of a grid, `[height * width]`, such that runs of `cell` of them are compact; read only."""
-    return _static_on("cells", height, width, cell, device)
+def compact_path(height: int, width: int, cell: int, device: torch.device, *, rolled: bool = False) -> Tensor:
+    """Return all positions of a grid, `[height * width]`, such that runs of `cell` of them are compact; read only.
+
+    With `rolled`, tokens that are spaced evenly along a run are far from each other in rows and columns.
+    """
+    return _static_on("rolled cells" if rolled else "cells", height, width, cell, device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -129,14 +132,14 @@ def _static_on(order: str, height: int, width: int, size: int, device: torch.dev
 
 @functools.lru_cache(maxsize=256)
 def _static(order: str, height: int, width: int, size: int) -> Tensor:
-    """Return a fixed order on the CPU. `size` is the block size; for `cells` the tokens of a cell."""
+    """Return a fixed order on the CPU. `size` is the block size; for cells their tokens."""
     if order == "curve":
         return torch.tensor([y * width + x for x, y in _hilbert(width, height)])
     if order == "strided":
         blocks, base, larger = partition(height * width, size)
         tokens = torch.arange(height * width)
         return _deal(tokens[: blocks * base].view(base, blocks), tokens[blocks * base :], larger)
-    return _bands(height, width, size)
+    return _bands(height, width, size, rolled=order == "rolled cells")
 
 
 @functools.lru_cache
@@ -150,11 +153,12 @@ def _lattice_slope(groups: int) -> int:
     return max(range(groups), key=nearest)
 
 
-def _bands(height: int, width: int, cell: int) -> Tensor:
+def _bands(height: int, width: int, cell: int, *, rolled: bool = False) -> Tensor:
     """Order a grid so that runs of `cell` tokens are compact, as square as possible.
 
     The grid is cut in bands of rows, each walked column by column, every other one backwards; where the numbers
-    divide, the runs are equal rectangles.
+    divide, the runs are equal rectangles. With `rolled`, the walk starts further down in every column, once around
+    within a run, so that tokens spaced evenly along a run are far from each other in rows and columns.
     """
     bands = _band_count(height, width, cell)
     edges = [height * band // bands for band in range(bands + 1)]
@@ -162,6 +166,10 @@ def _bands(height: int, width: int, cell: int) -> Tensor:
     walked = []
     for band in range(bands):
         columns = grid[edges[band] : edges[band + 1]].t()
+        if rolled:
+            rows = columns.shape[1]
+            start = (torch.arange(width)[:, None] * rows * rows / cell).round().long()
+            columns = columns.gather(1, (start + torch.arange(rows)) % rows)
         walked.append((columns.flip(0) if band % 2 else columns).flatten())
     return torch.cat(walked)
 

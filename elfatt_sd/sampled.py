@@ -68,7 +68,7 @@ def stratified_samples(height: int, width: int, samples: int, groups: int, noise
         Positions `[samples * groups]`, int64; sample i of group g is at `i * groups + g`.
     """
     tokens = height * width
-    path = compact_path(height, width, round(tokens / samples), noise.device)
+    path = compact_path(height, width, round(tokens / samples), noise.device, rolled=True)
     edges = torch.arange(samples + 1, device=noise.device) * tokens // samples
     place = (noise[:, None] + torch.arange(groups, device=noise.device) / groups) % 1
     chosen = edges[:-1, None] + (place * edges.diff()[:, None]).long()

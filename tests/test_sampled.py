@@ -61,6 +61,13 @@ def test_every_token_of_a_cell_is_as_likely(height: int, width: int, samples: in
     assert (counts - expected).abs().max() <= expected / int(sizes) + 2
 
 
+@pytest.mark.parametrize(("samples", "rows", "columns"), [(128, 8, 4), (256, 4, 4), (512, 4, 2)])
+def test_two_groups_see_tokens_half_a_cell_apart(samples: int, rows: int, columns: int) -> None:
+    chosen = stratified_samples(64, 64, samples, 2, noise(samples)).view(samples, 2)
+    assert ((chosen // 64).diff().abs() == rows // 2).all()
+    assert ((chosen % 64).diff().abs() == columns // 2).all()
+
+
 def test_samples_depend_on_the_noise_alone() -> None:
     first, again, other = (stratified_samples(64, 64, 128, 8, noise(128, seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
