@@ -71,9 +71,7 @@ def draw(path: Path) -> None:
         axes.invert_yaxis()
         for side in axes.spines.values():
             side.set_visible(False)
-    text = (
-        f"{SIDE} x {SIDE} tokens. Red: a query. Blue: what it attends to, {SIZE} tokens of a block or a sample."
-    )
+    text = f"{SIDE} x {SIDE} tokens. Red: a query. Blue: what it attends to, {SIZE} tokens of a block or a sample."
     figure.supxlabel(f"{text}\nLight blue: what the other group of queries sees.", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
