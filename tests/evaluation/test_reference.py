@@ -410,7 +410,7 @@ import json, os, sys
 from pathlib import Path
 from extractors import regions
 from elfatt_sd.evaluation import extraction
-from elfatt_sd.evaluation.processes import process_state
+from elfatt_sd.evaluation.processes import leave_processes, process_state
 from elfatt_sd.evaluation.reference import build_reference
 
 process_state("cpu")
@@ -442,6 +442,7 @@ said = {
     "left": sorted(path.name for path in place.glob("*/.seen-*")),
 }
 (place / f"said{rank}.json").write_text(json.dumps(said))
+leave_processes()
 """
 
 
