@@ -1,6 +1,6 @@
-"""Draw which tokens one query attends to, by block order and attention; writes docs/images/what_a_query_sees.png.
+"""Draw which tokens one query attends to, by order and attention: `python benchmarks/what_a_query_sees.py [FILE]`.
 
-python benchmarks/what_a_query_sees.py [FILE]
+Without FILE it writes docs/images/what_a_query_sees.png.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.attention import partition
-from elfatt_sd.ordering import block_permutation, compact_path, inverse_permutation, lattice_order
+from elfatt_sd.ordering import block_permutation, compact_path, lattice_order
 from elfatt_sd.sampled import stratified_samples
 
 SIDE, SIZE, QUERY = 32, 32, 12 * 32 + 13
@@ -42,7 +42,7 @@ def samples(groups: int) -> tuple[Tensor, Tensor]:
     noise = torch.rand(SIZE, generator=torch.Generator().manual_seed(0))
     keys = stratified_samples(SIDE, SIDE, SIZE, groups, noise).view(SIZE, groups)
     lattices = lattice_order(SIDE, SIDE, groups, CPU)
-    place = QUERY if lattices is None else int(inverse_permutation(lattices[0])[QUERY])
+    place = QUERY if lattices is None else int(lattices[1][QUERY])
     own = place % groups
     return keys[:, own], torch.cat([keys[:, :own], keys[:, own + 1 :]], dim=1).flatten()
 

@@ -45,8 +45,8 @@ class Matching:
 
     def __init__(self, groups: Tensor, positions: Tensor) -> None:
         """Store the groups; see the attributes."""
-        self.groups = groups
-        self.positions = positions
+        self.groups = groups.int()
+        self.positions = positions.int()
         self._members: tuple[Tensor, Tensor] | None = None
 
     def merge(self, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Matching:
             permutation: `[B, M]`; token i of the new sequence is token `permutation[:, i]` of this one.
         """
         new_place = torch.empty_like(permutation).scatter_(1, permutation, _arange_like(permutation))
-        return Matching(new_place.gather(1, self.groups.long()).int(), self.positions.gather(1, permutation))
+        return Matching(new_place.gather(1, self.groups.long()), self.positions.gather(1, permutation))
 
 
 def match_tokens(
@@ -163,7 +163,7 @@ def match_candidates(candidates: Candidates, ratio: float, *, ordered: bool = Tr
     destination_groups = torch.arange(staying, staying + len(destinations), device=slot.device)
     groups = torch.cat([source_groups, destination_groups.expand(len(stay), -1)], dim=1).index_select(1, slot)
     positions = torch.cat([sources[stay], destinations.expand(len(stay), -1)], dim=1)
-    return Matching(groups.int(), positions.int())
+    return Matching(groups, positions)
 
 
 def _split_grid(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,3 +207,9 @@ def test_tokens_of_a_lattice_lie_far_apart(groups: int, least: int, width: int) 
 def test_tokens_stay_where_columns_are_the_lattice() -> None:
     assert lattice_order(8, 8, 1, torch.device("cpu")) is None
     assert lattice_order(8, 7, 2, torch.device("cpu")) is None  # an odd width makes a chessboard of itself
+
+
+def test_the_picture_of_what_a_query_sees_is_drawn(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "what_a_query_sees.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path / "seen.png")], check=True)
+    assert (tmp_path / "seen.png").read_bytes().startswith(b"\x89PNG")
