@@ -43,6 +43,11 @@ def batches_dir(run_dir: Path, cell: Cell) -> Path:
     return cell_dir(run_dir, cell) / "batches"
 
 
+def first_steps_dir(run_dir: Path) -> Path:
+    """Return the folder of what all rows' first steps have in common, while the run's images are made."""
+    return run_dir / "first_steps"
+
+
 def is_begun(run_dir: Path, cell: Cell) -> bool:
     """Tell whether any image of a row counts as made."""
     return manifest_path(run_dir, cell).is_file() or batches_dir(run_dir, cell).is_dir()

@@ -32,6 +32,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.environment import describe_environment, same_images, sha256_of_code
+from elfatt_sd.evaluation.first_steps import exact_calls, first_steps, shared_calls
 from elfatt_sd.evaluation.processes import gathered, process_state
 from elfatt_sd.evaluation.prompts import Prompt, build_prompts, load_labels
 from elfatt_sd.evaluation.protocols import Cell, Protocol
@@ -255,7 +256,7 @@ def generate(
     state = process_state(protocol.device)
     folder.check_run(run_dir, protocol)
     if state.is_main_process:
-        _tidy(run_dir)
+        _tidy(run_dir, protocol)
     state.wait_for_everyone()
     items = run_prompts(protocol)
     pending = [cell for cell in protocol.cells if not folder.manifest_path(run_dir, cell).is_file()]
@@ -290,6 +291,8 @@ def generate(
             if reason and cell.role == "baseline":
                 break
     state.wait_for_everyone()
+    if state.is_main_process:
+        shutil.rmtree(folder.first_steps_dir(run_dir), ignore_errors=True)
     return failures
 
 
@@ -315,7 +318,9 @@ def _generate_row(
 def _generate_batch(pipe: Any, run_dir: Path, protocol: Protocol, cell: Cell, number: int, batch: list[Prompt]) -> None:
     """Make a batch, write its images, and then commit it by its list of hashes."""
     seeds = [image_seed(protocol, cell, item.index) for item in batch]
-    with row_patch(pipe, cell, seeds[0]):
+    common = folder.first_steps_dir(run_dir) / f"{number:06d}.pt"
+    calls = min(exact_calls(cell, protocol.steps), shared_calls(protocol))
+    with row_patch(pipe, cell, seeds[0]), first_steps(pipe, common, calls):
         images = make_images(pipe, protocol, [item.text for item in batch], seeds)
     check_images(images, [item.index for item in batch])
     lines = []
@@ -361,12 +366,14 @@ def _close_row(run_dir: Path, cell: Cell, batches: int, reason: str | None) -> N
     shutil.rmtree(folder.batches_dir(run_dir, cell), ignore_errors=True)
 
 
-def _tidy(run_dir: Path) -> None:
-    """Remove what a killed process left behind: half-written files, lists that are joined already."""
+def _tidy(run_dir: Path, protocol: Protocol) -> None:
+    """Remove what a killed process left behind: half-written files, lists that are joined already, steps of nothing."""
     for leftover in run_dir.rglob(".*.part"):
         leftover.unlink()
     for manifest in (run_dir / "cells").glob("*/manifest.jsonl"):
         shutil.rmtree(manifest.parent / "batches", ignore_errors=True)
+    if not any(folder.is_begun(run_dir, cell) for cell in protocol.cells):  # they may be those of other weights
+        shutil.rmtree(folder.first_steps_dir(run_dir), ignore_errors=True)
 
 
 def _record_run(run_dir: Path, protocol: Protocol, environment: dict[str, Any], *, write: bool) -> None:
@@ -426,7 +433,18 @@ def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
     }
 
 
-_IMAGE_CODE = (load_protocol_pipeline, _scheduler, row_patch, _tomesd, image_seed, start_noise, make_images, to_uint8)
+_IMAGE_CODE = (
+    load_protocol_pipeline,
+    _scheduler,
+    row_patch,
+    _tomesd,
+    image_seed,
+    start_noise,
+    make_images,
+    to_uint8,
+    exact_calls,
+    first_steps,
+)
 
 
 @functools.cache
