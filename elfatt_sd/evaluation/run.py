@@ -15,6 +15,7 @@ from typing import Any
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
+from elfatt_sd.evaluation.first_steps import exact_calls, shared_calls
 from elfatt_sd.evaluation.generate import (
     generate,
     image_seed,
@@ -46,7 +47,7 @@ class Estimate:
 
     Attributes:
         seconds_per_image: of the untouched pipeline on this machine, one image at a time.
-        generation_hours: to make the images.
+        generation_hours: to make the images, the exact first steps that rows have in common once.
         timing_hours: to time all rows.
         memory_hours: to measure the memory of all rows, without the start of each process.
     """
@@ -70,7 +71,9 @@ def estimate(protocol: Protocol) -> Estimate:
     timing, memory = protocol.time, protocol.memory
     timed = timing.repeats * (timing.batch or protocol.batch) if timing else 0
     weighed = sum(memory.batches) * (memory.steps or protocol.steps) / protocol.steps if memory else 0
-    images = (count_images(protocol), rows * timed, rows * weighed)
+    shared = [min(exact_calls(cell, protocol.steps), shared_calls(protocol)) for cell in protocol.cells]
+    saved = (sum(shared) - max(shared)) / protocol.steps
+    images = (len(run_prompts(protocol)) * (rows - saved), rows * timed, rows * weighed)
     return Estimate(seconds, *(count * seconds / 3600 for count in images))
 
 

@@ -18,7 +18,7 @@ import tiny_pipelines as tiny
 from elfatt_sd.config import METHODS, ElfattError
 from elfatt_sd.evaluation import folder, generate, measure
 from elfatt_sd.evaluation import run as stages
-from elfatt_sd.evaluation.protocols import Protocol, load_protocol
+from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
 from elfatt_sd.evaluation.verify import unequal
 from elfatt_sd.files import sha256_of_file
 
@@ -363,6 +363,18 @@ def test_the_estimate_counts_images_and_extrapolates_steps(
     assert memory is not None
     weighed = sum(memory.batches) * (memory.steps or 4) / 4
     assert found.memory_hours == pytest.approx(4 * weighed * 3.5 / 3600)
+
+
+def test_the_estimate_counts_steps_that_rows_share_once(
+    full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "probe_seconds", lambda _: 3.5)
+    phases = ({"until": 0.5}, {"until": 1.0, "attention": "sampled"})
+    rows = [Cell(name, name, "custom", phases=phases) for name in ("first", "second")]
+    before = stages.estimate(full_protocol)
+    after = stages.estimate(dataclasses.replace(full_protocol, cells=(*full_protocol.cells, *rows)))
+    assert after.generation_hours == pytest.approx(before.generation_hours * (4 + 0.5 + 0.5) / 4)
+    assert after.timing_hours == pytest.approx(before.timing_hours * 6 / 4)
 
 
 def test_the_estimate_counts_the_calls_of_schedulers_with_two_in_a_step(
