@@ -11,7 +11,7 @@ from PIL import Image
 from elfatt_sd.evaluation.protocols import Protocol, load_protocol
 
 LABELS = ("cat", "dog", "owl", "fox", "crane")
-CELLS = """
+UNTOUCHED = """
 [[cells]]
 label = "SD (Baseline)"
 method = "sd"
@@ -21,7 +21,10 @@ role = "baseline"
 label = "SD, other seeds"
 method = "sd"
 role = "null"
-
+"""
+CELLS = (
+    UNTOUCHED
+    + """
 [[cells]]
 label = "ELFATT-SD"
 method = "elfatt"
@@ -35,6 +38,7 @@ method = "tome"
 peer = "tomesd"
 ratio = 0.5
 """
+)
 
 
 def write_model(folder: Path) -> Path:

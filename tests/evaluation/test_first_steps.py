@@ -14,17 +14,9 @@ from elfatt_sd.evaluation import folder, generate
 from elfatt_sd.evaluation.first_steps import exact_calls, first_steps, shared_calls
 from elfatt_sd.evaluation.protocols import Protocol
 
-CELLS = """
-[[cells]]
-label = "SD"
-method = "sd"
-role = "baseline"
-
-[[cells]]
-label = "SD, other seeds"
-method = "sd"
-role = "null"
-
+CELLS = (
+    small_run.UNTOUCHED
+    + """
 [[cells]]
 name = "half"
 label = "exact half"
@@ -53,6 +45,7 @@ method = "tome"
 peer = "tomesd"
 ratio = 0.5
 """
+)
 
 
 @pytest.fixture
