@@ -348,7 +348,8 @@ PRESETS: dict[str, PatchConfig] = {
     # Beyond the paper: exact early steps, then stratified random samples of keys, without merging. Of all ways to see
     # 128 keys the closest to untouched: docs/quality.md, `study_blocks`.
     "elfatt-fast": PatchConfig("elfatt-fast", (Phase(0.2), Phase(1.0, "sampled", block_size=128)), levels=2),
-    # More keys, from the first step on; one step of four is exact, and its difference corrects the other three.
+    # More keys, from the first step on; one step of four is exact, and its difference corrects the other three. No row
+    # of its speed is closer to untouched: docs/quality.md, `study_residual`.
     "elfatt-quality": PatchConfig("elfatt-quality", (Phase(1.0, "sampled", block_size=512, residual_steps=4),)),
 }
 METHODS = tuple(PRESETS)

@@ -699,6 +699,31 @@ def test_settings_beside_points_do_not_cover_each_other(results, level):
     assert not any(one.overlaps(two) for place, one in enumerate(boxes) for two in boxes[:place])
 
 
+def test_only_points_that_differ_in_one_number_are_joined(sweep):
+    for row in sweep["rows"][3:5]:  # two block orders have no order
+        row["label"] = "blocks of 128"
+        row["settings"] = {**row["settings"], "block_order": row["cell"]}
+    shown = Results(sweep)
+    (axes,) = closeness_over_time(shown, Palette(shown)).figure.axes
+    series = [line for line in axes.lines if line.get_marker() != "None"]
+    joined = [len(line.get_xdata()) for line in series if line.get_linestyle() == "-"]
+    apart = [len(line.get_xdata()) for line in series if line.get_linestyle() == "None"]
+    assert joined == [6], "the shares of steps"
+    assert sorted(apart)[-2:] == [2, 12], "two orders; ratios and block sizes"
+
+
+def test_a_legend_names_few_methods_of_many_rows(sweep):
+    """As in a study of few methods with many settings: rows have numbers beside their points."""
+    sweep["rows"] = sweep["rows"][:2] + sweep["rows"][22:]
+    shown = Results(sweep)
+    assert shown.crowded
+    (axes,) = closeness_over_time(shown, Palette(shown)).figure.axes
+    assert all(text.get_text().isdecimal() for text in axes.texts)
+    (legend,) = axes.figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["ELFATT with blocks along a curve in the first fifth of all steps", "ToMe, then exact"]
+
+
 def test_a_run_without_time_or_memory_says_so(sweep):
     for row in sweep["rows"]:
         row["time"] = None

@@ -17,7 +17,8 @@ BASELINE, NULL, METHOD = "baseline", "null", "method"
 STAGES = {"text": "Text", "unet": "UNet", "vae": "VAE", "reserved": "Reserved"}
 PARTS = {"end_to_end": "end to end", "unet": "UNet alone"}
 TIME_COLUMNS = {"end_to_end": "s/img", "unet": "UNet, s/img"}
-CROWD = 8  # methods; with more, colours repeat, so rows are numbered
+CROWD = 8  # methods; with more, colours repeat and a legend cannot name them
+_TEXTS = 14  # rows; with more, their texts in a plot cover each other
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,9 @@ class Results:
             name if names.count(name) == 1 else f"{name} ({row.get('cell')})"
             for row, name in zip(raw, names, strict=True)
         ]
-        self.crowded = len({_label(row) for row in raw if row.get("role") not in (BASELINE, NULL)}) > CROWD
+        methods = {_label(row) for row in raw if row.get("role") not in (BASELINE, NULL)}
+        self.legend = len(methods) <= CROWD
+        self.crowded = not self.legend or len(raw) > _TEXTS
         if self.crowded:
             unique = [f"{place} · {name}" for place, name in enumerate(unique, 1)]
         places = [place if self.crowded else None for place in range(1, len(raw) + 1)]

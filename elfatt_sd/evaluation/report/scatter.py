@@ -127,7 +127,7 @@ def _tradeoff(
     axes.set_ylabel(up.title)
     for rows in groups([spot.row for spot in spots]):
         series = [spot for spot in spots if spot.row in rows]
-        _draw_series(axes, palette, series, named=not results.crowded)
+        _draw_series(axes, palette, series, named=results.legend)
         _draw_intervals(axes, palette, [spot for spot in series if not results.crowded or spot in best])
     caption += draw_front(axes, best)
     legend_above(figure, axes)
@@ -156,16 +156,23 @@ def front(spots: Sequence[Spot], *, low_is_better: bool) -> list[Spot]:
 
 
 def _draw_series(axes: Axes, palette: Palette, series: Sequence[Spot], *, named: bool) -> None:
-    """Draw the points of one method, joined by a line; with too many methods only the roles are in the legend."""
+    """Draw the points of one method, joined if they are a curve; a method is in the legend if it is to be named."""
     row, style = series[0].row, palette.style(series[0].row)
     plain = row.role == "method"
     axes.plot(
         [spot.across for spot in series], [spot.up.value for spot in series], style.marker,
-        color=style.colour, linestyle="-", label=legend_name(row) if named or not plain else None, zorder=3,
-        markerfacecolor=style.colour if plain else PAPER,
+        color=style.colour, linestyle="-" if _is_curve(series) else "", zorder=3,
+        label=legend_name(row) if named or not plain else None, markerfacecolor=style.colour if plain else PAPER,
     )  # fmt: skip
     if row.role == BASELINE:
         axes.axhline(series[0].up.value, color=BASE, linewidth=0.8, linestyle="--", zorder=1)
+
+
+def _is_curve(series: Sequence[Spot]) -> bool:
+    """Tell whether the points differ in one number alone, so that a line leads from one to the next."""
+    settings = [set(texts) for texts in zip(*(spot.row.suffix.split(", ") for spot in series), strict=False)]
+    differing = [texts for texts in settings if len(texts) > 1]
+    return len(differing) == 1 and all(text.rsplit(" ", 1)[-1].replace(".", "").isdigit() for text in differing[0])
 
 
 def _draw_intervals(axes: Axes, palette: Palette, spots: Sequence[Spot]) -> None:
