@@ -208,7 +208,6 @@ def write_beside(figure: Figure, axes: Axes, points: Sequence[tuple[float, float
         axes: with all points drawn.
         points: of each its place in the axes' own units, text and colour; without text it is only kept clear.
     """
-    from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()  # places the axes, so that distances on paper are known
@@ -230,7 +229,8 @@ def write_beside(figure: Figure, axes: Axes, points: Sequence[tuple[float, float
         far = math.hypot(*chosen) > _RADII[1]
         axes.annotate(
             text, (across, up), chosen, textcoords="offset points", fontsize=7, color=colour,
-            ha="center", va="center", zorder=4, path_effects=[withStroke(linewidth=2, foreground=PAPER)],
+            ha="center", va="center", zorder=4,
+            bbox={"boxstyle": "square,pad=0.05", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.8},
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.4, "shrinkA": 3} if far else None,
         ).set_in_layout(False)  # fmt: skip
 
