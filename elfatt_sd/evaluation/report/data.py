@@ -101,7 +101,7 @@ class Row:
         data: the row of `results.json`.
         name: what tells the row from all others in a plot or a sentence.
         suffix: the part of the name behind the label.
-        number: the row's place in a run of so many methods that rows are known by their numbers, else None.
+        number: the row's place in a run of so many rows that they are known by their numbers, else None.
     """
 
     data: Mapping[str, Any]
@@ -264,6 +264,10 @@ class Results:
 
     Args:
         data: the content of `results.json`.
+
+    Attributes:
+        legend: whether the legend of a plot can name all methods.
+        crowded: whether rows are known by their numbers.
     """
 
     def __init__(self, data: Mapping[str, Any]) -> None:
