@@ -170,9 +170,10 @@ def _draw_series(axes: Axes, palette: Palette, series: Sequence[Spot], *, named:
 
 def _is_curve(series: Sequence[Spot]) -> bool:
     """Tell whether the points differ in one number alone, so that a line leads from one to the next."""
-    settings = [set(texts) for texts in zip(*(spot.row.suffix.split(", ") for spot in series), strict=False)]
-    differing = [texts for texts in settings if len(texts) > 1]
-    return len(differing) == 1 and all(text.rsplit(" ", 1)[-1].replace(".", "").isdigit() for text in differing[0])
+    names = {name for spot in series for name in spot.row.settings}
+    values = [[spot.row.settings.get(name) for spot in series] for name in names]
+    differing = [each for each in values if any(value != each[0] for value in each)]
+    return len(differing) == 1 and all(isinstance(value, int | float) for value in differing[0])
 
 
 def _draw_intervals(axes: Axes, palette: Palette, spots: Sequence[Spot]) -> None:
