@@ -143,7 +143,7 @@ def score_run(run_dir: Path, *, batch_size: int = 32, progress: Progress | None 
                 scale.distance_name: {**scale.reference.description, "features": scale.extractor.dimension}
                 for scale in scales
             },
-            "rows": {name: score_cell(images, baseline, scales, cache, toy) for name, images in rows.items()},
+            "rows": {name: score_cell(images, baseline, scales, cache, toy, progress) for name, images in rows.items()},
         }
         write_json(run_dir / SCORES_FILE, data)
 
@@ -323,7 +323,12 @@ def torchmetrics_distance(features: Tensor | Array, reference: FeatureStatistics
 
 
 def score_cell(
-    images: Images, baseline: Images, scales: Sequence[Scale], cache: Path, toy: bool = False
+    images: Images,
+    baseline: Images,
+    scales: Sequence[Scale],
+    cache: Path,
+    toy: bool = False,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Score one row.
 
@@ -333,6 +338,7 @@ def score_cell(
         scales: extractors with their references.
         cache: folder for what was computed.
         toy: whether class indices are those of the toy's list, so that its extractor can tell right from wrong.
+        progress: called with what is looked at, the number of pictures compared with the baseline's, and their total.
 
     Returns:
         Plain data: `images` and `classes` (their numbers), `distances`, `paired` (None for the baseline), `accuracy`
@@ -344,7 +350,7 @@ def score_cell(
     if list(images.classes) != list(baseline.classes):
         raise ElfattError(f"rows {images.name!r} and {baseline.name!r} are not of the same prompts.")
     other = None if images.name == baseline.name else baseline
-    changes = pair_changes(images, other, cache, scales[0].extractor.device) if other else None
+    changes = pair_changes(images, other, cache, scales[0].extractor.device, progress) if other else None
     return {
         "images": len(images.paths),
         "classes": len(set(images.classes)),
@@ -373,7 +379,9 @@ def _difference(figure: Estimate, other: Estimate, classes: Sequence[int], *, lo
     return {**estimate_as_dict(difference, classes), "verdict": found}
 
 
-def pair_changes(images: Images, baseline: Images, cache: Path, device: torch.device) -> Tensor:
+def pair_changes(
+    images: Images, baseline: Images, cache: Path, device: torch.device, progress: Progress | None = None
+) -> Tensor:
     """PSNR (dB) and SSIM `[n, 2]` of each picture to the baseline's of the same index; kept in the cache.
 
     The PSNR is infinite where a picture equals the baseline's in every pixel, and only there.
@@ -383,16 +391,17 @@ def pair_changes(images: Images, baseline: Images, cache: Path, device: torch.de
         baseline: the untouched pipeline's.
         cache: folder for what was computed.
         device: where to compute, in float64.
+        progress: as for `score_cell`.
     """
     path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
     if not path.is_file():
-        rows = torch.cat(list(_changes(images, baseline, device)))
+        rows = torch.cat(list(_changes(images, baseline, device, progress)))
         with atomic_file(path) as file:
             np.save(file, rows.numpy())
     return torch.from_numpy(np.load(path))
 
 
-def _changes(images: Images, baseline: Images, device: torch.device) -> Iterator[Tensor]:
+def _changes(images: Images, baseline: Images, device: torch.device, progress: Progress | None) -> Iterator[Tensor]:
     from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
     count = len(images.paths)
@@ -403,6 +412,8 @@ def _changes(images: Images, baseline: Images, device: torch.device) -> Iterator
         decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3))
         similarity = structural_similarity_index_measure(mine, other, data_range=255.0, reduction="none")
         yield torch.stack((decibels, torch.as_tensor(similarity).reshape(-1)), 1).to("cpu", torch.float64)
+        if progress:
+            progress(f"{images.name}, PSNR and SSIM", start + size, count)
 
 
 def _tensors(pictures: Iterator[Array | str]) -> Iterator[Tensor]:
@@ -430,12 +441,12 @@ def _paired(images: Images, baseline: Images, changes: Tensor, scale: Scale) -> 
 
 
 def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:
-    """The mean of one number per picture with its 95 % interval, and median and quartiles; None without pictures.
+    """The mean of one number per picture with its 95 % interval, median, quartiles and lowest; None without pictures.
 
     No interval leaves the numbers' own bounds.
     """
     if not len(values):
-        return dict.fromkeys(("mean", "interval", "median", "quartiles"))
+        return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
     mean = Estimate.mean(values)
     ends = mean.interval(classes)
     quartiles = torch.quantile(values, torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype)).tolist()
@@ -444,6 +455,7 @@ def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[s
         "interval": None if ends is None else [max(ends[0], low), min(ends[1], high)],
         "median": quartiles[1],
         "quartiles": [quartiles[0], quartiles[2]],
+        "lowest": values.min().item(),
     }
 
 

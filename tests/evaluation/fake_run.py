@@ -195,7 +195,8 @@ def _around(value: float, half: float) -> dict:
 def _spread(median: float, half: float) -> dict:
     mean = median + half / 9
     quartiles = [median - half, median + half * 0.8]
-    return {"median": median, "mean": mean, "interval": [mean - half / 5, mean + half / 5], "quartiles": quartiles}
+    interval = [mean - half / 5, mean + half / 5]
+    return {"median": median, "mean": mean, "interval": interval, "quartiles": quartiles, "lowest": median - 2 * half}
 
 
 def _stages(slope: float) -> dict:

@@ -21,7 +21,7 @@ from elfatt_sd.evaluation.report.plots import draw_plots
 from elfatt_sd.evaluation.report.published import comparability, comparable_words
 from elfatt_sd.evaluation.report.scatter import Spot, closeness_over_time, distance_over_time, front
 from elfatt_sd.evaluation.report.summary import findings, headline
-from elfatt_sd.evaluation.report.tables import main_table, more_table
+from elfatt_sd.evaluation.report.tables import main_table, more_table, study_table
 from elfatt_sd.evaluation.report.text import decimals_for, fixed
 from elfatt_sd.evaluation.report.writers import to_csv, to_latex, to_markdown
 from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
@@ -261,6 +261,7 @@ def test_csv_holds_every_figure_unrounded(run):
             shown = [float(record[f"{measure}{what}"]) for what in ("", " low", " high", " median")]
             assert shown == [found["mean"], *found["interval"], found["median"]]
             assert float(record[f"{measure} quartile 3"]) == found["quartiles"][1]
+            assert float(record[f"{measure} lowest"]) == found["lowest"]
         assert record["gib_per_image"] == ("" if row["memory"] is None else str(row["memory"]["gib_per_image"]))
         vae = "" if row["memory"] is None else str(row["memory"]["stages"]["vae"]["gib_per_image"])
         assert (record["vae gib_per_image"], record["reserved gib_per_image"]) == (vae, "")
@@ -501,10 +502,24 @@ def test_unreadable_pictures_leave_a_gap(tmp_path):
     assert prompt(1) in shown.text, "another row's manifest has the prompts"
 
 
+def test_the_picture_that_is_changed_most_has_a_column(results):
+    psnr = [row["paired"] and row["paired"]["psnr"] for row in results["rows"]]
+    for table in (more_table, study_table):
+        made = table(Results(results))
+        place = [column.title for column in made.columns].index("Lowest PSNR, dB") - made.heads
+        texts = [line.entries[place].text for line in made.lines]
+        nothing = ["reference" if row["role"] == "baseline" else "not measured" for row in results["rows"]]
+        assert texts == [f"{found['lowest']:.1f}" if found else text for found, text in zip(psnr, nothing, strict=True)]
+    for found in filter(None, psnr):
+        del found["lowest"]
+    older = study_table(Results(results))
+    assert "Lowest PSNR, dB" not in [column.title for column in older.columns]
+
+
 def test_identical_pictures_are_called_identical(results):
     most, some, all_ = (results["rows"][place]["paired"]["psnr"] for place in (-1, -2, -3))
     most["identical"], some["identical"] = 61, 3
-    all_ |= dict.fromkeys(("mean", "interval", "median", "quartiles")) | {"identical": 64}
+    all_ |= dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest")) | {"identical": 64}
     shown = Results(results)
     psnr = [line.entries[-1] for line in main_table(shown).lines[-3:]]
     assert [entry.text for entry in psnr] == ["identical", f"{some['mean']:.2f}", "identical"]

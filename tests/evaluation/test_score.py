@@ -172,6 +172,7 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
         half = student_quantile(0.975, len(values) - 1) * values.std().item() / len(values) ** 0.5
         middle = values.mean().item()
         assert tome[measure]["mean"] == pytest.approx(middle)
+        assert tome[measure]["lowest"] == min(values.tolist())
         assert tome[measure]["interval"] == pytest.approx([max(middle - half, 0), min(middle + half, most)])
     low, high = tome["cosine"]["interval"]
     assert low < tome["cosine"]["mean"] < high
@@ -184,7 +185,7 @@ def test_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
     twin = dataclasses.replace(untouched, name="twin")
     scale.extract(twin, 8)
     row = score.score_cell(twin, untouched, [scale], scored / "scores")
-    nothing = dict.fromkeys(("mean", "interval", "median", "quartiles"))
+    nothing = dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
     assert row["paired"]["psnr"] == {**nothing, "unit": "dB", "identical": COUNT}
     assert row["paired"]["ssim"]["mean"] == pytest.approx(1, abs=1e-9)
     assert row["most_changed"] == []
@@ -282,8 +283,12 @@ def test_features_are_computed_once_per_picture(tmp_path: Path, monkeypatch: pyt
     made = counting(monkeypatch)
     run_dir = write_run(tmp_path / "run", protocol())
     build_references(protocol())
-    score_run(run_dir)
-    score_run(run_dir)
+    told: list[list[tuple[str, int, int]]] = [[], []]
+    for calls in told:
+        score_run(run_dir, progress=lambda *call, calls=calls: calls.append(call))  # type: ignore[misc]
+    compared = [(f"{cell.name}, PSNR and SSIM", COUNT, COUNT) for cell in CELLS[1:]]
+    assert [call for call in told[0] if "PSNR" in call[0] and call[1] == call[2]] == compared
+    assert not told[1], "nothing is looked at twice"
     assert [int(extractor.network.calls) for extractor in made[1:]] == [4 * COUNT, 0]  # type: ignore[arg-type]
 
 

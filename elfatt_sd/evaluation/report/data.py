@@ -193,6 +193,10 @@ class Row:
         """Return median and quartiles over the pictures of such a measure."""
         return estimate(dig(self.data, "paired", measure), "median", "quartiles")
 
+    def lowest(self, measure: str) -> float | None:
+        """Return the lowest of such a measure among the pictures: how far the one that is changed most has moved."""
+        return number(self.data, "paired", measure, "lowest")
+
     @property
     def identical(self) -> int | None:
         """The number of pictures that equal the baseline's in every pixel; the PSNR is that of the others."""

@@ -128,6 +128,7 @@ def more_table(results: Results) -> Table:
     for name in results.distances:
         if name != results.distance:
             makers += _distance_columns(results, name)
+    makers += _lowest_column(results)
     makers += [("SSIM", _paired_maker(results, "ssim", 2)), ("Feature cosine", _paired_maker(results, "cosine", 2))]
     for name in results.attributes:
         if name == "mean":
@@ -148,6 +149,7 @@ def study_table(results: Results) -> Table:
     """Build the table of a study: closeness to the untouched pictures, distance and accuracy, UNet time."""
     makers: list[tuple[str, _Maker]] = [
         ("PSNR, dB", _paired_maker(results, "psnr", 1)),
+        *_lowest_column(results),
         ("SSIM", _paired_maker(results, "ssim", 2)),
         ("Feature cosine", _paired_maker(results, "cosine", 2)),
     ]
@@ -284,6 +286,17 @@ def _paired_maker(results: Results, measure: str, least: int) -> _Maker:
         return Entry(fixed(found.value, decimals), interval(found, decimals), remark=equal and f"{equal} identical")
 
     return make
+
+
+def _lowest_column(results: Results) -> list[tuple[str, _Maker]]:
+    """The PSNR of the picture that is changed most; no column where an older run did not keep it."""
+
+    def make(row: Row) -> Entry:
+        found = row.lowest("psnr")
+        return _no_pair(row) if found is None else Entry(fixed(found, 1))
+
+    kept = any(row.lowest("psnr") is not None for row in results.rows)
+    return [("Lowest PSNR, dB", make)] if kept else []
 
 
 def _time_maker(results: Results, part: str) -> _Maker:

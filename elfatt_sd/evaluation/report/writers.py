@@ -125,7 +125,7 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
         spread = _columns(
             f"{measure} median", row.pictures(measure), (f"{measure} quartile 1", f"{measure} quartile 3")
         )
-        record |= _columns(measure, row.paired(measure)) | spread
+        record |= _columns(measure, row.paired(measure)) | spread | {f"{measure} lowest": row.lowest(measure)}
     record["psnr identical"] = row.identical
     for name in results.attributes:
         record |= _columns(f"accuracy {name}", row.accuracy(name))
