@@ -502,12 +502,15 @@ def test_unreadable_pictures_leave_a_gap(tmp_path):
     assert prompt(1) in shown.text, "another row's manifest has the prompts"
 
 
+def lowest_psnr(table):
+    place = [column.title for column in table.columns].index("Lowest PSNR, dB") - table.heads
+    return [line.entries[place].text for line in table.lines]
+
+
 def test_the_picture_that_is_changed_most_has_a_column(results):
     psnr = [row["paired"] and row["paired"]["psnr"] for row in results["rows"]]
     for table in (more_table, study_table):
-        made = table(Results(results))
-        place = [column.title for column in made.columns].index("Lowest PSNR, dB") - made.heads
-        texts = [line.entries[place].text for line in made.lines]
+        texts = lowest_psnr(table(Results(results)))
         nothing = ["reference" if row["role"] == "baseline" else "not measured" for row in results["rows"]]
         assert texts == [f"{found['lowest']:.1f}" if found else text for found, text in zip(psnr, nothing, strict=True)]
     for found in filter(None, psnr):
@@ -530,6 +533,7 @@ def test_identical_pictures_are_called_identical(results):
         "(61 of 64)",
     ]
     assert f"{low:.2f}, {high:.2f}\\], 3 of 64 identical |" in to_markdown(main_table(shown))
+    assert lowest_psnr(study_table(shown))[-3:] == ["identical", f"{some['lowest']:.1f}", f"{most['lowest']:.1f}"]
     assert [record["psnr identical"] for record in csv.DictReader(io.StringIO(to_csv(shown)))][-3:] == ["64", "3", "61"]
     plots = {plot.name: plot.alt for plot in draw_plots(shown, Palette(shown))[0]}
     assert "ELFATT-SD 0.5:" not in plots["closeness_time"] and "ELFATT-SD 0.3:" in plots["closeness_time"]

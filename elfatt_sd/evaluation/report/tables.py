@@ -293,7 +293,9 @@ def _lowest_column(results: Results) -> list[tuple[str, _Maker]]:
 
     def make(row: Row) -> Entry:
         found = row.lowest("psnr")
-        return _no_pair(row) if found is None else Entry(fixed(found, 1))
+        if found is None:
+            return Entry("identical") if row.identical else _no_pair(row)
+        return Entry(fixed(found, 1))
 
     kept = any(row.lowest("psnr") is not None for row in results.rows)
     return [("Lowest PSNR, dB", make)] if kept else []
