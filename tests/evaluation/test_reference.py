@@ -345,7 +345,7 @@ def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.Monk
     lines.clear()
     extractor.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 200))
     build_reference(tmp_path / "flat", extractor, cache_dir=tmp_path, expected=COUNT, batch_size=6, progress=progress)
-    assert lines[0].startswith("features: reference, regions, ")
+    assert lines[0].startswith("scoring: reference, regions, ")
 
 
 class Killed(BaseException):
