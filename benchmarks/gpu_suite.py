@@ -3,28 +3,32 @@
     python benchmarks/gpu_suite.py --out benchmarks/results
 
 Needs torch, diffusers, tomesd and this repository; downloads nothing. `gpu_suite.json` is written anew after every
-part, so that a run that is stopped loses nothing. `--tiny` tries all parts on any machine with small models.
+part, and when the suite is stopped, with the whole rounds of the part that was going on. After `--seconds` no part is
+begun, and soon after that it stops by itself. `--tiny` tries all parts on any machine with small models.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from elfatt_sd.benchmarking.goals import verdict
 from elfatt_sd.benchmarking.layer import growth
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, make_model, random_unet
-from elfatt_sd.benchmarking.record import Record
+from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.unet import unet
@@ -40,6 +44,7 @@ TINY = {
     "norm_num_groups": 8,
     "layers_per_block": 1,
 }
+GRACE = 70  # seconds that the last part may take
 GOALS = [  # method, model, size, least gain over a run of 50 steps
     ("elfatt", "sd15", 512, 1.09),
     ("elfatt-fast", "sd15", 512, 1.25),
@@ -62,11 +67,35 @@ def main() -> None:
     names = list(suite.parts) if options.only is None else options.only.split(",")
     if unknown := [name for name in names if name not in parts]:
         sys.exit("\n".join([f"{unknown[0]!r} is no part; there are:", *parts]))
+    if suite.device.type == "cpu" and not suite.tiny:
+        sys.exit("there is no GPU here; --tiny tries the suite on any machine")
     try:
-        for name in names:
-            suite.run(name, parts[name])
+        with stopping(options.seconds + GRACE):
+            for name in names:
+                suite.run(name, parts[name])
     finally:  # also when it is stopped
         suite.conclude()
+
+
+@contextmanager
+def stopping(seconds: float) -> Iterator[None]:
+    """Raise SystemExit inside after a time (not on Windows), and where the process is asked to end."""
+
+    def stop(number: int, _: object) -> NoReturn:
+        sys.exit(f"stopped by {signal.Signals(number).name}")
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGALRM") if hasattr(signal, name)]
+    before = {number: signal.signal(number, stop) for number in numbers}
+    timed = hasattr(signal, "setitimer")
+    if timed:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Suite:
@@ -81,6 +110,7 @@ class Suite:
         self.limit: float = options.seconds
         self.results: dict[str, Any] = {"parts": {}, "errors": {}, "seconds": {}}
         self.models: dict[str, Model] = {}
+        self.session = Session()  # of the part that is going on
         self.parts: dict[str, Callable[[], Results]] = {
             "sd15 512 batch 1": lambda: self.unet("sd15", 512, 1, 15),
             "sd15 512 batch 8": lambda: self.unet("sd15", 512, 8, 20),
@@ -107,22 +137,32 @@ class Suite:
         }
 
     def run(self, name: str, part: Callable[[], Results]) -> None:
-        """Run one part and write what there is; an error is written down and the suite goes on."""
+        """Run one part and write what there is; an error is written down and the suite goes on.
+
+        What a part had measured when it failed or was stopped is kept.
+        """
         begun = time.monotonic()
         if begun - self.start > self.limit:
             self.results["errors"][name] = "no time left"
             return
         print(f"\n## {name} ({begun - self.start:.0f} s)", flush=True)
+        self.session = Session()
         try:
-            self.results["parts"][name] = part()
-            print(markdown(self.results["parts"][name]), flush=True)
-        except Exception as error:
+            part()
+        except BaseException as error:
             self.results["errors"][name] = f"{type(error).__name__}: {str(error)[:500]}"
+            if not isinstance(error, Exception):
+                raise
             traceback.print_exc(limit=-4, file=sys.stdout)
+        finally:
+            measured = self.session.results
+            if measured is not None and measured["rows"]:
+                self.results["parts"][name] = measured
+                print(markdown(measured), flush=True)
+            self.results["seconds"][name] = time.monotonic() - begun
+            self.write()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.results["seconds"][name] = time.monotonic() - begun
-        self.write()
 
     def write(self) -> None:
         """Write the results so far, whole."""
@@ -159,6 +199,7 @@ class Suite:
             seconds=seconds,
             device=str(self.device),
             memory=[2 * pictures],
+            session=self.session,
             **options,
         )
 
@@ -172,27 +213,30 @@ class Suite:
     def merging(self) -> Results:
         """Time matching, merge and unmerge beside tomesd's."""
         sizes, dtypes = ([256], ["float32"]) if self.tiny else ([4096, 16384], ["float32", "float16"])
-        return merging(tokens=sizes, dtypes=dtypes, device=str(self.device))
+        return merging(tokens=sizes, dtypes=dtypes, device=str(self.device), session=self.session)
 
     def growth(self) -> Results:
         """Time a layer from 4,096 to 65,536 tokens."""
         sizes = [256, 1024] if self.tiny else [4096, 9216, 16384, 36864, 65536]
-        return growth(tokens=sizes, repeats=3, device=str(self.device))
+        return growth(tokens=sizes, device=str(self.device), session=self.session)
 
     def backends(self) -> Results:
         """Time PyTorch's fused attention kernels on whole sequences and on blocks."""
-        record = Record(None, "layer", self.device, {}, bases=["default"])
+        dtype = pick_dtype("auto", self.device)
+        settings = {"dtype": str(dtype).removeprefix("torch.")}
+        record = Record(self.session, "layer", self.device, settings, bases=["default"])
         for batch, heads, tokens, size in [(2, 8, 4096, 40), (2, 10, 4096, 64), (2, 8, 16384, 40), (64, 8, 128, 40)]:
             tokens = tokens // 16 if self.tiny else tokens
             key = {"tokens": tokens, "batch": batch, "part": f"{heads} heads of {size}"}
-            record.time(key, self.kernels(batch, heads, tokens, size), 5)
+            record.time(key, self.kernels(dtype, batch, heads, tokens, size), 5)
         return record.results
 
-    def kernels(self, batch: int, heads: int, tokens: int, size: int) -> dict[str, Callable[[], Any]]:
+    def kernels(
+        self, dtype: torch.dtype, batch: int, heads: int, tokens: int, size: int
+    ) -> dict[str, Callable[[], Any]]:
         """Return a call for every kernel that takes this shape."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        dtype = pick_dtype("auto", self.device)
         q, k, v = torch.randn(3, batch, tokens, heads, size, device=self.device, dtype=dtype).transpose(2, 3)
 
         def attend(*kernels: SDPBackend) -> None:
@@ -227,9 +271,8 @@ class Suite:
         self.write()
         print("\n## Goals over a run of 50 steps")
         for goal in self.results["goals"]:
-            met = "met" if goal["gain"] >= goal["goal"] else "missed"
-            print(f"{goal['part']}, {goal['method']}: {goal['gain']:.2f}, goal {goal['goal']}: {met}", end=", ")
-            print(f"rounds: {goal['rounds']}")
+            said = verdict(goal["gain"] >= goal["goal"], goal["rounds"])
+            print(f"{goal['part']}, {goal['method']}: {goal['gain']:.2f}, goal {goal['goal']}: {said}")
         print("\n## Peak memory of one more picture in the batch, GB")
         for name, slopes in self.results["memory_slope"].items():
             print(f"{name}: " + ", ".join(f"{method} {slope:.3f}" for method, slope in slopes.items()))

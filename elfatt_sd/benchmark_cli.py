@@ -33,7 +33,8 @@ Methods = Annotated[
 Model = Annotated[str, typer.Option(help="sd15 or sdxl (random weights), toy, a directory, a hub id or a file.")]
 Ratio = Annotated[float | None, typer.Option(help="Share of the tokens that are merged, for all that merge.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
-Batch = Annotated[int, typer.Option(help="Pictures at a time (a UNet sees two for each with guidance).")]
+Batch = Annotated[int, typer.Option(help="Pictures at a time.")]
+Rows = Annotated[int, typer.Option("--batch", help="Rows of a UNet's batch: two for each picture with guidance.")]
 Repeats = Annotated[int, typer.Option(help="Rounds that count.")]
 MaxSeconds = Annotated[float, typer.Option(help="Leave out what is expected to take longer for one call.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
@@ -45,7 +46,7 @@ Autotune = Annotated[
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Also measure the peak memory.")]
 MemoryBatch = Annotated[
     list[int] | None,
-    typer.Option(help="Batch at which the peak is measured; two of them give the growth. The batch and twice it."),
+    typer.Option(help="Rows at which the peak is measured; two such batches give the growth. --batch and twice that."),
 ]
 
 
@@ -94,7 +95,7 @@ def _add_layer_command(name: str, sizes: list[int], text: str) -> None:
     def command(
         session: Any,
         tokens: Tokens = sizes,
-        batch: Batch = 2,
+        batch: Rows = 2,
         repeats: Repeats = 5,
         block_size: BlockSize = 128,
         max_seconds: MaxSeconds = float("inf"),
@@ -125,7 +126,7 @@ def unet(
     sizes: Sizes = [512, 1024],  # noqa: B006
     methods: Methods = None,
     ratio: Ratio = None,
-    batch: Batch = 2,
+    batch: Rows = 2,
     repeats: Repeats = 5,
     seconds: Seconds = float("inf"),
     device: Device = "auto",
@@ -153,11 +154,12 @@ def pipeline(
     batch: Batch = 1,
     repeats: Repeats = 5,
     steps: Steps = 25,
+    memory: Memory = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """A whole pipeline with guidance, from prompt to picture."""
-    options = {"batch": batch, "repeats": repeats, "steps": steps, **_given(ratio=ratio)}
+    options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory, **_given(ratio=ratio)}
     _run("pipeline", session, model=model, sizes=sizes, methods=methods, device=device, dtype=dtype, **options)
 
 
@@ -167,7 +169,7 @@ def merging(
     session: Any,
     tokens: Tokens = [4096, 16384],  # noqa: B006
     ratio: Annotated[float, typer.Option(help="Share of the tokens that are merged.")] = 0.5,
-    batch: Batch = 2,
+    batch: Rows = 2,
     repeats: Repeats = 5,
     device: Device = "auto",
     dtypes: Annotated[list[str], typer.Option("--dtype", help="May be given several times.")] = ["float32", "bfloat16"],  # noqa: B006

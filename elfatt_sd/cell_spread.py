@@ -103,7 +103,8 @@ def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: floa
 
 
 def _fused_cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    if bias is None and q.dtype != torch.float32 and q.shape[3] % 8 == 0:
+    ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if ampere and bias is None and q.dtype != torch.float32 and q.shape[3] % 8 == 0:
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
         return out[0], out[1]
     if bias is not None:  # the kernel wants rows that start at multiples of 16 bytes

@@ -119,13 +119,13 @@ class LayerState:
         if phase.uses_matching and config.use_rand:
             cells = (rows // phase.stride) * (columns // phase.stride)
             steps = max(config.reuse_steps, phase.residual_steps)
-            draws = self._uniform("destinations", step // steps * steps, cells, device)
-            self.choice = (draws * phase.stride**2).long()
+            draws = self._uniform("destinations", step // steps * steps, cells)
+            self.choice = _upload((draws * phase.stride**2).long(), device)
         drawn = step // phase.residual_steps * phase.residual_steps if phase.redraw else 0
         if phase.attention == "sampled":
             count, self.groups = sample_counts(rows * columns, phase.block_size, phase.groups)
-            places = self._uniform("samples", drawn, count, device)
-            self.samples = stratified_samples(rows, columns, count, self.groups, places)
+            places = self._uniform("samples", drawn, count)
+            self.samples = _upload(stratified_samples(rows, columns, count, self.groups, places), device)
             moved = lattice_order(rows, columns, self.groups, device) if phase.lattice else None
             if moved is not None:
                 self.permutation, self.inverse = moved
@@ -145,15 +145,17 @@ class LayerState:
 
     def _block_order(self, order: str, what: str, step: int, size: int, device: torch.device) -> Tensor | None:
         rows, columns = self.grid
-        noise = self._uniform(what, step, rows * columns, device) if order == "spread" else None
+        noise = _upload(self._uniform(what, step, rows * columns), device) if order == "spread" else None
         return block_permutation(order, rows, columns, size, noise=noise, device=device)
 
-    def _uniform(self, what: str, step: int, count: int, device: torch.device) -> Tensor:
-        """Draw `count` numbers in [0, 1) that depend on seed, step and layer alone, without moving any global RNG."""
+    def _uniform(self, what: str, step: int, count: int) -> Tensor:
+        """Draw `count` numbers in [0, 1) that depend on seed, step and layer alone, without moving any global RNG.
+
+        They lie on the CPU, as does what is worked out from few of them: every kernel is one more to launch.
+        """
         key = f"{self.denoiser.config.seed}/{step}/{self.index}/{what}".encode()
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
-        draws = torch.rand(count, generator=torch.Generator().manual_seed(seed))
-        return draws.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else draws.to(device)
+        return torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
     def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made."""
@@ -233,15 +235,23 @@ class ElfattProcessor:
             hidden_states = hidden_states.flatten(2).transpose(1, 2)
         if attn.group_norm is not None:
             hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
-        tokens, hidden_states = hidden_states, approximate(attn, state, phase, hidden_states)
-        if phase.residual_steps > 1 and not phase.exact:
-            hidden_states = state.correct(hidden_states, lambda: approximate(attn, state, EXACT, tokens))
-        state.block_input = state.candidates = None
+        tokens = hidden_states
+        try:
+            hidden_states = approximate(attn, state, phase, tokens)
+            if phase.residual_steps > 1 and not phase.exact:
+                hidden_states = state.correct(hidden_states, lambda: approximate(attn, state, EXACT, tokens))
+        finally:  # also where memory ran out
+            state.block_input = state.candidates = None
         if image_like:
             hidden_states = hidden_states.transpose(1, 2).reshape(residual.shape)
         if attn.residual_connection:
             hidden_states = hidden_states + residual
         return hidden_states if attn.rescale_output_factor == 1 else hidden_states / attn.rescale_output_factor
+
+
+def _upload(drawn: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor of the CPU to a device without waiting for it."""
+    return drawn.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else drawn.to(device)
 
 
 def state_fits(state: LayerState, hidden_states: Tensor) -> bool:

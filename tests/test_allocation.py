@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -54,11 +55,18 @@ assert keeps_freed_memory()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
-def test_the_script_prints_a_table() -> None:
+def test_the_script_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """A table, JSON and a plot; another round is added to those of before."""
     script = Path(__file__).parents[1] / "benchmarks" / "freed_memory.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--models", "toy", "--rounds", "1"], capture_output=True, text=True, check=True
-    )
-    *_, titles, rule, row = done.stdout.splitlines()
-    assert titles.count("|") == rule.count("|") == row.count("|") == 7
-    assert row.startswith("| toy, 256 pixels |")
+    names = ["untouched", "elfatt-fast", "untouched, freed memory kept", "elfatt-fast, freed memory kept"]
+    for rounds in (1, 2):
+        words = [sys.executable, str(script), "--models", "toy", "--rounds", str(rounds), "--out", str(tmp_path)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        results = json.loads((tmp_path / "freed_memory.json").read_text())
+        assert {row["method"]: row["rounds"] for row in results["rows"]} == dict.fromkeys(names, rounds)
+        assert all(f"| {name} |" in done.stdout for name in names)
+        assert all(row["peak_bytes"] > 2**28 for row in results["rows"])
+        speed = results["rows"][3]["speed"]
+        assert set(speed) == {"untouched", "untouched, freed memory kept", "elfatt-fast"}
+    assert done.stdout.startswith("toy: 1 of 2"), "one round was there"
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}

@@ -119,7 +119,7 @@ def test_the_same_random_destinations(
         expected = peer(unet, size, ratio=0.5, sx=stride, sy=stride)
     assert len(drawn) == layers  # of the finest level, in the order of the calls
 
-    def given(self: LayerState, what: str, step: int, count: int, device: torch.device) -> torch.Tensor:
+    def given(self: LayerState, what: str, step: int, count: int) -> torch.Tensor:
         return (drawn.pop(0).flatten() + 0.5) / stride**2
 
     monkeypatch.setattr(LayerState, "_uniform", given)

@@ -421,3 +421,20 @@ def test_a_call_leaves_no_tokens_behind(pipe: Any, method: str) -> None:
     states = [module.elfatt_state for module in pipe.unet.modules() if hasattr(module, "elfatt_state")]
     assert states
     assert all(state.block_input is None for state in states)
+
+
+def test_a_call_that_fails_leaves_no_tokens_behind(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory ran out, what is held may be what another call would need."""
+
+    def run_out(*_: Any) -> None:
+        states = [module.elfatt_state for module in pipe.unet.modules() if hasattr(module, "elfatt_state")]
+        held.extend(state for state in states if state.block_input is not None)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    held: list[Any] = []
+    elfatt_sd.apply_patch(pipe, "tome")
+    monkeypatch.setattr(processor_module, "attend", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        picture(pipe, steps=2)
+    [state] = held
+    assert state.block_input is None and state.candidates is None

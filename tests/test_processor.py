@@ -174,7 +174,7 @@ def test_half_of_the_heads_in_blocks_of_another_order(first: str, second: str) -
 def test_every_query_attends_to_the_sample_of_its_group(groups: int, lattice: bool) -> None:
     """Groups are lattices of the picture (a chessboard for two), or columns; each token gets its own result back."""
     layer = Layer(PatchConfig("samples", (Phase(1.0, "sampled", block_size=20, groups=groups, lattice=lattice),)))
-    drawn = layer.attention.elfatt_state._uniform("samples", 0, 20, torch.device("cpu"))
+    drawn = layer.attention.elfatt_state._uniform("samples", 0, 20)
     keys = stratified_samples(ROWS, COLUMNS, 20, groups, drawn).view(20, groups).t()
     row, column = torch.arange(256) // COLUMNS, torch.arange(256) % COLUMNS
     slope = {1: 0, 2: 1, 5: 2}[groups]

@@ -6,12 +6,12 @@ import re
 from collections.abc import Collection
 
 UNPATCHED, PEER, FLOOR = "untouched", "tomesd", "floor"
-COMPILED, AUTOTUNED = ", compiled", ", autotuned"  # at the end of a name
+COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  # at the end of a name
 
 
 def plain_name(name: str) -> str:
-    """Return the name of what a compiled or autotuned row is the twin of; of any other row its own."""
-    return name.removesuffix(COMPILED).removesuffix(AUTOTUNED)
+    """Return the name of what a row with one of these endings is the twin of; of any other row its own."""
+    return name.removesuffix(COMPILED).removesuffix(AUTOTUNED).removesuffix(KEPT)
 
 
 def is_reference(name: str) -> bool:
@@ -30,6 +30,7 @@ _LEGEND = {  # by the names that it explains
     r"[\w-]+:.*=.*": "`METHOD:SETTING=VALUE` is a method with a setting changed; `ratio=0` merges nothing",
     f".*{COMPILED}": "`compiled` rows ran through `torch.compile`",
     f".*{AUTOTUNED}": "`autotuned` rows patch the layers that the method makes faster, as measured before",
+    f".*{KEPT}": "`freed memory kept` rows ran in processes that called `elfatt_sd.keep_freed_memory`",
     "block, .*": "`block, ORDER` attends inside blocks of that order",
     "cell_spread": "`cell_spread` attends to the own cell and to a spread sample",
     "sampled": "`sampled` attends to sampled keys",

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from elfatt_sd.benchmarking.memory import peak_memory
 from elfatt_sd.benchmarking.models import copy_structure, make_pipeline
-from elfatt_sd.benchmarking.names import PEER, UNPATCHED
+from elfatt_sd.benchmarking.names import FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.variants import Variant, resolve_methods, whole
@@ -27,6 +28,7 @@ def pipeline(
     batch: int = 1,
     repeats: int = 5,
     steps: int = 25,
+    memory: bool = True,
     device: str = "auto",
     dtype: str = "auto",
     session: Session | None = None,
@@ -41,6 +43,7 @@ def pipeline(
         batch: pictures in a run.
         repeats: rounds that count.
         steps: denoising steps.
+        memory: also measure the peak memory of a run, of every variant but the floors.
         device: as for `load_pipeline`.
         dtype: likewise.
         session: where the results go.
@@ -63,7 +66,11 @@ def pipeline(
     for size in sizes or (int(pipe.unet.config.sample_size * pipe.vae_scale_factor),):
         calls = {name: functools.partial(_run, each, inputs, size, steps) for name, each in twins.items()}
         warm_up = {name: functools.partial(_run, each, inputs, size, min(steps, 5)) for name, each in twins.items()}
-        record.time({"size": size, "batch": batch}, calls, repeats, warm_up=warm_up)
+        key = {"size": size, "batch": batch}
+        record.time(key, calls, repeats, warm_up=warm_up)
+        lost = record.group(key)["lost"]
+        for name in [name for name in calls if memory and lineup.variants[name].kind != FLOOR and name not in lost]:
+            record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
     return record.results
 
 

@@ -177,7 +177,7 @@ class Record:
     def _work_out(self) -> None:
         self.results["rows"] = make_rows(self.results)
         if self.results["kind"] == "growth":
-            self.results["exponents"] = make_exponents(self.results["rows"])
+            self.results["exponents"] = make_exponents(self.results["groups"])
 
 
 def title(key: Mapping[str, Any]) -> str:

@@ -47,14 +47,14 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
     return rows
 
 
-def make_exponents(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Fit the growth of each method's time with the tokens, for each part of a layer's results."""
-    fitted: dict[str, dict[str, float | None]] = {}
-    for part, name in dict.fromkeys((row["part"], row["method"]) for row in rows):
-        own = [row for row in rows if (row["part"], row["method"]) == (part, name)]
-        exponent = fit_exponent([row["tokens"] for row in own], [row["seconds"] for row in own])
-        fitted.setdefault(part, {})[name] = exponent
-    return fitted
+def make_exponents(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float] | None]]:
+    """Fit the growth of each method's time with the tokens, for each part of a layer's results; see `fit_exponent`."""
+    times: dict[str, dict[str, dict[int, Sequence[float]]]] = {}
+    for group in groups:
+        for name, taken in group["times"].items():
+            if taken:
+                times.setdefault(group["key"]["part"], {}).setdefault(name, {})[group["key"]["tokens"]] = taken
+    return {part: {name: fit_exponent(own) for name, own in methods.items()} for part, methods in times.items()}
 
 
 def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:

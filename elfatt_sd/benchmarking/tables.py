@@ -28,7 +28,7 @@ def markdown(results: Results) -> str:
         own = [row["method"] for row in rows if row["part"] == part]
         sizes = max(map(own.count, own))
         few = {name: f" ({own.count(name)} sizes)" for name in own if own.count(name) < sizes}
-        said = [f"{name} {value:.2f}{few.get(name, '')}" for name, value in fitted.items() if value is not None]
+        said = [f"{name} {spread(value)}{few.get(name, '')}" for name, value in fitted.items() if value is not None]
         lines += ["", f"Time of the {part} grows with tokens to the power of: {'; '.join(said)}."]
     return "\n".join(lines) + "\n"
 

@@ -72,7 +72,7 @@ def interleave(
     for name, call in warm.items():
         try:
             first_calls[name] = _timed(call, 1, device)
-            if device.type != "cpu" and name in repeated:
+            if device.type != "cpu" and name in repeated and first_calls[name] < QUICK:
                 repeated[name] = max(1, min(20, round(0.1 / _timed(call, 1, device))))
         except Exception as error:
             if name not in calls or not is_out_of_memory(error):
@@ -124,15 +124,27 @@ def without_gradients(calls: Mapping[str, Call]) -> dict[str, Call]:
 
 def ratios(base: Sequence[float], other: Sequence[float]) -> dict[str, float]:
     """Return median, least and greatest of `base / other` over the rounds."""
-    each = [before / after for before, after in zip(base, other, strict=True)]
-    return {"median": statistics.median(each), "min": min(each), "max": max(each)}
+    return _span([before / after for before, after in zip(base, other, strict=True)])
 
 
-def fit_exponent(tokens: Sequence[int], seconds: Sequence[float]) -> float | None:
-    """Return the slope of time over tokens in double logarithm; None for fewer than two sizes."""
-    if len(tokens) < 2:
+def fit_exponent(times: Mapping[int, Sequence[float]]) -> dict[str, float] | None:
+    """Return median, least and greatest of the slope of time over tokens in double logarithm, over the rounds.
+
+    Args:
+        times: seconds in each round, by the number of tokens; rounds that not all sizes have are left out.
+
+    Returns:
+        None for fewer than two sizes.
+    """
+    if len(times) < 2:
         return None
-    return statistics.linear_regression([math.log(n) for n in tokens], [math.log(t) for t in seconds]).slope
+    sizes = [math.log(tokens) for tokens in times]
+    turns = zip(*times.values(), strict=False)
+    return _span([statistics.linear_regression(sizes, [math.log(t) for t in turn]).slope for turn in turns])
+
+
+def _span(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 class Bystanders:

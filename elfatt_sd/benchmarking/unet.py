@@ -171,8 +171,11 @@ def _graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Cal
             forget_matchings(unet)  # as the hook before a call does
         if variant.measures:
             forget_residuals(unet)
-        with torch.inference_mode(), torch.cuda.graph(graph):
-            unet.forward(**inputs)
+        try:
+            with torch.inference_mode(), torch.cuda.graph(graph):
+                unet.forward(**inputs)
+        except RuntimeError as error:  # the end of a capture fails, too, and hides what failed inside
+            raise error.__context__ or error from None
         return graph
 
     return lambda: capture().replay()

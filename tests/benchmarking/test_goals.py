@@ -72,8 +72,9 @@ def folder(tmp_path: Path) -> Path:
         {"tokens": tokens, "part": part, "method": "elfatt", "rounds": 5, "speed": {"softmax": ratio(speed)}}
         for tokens, part, speed in ((4096, "attention", 99.0), (4096, "layer", 10.0), (16384, "layer", 16.0))
     ]
+    exponents = {"attention": {"elfatt": ratio(9.0)}, "layer": {"elfatt": ratio(1.1)}}
     groups = [group(tokens=4096, part="layer"), group(tokens=16384, part="layer")]
-    growth = {"rows": layer, "groups": groups, "exponents": {"attention": {"elfatt": 9.0}, "layer": {"elfatt": 1.1}}}
+    growth = {"rows": layer, "groups": groups, "exponents": exponents}
     files = {"merging": {"rows": merging}, "growth": growth, "unet-512": unet, "unet-1024": unet}
     for name, data in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
@@ -130,6 +131,17 @@ def test_a_median_that_some_rounds_contradict_is_told(folder: Path) -> None:
     change(folder, "merging", rows={"speed": {"tomesd": {**shares, "median": 1.62}}})
     row = lines(goals_table(folder))["merging 4096 tokens, float32: share of tomesd's time"]
     assert row[-1] == "**missed** by the median, not in every round"
+
+
+def test_a_round_below_the_floor_is_noise(folder: Path) -> None:
+    """No call is faster than the same without attention."""
+    data = json.loads((folder / "unet-512.json").read_text())
+    floor = data["rows"][2]["parts"][1]["floor"]
+    what = "elfatt-fast, 512x512, one level, 128 keys: times its floor's time"
+    for least, said in ((0.98, "met"), (0.9, "met; noisy, a round at 0.90 of its floor")):
+        floor["min"] = least
+        (folder / "unet-512.json").write_text(json.dumps(data))
+        assert lines(goals_table(folder))[what][-1] == said
 
 
 @pytest.mark.parametrize("keeps", [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,18 @@ from typing import Any
 import pytest
 
 SUITE = Path(__file__).parents[2] / "benchmarks" / "gpu_suite.py"
-NOT_NEEDED = ("jinja2", "matplotlib", "rich", "scipy", "torchmetrics", "torchvision", "typer")
+NOT_NEEDED = (
+    "accelerate",
+    "jinja2",
+    "matplotlib",
+    "peft",
+    "rich",
+    "scipy",
+    "torchmetrics",
+    "torchvision",
+    "transformers",
+    "typer",
+)
 
 
 @pytest.fixture
@@ -77,6 +89,61 @@ def test_a_stopped_suite_still_concludes(suite: Any, tmp_path: Path, monkeypatch
     results = read(tmp_path)
     assert list(results["parts"]) == ["merging"]
     assert {"goals", "memory_slope"} <= set(results)
+
+
+def test_a_part_that_fails_keeps_its_rounds(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", "backends,merging"]
+    monkeypatch.setattr(sys, "argv", words)
+    original, parts = suite.Record.time, []
+
+    def time(self: Any, key: Any, *args: Any) -> None:
+        if len(parts) == 2:
+            raise RuntimeError("CUDA error")
+        parts.append(key)
+        original(self, key, *args)
+
+    monkeypatch.setattr(suite.Record, "time", time)
+    monkeypatch.setattr(suite.Suite, "merging", lambda self: parts.clear())
+    suite.main()
+    results = read(tmp_path)
+    assert {row["tokens"] for row in results["parts"]["backends"]["rows"]} == {256}
+    assert len(results["parts"]["backends"]["groups"]) == 2
+    assert results["errors"] == {"backends": "RuntimeError: CUDA error"}
+    assert parts == [], "the suite goes on"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows")
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGALRM"])
+def test_a_suite_that_is_asked_to_end_concludes(
+    number: str, suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the system, or by its own clock; what the part that was going on had measured is kept."""
+    words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", "backends,merging"]
+    monkeypatch.setattr(sys, "argv", words)
+    before = signal.getsignal(getattr(signal, number))
+    original = suite.Record.time
+
+    def time(self: Any, key: Any, *args: Any) -> None:
+        original(self, key, *args)
+        signal.raise_signal(getattr(signal, number))
+
+    monkeypatch.setattr(suite.Record, "time", time)
+    with pytest.raises(SystemExit, match=number):
+        suite.main()
+    results = read(tmp_path)
+    assert list(results["parts"]) == ["backends"]
+    assert len(results["parts"]["backends"]["groups"]) == 1
+    assert results["errors"] == {"backends": f"SystemExit: stopped by {number}"}
+    assert {"goals", "memory_slope"} <= set(results)
+    assert signal.getsignal(getattr(signal, number)) == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_without_a_gpu_it_says_so(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--device", "cpu", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no GPU here; --tiny"):
+        suite.main()
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_slopes(suite: Any) -> None:

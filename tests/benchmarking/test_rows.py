@@ -89,10 +89,12 @@ def test_errors_are_rows_as_they_are() -> None:
 
 
 def test_exponents() -> None:
-    sizes = (4096, 65536)
-    rows = [{"part": "layer", "method": "a", "tokens": size, "seconds": 1e-9 * size**2} for size in sizes]
-    rows += [{"part": "layer", "method": "b", "tokens": 4096, "seconds": 1.0}]
-    assert make_exponents(rows) == {"layer": {"a": pytest.approx(2), "b": None}}
+    """Of each round that all sizes have; what was timed at one size has none."""
+    times = {4096: [4096**2, 4096, 4096], 65536: [65536**2, 65536], 16384: [16384**2, 16384, 1.0]}
+    groups = [{"key": {"part": "layer", "tokens": size}, "times": {"a": taken}} for size, taken in times.items()]
+    groups[0]["times"] |= {"b": [1.0], "c": []}
+    exponents = make_exponents(groups)
+    assert exponents == {"layer": {"a": pytest.approx({"median": 1.5, "min": 1, "max": 2}), "b": None}}
 
 
 @pytest.mark.parametrize("ending", ["", ", compiled", ", autotuned"])

@@ -71,8 +71,10 @@ def test_the_spread_of_the_rounds_stands_in_brackets() -> None:
 def test_exponents_of_fewer_sizes_say_so() -> None:
     rows = [row("a", tokens=tokens, part="layer") for tokens in (1, 2, 3)]
     rows += [row("b", tokens=tokens, part="layer") for tokens in (1, 2)]
-    text = table(*rows, exponents={"layer": {"a": 1.0, "b": 2.0}})
-    assert "Time of the layer grows with tokens to the power of: a 1.00; b 2.00 (2 sizes)." in text
+    two = dict.fromkeys(("median", "min", "max"), 2.0)
+    text = table(*rows, exponents={"layer": {"a": {"median": 1.0, "min": 0.9, "max": 1.1}, "b": two}})
+    said = "Time of the layer grows with tokens to the power of: a 1.00 (0.90 to 1.10); b 2.00 (2 sizes)."
+    assert said in text
 
 
 def test_names_are_explained_where_they_occur() -> None:

@@ -88,10 +88,9 @@ def test_ratios_are_taken_within_rounds() -> None:
 
 @pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
 def test_exponent(exponent: float) -> None:
-    tokens = [4096, 9216, 65536]
-    fitted = fit_exponent(tokens, [3e-9 * count**exponent for count in tokens])
-    assert fitted == pytest.approx(exponent)
-    assert fit_exponent([4096], [1.0]) is None
+    fitted = fit_exponent({count: [3e-9 * count**exponent] for count in (4096, 9216, 65536)})
+    assert fitted == pytest.approx(dict.fromkeys(("median", "min", "max"), exponent))
+    assert fit_exponent({4096: [1.0]}) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
