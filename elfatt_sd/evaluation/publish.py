@@ -9,6 +9,7 @@ from pathlib import Path
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.environment import short_commit
 from elfatt_sd.evaluation.report import PAGE, replace_files, report_files
+from elfatt_sd.evaluation.report.compare import compare_rows
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.evaluation.report.tables import study_table
 from elfatt_sd.evaluation.report.text import plural
@@ -51,7 +52,8 @@ def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
 def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, bytes]]:
     """Put the results of runs between the markers of a page.
 
-    `<!-- eval NAME PLOT PLOT -->` takes the table of a run and plots of it, `<!-- pareto MEASURE NAME NAME -->` those
+    `<!-- eval NAME PLOT PLOT -->` takes the table of a run and plots of it, `<!-- compare NAME ROW OTHER ROW OTHER -->`
+    rows picture by picture (see `compare_rows`), `<!-- pareto MEASURE NAME NAME -->` those
     rows of all these runs that no other beats; see `draw_pareto`.
 
     Args:
@@ -67,6 +69,11 @@ def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, byt
     """
     plots: dict[Path, bytes] = {}
     text = fill_blocks(text, "eval", lambda name, options: _section(folder / name, options, start))
+
+    def compare(name: str, cells: Sequence[str]) -> str:
+        return compare_rows(load_results(folder / name), cells) if (folder / name).is_dir() else f"{MISSING}\n"
+
+    text = fill_blocks(text, "compare", compare, required=False)
 
     def draw(measure: str, names: Sequence[str]) -> str:
         return _pareto(measure, names, folder, start, plots)

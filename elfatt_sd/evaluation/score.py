@@ -45,6 +45,7 @@ from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_jso
 
 FORMAT = 4
 MOST_CHANGED = 16
+DIGITS = 6  # of what is kept of each picture
 AGREEMENT = 1e-3  # relative, between our Frechet distance and torchmetrics'; that of a few to 1e-3 absolute
 PAIR_BATCH = 8
 
@@ -424,18 +425,24 @@ def _tensors(pictures: Iterator[Array | str]) -> Iterator[Tensor]:
 
 
 def _paired(images: Images, baseline: Images, changes: Tensor, scale: Scale) -> dict[str, Any]:
-    """Summaries of the changes; PSNR over the pictures that differ, the cosine of the first extractor's features."""
+    """Summaries of the changes, and PSNR and SSIM of each picture, by which rows can be compared with each other.
+
+    PSNR is over the pictures that differ, the cosine that of the first extractor's features.
+    """
     pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
     cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
     differing = changes[:, 0].isfinite()
     classes = torch.as_tensor(images.classes)
+    decibels, similarities = ([round(value, DIGITS) for value in each] for each in changes.t().tolist())
     return {
+        "classes": list(images.classes),
         "psnr": {
             **_summary(changes[differing, 0], classes[differing], 0.0, math.inf),
             "unit": "dB",
             "identical": int((~differing).sum()),
+            "pictures": [value if math.isfinite(value) else None for value in decibels],
         },
-        "ssim": _summary(changes[:, 1], classes, -1.0, 1.0),
+        "ssim": {**_summary(changes[:, 1], classes, -1.0, 1.0), "pictures": similarities},
         "cosine": {**_summary(cosine, classes, -1.0, 1.0), "extractor": scale.extractor.name},
     }
 

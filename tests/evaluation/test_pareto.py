@@ -45,10 +45,9 @@ def runs() -> list[dict[str, Any]]:
     return [data("study_a", first), data("study_b", [*second, row("preset", 1.2, 16.0, 4.0, method="elfatt")])]
 
 
-@pytest.mark.parametrize("measure", ["closeness", "distance"])
-def test_rows_that_no_other_beats_are_named(runs: list[dict[str, Any]], measure: str) -> None:
+def test_rows_that_no_other_beats_are_named(runs: list[dict[str, Any]]) -> None:
     """From the fastest to the slowest; a preset is named wherever it lies."""
-    chart, table = draw_pareto([Results(run) for run in runs], measure)
+    chart, table = draw_pareto([Results(run) for run in runs], "closeness")
     lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     assert [(line[1], line[2], line[-1]) for line in lines] == [
         ("fast", "study\\_a", "no"),
@@ -60,6 +59,17 @@ def test_rows_that_no_other_beats_are_named(runs: list[dict[str, Any]], measure:
     assert sorted(text.get_text() for text in chart.figure.axes[0].texts) == ["1", "2", "3", "4"]
     assert len(chart.points) == 5
     assert chart.points[0].startswith("fast: 0.50, ")
+
+
+def test_rows_whose_distance_differs_are_named(runs: list[dict[str, Any]]) -> None:
+    """A front of values whose intervals hold zero would be one of chance."""
+    for entry, low, verdict in zip(runs[0]["rows"][1:3], (1.0, -1.0), ("worse", "no difference shown"), strict=True):
+        entry["distances"]["FD-toy"]["difference"] |= {"interval": [low, 9.0], "verdict": verdict}
+    chart, table = draw_pareto([Results(run) for run in runs], "distance")
+    lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert [(line[1], line[-1]) for line in lines] == [("fast", "worse"), ("preset", "not measured")]
+    assert sorted(text.get_text() for text in chart.figure.axes[0].texts) == ["1", "2"]
+    assert "Stepped line" not in chart.caption and len(chart.points) == 5
 
 
 def test_what_does_not_fit_together_is_refused(runs: list[dict[str, Any]]) -> None:

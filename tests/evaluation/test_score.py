@@ -174,6 +174,10 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
         assert tome[measure]["mean"] == pytest.approx(middle)
         assert tome[measure]["lowest"] == min(values.tolist())
         assert tome[measure]["interval"] == pytest.approx([max(middle - half, 0), min(middle + half, most)])
+        kept = [value for value in tome[measure]["pictures"] if value is not None]
+        assert kept == pytest.approx(values.tolist(), abs=1e-6)
+    assert tome["classes"] == list(row.classes)
+    assert [tome["psnr"]["pictures"].index(value) for value in tome["psnr"]["pictures"] if value] == [2, 5, 7]
     low, high = tome["cosine"]["interval"]
     assert low < tome["cosine"]["mean"] < high
 
@@ -186,7 +190,7 @@ def test_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
     scale.extract(twin, 8)
     row = score.score_cell(twin, untouched, [scale], scored / "scores")
     nothing = dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
-    assert row["paired"]["psnr"] == {**nothing, "unit": "dB", "identical": COUNT}
+    assert row["paired"]["psnr"] == {**nothing, "unit": "dB", "identical": COUNT, "pictures": [None] * COUNT}
     assert row["paired"]["ssim"]["mean"] == pytest.approx(1, abs=1e-9)
     assert row["most_changed"] == []
 

@@ -49,9 +49,8 @@ def ablation(results: Results, palette: Palette, setting: str) -> Chart | str:
     points = []
     for axes, (what, get) in zip(panels, measures, strict=True):
         for one in series:
-            points += _draw(
-                axes, palette, one, [(values.index(row.settings[setting]), row) for row in one.rows], what, get
-            )
+            placed = [(values.index(row.settings[setting]), row) for row in one.rows]
+            points += _draw(axes, palette, one, setting, placed, what, get)
         reference = get(results.baseline) if results.baseline else None
         if reference is not None:
             axes.axhline(reference.value, color=BASE, linewidth=0.8, linestyle="--", label="untouched")
@@ -59,7 +58,9 @@ def ablation(results: Results, palette: Palette, setting: str) -> Chart | str:
     panels[-1].set_xticks(range(len(values)), [setting_text(value) for value in values])
     panels[-1].set_xlabel(title)
     legend_above(figure, panels[0])
-    caption = "The values of the setting, evenly spaced. Lines up and down: 95 % interval. Dashed: untouched."
+    caption = "The values of the setting, evenly spaced. Lines up and down: 95 % interval"
+    caption += f", for {results.distance} that of the paired difference to untouched" if results.distance else ""
+    caption += ". Dashed: untouched."
     return Chart(f"ablation_{setting}", f"Ablation: {title.lower()}", caption, figure, points)
 
 
@@ -71,7 +72,7 @@ def _measures(results: Results) -> list[tuple[str, Callable[[Row], Estimate | No
         return None if value is None else Estimate(value)
 
     return [
-        (name, lambda row: row.distance(name)),
+        (name, results.paired_distance),
         ("Accuracy", lambda row: row.accuracy("mean")),
         ("PSNR, dB", lambda row: row.psnr),
         (TIME_COLUMNS[part], seconds),
@@ -82,16 +83,18 @@ def _draw(
     axes: Axes,
     palette: Palette,
     series: _Series,
+    setting: str,
     placed: Sequence[tuple[int, Row]],
     what: str,
     get: Callable[[Row], Estimate | None],
 ) -> list[str]:
-    """Draw one line; returns its points in words."""
+    """Draw one line, or points where the setting has names; returns the points in words."""
     style = palette.style(series.rows[0])
+    numeric = all(isinstance(row.settings[setting], int | float) for row in series.rows)
     found = sorted(((place, value, row) for place, row in placed if (value := get(row))), key=lambda point: point[0])
     axes.plot(
         [place for place, _, _ in found], [value.value for _, value, _ in found], style.marker,
-        color=style.colour, linestyle=series.line, label=series.name,
+        color=style.colour, linestyle=series.line if numeric else "", label=series.name,
     )  # fmt: skip
     for place, value, _ in found:
         if value.ends:

@@ -32,11 +32,11 @@ class Chart:
     points: list[str] = field(default_factory=list)
 
 
-def figure_and_axes(height: float = HEIGHT) -> tuple[Figure, Axes]:
-    """Return a figure of a column's width with one plot."""
+def figure_and_axes(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
+    """Return a figure, of a column's width if not told otherwise, with one plot."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
@@ -78,6 +78,34 @@ def differences(results: Results, palette: Palette) -> Chart | str:
         if _null_is_widest(rows, name):
             caption += " Other seeds share no latents with the baseline: it is wider than those of the methods."
     return Chart("difference", f"Difference in {name} to the untouched pipeline", caption, figure, points)
+
+
+def closeness(results: Results, palette: Palette) -> Chart | str:
+    """Draw each row's PSNR to the untouched pictures: the mean with its interval, and every picture."""
+    found = [(row, row.psnr) for row in results.rows if row.role != BASELINE]
+    means = [(row, mean) for row, mean in found if mean is not None]
+    if not means:
+        return "Closeness to the untouched pictures: no row has a PSNR."
+    room = 2 * _NAME if results.crowded else _NAME
+    figure, axes = figure_and_axes(0.9 + 0.27 * len(means), WIDTH * 1.4 if results.crowded else WIDTH)
+    decimals = decimals_for(mean for _, mean in means)
+    points = []
+    for place, (row, mean) in enumerate(means):
+        style, each = palette.style(row), [value for value in row.each("psnr") if value is not None]
+        axes.plot(each, [place] * len(each), "|", color=style.colour, alpha=0.35, markersize=7)
+        if mean.ends:
+            axes.hlines(place, *mean.ends, color=style.colour, linewidth=2.4)
+        axes.plot(mean.value, place, style.marker, color=style.colour, markeredgecolor=PAPER)
+        lowest = f", lowest {min(each):.1f}" if each else ""
+        points.append(f"{row.name}: {fixed(mean.value, decimals)} {interval(mean, decimals)}{lowest}")
+    _row_axis(axes, [row for row, _ in means], room)
+    axes.set_xlabel("PSNR to untouched, dB (right is closer)")
+    caption = (
+        "Symbol and thick line: mean over the pictures that differ, with its 95 % interval. Thin strokes: every "
+        "picture, against the untouched pipeline's from the same latent. The null row shows how far apart unrelated "
+        "pictures are."
+    )
+    return Chart("closeness", "Closeness to the untouched pictures", caption, figure, points)
 
 
 def _null_is_widest(rows: Sequence[Row], name: str) -> bool:
@@ -186,9 +214,9 @@ def groups(rows: Sequence[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _row_axis(axes: Axes, rows: Sequence[Row]) -> None:
+def _row_axis(axes: Axes, rows: Sequence[Row], room: int = _NAME) -> None:
     """Label the vertical axis with one row each, the first on top."""
-    axes.set_yticks(range(len(rows)), [row.short(_NAME) for row in rows])
+    axes.set_yticks(range(len(rows)), [row.short(room) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")

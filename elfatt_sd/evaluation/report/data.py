@@ -84,13 +84,16 @@ def setting_text(value: Any) -> str:
 
 
 def shortened(head: str, tail: str, width: int) -> str:
-    """Join two texts within so many characters; the first one is cut, or, where it stands alone, its middle."""
+    """Join two texts within so many characters; the first one is cut, or, where it stands alone, its middle.
+
+    The end is what tells rows apart, so it is kept.
+    """
     whole = f"{head} {tail}".strip()
     if len(whole) <= width:
         return whole
     tail = f" {tail}" if tail else head[-(width * 2 // 5) :]
-    room = max(width - len(tail) - 1, width // 3)
-    return f"{head[:room].rstrip(' ,')}…{tail}"[:width].rstrip()
+    room = max(width - len(tail) - 1, width // 5)
+    return f"{head[:room].rstrip(' ,')}…{tail[-(width - room - 1) :]}"
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,16 @@ class Row:
     def pictures(self, measure: str) -> Estimate | None:
         """Return median and quartiles over the pictures of such a measure."""
         return estimate(dig(self.data, "paired", measure), "median", "quartiles")
+
+    def each(self, measure: str) -> list[float | None]:
+        """Return such a measure of every picture; None for an identical one's PSNR, empty where it was not kept."""
+        values = dig(self.data, "paired", measure, "pictures")
+        return [number({"value": value}, "value") for value in values] if isinstance(values, list) else []
+
+    @property
+    def picture_classes(self) -> list[int]:
+        """The class of every picture; empty where it was not kept."""
+        return [int(index) for index in numbers(self.data, "paired", "classes")]
 
     def lowest(self, measure: str) -> float | None:
         """Return the lowest of such a measure among the pictures: how far the one that is changed most has moved."""
@@ -352,6 +365,15 @@ class Results:
         return next(
             (name for name in self.distances if not name.startswith(("KID", "KD"))), next(iter(self.distances), None)
         )
+
+    def paired_distance(self, row: Row) -> Estimate | None:
+        """Return a row's distance of the main table, its interval that of the difference to the baseline."""
+        name = self.distance or ""
+        own, difference = row.distance(name), row.difference(name)
+        base = None if self.baseline is None else self.baseline.distance(name)
+        if own is None or base is None or difference is None or difference.ends is None:
+            return own and Estimate(own.value)
+        return Estimate(own.value, *(base.value + end for end in difference.ends))
 
     @cached_property
     def attributes(self) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elfatt_sd.config import METHODS, ElfattError
 from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, legend_above
@@ -11,8 +12,8 @@ from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, set
 from elfatt_sd.evaluation.report.palette import INK
 from elfatt_sd.evaluation.report.palette import METHODS as COLOURS
 from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Measure, Spot, draw_front, front, write_beside
-from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, span
-from elfatt_sd.evaluation.report.writers import md_escape
+from elfatt_sd.evaluation.report.text import MISSING, decimals_for, fixed, interval, span
+from elfatt_sd.evaluation.report.writers import md_table
 
 _MARKERS = "os^DvPXp"
 _SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common
@@ -31,14 +32,15 @@ class _Entrant:
 
 
 def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
-    """Draw a measure of every row of several runs over the UNet's time, and name those that no other beats.
+    """Draw a measure of every row of several runs over the UNet's time, and name some of them.
 
     Args:
         runs: with times; the null row and rows without time or measure have no place.
-        measure: `closeness` (PSNR to the untouched pictures) or `distance` (its paired difference to untouched).
+        measure: `closeness` (PSNR to the untouched pictures), which names the rows that no other beats, or `distance`
+            (its paired difference to untouched), which names those that are shown to differ from untouched at all.
 
     Returns:
-        The plot, and a Markdown table of the rows on its stepped line and of the presets.
+        The plot, and a Markdown table of the rows that it names and of the presets.
 
     Raises:
         ElfattError: another measure, runs of different pipelines, or no row has both figures.
@@ -50,7 +52,9 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     entrants = _entrants(runs, up)
     if not entrants:
         raise ElfattError(f"no row of {', '.join(run.name for run in runs)} has both UNet time and {measure}.")
-    best = front([entrant.spot for entrant in entrants], low_is_better=up.low_is_better)
+    spots = [entrant.spot for entrant in entrants]
+    closeness = measure == "closeness"
+    best = front(spots, low_is_better=False) if closeness else [spot for spot in spots if _differs(spot.up)]
     chosen = [entrant for entrant in entrants if entrant.spot in best or _is_preset(entrant.spot.row)]
     chosen.sort(key=lambda entrant: entrant.spot.across)
     figure, axes = figure_and_axes(CROWDED_HEIGHT)
@@ -62,14 +66,20 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
             color=colours[id(run)], linestyle="", label=run.name, markersize=4, zorder=3,
         )  # fmt: skip
     for entrant in chosen:
+        thin: dict[str, Any] = {"color": colours[id(entrant.run)], "linewidth": 0.9, "alpha": 0.6}
         if entrant.spot.up.ends:
-            axes.vlines(
-                entrant.spot.across, *entrant.spot.up.ends, color=colours[id(entrant.run)], linewidth=0.9, alpha=0.6
-            )
+            axes.vlines(entrant.spot.across, *entrant.spot.up.ends, **thin)
+        if entrant.speed.ends:
+            axes.hlines(entrant.spot.up.value, 1 / entrant.speed.ends[1], 1 / entrant.speed.ends[0], **thin)
+    if not closeness:
+        axes.set_yscale("symlog", linthresh=1)
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.axvline(1, color=INK, linewidth=0.6, linestyle="--", zorder=1)
     axes.set_xlabel("UNet time, share of the untouched pipeline's (left is faster)")
     axes.set_ylabel(up.title)
-    said = draw_front(axes, best)
+    said = (
+        draw_front(axes, best) if closeness else " Numbered: rows whose interval does not hold zero, and the presets."
+    )
     legend_above(figure, axes)
     numbers = {id(entrant): str(place) for place, entrant in enumerate(chosen, 1)}
     marks = [
@@ -77,10 +87,20 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
         for entrant in entrants
     ]
     write_beside(figure, axes, marks)
-    caption = f"Every row of every run; times are ratios within a run.{said} Numbers: the rows of the table."
+    caption = (
+        f"Every row of every run; times are ratios within a run.{said} Numbers: the rows of the table. Lines up and "
+    )
+    caption += "down: 95 % interval; across: fastest and slowest round."
     points = [f"{entrant.name}: {entrant.spot.across:.2f}, {entrant.spot.up.value:.3g}" for entrant in entrants]
     title = f"{up.title.split(' (')[0]} over UNet time"
-    return Chart(f"pareto_{measure}", title, caption, figure, points), _table(chosen, best, up)
+    last = ("beaten in both", lambda entrant: "no" if entrant.spot in best else "yes")
+    if not closeness:
+        last = ("verdict", lambda entrant: entrant.spot.row.verdict(entrant.run.distance or "") or MISSING)
+    return Chart(f"pareto_{measure}", title, caption, figure, points), _table(chosen, up, *last)
+
+
+def _differs(value: Estimate) -> bool:
+    return value.ends is not None and not value.ends[0] <= 0 <= value.ends[1]
 
 
 def _check_alike(runs: Sequence[Results]) -> None:
@@ -113,10 +133,10 @@ def _is_preset(row: Row) -> bool:
     return row.method in METHODS and not row.settings
 
 
-def _table(chosen: Sequence[_Entrant], best: Sequence[Spot], up: Measure) -> str:
+def _table(chosen: Sequence[_Entrant], up: Measure, title: str, say: Callable[[_Entrant], str]) -> str:
     decimals = decimals_for(entrant.spot.up for entrant in chosen)
-    titles = ["", "row", "run", "pictures", "times as fast (UNet)", up.title.split(" (")[0], "beaten in both"]
-    lines = [titles, ["---:", ":---", ":---", "---:", "---:", "---:", ":---"]]
+    titles = ["", "row", "run", "pictures", "times as fast (UNet)", up.title.split(" (")[0], title]
+    lines = []
     for place, entrant in enumerate(chosen, 1):
         speed, value = entrant.speed, entrant.spot.up
         lines.append(
@@ -127,7 +147,7 @@ def _table(chosen: Sequence[_Entrant], best: Sequence[Spot], up: Measure) -> str
                 setting_text(entrant.spot.row.images),
                 f"{fixed(speed.value, 2)} ({span(speed, 2)})" if speed.ends else fixed(speed.value, 2),
                 f"{fixed(value.value, decimals)} {interval(value, decimals)}".strip(),
-                "no" if entrant.spot in best else "yes",
+                say(entrant),
             ]
         )
-    return "\n".join(f"| {' | '.join(md_escape(text) for text in line)} |" for line in lines) + "\n"
+    return md_table(titles, lines, [True, False, False, True, True, True, False])

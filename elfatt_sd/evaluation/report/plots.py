@@ -130,6 +130,7 @@ def _makers(results: Results) -> Iterator[Callable[[Results, Palette], charts.Ch
     yield distance_over_memory
     if "mean" in results.attributes:
         yield accuracy_over_time
+    yield charts.closeness
     yield closeness_over_time
     for setting in results.varied:
         yield functools.partial(ablation, setting=setting)

@@ -63,15 +63,7 @@ def _distance(results: Results, palette: Palette, what: str, file: str, across: 
     name = results.distance
     if name is None:
         return f"Distance over {what}: no distance was measured."
-    base = None if results.baseline is None else results.baseline.distance(name)
-
-    def get(row: Row) -> Estimate | None:
-        own, difference = row.distance(name), row.difference(name)
-        if own is None or base is None or difference is None or difference.ends is None:
-            return own and Estimate(own.value)
-        return Estimate(own.value, *(base.value + end for end in difference.ends))
-
-    up = Measure(f"{name} (down is better)", get)
+    up = Measure(f"{name} (down is better)", results.paired_distance)
     caption = (
         f"Line up and down: 95 % interval of the paired difference in {name} to the untouched pipeline (dashed); that "
         f"of {name} itself, in the table, is wider."

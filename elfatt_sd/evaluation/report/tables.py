@@ -26,6 +26,7 @@ from elfatt_sd.evaluation.statistics import BETTER, TOO_FEW, WORSE
 DASH = "—"
 REFERENCE = "reference"
 THIS_RUN = "This run"
+OTHER_PICTURE = 20  # dB: below, little is left of the untouched picture; unrelated ones have 10 to 20
 _VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 
 
@@ -289,13 +290,14 @@ def _paired_maker(results: Results, measure: str, least: int) -> _Maker:
 
 
 def _lowest_column(results: Results) -> list[tuple[str, _Maker]]:
-    """The PSNR of the picture that is changed most; no column where an older run did not keep it."""
+    """The PSNR of the picture that is changed most, and how many have become others; none where it was not kept."""
 
     def make(row: Row) -> Entry:
         found = row.lowest("psnr")
         if found is None:
             return Entry("identical") if row.identical else _no_pair(row)
-        return Entry(fixed(found, 1))
+        others = sum(value is not None and value < OTHER_PICTURE for value in row.each("psnr"))
+        return Entry(fixed(found, 1), f"({others} below {OTHER_PICTURE})" if others else "")
 
     kept = any(row.lowest("psnr") is not None for row in results.rows)
     return [("Lowest PSNR, dB", make)] if kept else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from elfatt_sd.evaluation.report.data import STAGES, Estimate, Results, Row, dig, setting_text
@@ -16,14 +17,21 @@ from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO
 def to_markdown(table: Table) -> str:
     """Write a table as GitHub Markdown."""
     titles = [f"{column.title}{_md_group(column)}" for column in table.columns]
-    lines = [titles, ["---:" if column.figures else ":---" for column in table.columns]]
+    lines: list[Sequence[str]] = []
     for line in table.lines:
         entries = line.entries
         if line.failed:
             entries = [Entry(f"failed: {line.failed}"), *(Entry(DASH) for _ in entries[1:])]
         cells = [*line.heads, *entries, *line.published]
         lines.append([f"{cell.text} {cell.small}".strip() for cell in cells])
-    return "\n".join(f"| {' | '.join(md_escape(text) for text in cells)} |" for cells in lines) + "\n"
+    return md_table(titles, lines, [column.figures for column in table.columns])
+
+
+def md_table(titles: Sequence[str], lines: Sequence[Sequence[str]], figures: Sequence[bool]) -> str:
+    """Write a table as GitHub Markdown; columns of figures are set to the right."""
+    rule = ["---:" if each else ":---" for each in figures]
+    rows = [[*map(md_escape, titles)], rule, *([*map(md_escape, line)] for line in lines)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
 
 
 def _md_group(column: Column) -> str:
@@ -32,8 +40,6 @@ def _md_group(column: Column) -> str:
 
 def md_escape(text: str) -> str:
     """Escape a text for Markdown."""
-    if text in ("---:", ":---"):
-        return text
     escaped = {"<": "&lt;", ">": "&gt;"}
     text = "".join(escaped.get(char, f"\\{char}" if char in "\\`*_[]|" else char) for char in text)
     return " ".join(text.split())

@@ -1,0 +1,67 @@
+"""Two rows beside each other, picture by picture: sharper than the intervals of the two means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.report.data import Estimate, Results, Row
+from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval
+from elfatt_sd.evaluation.report.writers import md_table
+from elfatt_sd.evaluation.statistics import Estimate as Mean
+
+_MEASURES = {"psnr": "PSNR, dB", "ssim": "SSIM"}
+_TITLES = ["Row", "Against", *_MEASURES.values(), "Closer by PSNR"]
+
+
+def compare_rows(results: Results, cells: Sequence[str]) -> str:
+    """Compare rows of a run by how close each of their pictures is to the untouched pipeline's of the same latent.
+
+    Args:
+        results: of a run.
+        cells: names of rows, each followed by that of the one it is compared with.
+
+    Returns:
+        A Markdown table: for each pair the mean difference in PSNR and SSIM with its 95 % interval, and in how many
+        pictures the first row is the closer one. A PSNR needs two pictures that are not the untouched one.
+
+    Raises:
+        ElfattError: an odd number of rows, one that is not there, or one without the figures of each picture.
+    """
+    rows = {row.cell: row for row in results.rows}
+    if len(cells) % 2 or not cells or not rows.keys() >= {*cells}:
+        raise ElfattError(f"rows={list(cells)!r} of {results.name} cannot be paired; there are: {', '.join(rows)}.")
+    pairs = [(rows[one], rows[other]) for one, other in zip(cells[::2], cells[1::2], strict=True)]
+    found = [{measure: _differences(*pair, measure) for measure in _MEASURES} for pair in pairs]
+    means = [
+        {measure: _mean(pair[0], each[measure]) for measure in each} for pair, each in zip(pairs, found, strict=True)
+    ]
+    decimals = {measure: decimals_for(each[measure] for each in means) for measure in _MEASURES}
+    lines = []
+    for (one, other), each, values in zip(pairs, means, found, strict=True):
+        figures = ["identical" if mean is None else _text(mean, decimals[name]) for name, mean in each.items()]
+        known = [value for value in values["psnr"] if value is not None]
+        lines.append([one.name, other.name, *figures, f"{sum(value > 0 for value in known)} of {len(known)}"])
+    return md_table(_TITLES, lines, [False, False, True, True, True])
+
+
+def _differences(one: Row, other: Row, measure: str) -> list[float | None]:
+    """Return the difference in each picture; None where one of the two equals the untouched one."""
+    sides = [row.each(measure) for row in (one, other)]
+    if not sides[0] or len(sides[0]) != len(sides[1]):
+        raise ElfattError(f"rows {one.name!r} and {other.name!r} have no figures of each picture; score the run anew.")
+    return [None if a is None or b is None else a - b for a, b in zip(*sides, strict=True)]
+
+
+def _mean(row: Row, differences: Sequence[float | None]) -> Estimate | None:
+    kept = [place for place, value in enumerate(differences) if value is not None]
+    if not kept:
+        return None
+    mean = Mean.mean(torch.tensor([differences[place] for place in kept], dtype=torch.float64))
+    return Estimate(mean.value, *(mean.interval([row.picture_classes[place] for place in kept]) or (None, None)))
+
+
+def _text(mean: Estimate, decimals: int) -> str:
+    return f"{fixed(mean.value, decimals, sign=True)} {interval(mean, decimals, sign=True)}".strip()
