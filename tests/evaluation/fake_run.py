@@ -155,8 +155,9 @@ def _row(cell, label, method, settings, role, change, chance) -> dict:  # type: 
         distances["KD-toy"]["difference"] = _around(difference / 900, half / 900) | {"verdict": verdict}
     psnr, ssim, cosine = (12.4, 0.47, 0.69) if null else (34 - 5.2 * change, 0.97 - change / 12, 0.99 - change / 20)
     pairs = {
-        "psnr": _spread(psnr, 2.1) | {"unit": "dB", "identical": 0},
-        "ssim": _spread(ssim, 0.02),
+        "classes": list(range(PICTURES)),
+        "psnr": _spread(psnr, 2.1) | {"unit": "dB", "identical": 0, "pictures": _each(psnr, 2.1)},
+        "ssim": _spread(ssim, 0.02) | {"pictures": _each(ssim, 0.02)},
         "cosine": _spread(cosine, 0.01),
     }
     speed = 1 + (0.55 * ratio - 0.03 * (method == "agent") if role == "method" else 0)
@@ -197,6 +198,11 @@ def _spread(median: float, half: float) -> dict:
     quartiles = [median - half, median + half * 0.8]
     interval = [mean - half / 5, mean + half / 5]
     return {"median": median, "mean": mean, "interval": interval, "quartiles": quartiles, "lowest": median - 2 * half}
+
+
+def _each(median: float, half: float) -> list[float]:
+    """One number for each picture; the fourth is the lowest."""
+    return [median - 2 * half + half * ((index + PICTURES - 3) % PICTURES) / 16 for index in range(PICTURES)]
 
 
 def _stages(slope: float) -> dict:

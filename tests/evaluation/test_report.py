@@ -14,7 +14,8 @@ from PIL import Image
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report import charts, page, write_report
-from elfatt_sd.evaluation.report.data import Estimate, Results
+from elfatt_sd.evaluation.report.ablation import ablation
+from elfatt_sd.evaluation.report.data import Estimate, Results, shortened
 from elfatt_sd.evaluation.report.palette import PAPER, Palette
 from elfatt_sd.evaluation.report.pictures import Pictures
 from elfatt_sd.evaluation.report.plots import draw_plots
@@ -340,14 +341,15 @@ def test_page_is_accessible(run):
     assert page.all("html")[0]["lang"] == "en" and len(page.all("h1")) == 1
     assert all(attributes.get("scope") for attributes in page.all("th"))
     plots = [item for item in page.all("div") if item.get("role") == "img"]
-    assert len(plots) == 10 and all("ELFATT-SD 0.5: " in item["aria-label"] for item in plots)
+    assert len(plots) == 11 and all("ELFATT-SD 0.5: " in item["aria-label"] for item in plots)
 
 
 def test_plots_are_written_as_png_too(run):
     folder, _, page = run
     names = {path.stem for path in (folder / "report").glob("*.png")}
     assert names == {
-        "difference", "distance_time", "distance_unet_time", "distance_memory", "accuracy_time", "closeness_time",
+        "difference", "distance_time", "distance_unet_time", "distance_memory", "accuracy_time", "closeness",
+        "closeness_time",
         "ablation_ratio", "memory", "timing_end_to_end", "timing_unet",
     }  # fmt: skip
     assert len(page.all("svg")) == len(names)
@@ -517,6 +519,36 @@ def test_the_picture_that_is_changed_most_has_a_column(results):
         del found["lowest"]
     older = study_table(Results(results))
     assert "Lowest PSNR, dB" not in [column.title for column in older.columns]
+
+
+def test_pictures_that_became_others_are_counted(results):
+    """Below 20 dB little is left of the untouched picture."""
+    paired = results["rows"][2]["paired"]["psnr"]
+    paired["pictures"][:3] = [19.99, 20.0, None]
+    notes = [line.entries[1].note for line in study_table(Results(results)).lines]
+    assert notes[1] == "(64 below 20)" and notes[2] == "(1 below 20)" and not any(notes[3:5])
+
+
+def test_every_picture_is_drawn(results):
+    results["rows"][2]["paired"]["psnr"]["pictures"][5] = None
+    shown = Results(results)
+    chart = charts.closeness(shown, Palette(shown))
+    rows = [row for row in shown.rows if row.psnr is not None]
+    lines = chart.figure.axes[0].lines
+    assert [list(line.get_xdata()) for line in lines[::2]] == [
+        [value for value in row.each("psnr") if value is not None] for row in rows
+    ]
+    assert [line.get_xdata()[0] for line in lines[1::2]] == [row.psnr.value for row in rows]
+    segments = [tuple(drawn.get_segments()[0][:, 0]) for drawn in chart.figure.axes[0].collections]
+    assert segments == [row.psnr.ends for row in rows]
+    assert (
+        chart.points[1].startswith("ToMe-SD 0.1: ") and f"lowest {min(rows[1].each('psnr')[:5]):.1f}" in chart.points[1]
+    )
+    for row in results["rows"]:
+        row["paired"] = None
+    assert (
+        charts.closeness(Results(results), Palette(shown)) == "Closeness to the untouched pictures: no row has a PSNR."
+    )
 
 
 def test_identical_pictures_are_called_identical(results):
@@ -802,6 +834,35 @@ def test_the_interval_over_time_is_that_of_the_difference(results):
     base = shown.baseline.distance("FD-toy").value
     differences = [found for row in shown.methods if (found := row.difference("FD-toy"))]
     assert ends == sorted((base + found.low, base + found.high) for found in differences)
+
+
+def test_the_interval_over_a_setting_is_that_of_the_difference(sweep):
+    shown = Results(sweep)
+    axes = ablation(shown, Palette(shown), "until").figure.axes[0]
+    drawn = sorted(tuple(line.get_segments()[0][:, 1]) for line in axes.collections)
+    base = shown.baseline.distance("FD-toy").value
+    found = [row.difference("FD-toy") for row in shown.methods if "until" in row.settings]
+    assert drawn == sorted((base + each.low, base + each.high) for each in found)
+
+
+def test_a_setting_with_names_is_not_joined_by_lines(sweep):
+    for row in sweep["rows"]:
+        if "until" in row["settings"]:
+            row["settings"] = {"order": f"order {row['settings']['until']}"}
+    shown = Results(sweep)
+    names, sizes = (
+        ablation(shown, Palette(shown), setting).figure.axes[0].lines[0] for setting in ("order", "block_size")
+    )
+    assert (names.get_linestyle(), sizes.get_linestyle()) == ("None", "-")
+
+
+def test_a_short_name_keeps_its_end():
+    """There stands what tells rows apart."""
+    assert shortened("26 · sampled keys, other numbers of groups", "block size 128, groups 1", 34) == (
+        "26 · sam… block size 128, groups 1"
+    )
+    assert shortened("sampled keys", "a setting that is longer than there is room, groups 1", 20).endswith(", groups 1")
+    assert len(shortened("sampled keys", "a setting that is longer than there is room, groups 1", 20)) == 20
 
 
 def test_rows_of_one_name_are_told_apart(results):
