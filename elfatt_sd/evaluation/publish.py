@@ -53,8 +53,8 @@ def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, byt
     """Put the results of runs between the markers of a page.
 
     `<!-- eval NAME PLOT PLOT -->` takes the table of a run and plots of it, `<!-- compare NAME ROW OTHER ROW OTHER -->`
-    rows picture by picture (see `compare_rows`), `<!-- pareto MEASURE NAME NAME -->` those
-    rows of all these runs that no other beats; see `draw_pareto`.
+    rows picture by picture (see `compare_rows`), `<!-- pareto MEASURE NAME NAME -->` all these runs in one plane, and
+    the rows that stand out there (see `draw_pareto`).
 
     Args:
         text: of the page.

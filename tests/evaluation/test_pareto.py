@@ -62,7 +62,7 @@ def test_rows_that_no_other_beats_are_named(runs: list[dict[str, Any]]) -> None:
 
 
 def test_rows_whose_distance_differs_are_named(runs: list[dict[str, Any]]) -> None:
-    """A front of values whose intervals hold zero would be one of chance."""
+    """By the scoring's verdict, as everywhere."""
     for entry, low, verdict in zip(runs[0]["rows"][1:3], (1.0, -1.0), ("worse", "no difference shown"), strict=True):
         entry["distances"]["FD-toy"]["difference"] |= {"interval": [low, 9.0], "verdict": verdict}
     chart, table = draw_pareto([Results(run) for run in runs], "distance")

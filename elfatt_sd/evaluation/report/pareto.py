@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from elfatt_sd.evaluation.report.palette import METHODS as COLOURS
 from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Measure, Spot, draw_front, front, write_beside
 from elfatt_sd.evaluation.report.text import MISSING, decimals_for, fixed, interval, span
 from elfatt_sd.evaluation.report.writers import md_table
+from elfatt_sd.evaluation.statistics import BETTER, WORSE
 
 _MARKERS = "os^DvPXp"
 _SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common
@@ -29,6 +30,11 @@ class _Entrant:
     def name(self) -> str:
         row = self.spot.row
         return f"{row.label} {row.suffix}".strip()
+
+    @property
+    def verdict(self) -> str:
+        """What the scoring said of the distance."""
+        return self.spot.row.verdict(self.run.distance or "") or MISSING
 
 
 def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
@@ -52,10 +58,11 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     entrants = _entrants(runs, up)
     if not entrants:
         raise ElfattError(f"no row of {', '.join(run.name for run in runs)} has both UNet time and {measure}.")
-    spots = [entrant.spot for entrant in entrants]
-    closeness = measure == "closeness"
-    best = front(spots, low_is_better=False) if closeness else [spot for spot in spots if _differs(spot.up)]
-    chosen = [entrant for entrant in entrants if entrant.spot in best or _is_preset(entrant.spot.row)]
+    best = front([entrant.spot for entrant in entrants], low_is_better=up.low_is_better)
+    standing_out = [entrant for entrant in entrants if entrant.spot in best]
+    if measure == "distance":  # a front of values whose intervals hold zero would be one of chance
+        best, standing_out = [], [entrant for entrant in entrants if entrant.verdict in (BETTER, WORSE)]
+    chosen = [entrant for entrant in entrants if entrant in standing_out or _is_preset(entrant.spot.row)]
     chosen.sort(key=lambda entrant: entrant.spot.across)
     figure, axes = figure_and_axes(CROWDED_HEIGHT)
     colours = {id(run): COLOURS[place % len(COLOURS)] for place, run in enumerate(runs)}
@@ -71,15 +78,13 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
             axes.vlines(entrant.spot.across, *entrant.spot.up.ends, **thin)
         if entrant.speed.ends:
             axes.hlines(entrant.spot.up.value, 1 / entrant.speed.ends[1], 1 / entrant.speed.ends[0], **thin)
-    if not closeness:
+    if measure == "distance":  # some rows are a hundred times as far off as most
         axes.set_yscale("symlog", linthresh=1)
         axes.yaxis.set_major_formatter("{x:g}")
     axes.axvline(1, color=INK, linewidth=0.6, linestyle="--", zorder=1)
     axes.set_xlabel("UNet time, share of the untouched pipeline's (left is faster)")
     axes.set_ylabel(up.title)
-    said = (
-        draw_front(axes, best) if closeness else " Numbered: rows whose interval does not hold zero, and the presets."
-    )
+    said = draw_front(axes, best)
     legend_above(figure, axes)
     numbers = {id(entrant): str(place) for place, entrant in enumerate(chosen, 1)}
     marks = [
@@ -87,20 +92,15 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
         for entrant in entrants
     ]
     write_beside(figure, axes, marks)
-    caption = (
-        f"Every row of every run; times are ratios within a run.{said} Numbers: the rows of the table. Lines up and "
-    )
-    caption += "down: 95 % interval; across: fastest and slowest round."
+    caption = f"Every row of every run; times are ratios within a run.{said} Numbers: the rows of the table. Lines up "
+    caption += "and down: 95 % interval; across: fastest and slowest round."
     points = [f"{entrant.name}: {entrant.spot.across:.2f}, {entrant.spot.up.value:.3g}" for entrant in entrants]
     title = f"{up.title.split(' (')[0]} over UNet time"
-    last = ("beaten in both", lambda entrant: "no" if entrant.spot in best else "yes")
-    if not closeness:
-        last = ("verdict", lambda entrant: entrant.spot.row.verdict(entrant.run.distance or "") or MISSING)
-    return Chart(f"pareto_{measure}", title, caption, figure, points), _table(chosen, up, *last)
-
-
-def _differs(value: Estimate) -> bool:
-    return value.ends is not None and not value.ends[0] <= 0 <= value.ends[1]
+    if measure == "distance":
+        table = _table(chosen, up, "verdict", [entrant.verdict for entrant in chosen])
+    else:
+        table = _table(chosen, up, "beaten in both", ["no" if each in standing_out else "yes" for each in chosen])
+    return Chart(f"pareto_{measure}", title, caption, figure, points), table
 
 
 def _check_alike(runs: Sequence[Results]) -> None:
@@ -133,11 +133,11 @@ def _is_preset(row: Row) -> bool:
     return row.method in METHODS and not row.settings
 
 
-def _table(chosen: Sequence[_Entrant], up: Measure, title: str, say: Callable[[_Entrant], str]) -> str:
+def _table(chosen: Sequence[_Entrant], up: Measure, title: str, last: Sequence[str]) -> str:
     decimals = decimals_for(entrant.spot.up for entrant in chosen)
     titles = ["", "row", "run", "pictures", "times as fast (UNet)", up.title.split(" (")[0], title]
     lines = []
-    for place, entrant in enumerate(chosen, 1):
+    for place, (entrant, said) in enumerate(zip(chosen, last, strict=True), 1):
         speed, value = entrant.speed, entrant.spot.up
         lines.append(
             [
@@ -147,7 +147,7 @@ def _table(chosen: Sequence[_Entrant], up: Measure, title: str, say: Callable[[_
                 setting_text(entrant.spot.row.images),
                 f"{fixed(speed.value, 2)} ({span(speed, 2)})" if speed.ends else fixed(speed.value, 2),
                 f"{fixed(value.value, decimals)} {interval(value, decimals)}".strip(),
-                say(entrant),
+                said,
             ]
         )
     return md_table(titles, lines, [True, False, False, True, True, True, False])
