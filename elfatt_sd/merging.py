@@ -196,6 +196,7 @@ def _most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tupl
     Returns:
         The cosine similarity and the index among the destinations, both `[B, sources]`.
     """
+    metric = metric.contiguous()  # Stable Diffusion 1.5's lies channels first, where rows are slow to gather
     keys = _normalise_(metric.index_select(1, destinations)).transpose(1, 2)
     similarity, nearest = [], []
     for some in torch.split(sources, rows_at_once(len(metric), len(destinations), metric.device)):

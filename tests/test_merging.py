@@ -58,6 +58,13 @@ def test_round_trip_is_tomesds(height: int, width: int, ratio: float, stride: in
     torch.testing.assert_close(ours.unmerge(ours.merge(x)), unmerge(merge(x)), atol=1e-12, rtol=0)
 
 
+def test_tokens_that_lie_channels_first_are_matched_alike() -> None:
+    x = tokens(16, 16)
+    ours, channels_first = match(x, 16, 16), match(x.mT.contiguous().mT, 16, 16)
+    assert torch.equal(ours.groups, channels_first.groups)
+    assert torch.equal(ours.positions, channels_first.positions)
+
+
 @pytest.mark.parametrize(("height", "width"), GRIDS)
 @pytest.mark.parametrize(("ratio", "stride"), SETTINGS)
 def test_order_of_the_merged_sequence_is_tomesds(height: int, width: int, ratio: float, stride: int) -> None:

@@ -35,7 +35,7 @@ class Goal:
         value: that was measured, over the rounds: `median`, `min` and `max`; None where nothing was.
         row: that it was read off.
         doubt: why the figure decides nothing; empty where it does.
-        noise: what is said beside the verdict.
+        remark: what is said beside the verdict.
         most: whether the limit is an upper one.
     """
 
@@ -44,7 +44,7 @@ class Goal:
     value: Mapping[str, float] | None
     row: str = ""
     doubt: str = ""
-    noise: str = ""
+    remark: str = ""
     most: bool = True
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Goal:
         if self.value is None:
             return f"| {self.what} | {asked} | not measured yet | | |"
         met = [self._meets(self.value[name]) for name in ("median", "min", "max")]
-        said = verdict(met[0]) + " by the median, not in every round" * (len({*met}) > 1) + self.noise
+        said = verdict(met[0]) + " by the median, not in every round" * (len({*met}) > 1) + self.remark
         return f"| {self.what} | {asked} | {spread(self.value, 3)} | `{self.row}` | {self.doubt or said} |"
 
     def _meets(self, value: float) -> bool:
@@ -119,8 +119,11 @@ def _call_goals(
     share = part.get("floor")
     noise = f"; noisy, a round at {share['min']:.2f} of its floor" if share and share["min"] < NOISE else ""
     yield Goal(f"elfatt-fast, {what}: times its floor's time", floor, share, name, doubt, noise)
+    floors = _rows(results, method=share["name"]) if share else []
     for base, limit in ((UNPATCHED, untouched), (PEER, tomesd)):
-        yield Goal(f"elfatt-fast, {what}: times as fast as {base}", limit, speed.get(base), name, doubt, most=False)
+        reachable = floors[0]["speed"][base]["median"] if floors else limit
+        remark = f"; its floor is {reachable:.2f} times as fast" if reachable < limit else ""
+        yield Goal(f"elfatt-fast, {what}: times as fast as {base}", limit, speed.get(base), name, doubt, remark, False)
 
 
 def _fast(results: Results, fits: Callable[[Mapping[str, Any]], bool]) -> Row | None:

@@ -52,26 +52,27 @@ def merging(
     for dtype, (count, side) in itertools.product(dtypes, sides.items()):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(batch, count, channels, generator=generator).to(place, pick_dtype(dtype, place))
+        metric = x.mT.contiguous().mT  # Stable Diffusion 1.5's: the input of a block lies channels first
         calls: dict[str, Call] = {
-            "tomesd": functools.partial(_peer, x, side, ratio, stride),
-            "ours": functools.partial(_ours, x, side, ratio, stride, ordered=True),
-            "ours, unordered": functools.partial(_ours, x, side, ratio, stride, ordered=False),
+            "tomesd": functools.partial(_peer, x, metric, side, ratio, stride),
+            "ours": functools.partial(_ours, x, metric, side, ratio, stride, ordered=True),
+            "ours, unordered": functools.partial(_ours, x, metric, side, ratio, stride, ordered=False),
             "floor: similarities": functools.partial(_similarities, x, stride),
         }
         record.time({"tokens": count, "batch": batch, "dtype": dtype}, without_gradients(calls), repeats)
     return record.results
 
 
-def _peer(x: Tensor, side: int, ratio: float, stride: int) -> None:
+def _peer(x: Tensor, metric: Tensor, side: int, ratio: float, stride: int) -> None:
     from tomesd.merge import bipartite_soft_matching_random2d
 
     removed = int(x.shape[1] * ratio)
-    merge, unmerge = bipartite_soft_matching_random2d(x, side, side, stride, stride, removed, no_rand=True)
+    merge, unmerge = bipartite_soft_matching_random2d(metric, side, side, stride, stride, removed, no_rand=True)
     unmerge(merge(x))
 
 
-def _ours(x: Tensor, side: int, ratio: float, stride: int, *, ordered: bool) -> None:
-    matching = match_tokens(x, side, side, ratio, stride, ordered=ordered)
+def _ours(x: Tensor, metric: Tensor, side: int, ratio: float, stride: int, *, ordered: bool) -> None:
+    matching = match_tokens(metric, side, side, ratio, stride, ordered=ordered)
     if matching is not None:
         matching.unmerge(matching.merge(x))
 

@@ -144,6 +144,18 @@ def test_a_round_below_the_floor_is_noise(folder: Path) -> None:
         assert lines(goals_table(folder))[what][-1] == said
 
 
+def test_what_the_floor_itself_does_not_reach_is_told(folder: Path) -> None:
+    data = json.loads((folder / "unet-512.json").read_text())
+    speed = {"untouched": ratio(1.4), "tomesd": ratio(1.15)}
+    data["rows"].append({"method": "floor", "rounds": 5, "peak_bytes": None, "speed": speed})
+    data["rows"][2]["parts"][1]["speed"]["untouched"] = ratio(1.3)
+    (folder / "unet-512.json").write_text(json.dumps(data))
+    table = lines(goals_table(folder))
+    what = "elfatt-fast, 512x512, one level, 128 keys: times as fast as"
+    assert table[f"{what} untouched"][-1] == "**missed**; its floor is 1.40 times as fast"
+    assert table[f"{what} tomesd"][-1] == "met"
+
+
 @pytest.mark.parametrize("keeps", [1, 2])
 def test_kept_matchings_have_a_line_of_their_own(folder: Path, keeps: int) -> None:
     data = json.loads((folder / "unet-512.json").read_text())
