@@ -11,15 +11,15 @@ from typing import Any
 from elfatt_sd.benchmarking.names import is_reference
 from elfatt_sd.benchmarking.record import title
 from elfatt_sd.benchmarking.rows import Results, own_part
-
-_KEYS = ("size", "tokens", "batch", "dtype")
+from elfatt_sd.benchmarking.tables import KEYS
 
 
 def plot(results: Results) -> Any:
     """Draw time over tokens for a layer, errors over steps for orders, else bars of the speed with its spread."""
     figure, settings = _figure(results), results["settings"]
-    about = [settings.get("model", results["kind"]), settings.get("dtype"), results["machine"]["device"]]
-    figure.suptitle(", ".join(filter(None, about)), fontsize=10)
+    what = settings.get("model") or results["kind"].replace("_", " ")
+    about = filter(None, [what, settings.get("dtype"), results["machine"]["device"]])
+    figure.suptitle(", ".join(about), fontsize=10)
     return figure
 
 
@@ -37,7 +37,7 @@ def _figure(results: Results) -> Any:
         return _growth_figure(rows)
     panels: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        panels.setdefault(title({key: row[key] for key in _KEYS if key in row}), []).append(row)
+        panels.setdefault(title({key: row[key] for key in KEYS if key in row}), []).append(row)
     columns = min(2, len(panels))
     height = 0.8 + 0.42 * max(len(panel) for panel in panels.values())
     figure = Figure(figsize=(6.5 * columns, height * math.ceil(len(panels) / columns) + 0.8), layout="constrained")

@@ -10,7 +10,7 @@ from elfatt_sd.benchmarking.names import UNPATCHED, legend, plain_name
 from elfatt_sd.benchmarking.record import title
 from elfatt_sd.benchmarking.rows import Results
 
-_KEYS = ("size", "tokens", "batch", "dtype", "part")
+KEYS = ("size", "tokens", "batch", "dtype", "part")
 
 
 def markdown(results: Results) -> str:
@@ -49,9 +49,9 @@ def error_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> list[str]:
-    values = {key: {row.get(key) for row in rows} for key in _KEYS}
-    keys = [key for key in _KEYS if len(values[key]) > 1]
-    shared = {key: rows[0][key] for key in _KEYS if len(values[key]) == 1 and key in rows[0]}
+    values = {key: {row.get(key) for row in rows} for key in KEYS}
+    keys = [key for key in KEYS if len(values[key]) > 1]
+    shared = {key: rows[0][key] for key in KEYS if len(values[key]) == 1 and key in rows[0]}
     bases = [base for base in bases if any(base in row["speed"] for row in rows)]
     floors = any(row["floor"] for row in rows)
     peaks = any(row["peak_bytes"] is not None for row in rows)
