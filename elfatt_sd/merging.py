@@ -196,11 +196,11 @@ def _most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tupl
     Returns:
         The cosine similarity and the index among the destinations, both `[B, sources]`.
     """
-    metric = metric.contiguous()  # Stable Diffusion 1.5's lies channels first, where rows are slow to gather
-    keys = _normalise_(metric.index_select(1, destinations)).transpose(1, 2)
+    # Not index_select: it copies the whole of a tensor that is not contiguous, as Stable Diffusion 1.5's here.
+    keys = _normalise_(metric[:, destinations]).transpose(1, 2)
     similarity, nearest = [], []
     for some in torch.split(sources, rows_at_once(len(metric), len(destinations), metric.device)):
-        values, place = _row_maximum(_normalise_(metric.index_select(1, some)) @ keys)
+        values, place = _row_maximum(_normalise_(metric[:, some]) @ keys)
         similarity.append(values)
         nearest.append(place)
     return torch.cat(similarity, dim=1), torch.cat(nearest, dim=1)
