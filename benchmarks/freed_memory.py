@@ -56,19 +56,19 @@ def measure(name: str, keeps: bool) -> dict[str, float]:
 
 
 def compare(record: Record, name: str, rounds: int) -> None:
-    """Run both kinds of process in turn, and keep every round."""
+    """Run both kinds of process in turn, each time starting with the other one, and keep every round."""
     group = record.group({"size": MODELS[name][0], "batch": BATCH, "part": name})
-    times, peaks = group["times"], group["peaks"]
+    times, peaks, keep_round = group["times"], group["peaks"], record.sitting(group)
     done = len(times.get(UNTOUCHED.kind, ()))
     for turn in range(done, rounds):
         record.tell(name, turn, rounds)
-        both = {ending: run(name, keeps) for ending, keeps in (("", False), (KEPT, True))}
+        both = {ending: run(name, ending == KEPT) for ending in (("", KEPT), (KEPT, ""))[turn % 2]}
         for ending, found in both.items():
             for label in (UNTOUCHED.kind, FAST):
                 times.setdefault(label + ending, []).append(found[label])
                 known = peaks.setdefault(label + ending, {str(BATCH): 0})
                 known[str(BATCH)] = max(known[str(BATCH)], round(found["peak"]))
-        record.save()
+        keep_round()
 
 
 def run(name: str, keeps: bool) -> dict[str, float]:

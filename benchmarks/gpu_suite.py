@@ -10,12 +10,11 @@ begun, and soon after that it stops by itself. `--tiny` tries all parts on any m
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from elfatt_sd.benchmarking.goals import verdict
+from elfatt_sd.benchmarking.goals import greatest_peak, verdict
 from elfatt_sd.benchmarking.layer import growth
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, make_model, random_unet
@@ -33,6 +32,7 @@ from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.unet import unet
 from elfatt_sd.benchmarking.variants import resolve_methods
+from elfatt_sd.files import write_json
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
 TINY = {
@@ -117,7 +117,7 @@ class Suite:
             "sd15 512 batch 48": lambda: self.unet("sd15", 512, 48, 35),
             "sd15 1024 batch 1": lambda: self.unet("sd15", 1024, 1, 20),
             "sd15 1024 batch 8": lambda: self.unet("sd15", 1024, 8, 35),
-            "sd15 2048 batch 1": lambda: self.unet("sd15", 2048, 1, 35),
+            "sd15 2048 batch 1": lambda: self.unet("sd15", 2048, 1, 35, batches=(1, 2)),
             "merging": self.merging,
             "growth": self.growth,
             "backends": self.backends,
@@ -125,9 +125,9 @@ class Suite:
             "sd15 512 batch 1 graph": lambda: self.unet("sd15", 512, 1, 10, graphs=True),
             "sdxl 1024 batch 1": lambda: self.unet("sdxl", 1024, 1, 25),
             "sdxl 1024 batch 8": lambda: self.unet("sdxl", 1024, 8, 35),
-            "sdxl 2048 batch 1": lambda: self.unet("sdxl", 2048, 1, 35),
+            "sdxl 2048 batch 1": lambda: self.unet("sdxl", 2048, 1, 35, batches=(1, 2)),
             "sdxl 1024 batch 1 graph": lambda: self.unet("sdxl", 1024, 1, 10, graphs=True),
-            "sdxl 512 batch 48": lambda: self.unet("sdxl", 512, 48, 20, few=True),
+            "sdxl 512 batch 48": lambda: self.unet("sdxl", 512, 48, 20, few=True, batches=(48, 24)),
             "sdxl 1024 batch 48": lambda: self.unet("sdxl", 1024, 48, 20, few=True),
             "sd15 1024 batch 48": lambda: self.unet("sd15", 1024, 48, 20, few=True),
         }
@@ -167,9 +167,7 @@ class Suite:
     def write(self) -> None:
         """Write the results so far, whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.results, indent=1))
-        part.replace(self.path)
+        write_json(self.path, self.results)
 
     def unet(
         self,
@@ -179,17 +177,30 @@ class Suite:
         seconds: float,
         *,
         few: bool = False,
+        batches: Sequence[int] = (),
         attention_backend: str = "auto",
         **options: Any,
     ) -> Results:
-        """Time the UNet with guidance: twice as many rows as pictures."""
+        """Time the UNet with guidance: twice as many rows as pictures.
+
+        Args:
+            name: of the model.
+            size: of the pictures.
+            pictures: at a time.
+            seconds: start no further round past this time.
+            few: leave out most methods.
+            batches: pictures at which the peak memory is measured; those that are timed by default.
+            attention_backend: of all methods.
+            **options: of `unet`.
+        """
         if name not in self.models:
             self.models.clear()
             self.models[name] = self.make(name)
         methods = resolve_methods(
             ("tome", "elfatt", "elfatt-fast") if few else None, attention_backend=attention_backend
         )
-        size, pictures = (size // 8, min(pictures, 3)) if self.tiny else (size, pictures)
+        if self.tiny:
+            size, pictures, batches = size // 8, min(pictures, 3), (1, 2)[: len(batches)]
         return unet(
             self.models[name],
             sizes=[size],
@@ -198,7 +209,7 @@ class Suite:
             repeats=1 if self.tiny else 7,
             seconds=seconds,
             device=str(self.device),
-            memory=[2 * pictures],
+            memory=[2 * batch for batch in batches or (pictures,)],
             session=self.session,
             **options,
         )
@@ -224,7 +235,7 @@ class Suite:
         """Time PyTorch's fused attention kernels on whole sequences and on blocks."""
         dtype = pick_dtype("auto", self.device)
         settings = {"dtype": str(dtype).removeprefix("torch.")}
-        record = Record(self.session, "layer", self.device, settings, bases=["default"])
+        record = Record(self.session, "kernels", self.device, settings, bases=["default"])
         for batch, heads, tokens, size in [(2, 8, 4096, 40), (2, 10, 4096, 64), (2, 8, 16384, 40), (64, 8, 128, 40)]:
             tokens = tokens // 16 if self.tiny else tokens
             key = {"tokens": tokens, "batch": batch, "part": f"{heads} heads of {size}"}
@@ -256,7 +267,7 @@ class Suite:
         return calls
 
     def conclude(self) -> None:
-        """Print the goals and the memory slopes."""
+        """Print the goals, the greatest peaks and the memory slopes."""
         self.results["goals"] = [
             {"part": name, "method": method, "gain": row["speed"]["untouched"]["median"], "goal": least}
             | {"rounds": row["rounds"]}
@@ -267,12 +278,16 @@ class Suite:
             if row["method"] == method and "untouched" in row["speed"]
         ]
         self.results["memory_slope"] = self.memory_slopes()
+        self.results["peaks"] = self.peaks()
         self.results["seconds"]["all"] = time.monotonic() - self.start
         self.write()
         print("\n## Goals over a run of 50 steps")
         for goal in self.results["goals"]:
             said = verdict(goal["gain"] >= goal["goal"], goal["rounds"])
             print(f"{goal['part']}, {goal['method']}: {goal['gain']:.2f}, goal {goal['goal']}: {said}")
+        print("\n## Greatest peak of our methods as a share of the untouched call's")
+        for name, peak in self.results["peaks"].items():
+            print(f"{name}: {peak['share']:.3f} ({peak['method']})")
         print("\n## Peak memory of one more picture in the batch, GB")
         for name, slopes in self.results["memory_slope"].items():
             print(f"{name}: " + ", ".join(f"{method} {slope:.3f}" for method, slope in slopes.items()))
@@ -281,19 +296,26 @@ class Suite:
     def memory_slopes(self) -> dict[str, dict[str, float]]:
         """Work out, from the largest and the least batch of a size, the peak memory of one more picture in GB."""
         peaks: dict[str, dict[str, dict[int, int]]] = {}
+        slopes: dict[str, dict[str, float]] = {}
         for name, part in self.results["parts"].items():
-            for row in part["rows"]:
-                if row.get("peak_bytes") is not None and name.split()[-1].isdigit():
-                    known = peaks.setdefault(" ".join(name.split()[:2]), {}).setdefault(row["method"], {})
+            shape = " ".join(name.split()[:2])
+            for row in part["rows"] if name.split()[-1].isdigit() else ():
+                if row["bytes_per_picture"] is not None:
+                    slopes.setdefault(shape, {})[row["method"]] = row["bytes_per_picture"] / 1e9
+                elif row["peak_bytes"] is not None:
+                    known = peaks.setdefault(shape, {}).setdefault(row["method"], {})
                     known[row["batch"] // 2] = row["peak_bytes"]
-        return {
-            shape: {
-                method: (known[max(known)] - known[min(known)]) / (max(known) - min(known)) / 1e9
-                for method, known in methods.items()
-                if len(known) > 1
-            }
-            for shape, methods in peaks.items()
-        }
+        for shape, methods in peaks.items():
+            for method, known in methods.items():
+                if len(known) > 1:
+                    growth = (known[max(known)] - known[min(known)]) / (max(known) - min(known))
+                    slopes.setdefault(shape, {})[method] = growth / 1e9
+        return slopes
+
+    def peaks(self) -> dict[str, dict[str, Any]]:
+        """Return, for each part with peaks, which of our methods has the greatest, and its share of untouched's."""
+        found = {name: greatest_peak(part) for name, part in self.results["parts"].items() if "runs" in part}
+        return {name: {"method": method, "share": share} for name, (method, share) in found.items() if share}
 
 
 if __name__ == "__main__":

@@ -163,6 +163,7 @@ class Tuner:
             hook.pre_forward(self._denoiser)
         size = (_batch(sample), state.grid[0] * state.grid[1], attention.query_dim)
         tokens = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(sample)
+        block_input = tokens.mT.contiguous().mT if state.layer.channels_first else tokens
         shared = Denoiser(state.denoiser.config)  # so that the matchings of the real call stay
         twin = copy.copy(state)
         twin.denoiser = shared
@@ -175,6 +176,7 @@ class Tuner:
 
         def reusing() -> None:
             twin.begin(phase, 0, sample)  # what is drawn in every step is part of the price
+            twin.block_input = block_input
             approximate(attention, twin, phase, tokens)
 
         def matching() -> None:
@@ -182,7 +184,9 @@ class Tuner:
             reusing()
 
         uses = _uses(state, phase)
-        calls = [(matching, 1 / uses), (reusing, 1 - 1 / uses)][:uses]
+        calls = [(matching, 1 / uses)]
+        if uses > 1:
+            calls.append((reusing, 1 - 1 / uses))
         if phase.residual_steps > 1:
             calls.append((untouched, 1 / phase.residual_steps))
         return measure(untouched, calls, sample.device)
@@ -233,6 +237,7 @@ def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
     config, device = state.denoiser.config, sample.device
     settings = {**dataclasses.asdict(phase), "until": 1.0, "uses": _uses(state, phase)}
     settings |= {name: getattr(config, name) for name in ("attention_backend", "fp32_logits", "use_rand")}
+    settings |= {"channels_first": state.layer.channels_first and phase.uses_matching}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     shape = "x".join(map(str, (_batch(sample), *state.grid, attention.inner_dim)))
     dtype = str(sample.dtype)

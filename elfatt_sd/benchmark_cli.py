@@ -99,10 +99,12 @@ def _add_layer_command(name: str, sizes: list[int], text: str) -> None:
         repeats: Repeats = 5,
         block_size: BlockSize = 128,
         max_seconds: MaxSeconds = float("inf"),
+        memory: Memory = True,
         device: Device = "auto",
         dtype: Dtype = "auto",
     ) -> None:
         options = {"batch": batch, "repeats": repeats, "block_size": block_size, "max_seconds": max_seconds}
+        options |= {"memory": memory}
         _run("layer", session, tokens=tokens, device=device, dtype=dtype, kind=name, **options)
 
 

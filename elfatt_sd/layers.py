@@ -24,12 +24,14 @@ class SelfAttention:
         attention: the module.
         norm: the normalisation before it, whose input is the block's input; None where the layer normalises itself.
         downsample: how many times smaller than the latent its grid is, on each side.
+        channels_first: whether the block's input lies channels first in memory, as a convolution left it.
     """
 
     name: str
     attention: Attention
     norm: nn.Module | None
     downsample: int
+    channels_first: bool = False
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the layer's grid for a latent of `height x width`; odd sizes are rounded up at every level."""
@@ -87,7 +89,8 @@ def find_layers(denoiser: nn.Module) -> list[SelfAttention]:
         if block is None or any(part in name for part in _OTHER_TOKENS):
             continue
         if isinstance(module, Attention) and not module.is_cross_attention:
-            layers.append(SelfAttention(name, module, _norm_before(name, modules), factors[block]))
+            norm, channels_first = _norm_before(name, modules), _follows_convolution(name, modules)
+            layers.append(SelfAttention(name, module, norm, factors[block], channels_first))
     return layers
 
 
@@ -119,3 +122,9 @@ def _block_factors(denoiser: nn.Module) -> Iterator[tuple[str, int]]:
 def _norm_before(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
     parent, _, own = name.rpartition(".")
     return modules.get(f"{parent}.{own.replace('attn', 'norm')}") if own in ("attn1", "attn2") else None
+
+
+def _follows_convolution(name: str, modules: dict[str, nn.Module]) -> bool:
+    """Tell whether a layer's block is the first after a transformer's convolution."""
+    transformer, _, rest = name.partition(".transformer_blocks.")
+    return rest.startswith("0.") and isinstance(modules.get(f"{transformer}.proj_in"), nn.Conv2d)

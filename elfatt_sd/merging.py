@@ -40,21 +40,30 @@ class Matching:
 
     Attributes:
         positions: grid position `[B, M]` of each merged token: its own where it stands alone, else its destination's.
-        groups: index `[B, N]` of the merged token that each grid token belongs to.
     """
 
     def __init__(self, groups: Tensor, positions: Tensor) -> None:
-        """Store the groups; see the attributes."""
-        self.groups = groups.int()
+        """Store which tokens are merged.
+
+        Args:
+            groups: index `[B, N]` of the merged token that each grid token belongs to.
+            positions: see the attributes.
+        """
         self.positions = positions.int()
+        self._rows = (groups.int() + self._first_rows()).flatten()  # of each token's group in the flattened `[B * M]`
         self._members: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def groups(self) -> Tensor:
+        """Index `[B, N]` of the merged token that each grid token belongs to."""
+        return self._rows.view(self.positions.shape[0], -1) - self._first_rows()
 
     def merge(self, x: Tensor) -> Tensor:
         """Average every group: `[B, N, C]` to `[B, M, C]`."""
         batch, tokens, channels = x.shape
         merged = self.positions.shape[1]
         if self._members is None:
-            self._members = _members(self.groups, merged)
+            self._members = _members(self._rows, batch * merged)
         order, starts = self._members
         rows = x.reshape(batch * tokens, channels)
         if x.dtype == torch.float16 and x.device.type == "cpu":
@@ -65,9 +74,7 @@ class Matching:
     def unmerge(self, y: Tensor) -> Tensor:
         """Give every token its group's value: `[B, M, C]` to `[B, N, C]`."""
         batch, merged, channels = y.shape
-        tokens = self.groups.shape[1]
-        rows = _flattened(self.groups, merged)
-        return y.reshape(batch * merged, channels).index_select(0, rows).view(batch, tokens, channels)
+        return y.reshape(batch * merged, channels).index_select(0, self._rows).view(batch, -1, channels)
 
     def reordered(self, permutation: Tensor) -> Matching:
         """Return the same merge with the merged sequence permuted.
@@ -78,6 +85,11 @@ class Matching:
         new_place = torch.empty_like(permutation).scatter_(1, permutation, _arange_like(permutation))
         return Matching(new_place.gather(1, self.groups.long()), self.positions.gather(1, permutation))
 
+    def _first_rows(self) -> Tensor:
+        """First row `[B, 1]` of each batch entry in the flattened `[B * M]` merged tokens."""
+        batch, merged = self.positions.shape
+        return torch.arange(batch, device=self.positions.device, dtype=torch.int32)[:, None] * merged
+
 
 def match_tokens(
     metric: Tensor,
@@ -86,14 +98,12 @@ def match_tokens(
     ratio: float,
     stride: int,
     choice: Tensor | None = None,
-    *,
-    ordered: bool = True,
 ) -> Matching | None:
     """Match the most similar tokens, as ToMe for Stable Diffusion (Bolya and Hoffman, 2023) does.
 
     One token of every `stride x stride` cell is a destination, all others are sources, those right of and below the
     last whole cell too. The `int(ratio * N)` sources that are most similar (cosine) to a destination are merged into
-    it. The merged sequence is `[sources that stay, destinations]`.
+    it. The merged sequence is `[sources that stay, by falling similarity, destinations]`.
 
     Args:
         metric: as for `find_candidates`.
@@ -102,7 +112,6 @@ def match_tokens(
         ratio: as for `match_candidates`.
         stride: as for `find_candidates`.
         choice: as for `find_candidates`.
-        ordered: as for `match_candidates`.
 
     Returns:
         The matching, or None where nothing is to be merged.
@@ -110,7 +119,7 @@ def match_tokens(
     if int(height * width * ratio) == 0:
         return None
     candidates = find_candidates(metric, height, width, stride, choice)
-    return None if candidates is None else match_candidates(candidates, ratio, ordered=ordered)
+    return None if candidates is None else match_candidates(candidates, ratio)
 
 
 @torch.no_grad()
@@ -138,14 +147,12 @@ def find_candidates(
 
 
 @torch.no_grad()
-def match_candidates(candidates: Candidates, ratio: float, *, ordered: bool = True) -> Matching | None:
+def match_candidates(candidates: Candidates, ratio: float) -> Matching | None:
     """Merge the most similar of the sources.
 
     Args:
         candidates: what `find_candidates` found.
         ratio: share of the tokens that are merged away, in [0, 1); at most all sources are.
-        ordered: put the sources that stay in the order of falling similarity; False leaves their order open, which
-            is faster.
 
     Returns:
         The matching, or None where nothing is to be merged.
@@ -155,10 +162,7 @@ def match_candidates(candidates: Candidates, ratio: float, *, ordered: bool = Tr
     if merged_away == 0:
         return None
     staying = len(sources) - merged_away
-    if ordered:
-        stay = similarity.argsort(dim=1, descending=True)[:, merged_away:]
-    else:
-        stay = similarity.topk(staying, dim=1, largest=False, sorted=False).indices
+    stay = similarity.topk(staying, dim=1, largest=False).indices.flip(1)
     source_groups = (nearest + staying).scatter(1, stay, _arange_like(stay))
     destination_groups = torch.arange(staying, staying + len(destinations), device=slot.device)
     groups = torch.cat([source_groups, destination_groups.expand(len(stay), -1)], dim=1).index_select(1, slot)
@@ -234,22 +238,19 @@ def _normalise_(x: Tensor) -> Tensor:
     return x.div_(norm.clamp_min(torch.finfo(x.dtype).tiny))
 
 
-def _members(groups: Tensor, merged: int) -> tuple[Tensor, Tensor]:
+def _members(rows: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """List the tokens group by group.
 
+    Args:
+        rows: the group `[B * N]` of every token of the batch.
+        groups: their number.
+
     Returns:
-        Rows of the flattened `[B * N, C]` tokens sorted by group, and the start of each group in that list.
+        The tokens sorted by group, and the start of each group in that list.
     """
-    flat = _flattened(groups, merged)
-    ordered, order = flat.sort()
-    every = torch.arange(groups.shape[0] * merged, device=groups.device, dtype=torch.int32)
+    ordered, order = rows.sort()
+    every = torch.arange(groups, device=rows.device, dtype=torch.int32)
     return order.int(), torch.searchsorted(ordered, every, out_int32=True)
-
-
-def _flattened(groups: Tensor, merged: int) -> Tensor:
-    """Return the group `[B * N]` of every token among those of the whole batch."""
-    starts = torch.arange(groups.shape[0], device=groups.device, dtype=torch.int32)[:, None] * merged
-    return (groups + starts).flatten()
 
 
 def _arange_like(index: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ class LayerState:
             self.residual.clear()
         return output
 
-    def matching(self, tokens: Tensor, ratio: float, *, ordered: bool = False) -> Matching | None:
+    def matching(self, tokens: Tensor, ratio: float) -> Matching | None:
         """Return which tokens are merged at a ratio in this call (None: nothing is).
 
         The similarity is that of the block's input where it is known. It is computed once in a call, whatever the
@@ -189,7 +189,7 @@ class LayerState:
             return None
         config, stride = self.denoiser.config, self.phase.stride
         reused = config.reuse_layers or config.reuse_steps > 1
-        key = (self.grid if config.reuse_layers else self.index, tokens.shape[0], ratio, stride, ordered)
+        key = (self.grid if config.reuse_layers else self.index, tokens.shape[0], ratio, stride)
         if reused and key in self.denoiser.matchings:
             return self.denoiser.matchings[key]
         if self.candidates is None:
@@ -197,7 +197,7 @@ class LayerState:
             metric = known if known is not None and known.shape == tokens.shape else tokens
             self.candidates = find_candidates(metric, *self.grid, stride, self.choice)
         candidates = self.candidates
-        matching = None if candidates is None else match_candidates(candidates, ratio, ordered=ordered)
+        matching = None if candidates is None else match_candidates(candidates, ratio)
         if reused:
             self.denoiser.matchings[key] = matching
         return matching
@@ -262,8 +262,7 @@ def state_fits(state: LayerState, hidden_states: Tensor) -> bool:
 
 def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor:
     """Merge, order, attend, project, and put every token back in its place; `[batch, tokens, channels]`."""
-    in_sequence = phase.uses_order and phase.block_order == "sequence"
-    matching = state.matching(tokens, phase.ratio, ordered=in_sequence)
+    matching = state.matching(tokens, phase.ratio)
     permutation, inverse = (None, None) if phase.exact else (state.permutation, state.inverse)
     if matching is not None:
         if phase.uses_order and phase.block_order != "sequence":

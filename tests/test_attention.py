@@ -286,7 +286,7 @@ def test_elfatt_grows_with_the_tokens() -> None:
         with Work() as work:
             elfatt_attention(q, k, v, agents=16, block_size=64)
         pairs.append(work.pairs)
-    assert pairs[1] == 4 * pairs[0]
+    assert pairs[1] == 4 * pairs[0] > 0
 
 
 def test_more_blocks_than_a_cuda_grid_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,7 @@ STATE_CHANGES: dict[str, Any] = {
     "heads": lambda state: setattr(state.layer.attention, "heads", 4),
     "channels": lambda state: setattr(state.layer.attention, "inner_dim", 32),
     "grid": lambda state: setattr(state, "grid", (8, 32)),
+    "layout": lambda state: setattr(state, "layer", dataclasses.replace(state.layer, channels_first=False)),
 }
 CONFIG_CHANGES: dict[str, Any] = {
     "attention_backend": "native",

@@ -39,6 +39,21 @@ def test_the_norm_is_the_one_whose_input_is_the_blocks_input(unet: Any) -> None:
     assert layer.norm is block.norm1
 
 
+@pytest.mark.parametrize("linear", [False, True])
+def test_which_block_inputs_lie_channels_first(linear: bool) -> None:
+    """As a transformer's convolution leaves them to its first block."""
+    unet, seen = tiny.unet(use_linear_projection=linear, transformer_layers_per_block=2), {}
+    layers = find_layers(unet)
+    for layer in layers:
+        layer.norm.register_forward_pre_hook(  # type: ignore[union-attr]
+            lambda module, inputs, name=layer.name: seen.__setitem__(name, inputs[0].stride()[1] == 1)
+        )
+    with torch.no_grad():
+        unet(torch.zeros(1, 4, 16, 16), 0, torch.zeros(1, 2, tiny.TEXT_WIDTH))
+    assert seen == {layer.name: layer.channels_first for layer in layers}
+    assert any(seen.values()) is not linear
+
+
 @pytest.mark.parametrize("size", [(16, 16), (17, 9), (5, 30), (1, 7)])
 def test_grids_are_those_of_the_tokens(unet: Any, size: tuple[int, int]) -> None:
     seen = {}

@@ -16,7 +16,9 @@ from elfatt_sd.evaluation.protocols import FEW_REPEATS
 Row = Mapping[str, Any]
 BUSY = 0.05  # share of the processors' time that other processes may take
 POSITIONS = 1.005  # the indices of the tokens that a method merges or samples
+MERGING = 0.6  # of tomesd's time
 NOISE = 0.97  # of its floor's time: no call is faster, so a round below was disturbed
+KEPT = RESIDUALS, MATCHINGS = "residual_steps", "reuse_steps"
 CALLS = {  # results of UNet calls
     "unet-512": "512x512",
     "unet-1024": "1024x1024",
@@ -85,8 +87,11 @@ def _goals(folder: Path) -> Iterator[Goal]:
     for tokens in (4096, 16384):
         for dtype in ("float32", "bfloat16"):
             rows = _rows(merging, tokens=tokens, dtype=dtype, method="ours")
+            floor = _share(_rows(merging, tokens=tokens, dtype=dtype, method="floor: similarities"), PEER)
+            beyond = floor is not None and floor["median"] > MERGING
+            remark = f"; its floor takes {floor['median']:.2f}" if floor and beyond else ""
             what = f"merging {tokens} tokens, {dtype}: share of tomesd's time"
-            yield Goal(what, 0.6, _share(rows, "tomesd"), "ours", _doubt(merging, rows))
+            yield Goal(what, MERGING, _share(rows, PEER), "ours", _doubt(merging, rows), remark)
     own = _rows(growth, part="layer", method="elfatt")
     for tokens, limit in ((4096, 0.15), (16384, 0.05)):
         rows = [row for row in own if row["tokens"] == tokens]
@@ -102,10 +107,10 @@ def _goals(folder: Path) -> Iterator[Goal]:
     row = _fast(large, lambda config: config["levels"] == 2)
     yield from _call_goals("1024x1024, two levels", large, row, 1.10, 3.5, 2.0)
     for name, results in calls.items():
-        for keeps, which in ((False, ""), (True, ", with `residual_steps` or `reuse_steps`")):
-            greatest, share = _memory(results, keeps)
-            what = f"peak memory, {CALLS[name]}{which}: greatest share of the untouched call's"
-            if share is not None or not keeps:
+        for kept in ("", *KEPT):
+            greatest, share = greatest_peak(results, kept)
+            what = f"peak memory, {CALLS[name]}{kept and f', with `{kept}`'}: greatest share of the untouched call's"
+            if share is not None or not kept:
                 yield Goal(what, POSITIONS, _certain(share), greatest)
 
 
@@ -143,28 +148,29 @@ def _doubt(results: Results, rows: Sequence[Row]) -> str:
     return ", ".join(filter(None, (few_rounds(rounds), f"machine busy ({busy:.0%})" * (busy > BUSY))))
 
 
-def _memory(results: Results, keeps: bool) -> tuple[str, float | None]:
+def greatest_peak(results: Results, kept: str = "") -> tuple[str, float | None]:
     """Return which of our methods has the greatest peak, and that as a share of the untouched call's.
 
     Args:
         results: of UNet calls.
-        keeps: look at the methods that keep something for other steps, or at those that do not.
+        kept: the setting by which methods keep something for other steps; empty for those that do not.
     """
     known = {row["method"]: row["peak_bytes"] for row in results.get("rows", ()) if row["peak_bytes"]}
-    keeping = {row["method"] for row in results.get("rows", ()) if _keeps(results, row)}
-    ours = [method for method in known if not is_reference(method) and (method in keeping) == keeps]
+    fitting = {row["method"] for row in results.get("rows", ()) if _kept(results, row) == kept}
+    ours = [method for method in known if not is_reference(method) and method in fitting]
     if not ours or UNPATCHED not in known:
         return "", None
     greatest = max(ours, key=known.__getitem__)
     return greatest, known[greatest] / known[UNPATCHED]
 
 
-def _keeps(results: Results, row: Row) -> bool:
-    """Tell whether a method keeps the difference to exact attention, or a matching, for other steps."""
+def _kept(results: Results, row: Row) -> str:
+    """Name the setting by which a method keeps the difference to exact attention, or a matching, for other steps."""
     named = results["settings"]["variants"]
     configs = [named[part["variant"]]["config"] for part in row.get("parts", ())]
-    differences = any(phase["residual_steps"] > 1 for config in configs for phase in config["phases"])
-    return differences or any(config["reuse_steps"] > 1 for config in configs)
+    if any(phase["residual_steps"] > 1 for config in configs for phase in config["phases"]):
+        return RESIDUALS
+    return MATCHINGS if any(config["reuse_steps"] > 1 for config in configs) else ""
 
 
 def _share(rows: Sequence[Row], base: str) -> dict[str, float] | None:

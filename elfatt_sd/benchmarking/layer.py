@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
+from elfatt_sd.benchmarking.memory import peak_memory
 from elfatt_sd.benchmarking.models import fill
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
@@ -37,6 +38,7 @@ def layer(
     dtype: str = "auto",
     block_size: int = 128,
     max_seconds: float = math.inf,
+    memory: bool = True,
     kind: str = "layer",
     session: Session | None = None,
 ) -> Results:
@@ -52,6 +54,7 @@ def layer(
         dtype: likewise.
         block_size: tokens in a block.
         max_seconds: leave a variant out at a size where its growth so far lets expect a call longer than this.
+        memory: also measure the peak memory.
         kind: `layer`, or `growth` to fit the exponent of the growth with the tokens too.
         session: where the results go.
 
@@ -68,8 +71,13 @@ def layer(
         before = [row for row in record.results["rows"] if row["part"] == part and row["tokens"] < count]
         calls = parts[part](side, batch, block_size, place, precision)
         kept = {name: call for name, call in calls.items() if _expected(before, name, count) <= max_seconds}
-        if kept:
-            record.time({"tokens": count, "batch": batch, "part": part}, without_gradients(kept), repeats)
+        if not kept:
+            continue
+        key, calls = {"tokens": count, "batch": batch, "part": part}, without_gradients(kept)
+        record.time(key, calls, repeats)
+        lost = record.group(key)["lost"]
+        for name in [name for name in calls if memory and name not in lost]:
+            record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
     return record.results
 
 
@@ -115,7 +123,7 @@ def _attention_calls(
     keys, values = (x[:, : seen * groups] for x in (k, v))
     return {
         "softmax": lambda: softmax_attention(q, k, v),
-        "agent": lambda: agent_attention(q, k, v, pool_agents(q, _AGENTS)),
+        "agents": lambda: agent_attention(q, k, v, pool_agents(q, _AGENTS)),
         "block": lambda: block_attention(q, k, v, block_size),
         "cell_spread": lambda: cell_spread_attention(q, k, v, blocks),
         "sampled": lambda: sampled_attention(q, keys, values, groups),
@@ -126,14 +134,15 @@ def _attention_calls(
 def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype) -> dict[str, Call]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(batch, side * side, CHANNELS, generator=generator).to(device, dtype)
+    block_input = channels_first(x)
     attention = _attention_module(device, dtype)
     calls: dict[str, Call] = {
         "softmax": functools.partial(attention, x),
-        "tomesd 0.5": functools.partial(_with_tomesd, attention, x, side, 0.5),
+        "tomesd 0.5": functools.partial(_with_tomesd, attention, x, block_input, side, 0.5),
     }
     for name, phase in layer_phases(block_size).items():
         patched = StandaloneLayer(SelfAttention("layer", attention, None, 1), PatchConfig(phases=(phase,)))
-        calls[name] = functools.partial(_step, patched, x, side)
+        calls[name] = functools.partial(_step, patched, x, block_input, side)
     return calls
 
 
@@ -144,17 +153,25 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
     return phases | {
         "cell_spread": Phase(1.0, "cell_spread", block_size=block_size, block_order="spread"),
         "sampled": Phase(1.0, "sampled", block_size=block_size),
-        "agent": Phase(1.0, "agent", agents=_AGENTS),
+        "agents": Phase(1.0, "agent", agents=_AGENTS),
         "elfatt": Phase(1.0, "elfatt", block_size=block_size, agents=_AGENTS),
         "elfatt, spread": Phase(1.0, "elfatt", block_size=block_size, agents=_AGENTS, block_order="spread"),
         "elfatt on tome 0.5": Phase(1.0, "elfatt", ratio=0.5, block_size=block_size, agents=_AGENTS),
+        "elfatt on tome 0.5, spread": Phase(
+            1.0, "elfatt", ratio=0.5, block_size=block_size, agents=_AGENTS, block_order="spread"
+        ),
         "tome 0.5": Phase(1.0, "softmax", ratio=0.5),
     }
 
 
-def _step(patched: StandaloneLayer, x: Tensor, side: int) -> Tensor:
+def channels_first(x: Tensor) -> Tensor:
+    """Return tokens `[batch, tokens, channels]` that lie channels first, as the input of SD 1.5's blocks does."""
+    return x.mT.contiguous().mT
+
+
+def _step(patched: StandaloneLayer, x: Tensor, block_input: Tensor, side: int) -> Tensor:
     """Do what a layer costs in a denoising step: draw, then attend."""
-    patched.begin(Position(0, 1), (x.shape[0], 4, side, side))
+    patched.begin(Position(0, 1), (x.shape[0], 4, side, side), block_input)
     return patched(x)
 
 
@@ -166,9 +183,10 @@ def _attention_module(device: torch.device, dtype: torch.dtype) -> Any:
     return fill(attention, device, dtype).eval()
 
 
-def _with_tomesd(attention: Any, x: Tensor, side: int, ratio: float) -> Tensor:
+def _with_tomesd(attention: Any, x: Tensor, block_input: Tensor, side: int, ratio: float) -> Tensor:
     from tomesd.merge import bipartite_soft_matching_random2d
 
-    merge, unmerge = bipartite_soft_matching_random2d(x, side, side, 2, 2, int(x.shape[1] * ratio), no_rand=True)
+    removed = int(x.shape[1] * ratio)
+    merge, unmerge = bipartite_soft_matching_random2d(block_input, side, side, 2, 2, removed, no_rand=True)
     result: Tensor = unmerge(attention(merge(x)))
     return result

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from elfatt_sd.benchmarking.layer import CHANNELS, grid_side
+from elfatt_sd.benchmarking.layer import CHANNELS, channels_first, grid_side
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import Call, without_gradients
@@ -52,11 +52,10 @@ def merging(
     for dtype, (count, side) in itertools.product(dtypes, sides.items()):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(batch, count, channels, generator=generator).to(place, pick_dtype(dtype, place))
-        metric = x.mT.contiguous().mT  # Stable Diffusion 1.5's: the input of a block lies channels first
+        metric = channels_first(x)
         calls: dict[str, Call] = {
             "tomesd": functools.partial(_peer, x, metric, side, ratio, stride),
-            "ours": functools.partial(_ours, x, metric, side, ratio, stride, ordered=True),
-            "ours, unordered": functools.partial(_ours, x, metric, side, ratio, stride, ordered=False),
+            "ours": functools.partial(_ours, x, metric, side, ratio, stride),
             "floor: similarities": functools.partial(_similarities, x, stride),
         }
         record.time({"tokens": count, "batch": batch, "dtype": dtype}, without_gradients(calls), repeats)
@@ -71,8 +70,8 @@ def _peer(x: Tensor, metric: Tensor, side: int, ratio: float, stride: int) -> No
     unmerge(merge(x))
 
 
-def _ours(x: Tensor, metric: Tensor, side: int, ratio: float, stride: int, *, ordered: bool) -> None:
-    matching = match_tokens(metric, side, side, ratio, stride, ordered=ordered)
+def _ours(x: Tensor, metric: Tensor, side: int, ratio: float, stride: int) -> None:
+    matching = match_tokens(metric, side, side, ratio, stride)
     if matching is not None:
         matching.unmerge(matching.merge(x))
 

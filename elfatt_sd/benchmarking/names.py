@@ -34,8 +34,8 @@ _LEGEND = {  # by the names that it explains
     "block, .*": "`block, ORDER` attends inside blocks of that order",
     "cell_spread": "`cell_spread` attends to the own cell and to a spread sample",
     "sampled": "`sampled` attends to sampled keys",
+    "agents": "`agents` attends through 64 pooled queries, and `elfatt` halves the heads between them and blocks",
     ".* on tome .*": "`on tome 0.5` merges half of the tokens before",
-    "ours, unordered": "`unordered` leaves the order of the tokens that stay open",
 }
 
 

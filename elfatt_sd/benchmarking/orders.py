@@ -33,6 +33,8 @@ def order_configs(block_sizes: Sequence[int] = BLOCK_SIZES) -> dict[str, PatchCo
     phases["elfatt 128, raster"] = Phase(1.0, "elfatt", block_order="raster")
     phases["elfatt 128, spread"] = Phase(1.0, "elfatt", block_order="spread")
     phases["elfatt 128 on tome 0.5"] = Phase(1.0, "elfatt", ratio=0.5)
+    for order in ("windows", "curve", "spread"):
+        phases[f"elfatt 128 on tome 0.5, {order}"] = Phase(1.0, "elfatt", ratio=0.5, block_order=order)
     phases["tome 0.5"] = Phase(1.0, "softmax", ratio=0.5)
     return {name: PatchConfig(name, (phase,)) for name, phase in phases.items()}
 

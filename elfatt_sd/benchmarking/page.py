@@ -40,6 +40,11 @@ def render(folder: Path) -> None:
         results = json.loads(path.read_text(encoding="utf-8"))
         if "groups" in results:
             save(results, path)
+        for name, part in results.get("parts", {}).items():
+            picture = _part_picture(path, name)
+            picture.parent.mkdir(exist_ok=True)
+            with atomic_file(picture) as file:
+                plot(part).savefig(file, format="png", dpi=150)
 
 
 def fill_page(text: str, folder: Path, start: Path) -> str:
@@ -75,7 +80,7 @@ def _section(path: Path, start: Path) -> str:
 
 
 def _concluded(suite: Results) -> str:
-    """Return a suite's goals, the growth of its memory, and what it could not measure."""
+    """Return a suite's goals, its greatest peaks, the growth of its memory, and what it could not measure."""
     lines: list[str] = []
     if goals := suite.get("goals"):
         lines += ["### Goals", "", "| part | method | times as fast as untouched | at least | rounds | |"]
@@ -84,6 +89,11 @@ def _concluded(suite: Results) -> str:
             met = verdict(goal["gain"] >= goal["goal"], goal["rounds"])
             figures = f"{goal['gain']:.2f} | {goal['goal']} | {goal['rounds']}"
             lines.append(f"| {goal['part']} | {goal['method']} | {figures} | {met} |")
+        lines.append("")
+    if peaks := suite.get("peaks"):
+        lines += ["### Greatest peak of our methods", "", "| part | method | share of the untouched call's |"]
+        lines += ["|---|---|---|"]
+        lines += [f"| {part} | {peak['method']} | {peak['share']:.3f} |" for part, peak in peaks.items()]
         lines.append("")
     if slopes := suite.get("memory_slope"):
         methods = list(dict.fromkeys(method for known in slopes.values() for method in known))
@@ -106,11 +116,16 @@ def _described(name: str, results: Results, path: Path, start: Path) -> str:
     """Return one benchmark's table, plot and origin."""
     lines = [f"### {name}", ""] if name else []
     lines += [markdown(results)]
-    picture = path.with_suffix(".png")
-    if not name and picture.exists():
+    picture = _part_picture(path, name) if name else path.with_suffix(".png")
+    if picture.exists():
         link = Path(os.path.relpath(picture, start)).as_posix()
         lines += [f"![{results['kind']}]({link})", ""]
     return "\n".join([*lines, _origin(results), ""])
+
+
+def _part_picture(path: Path, name: str) -> Path:
+    """Return where the plot of a suite's part lies: in a folder of the suite's name."""
+    return path.with_suffix("") / f"{name.replace(' ', '-')}.png"
 
 
 def _origin(results: Results) -> str:

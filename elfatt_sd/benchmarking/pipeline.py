@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -58,11 +57,9 @@ def pipeline(
     pipe, inputs = make_pipeline(model, place, precision, batch)
     pipe.set_progress_bar_config(disable=True)
     twins = {name: twin(pipe, variant) for name, variant in lineup.variants.items()}
-    asked = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
-    described = {name: variant.to_dict() for name, variant in lineup.variants.items()}
-    runs = {row: dataclasses.asdict(run) for row, run in lineup.runs.items()}
-    bases = [base for base in (UNPATCHED, PEER) if base in runs]
-    record = Record(session, "pipeline", place, {**asked, "variants": described}, bases=bases, runs=runs)
+    asked: dict[str, Any] = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
+    asked["variants"] = lineup.described()
+    record = Record(session, "pipeline", place, asked, **lineup.details((UNPATCHED, PEER)))
     for size in sizes or (int(pipe.unet.config.sample_size * pipe.vae_scale_factor),):
         calls = {name: functools.partial(_run, each, inputs, size, steps) for name, each in twins.items()}
         warm_up = {name: functools.partial(_run, each, inputs, size, min(steps, 5)) for name, each in twins.items()}

@@ -48,7 +48,7 @@ def _figure(results: Results) -> Any:
         axes.set_visible(False)
     several = max(row["rounds"] for row in rows) > 1
     caption = "Bars: median over the rounds; whiskers: least and greatest round." if several else "One round."
-    caption += "\nGrey: to compare with; blue: ours"
+    caption += "\nGrey: to compare with; blue: " + ("other kernels" if results["kind"] == "kernels" else "ours")
     phases = ", mean over a run; orange: one call in its own phase, the fastest of several" * any(map(own_part, rows))
     figure.supxlabel(f"{caption}{phases}.", fontsize=8)
     return figure

@@ -123,6 +123,18 @@ class Record:
             warm_up: calls of the warm-up round.
         """
         group = self.group(key)
+
+        def lose(name: str) -> None:
+            group["lost"].append(name)
+
+        watch = Watch(functools.partial(self.tell, title(key)), self.sitting(group), lose)
+        calls = {name: call for name, call in calls.items() if name not in group["lost"]}
+        warm_up = warm_up and {name: call for name, call in warm_up.items() if name not in group["lost"]}
+        options: dict[str, Any] = {"seconds": seconds, "warm_up": warm_up, "times": group["times"], "watch": watch}
+        return interleave(calls, repeats, self._device, **options)
+
+    def sitting(self, group: dict[str, Any]) -> Callable[[], None]:
+        """Begin a sitting of a group, and return what writes everything after each of its rounds."""
         sitting: dict[str, Any] = {"started": _now(), "rounds": 0, "bystanders": None}
         bystanders = Bystanders()
 
@@ -133,14 +145,7 @@ class Record:
             sitting["bystanders"] = bystanders.share()
             self.save()
 
-        def lose(name: str) -> None:
-            group["lost"].append(name)
-
-        watch = Watch(functools.partial(self.tell, title(key)), keep_round, lose)
-        calls = {name: call for name, call in calls.items() if name not in group["lost"]}
-        warm_up = warm_up and {name: call for name, call in warm_up.items() if name not in group["lost"]}
-        options: dict[str, Any] = {"seconds": seconds, "warm_up": warm_up, "times": group["times"], "watch": watch}
-        return interleave(calls, repeats, self._device, **options)
+        return keep_round
 
     def keep_peak(self, key: Mapping[str, Any], variant: str, batch: int, measure: Callable[[], int | None]) -> None:
         """Measure the peak memory of a variant, unless it is known."""

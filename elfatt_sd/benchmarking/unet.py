@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -84,12 +83,11 @@ def unet(
     asked: dict[str, Any] = {
         "model": model if isinstance(model, str) else "given",
         "dtype": str(precision).removeprefix("torch."),
+        "graphs": graphs,
+        "variants": lineup.described(),
     }
-    described = {name: variant.to_dict() for name, variant in lineup.variants.items()}
-    asked |= {"graphs": graphs, "variants": described}
-    runs = {row: dataclasses.asdict(run) for row, run in lineup.runs.items()}
-    bases = [base for base in (UNPATCHED, PEER, UNPATCHED + COMPILED) if base in runs]
-    record = Record(session, "unet", place, asked, bases=bases, runs=runs)
+    details = lineup.details((UNPATCHED, PEER, UNPATCHED + COMPILED))
+    record = Record(session, "unet", place, asked, **details)
     keys = [{"size": size, "batch": batch} for size in sizes]
     for key in keys:
         inputs = made.inputs(key["size"], batch)

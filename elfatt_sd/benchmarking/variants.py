@@ -130,6 +130,15 @@ class Lineup:
         """Add a row that is one variant; the same work is timed once."""
         self.runs[row] = Run(((self.place(row, variant), STEPS),), floor)
 
+    def described(self) -> dict[str, Any]:
+        """Return all variants as plain data."""
+        return {name: variant.to_dict() for name, variant in self.variants.items()}
+
+    def details(self, bases: Iterable[str]) -> dict[str, Any]:
+        """Return what a record needs to work out rows: the runs, and those of the bases that are among them."""
+        runs = {row: dataclasses.asdict(run) for row, run in self.runs.items()}
+        return {"bases": [base for base in bases if base in runs], "runs": runs}
+
     def place(self, name: str, variant: Variant) -> str:
         """Add a variant, and return the name under which it, or one of the same work, is timed."""
         known = next((known for known, other in self.variants.items() if other.same_work(variant)), name)

@@ -15,6 +15,8 @@ import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 
+import elfatt_sd.benchmarking.layer as layer_bench
+import elfatt_sd.benchmarking.pipeline as pipeline_bench
 from elfatt_sd import processor
 from elfatt_sd.autotune import Tuner
 from elfatt_sd.benchmarking import timing
@@ -31,6 +33,7 @@ from elfatt_sd.benchmarking.tables import clock, markdown
 from elfatt_sd.benchmarking.unet import _graphed_call, _peak, unet
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, patched_layers, varied
 from elfatt_sd.config import ATTENTIONS, BLOCK_ORDERS, ElfattError, PatchConfig, Phase
+from elfatt_sd.merging import Matching
 from elfatt_sd.processor import ElfattProcessor, LayerState
 
 QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}
@@ -207,17 +210,21 @@ def test_compiled_variants_are_timed_beside_the_others(
     model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[Any] = []
+    ran: set[int] = set()
     original = torch.compile
 
     def compile(unet: Any, dynamic: bool) -> Any:
+        number = len(compiled)
         compiled.append(unet)
-        return original(unet, dynamic=dynamic, backend="aot_eager")  # traces as the default does, and needs no compiler
+        made = original(unet, dynamic=dynamic, backend="aot_eager")  # traces as the default does, needs no compiler
+        made.register_forward_hook(lambda *_: ran.add(number))
+        return made
 
     monkeypatch.setattr(torch, "compile", compile)
     results = unet(model, sizes=[64], methods=methods[2:], compile=True, **QUICK)
     plain = ["untouched", "fast", "floor of 2 levels"]
     assert [row["method"] for row in results["rows"]] == plain + [f"{name}, compiled" for name in plain]
-    assert len({id(each) for each in compiled}) == 3
+    assert len({id(each) for each in compiled}) == len(ran) == 3
     last = results["rows"][-2]
     assert set(last["speed"]) == {"untouched", "untouched, compiled"}
     assert last["floor"]["name"] == "floor of 2 levels, compiled"
@@ -294,9 +301,19 @@ def test_cuda_graphs_need_cuda(model: Model) -> None:
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_pipeline_with_random_weights(
-    name: str, small_shapes: None, methods: list[PatchConfig], tmp_path: Path
+    name: str, small_shapes: None, methods: list[PatchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ran: dict[int, set[str]] = {}
+    original = pipeline_bench._run
+
+    def run(pipe: Any, *args: Any) -> Any:
+        kinds = {type(module).__name__ for module in pipe.unet.modules()} | set(processors(pipe.unet).values())
+        ran[id(pipe.unet)] = kinds & {"ToMeBlock", ElfattProcessor.__name__}
+        return original(pipe, *args)
+
+    monkeypatch.setattr(pipeline_bench, "_run", run)
     results = pipeline(name, sizes=[64], methods=methods, steps=5, **QUICK)
+    assert sorted(map(sorted, ran.values())) == [[], [], [], *[[ElfattProcessor.__name__]] * 3, ["ToMeBlock"]]
     names = ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 levels"]
     assert [row["method"] for row in results["rows"]] == names
     assert results["settings"]["steps"] == 5
@@ -337,6 +354,29 @@ def test_growth(tmp_path: Path) -> None:
     check_saved(results, tmp_path)
 
 
+def test_an_attention_is_timed_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def spy(name: str) -> None:
+        original = getattr(layer_bench, name)
+        monkeypatch.setattr(layer_bench, name, lambda *args, **rest: (called.append(name), original(*args, **rest))[1])
+
+    for name in ("softmax", "agent", "block", "cell_spread", "sampled", "elfatt"):
+        spy(f"{name}_attention")
+    calls = layer_bench._attention_calls(16, 2, 32, torch.device("cpu"), torch.float32)
+    for name, call in calls.items():
+        called.clear()
+        assert call().shape == (2, 256, 8, 40)
+        assert called == [f"{name.removesuffix('s')}_attention"]
+
+
+def test_the_memory_of_a_layer_is_measured_on_request() -> None:
+    rows = layer(tokens=[256], block_size=16, **QUICK)["rows"]
+    assert all(row["peak_bytes"] >= 2 * 256 * 320 * 4 for row in rows), "the result at least"
+    rows = layer(tokens=[256], block_size=16, memory=False, **QUICK)["rows"]
+    assert {row["peak_bytes"] for row in rows} == {None}
+
+
 def test_every_order_and_attention_is_timed() -> None:
     phases = layer_phases(128).values()
     assert {phase.attention for phase in phases} == set(ATTENTIONS)
@@ -350,7 +390,7 @@ def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         processor.LayerState, "begin", lambda self, *args: (drawn.append("x"), original(self, *args))[1]
     )
-    layer(tokens=[64], block_size=16, repeats=2, device="cpu")
+    layer(tokens=[64], block_size=16, repeats=2, memory=False, device="cpu")
     assert len(drawn) == 3 * len(layer_phases(16))  # a warm-up and two rounds
 
 
@@ -364,12 +404,14 @@ def test_layer_needs_square_grids() -> None:
         layer(tokens=[1000], **QUICK)
 
 
-def test_merging(tmp_path: Path) -> None:
+def test_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unmerged: list[torch.Size] = []
+    original = Matching.unmerge
+    monkeypatch.setattr(Matching, "unmerge", lambda self, y: (unmerged.append(y.shape), original(self, y))[1])
     results = merging(tokens=[256], channels=32, repeats=2, device="cpu")
+    assert unmerged == [(2, 128, 32)] * 2 * (1 + 2), "of both precisions a warm-up and two rounds"
     assert [(row["dtype"], row["method"]) for row in results["rows"]] == [
-        (dtype, name)
-        for dtype in ("float32", "bfloat16")
-        for name in ("tomesd", "ours", "ours, unordered", "floor: similarities")
+        (dtype, name) for dtype in ("float32", "bfloat16") for name in ("tomesd", "ours", "floor: similarities")
     ]
     assert results["rows"][0]["speed"] == {"tomesd": {"median": 1.0, "min": 1.0, "max": 1.0}}
     check_saved(results, tmp_path)

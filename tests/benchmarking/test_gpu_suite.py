@@ -150,9 +150,35 @@ def test_memory_slopes(suite: Any) -> None:
     """From one picture to eight."""
     fake = type("Fake", (), {"results": {"parts": {}}})()
     for pictures, peak in ((1, 2e9), (8, 9e9)):
-        row = {"method": "untouched", "batch": 2 * pictures, "peak_bytes": peak}
+        row = {"method": "untouched", "batch": 2 * pictures, "peak_bytes": peak, "bytes_per_picture": None}
         fake.results["parts"][f"sd15 512 batch {pictures}"] = {"rows": [row]}
     assert suite.Suite.memory_slopes(fake) == {"sd15 512": {"untouched": pytest.approx(1.0)}}
+
+
+def test_what_is_asked_of_a_gpu(suite: Any) -> None:
+    assert suite.GOALS == [
+        ("elfatt", "sd15", 512, 1.09),
+        ("elfatt-fast", "sd15", 512, 1.25),
+        ("elfatt-fast", "sd15", 1024, 1.8),
+        ("elfatt-fast", "sd15", 2048, 3.0),
+    ]
+
+
+def test_a_size_that_one_part_alone_has_gets_its_slope(
+    suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every part with peaks says which of our methods needs most."""
+    parts = ["sd15 2048 batch 1", "sdxl 2048 batch 1", "sdxl 512 batch 48"]
+    words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", ",".join(parts)]
+    monkeypatch.setattr(sys, "argv", words)
+    suite.main()
+    results = read(tmp_path)
+    assert set(results["memory_slope"]) == {"sd15 2048", "sdxl 2048", "sdxl 512"}
+    for slopes in results["memory_slope"].values():
+        assert {"untouched", "tomesd", "tome", "elfatt", "elfatt-fast"} <= set(slopes)
+        assert all(slope > 0 for slope in slopes.values())
+    assert list(results["peaks"]) == parts
+    assert all(peak["share"] > 0.5 for peak in results["peaks"].values())
 
 
 def test_it_needs_torch_diffusers_and_tomesd_only(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from elfatt_sd.benchmarking.merging import merging
-from elfatt_sd.benchmarking.page import MISSING, fill_page, save
+from elfatt_sd.benchmarking.page import MISSING, fill_page, render, save
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.variants import resolve_methods
 from elfatt_sd.cli import app
@@ -56,11 +57,17 @@ def test_a_suite_shows_all_its_parts(results: Path, tmp_path: Path) -> None:
         "parts": {"first": part, "second": part},
         "goals": goals,
         "memory_slope": {"sd15 512": {"untouched": 0.5, "tome": 0.25}, "sdxl 1024": {"tome": 1.0}},
+        "peaks": {"first": {"method": "tome", "share": 1.002}},
         "errors": {"third": "ElfattError: flash\nis not there"},
     }
     (results / "other.json").write_text(json.dumps(suite))
+    render(results)
     page = fill_page(TEXT, results, tmp_path)
     assert page.index("### first") < page.index("### second")
+    for name in ("first", "second"):
+        assert f"![merging](results/other/{name}.png)" in page
+        assert (results / "other" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "| first | tome | 1.002 |" in page
     verdicts = [line.split(" | ")[-1] for line in page.splitlines() if line.startswith("| first | elfatt |")]
     assert verdicts == ["met |", "**missed** |", "only 3 rounds |"]
     assert (
@@ -117,6 +124,19 @@ def test_every_published_command_can_be_parsed(command: str, monkeypatch: Any, t
     assert done.exit_code == 0, done.output
     if "methods" in seen:
         assert resolve_methods(seen["methods"])
+    for flag in ("compile", "autotune"):
+        assert seen.get(flag, False) == (f"--{flag}" in words)
+    assert (seen.get("memory", True) in ([], False)) == ("--no-memory" in words)
+    given = list(itertools.pairwise(words))
+    single = {"--repeats", "--max-seconds", "--batch", "--dtype", "--model"}
+    for flag, value in given:
+        if flag in single:
+            option = seen[flag.removeprefix("--").replace("-", "_")]
+            assert option == type(option)(value)
+    for flag, option in {"--size": "sizes", "--tokens": "tokens", "--memory-batch": "memory"}.items():
+        if flag in words:
+            assert seen[option] == [int(value) for word, value in given if word == flag]
+    assert len(seen.get("methods") or ()) == words.count("--method")
     session = seen["session"]
     assert f"<!-- bench {session.name or words[1]} -->" in PAGE.read_text(encoding="utf-8")
 
