@@ -81,9 +81,13 @@ def _timing(own: Sequence[float], totals: Times, bases: Sequence[str], floor: st
 
 
 def _memory(peaks: Sequence[Mapping[str, int | None]]) -> dict[str, Any]:
-    """Take the greatest peak of a run's parts for each batch, and the growth for one more picture (two rows)."""
-    batches = sorted({int(batch) for each in peaks for batch, peak in each.items() if peak is not None})
-    greatest = {batch: max(peak for each in peaks if (peak := each.get(str(batch))) is not None) for batch in batches}
+    """Take the greatest peak of a run's parts for each batch, and the growth for one more picture (two rows).
+
+    A batch at which a part was not measured says nothing.
+    """
+    known = [{int(batch): peak for batch, peak in each.items() if peak is not None} for each in peaks]
+    batches = sorted(set.intersection(*map(set, known)))
+    greatest = {batch: max(each[batch] for each in known) for batch in batches}
     if not greatest:
         return {"peak_bytes": None, "bytes_per_picture": None}
     least, most = batches[0], batches[-1]
