@@ -90,7 +90,7 @@ def every_minute(tell: Callable[[str], None]) -> Progress:
         _, before, start = current
         seconds = (now - start) / (done - before) * (total - done) if done > before else None
         left = "" if seconds is None else f", about {datetime.timedelta(seconds=round(seconds))} left"
-        tell(f"scoring: {name}, {done} of {total} pictures done{left}")
+        tell(f"measuring: {name}, {done} of {total} pictures done{left}")
 
     return progress
 

@@ -332,20 +332,20 @@ def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.Monk
     slow.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 20))
     extract(pictures, slow, tmp_path / "rows", batch_size=1, progress=progress)
     assert lines == [
-        "scoring: regions, 3 of 12 pictures done, about 0:03:00 left",
-        "scoring: regions, 6 of 12 pictures done, about 0:02:00 left",
-        "scoring: regions, 9 of 12 pictures done, about 0:01:00 left",
-        "scoring: regions, 12 of 12 pictures done, about 0:00:00 left",
+        "measuring: regions, 3 of 12 pictures done, about 0:03:00 left",
+        "measuring: regions, 6 of 12 pictures done, about 0:02:00 left",
+        "measuring: regions, 9 of 12 pictures done, about 0:01:00 left",
+        "measuring: regions, 12 of 12 pictures done, about 0:00:00 left",
     ]
     lines.clear()
     progress = extraction.every_minute(lines.append)
     (tmp_path / "rows" / "chunk-00002.npz").unlink()
     extract(pictures, slow, tmp_path / "rows", batch_size=1, progress=progress)
-    assert lines == ["scoring: regions, 11 of 12 pictures done, about 0:00:20 left"]
+    assert lines == ["measuring: regions, 11 of 12 pictures done, about 0:00:20 left"]
     lines.clear()
     extractor.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 200))
     build_reference(tmp_path / "flat", extractor, cache_dir=tmp_path, expected=COUNT, batch_size=6, progress=progress)
-    assert lines[0].startswith("scoring: reference, regions, ")
+    assert lines[0].startswith("measuring: reference, regions, ")
 
 
 class Killed(BaseException):
