@@ -6,9 +6,12 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+_PLAIN_LIST = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s+\]")  # of numbers; a line break stands in no JSON string
 
 
 @contextlib.contextmanager
@@ -34,8 +37,9 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write plain data atomically, keys in the order given, without NaN or infinity."""
+    """Write plain data atomically, keys in the order given, lists of numbers on one line, without NaN or infinity."""
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    text = _PLAIN_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     with atomic_file(path) as file:
         file.write(text.encode() + b"\n")
 

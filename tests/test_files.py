@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert path.read_text() == '{\n "a": 1\n}\n'
     assert [entry.name for entry in path.parent.iterdir()] == ["a.json"]
+
+
+def test_numbers_share_a_line(tmp_path: Path) -> None:
+    """So that a study with hundreds of pictures a row is still read, and compared with its last version, row by row."""
+    data = {"psnr": [31.5, None, -1e-07], "rows": [[1, 2], ["[\n 3\n ]", "a, b"], [], {"deep": [[True]]}]}
+    write_json(tmp_path / "a.json", data)
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text) == data
+    assert ' "psnr": [31.5, null, -1e-07],\n' in text and "  [1, 2],\n" in text and '   "a, b"\n' in text
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
