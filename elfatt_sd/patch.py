@@ -238,14 +238,13 @@ class _Patch:
             self._tuner.compiling = compiling
         sample = args[0] if args else kwargs["sample"]
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
-        context = args[2] if len(args) > 2 else kwargs.get("encoder_hidden_states")
         position = self._schedule.locate(timestep)
         if position is None:
             if [phase.until for phase in self.config.phases] not in ([], [1.0]):
                 raise unknown_position(len(self.config.phases))
             position = Position(0, 1)
         self._warn_if_displaced()
-        self._shared.begin(position, self._schedule.runs, sample, context)
+        self._shared.begin(position, self._schedule.runs, sample)
 
     def _warn_if_displaced(self) -> None:
         if self._warned:

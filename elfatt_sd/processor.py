@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from elfatt_sd.sampled import sample_counts, sampled_attention, stratified_sampl
 from elfatt_sd.schedule import Position
 
 STATE = "elfatt_state"  # attribute of a patched attention module
+KEPT_CALLS = 32  # of one step, that keep something for the next steps; it bounds the memory of calls without a schedule
 _DEFAULT: Any = AttnProcessor2_0
 
 
@@ -43,31 +45,35 @@ class Denoiser:
         self.pays = pays
         self.phase: Phase = EXACT
         self.layers: list[LayerState] = []
-        self.matchings: dict[object, Matching | None] = {}
-        self.residuals: dict[tuple[int, int], list[Tensor]] = {}  # of a layer and a context: none yet, or one
+        self.matchings: dict[object, Matching | None] = {}  # of this call, and of its like in earlier steps
         self.last = False  # whether the run ends with this step
-        self._matched: tuple[int, ...] = ()
-        self._measured: tuple[object, ...] = ()
+        self._step: tuple[int, int] | None = None
+        self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
+        self._matchings = Shelf()
+        self._residuals = Shelf()  # by the layer's index: none yet, or one
 
-    def begin(self, position: Position, run: int, sample: Tensor, context: Tensor | None = None) -> None:
+    def begin(self, position: Position, run: int, sample: Tensor) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
+
+        A step may take several calls: with the prompt and without, or one for each view of a panorama. What a call
+        keeps is for the calls of later steps that have the same place among those of their step, and the same shape.
 
         Args:
             position: of the call in the schedule.
             run: number of the run, so that nothing is carried over from another one.
             sample: the denoiser's input, `[batch, ..., height, width]`.
-            context: what its cross-attention sees: it tells the calls of a step apart where there are several.
         """
         self.phase = self.config.phase_at(*position)
-        matched = (run, position.step // self.config.reuse_steps, *map(int, sample.shape[-2:]))
-        if matched != self._matched or self.config.reuse_steps == 1:
-            self.matchings.clear()
-        self._matched = matched
-        measured = (run, position.step // self.phase.residual_steps, self.phase, *sample.shape)
-        if measured != self._measured:
-            self.residuals.clear()
-        self._measured = measured
-        stream = context.data_ptr() if self.phase.residual_steps > 1 and context is not None else 0
+        if self._step != (run, position.step):
+            self._calls.clear()
+        self._step = run, position.step
+        shape = tuple(map(int, sample.shape))
+        place = self._calls[shape], *shape
+        self._calls[shape] += 1
+        reuse_steps, residual_steps = self.config.reuse_steps, self.phase.residual_steps
+        self.matchings = self._matchings.take((run, position.step // reuse_steps), place, reuse_steps > 1)
+        group = run, position.step // residual_steps, self.phase
+        residuals = self._residuals.take(group, place, residual_steps > 1)
         self.last = 1 < position.steps == position.step + 1
         for layer in self.layers:
             phase = self.phase
@@ -75,7 +81,27 @@ class Denoiser:
             if self.pays is not None and not phase.exact and not self.pays(layer, phase, sample):
                 phase = EXACT
             layer.begin(phase, position.step, sample)
-            layer.residual = self.residuals.setdefault((layer.index, stream), [])
+            layer.residual = residuals.setdefault(layer.index, [])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def repeat_step(self) -> None:
+        """Let the next call stand for the first of its step, whatever was called before it."""
+        self._step = None
+
+
+class Shelf:
+    """What the calls of a group of steps keep for each other, by their place in the step."""
+
+    def __init__(self) -> None:
+        self._group: object = None
+        self._kept: dict[tuple[int, ...], dict[Any, Any]] = {}
+
+    def take(self, group: object, place: tuple[int, ...], keep: bool) -> dict[Any, Any]:
+        """Return what calls at a place have kept, to be added to; a new group of steps begins with nothing."""
+        if group != self._group:
+            self._kept.clear()
+        self._group = group
+        return self._kept.setdefault(place, {}) if keep and place[0] < KEPT_CALLS else {}
 
 
 class LayerState:

@@ -320,6 +320,40 @@ def test_calls_of_one_step_have_differences_of_their_own() -> None:
             assert torch.equal(turns[step][context], alone[context][step])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "config",
+    [
+        PatchConfig("corrected", (CORRECTED[0],)),
+        PatchConfig("matched", (Phase(1.0, ratio=0.5),), reuse_steps=3),
+    ],
+    ids=lambda config: config.method,
+)
+def test_views_of_one_step_keep_their_own(config: PatchConfig) -> None:
+    """A panorama calls the UNet once for each view, with the same prompt; so may a pipeline with extra guidance."""
+    unet, scheduler = elfatt_sd.apply_patch(tiny.unet(), config), tiny.ddim()
+    scheduler.set_timesteps(6)
+    (sample, text), noise = inputs(torch.float32), generator()
+    views = [sample, torch.randn(sample.shape, generator=noise), torch.randn(2, 4, 8, 16, generator=noise)]
+    alone = [[unet(view, timestep, text).sample for timestep in scheduler.timesteps] for view in views]
+    for step, timestep in enumerate(scheduler.timesteps):
+        for view, expected in zip(views, alone, strict=True):
+            assert torch.equal(unet(view, timestep, text).sample, expected[step])
+
+
+@torch.no_grad()
+def test_a_call_that_is_repeated_takes_nothing_over() -> None:
+    """As in a loop of the user's own; and what such calls keep does not grow for ever."""
+    unet, timesteps = corrected(CORRECTED[0])
+    denoiser = find_layers(unet)[0].attention.elfatt_state.denoiser  # type: ignore[union-attr]
+    sample, text = inputs(torch.float32)
+    exact = unet(sample, timesteps[0], text).sample
+    for _ in range(processor_module.KEPT_CALLS + 3):
+        assert torch.equal(unet(sample, timesteps[0], text).sample, exact)
+    assert len(denoiser._residuals._kept) == processor_module.KEPT_CALLS
+    assert not torch.equal(unet(sample, timesteps[1], text).sample, exact)
+
+
 def test_no_difference_outlives_its_run() -> None:
     """What decodes the latents finds the memory free; gradients do not reach back to an earlier step."""
     unet, timesteps = corrected(CORRECTED[0])
@@ -328,7 +362,7 @@ def test_no_difference_outlives_its_run() -> None:
     held = []
     for timestep in timesteps:
         unet(sample, timestep, text).sample.sum().backward()
-        kept = [tensor for residual in denoiser.residuals.values() for tensor in residual]
+        kept = [tensor for state in denoiser.layers for tensor in state.residual]
         assert not any(tensor.requires_grad for tensor in kept)
         held.append(len(kept))
     assert held == [3, 3, 3, 3, 3, 0]

@@ -68,6 +68,8 @@ class Variant:
         chosen = select_layers(layers, self.config, sorted({layer.downsample for layer in layers}))
         if self.kind == "patch":
             apply_patch(target, self.config, autotune=self.autotune)
+            if self.reuses_steps or self.measures:
+                unet.register_forward_pre_hook(lambda module, _: repeat_step(module), prepend=True)
             if self.measures:
                 unet.register_forward_pre_hook(lambda module, _: forget_residuals(module))
         elif self.kind == PEER:
@@ -302,6 +304,12 @@ def single_phases(config: PatchConfig, steps: int = STEPS) -> list[tuple[Variant
 def patched_layers(unet: nn.Module) -> list[LayerState]:
     """Return what the patched layers of a UNet know."""
     return [getattr(module, STATE) for module in unet.modules() if hasattr(module, STATE)]
+
+
+def repeat_step(unet: nn.Module) -> None:
+    """Let the call that now begins take over what an earlier one kept, though it is of the same step."""
+    for denoiser in {id(state.denoiser): state.denoiser for state in patched_layers(unet)}.values():
+        denoiser.repeat_step()
 
 
 def forget_residuals(unet: nn.Module) -> None:
