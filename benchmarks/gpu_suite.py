@@ -4,12 +4,14 @@
 
 Needs torch, diffusers, tomesd and this repository; downloads nothing. `gpu_suite.json` is written anew after every
 part, and when the suite is stopped, with the whole rounds of the part that was going on. After `--seconds` no part is
-begun, and soon after that it stops by itself. `--tiny` tries all parts on any machine with small models.
+begun, and soon after that it stops by itself. `--only` adds parts to those that are there, or measures them anew.
+`--tiny` tries all parts on any machine with small models.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import time
@@ -27,11 +29,12 @@ from elfatt_sd.benchmarking.goals import greatest_peak, verdict
 from elfatt_sd.benchmarking.layer import growth
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, make_model, random_unet
-from elfatt_sd.benchmarking.record import Record, Session
+from elfatt_sd.benchmarking.record import Record, Session, code_hash
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.unet import unet
 from elfatt_sd.benchmarking.variants import resolve_methods
+from elfatt_sd.evaluation.environment import describe_environment
 from elfatt_sd.files import write_json
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
@@ -56,7 +59,9 @@ GOALS = [  # method, model, size, least gain over a run of 50 steps
 def main() -> None:
     """Run the parts in the order of their weight, as long as there is time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for gpu_suite.json")
+    parser.add_argument(
+        "--out", type=Path, help="folder for gpu_suite.json (benchmarks/results; with --tiny build/gpu_suite)"
+    )
     parser.add_argument("--seconds", type=float, default=500, help="start no part past this time")
     parser.add_argument("--only", help="parts to run, separated by commas; 'list' shows them")
     parser.add_argument("--device", default="auto")
@@ -105,10 +110,13 @@ class Suite:
         """Take the options of the command line."""
         self.tiny: bool = options.tiny
         self.device = pick_device(options.device)
-        self.path: Path = options.out / "gpu_suite.json"
+        out = options.out or Path("build/gpu_suite" if options.tiny else "benchmarks/results")
+        self.path: Path = out / "gpu_suite.json"
         self.start = time.monotonic()
         self.limit: float = options.seconds
         self.results: dict[str, Any] = {"parts": {}, "errors": {}, "seconds": {}}
+        if options.only is not None and self.path.exists():
+            self.results = self.earlier()
         self.models: dict[str, Model] = {}
         self.session = Session()  # of the part that is going on
         self.parts: dict[str, Callable[[], Results]] = {
@@ -136,11 +144,21 @@ class Suite:
             "sd15 1024 batch 8 compiled": lambda: self.unet("sd15", 1024, 8, 30, few=True, compile=True),
         }
 
+    def earlier(self) -> dict[str, Any]:
+        """Return the results that are there, to which single parts are added, or whose place they take."""
+        results: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+        here = {"device": describe_environment(self.device)["device"], "code_sha256": code_hash()}
+        for name, part in results["parts"].items():
+            if any(part["machine"].get(key) != value for key, value in here.items()):
+                sys.exit(f"{self.path} holds {name!r} of another machine or of other code; give another --out")
+        return results
+
     def run(self, name: str, part: Callable[[], Results]) -> None:
         """Run one part and write what there is; an error is written down and the suite goes on.
 
         What a part had measured when it failed or was stopped is kept.
         """
+        self.results["errors"].pop(name, None)
         begun = time.monotonic()
         if begun - self.start > self.limit:
             self.results["errors"][name] = "no time left"

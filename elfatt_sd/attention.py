@@ -68,9 +68,10 @@ def softmax_attention(
     Raises:
         ElfattError: the backend is not there or rejects these tensors.
     """
-    if fp32_logits and q.dtype != torch.float32:
+    if fp32_logits and (q.dtype != torch.float32 or torch.is_autocast_enabled(q.device.type)):
         mask = mask.float() if mask is not None and mask.is_floating_point() else mask
-        out = softmax_attention(q.float(), k.float(), v.float(), scale=scale, mask=mask, backend=backend)
+        with torch.autocast(q.device.type, enabled=False):
+            out = softmax_attention(q.float(), k.float(), v.float(), scale=scale, mask=mask, backend=backend)
         return out.to(q.dtype)
     if backend == "auto":
         backend = "flash" if mask is None and flash_takes(q) else "native"

@@ -72,6 +72,7 @@ class Decision:
 
 
 _COMPILED = Decision(obstacle="not measured, because torch.compile was applied")
+_OFFLOADED = Decision(obstacle="not measured, because its weights are offloaded")
 _NO_MEMORY = Decision(obstacle="memory ran out in the measurement")
 
 
@@ -161,8 +162,11 @@ class Tuner:
         hook: Any = getattr(self._denoiser, "_hf_hook", None)
         if hook is not None:  # accelerate keeps the weights elsewhere until the call
             hook.pre_forward(self._denoiser)
+        brought = any(hasattr(attention.to_q, name) for name in ("_hf_hook", "_diffusers_hook"))  # for each call of it
+        if attention.to_q.weight.device != sample.device and not brought:
+            return _OFFLOADED
         size = (_batch(sample), state.grid[0] * state.grid[1], attention.query_dim)
-        tokens = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(sample)
+        tokens = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu").to(sample)
         block_input = tokens.mT.contiguous().mT if state.layer.channels_first else tokens
         shared = Denoiser(state.denoiser.config)  # so that the matchings of the real call stay
         twin = copy.copy(state)
@@ -243,7 +247,7 @@ def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
     dtype = str(sample.dtype)
     if torch.is_autocast_enabled(device.type):
         dtype += f" under autocast to {torch.get_autocast_dtype(device.type)}"
-    exact = type(state.original).__qualname__ + ", fused projections" * getattr(attention, "fused_projections", False)
+    exact = type(state.original).__qualname__ + ", fused projections" * state.fused
     versions = f"torch {torch.__version__}, diffusers {diffusers.__version__}, elfatt-sd {elfatt_sd.__version__}"
     parts = [_device_key(device), versions, f"{shape}, {attention.heads} heads, {dtype}", exact]
     return "; ".join([*parts, f"{phase.attention} {digest}"])

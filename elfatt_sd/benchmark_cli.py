@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elfatt_sd.config import METHODS, ElfattError
-from elfatt_sd.console import adds_options, quiet_libraries
+from elfatt_sd.console import FAILURE, adds_options, quiet_libraries
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
@@ -213,7 +213,7 @@ def report(
 ) -> None:
     """Make the tables and plots of a folder of results anew, and put them into a page."""
     from elfatt_sd.benchmarking.page import fill_page, render
-    from elfatt_sd.console import FAILURE, complain
+    from elfatt_sd.console import complain
     from elfatt_sd.files import atomic_file
 
     if not out.is_file():
@@ -249,6 +249,8 @@ def _run(name: str, session: Session, **options: Any) -> None:
             bench(session=session, **options)
     finally:
         _show(session)
+    if session.results is not None and not session.results["rows"]:  # nothing fitted into memory, as is told
+        raise typer.Exit(FAILURE)
 
 
 def _method(text: str) -> Any:
@@ -265,9 +267,11 @@ def _show(session: Session) -> None:
     from elfatt_sd.benchmarking.page import save
     from elfatt_sd.benchmarking.tables import markdown
 
-    if session.results is None or not session.results["rows"]:
+    if session.results is None:
         return
     print(markdown(session.results), end="")
+    if not session.results["rows"]:
+        return
     path = session.path(session.results["kind"])
     if path is not None:
         print("\n".join(map(str, save(session.results, path))))
@@ -281,7 +285,11 @@ def _progress(session: Session) -> Iterator[None]:
 
     console = Console(stderr=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    quiet: Any = {"transient": True, "auto_refresh": False}  # a thread that draws would take time from what is measured
+    quiet: Any = {
+        "transient": True,
+        "auto_refresh": False,
+        "redirect_stdout": sys.stdout.isatty(),
+    }  # a thread that draws would take time from what is measured
     with Progress(*columns, console=console, disable=not console.is_terminal, **quiet) as bar:
         task = bar.add_task("preparing", total=None)
 

@@ -44,6 +44,8 @@ def cell_spread_attention(
     cells, dtype = tokens // blocks, q.dtype
     if fp32_logits:
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            return cell_spread_attention(q, k, v, blocks, scale=scale).to(dtype)
     if blocks == 1 or cells == 1:  # one block, or one cell, holds everything
         return block_attention(q, k, v, tokens, scale=scale).to(dtype)
     as_cells = (batch, blocks, cells * heads, size)

@@ -155,7 +155,8 @@ def patch(
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
     if save is not None:
         write_json(save, chosen.config.to_dict())
-    lines = _python_lines(model, chosen.arguments if save is None else from_file(save))
+    saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
+    lines = _python_lines(model, saved or chosen.arguments)
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
         return
@@ -212,7 +213,9 @@ def _progress(pictures: int) -> Iterator[tuple[Callable[[int, int], None], Calla
     """Show steps and pictures on a terminal; print each finished picture."""
     console = Console(stderr=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True, redirect_stdout=sys.stdout.isatty()
+    ) as progress:
         drawn = progress.add_task("pictures", total=pictures)
         denoised = progress.add_task("steps", total=None)
 

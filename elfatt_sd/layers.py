@@ -73,7 +73,7 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
         )
     controlnet = getattr(target, "controlnet", None)
     nets = list(controlnet) if isinstance(controlnet, list | tuple) else list(getattr(controlnet, "nets", [controlnet]))
-    nets = [net for net in nets if is_denoiser(net)]
+    nets = list({id(unwrap(net)): net for net in nets if is_denoiser(net)}.values())  # one may take several pictures
     names = [f"controlnet.{index}" for index in range(len(nets))] if len(nets) > 1 else ["controlnet"]
     return {"unet": unet, **dict(zip(names, nets, strict=False))}
 

@@ -240,7 +240,8 @@ class _Patch:
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
         position = self._schedule.locate(timestep)
         if position is None:
-            if [phase.until for phase in self.config.phases] not in ([], [1.0]):
+            keeps = self.config.reuse_steps > 1 or any(phase.residual_steps > 1 for phase in self.config.phases)
+            if keeps or [phase.until for phase in self.config.phases] not in ([], [1.0]):
                 raise unknown_position(len(self.config.phases))
             position = Position(0, 1)
         self._warn_if_displaced()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0, FusedAttnProcessor2_0
 from torch import Tensor
 
 from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
@@ -50,7 +50,7 @@ class Denoiser:
         self._step: tuple[int, int] | None = None
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
         self._matchings = Shelf()
-        self._residuals = Shelf()  # by the layer's index: none yet, or one
+        self._residuals = Shelf()  # by the layer's index
 
     def begin(self, position: Position, run: int, sample: Tensor) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
@@ -63,16 +63,17 @@ class Denoiser:
             run: number of the run, so that nothing is carried over from another one.
             sample: the denoiser's input, `[batch, ..., height, width]`.
         """
-        self.phase = self.config.phase_at(*position)
-        if self._step != (run, position.step):
+        self.phase = self.config.phase_at(position.step, position.steps)
+        turn = position.step if position.turn is None else position.turn
+        if self._step != (run, turn):
             self._calls.clear()
-        self._step = run, position.step
+        self._step = run, turn
         shape = tuple(map(int, sample.shape))
         place = self._calls[shape], *shape
         self._calls[shape] += 1
         reuse_steps, residual_steps = self.config.reuse_steps, self.phase.residual_steps
-        self.matchings = self._matchings.take((run, position.step // reuse_steps), place, reuse_steps > 1)
-        group = run, position.step // residual_steps, self.phase
+        self.matchings = self._matchings.take((run, turn // reuse_steps), place, reuse_steps > 1)
+        group = run, turn // residual_steps, self.phase
         residuals = self._residuals.take(group, place, residual_steps > 1)
         self.last = 1 < position.steps == position.step + 1
         for layer in self.layers:
@@ -80,8 +81,8 @@ class Denoiser:
             layer.grid = layer.layer.grid(int(sample.shape[-2]), int(sample.shape[-1]))
             if self.pays is not None and not phase.exact and not self.pays(layer, phase, sample):
                 phase = EXACT
-            layer.begin(phase, position.step, sample)
-            layer.residual = residuals.setdefault(layer.index, [])
+            layer.begin(phase, turn, sample)
+            layer.residuals = residuals.setdefault(layer.index, {})
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def repeat_step(self) -> None:
@@ -130,7 +131,12 @@ class LayerState:
         self.blocks = 1  # of `cell_spread`
         self.samples: Tensor | None = None  # of `sampled`: positions of the keys
         self.groups = 1
-        self.residual: list[Tensor] = []  # exact minus approximated output, once it is measured: see `residual_steps`
+        self.calls = 0  # of the layer in this call of the denoiser: several, where that splits its input
+        self.residuals: dict[int, Tensor] = {}  # of each: exact minus approximated output; see `residual_steps`
+        self.measured: set[int] = set()  # those that this call of the denoiser has measured
+        self.fused = isinstance(
+            original, FusedAttnProcessor2_0
+        )  # the layer's own flag outlives `unfuse_qkv_projections`
 
     def begin(self, phase: Phase, step: int, sample: Tensor) -> None:
         """Set phase and grid, draw the merge destinations and the blocks of this step."""
@@ -139,6 +145,7 @@ class LayerState:
         self.grid = self.layer.grid(int(sample.shape[-2]), int(sample.shape[-1]))
         self.block_input = self.choice = self.permutation = self.inverse = self.samples = None
         self.candidates = self.second = None
+        self.calls, self.measured = 0, set()
         if phase.exact:
             return
         rows, columns = self.grid
@@ -181,7 +188,7 @@ class LayerState:
         """
         key = f"{self.denoiser.config.seed}/{step}/{self.index}/{what}".encode()
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
-        return torch.rand(count, generator=torch.Generator().manual_seed(seed))
+        return torch.rand(count, generator=torch.Generator().manual_seed(seed), device="cpu")
 
     def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made."""
@@ -194,15 +201,17 @@ class LayerState:
         Args:
             approximated: the layer's output by the phase's approximation.
             exact: computes it by exact attention. It is called in the first of the steps that share a difference, where
-                its result is returned.
+                its result is returned; there also when a checkpoint computes the layer once more.
         """
-        if self.residual:
-            output = approximated + self.residual[0]
+        call = 0 if _recomputing() else self.calls
+        if call in self.residuals and call not in self.measured:
+            output = approximated + self.residuals[call]
         else:
             output = exact()
-            self.residual.append((output - approximated).detach())
+            self.residuals[call] = (output - approximated).detach()
+            self.measured.add(call)
         if self.denoiser.last:  # what decodes the latents needs the memory
-            self.residual.clear()
+            self.residuals.pop(call, None)
         return output
 
     def matching(self, tokens: Tensor, ratio: float) -> Matching | None:
@@ -215,7 +224,7 @@ class LayerState:
             return None
         config, stride = self.denoiser.config, self.phase.stride
         reused = config.reuse_layers or config.reuse_steps > 1
-        key = (self.grid if config.reuse_layers else self.index, tokens.shape[0], ratio, stride)
+        key = (self.grid if config.reuse_layers else self.index, self.calls, tokens.shape[0], ratio, stride)
         if reused and key in self.denoiser.matchings:
             return self.denoiser.matchings[key]
         if self.candidates is None:
@@ -268,11 +277,17 @@ class ElfattProcessor:
                 hidden_states = state.correct(hidden_states, lambda: approximate(attn, state, EXACT, tokens))
         finally:  # also where memory ran out
             state.block_input = state.candidates = None
+            state.calls += 1
         if image_like:
             hidden_states = hidden_states.transpose(1, 2).reshape(residual.shape)
         if attn.residual_connection:
             hidden_states = hidden_states + residual
         return hidden_states if attn.rescale_output_factor == 1 else hidden_states / attn.rescale_output_factor
+
+
+def _recomputing() -> bool:
+    """Tell whether a checkpoint computes a layer once more, for its gradients."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _upload(drawn: Tensor, device: torch.device) -> Tensor:
@@ -305,7 +320,7 @@ def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor
 def attend(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor, merged: Tensor) -> Tensor:
     """Self-attention among merged tokens by the phase's approximation, `[batch, merged tokens, channels]`."""
     config = state.denoiser.config
-    query, key, value = project(attn, merged, state.samples if phase.attention == "sampled" else None)
+    query, key, value = project(attn, merged, state.samples if phase.attention == "sampled" else None, state.fused)
     options: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
     query_scale = query.shape[-1] ** (-0.5 * phase.agent_scale) if phase.agent_scale != 1 else None
     if phase.attention == "softmax":
@@ -366,9 +381,11 @@ def _agents(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor) ->
     return _heads(attn, attn.to_q(tokens if matching is None else matching.merge(tokens)), attn.norm_q)
 
 
-def project(attn: Attention, tokens: Tensor, samples: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def project(
+    attn: Attention, tokens: Tensor, samples: Tensor | None = None, fused: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, each `[batch, tokens, heads, head_dim]`; k and v of the tokens at `samples` alone."""
-    if getattr(attn, "fused_projections", False):
+    if fused:
         query, key, value = attn.to_qkv(tokens).chunk(3, dim=-1)
         if samples is not None:
             key, value = key.index_select(1, samples), value.index_select(1, samples)

@@ -16,10 +16,14 @@ from elfatt_sd.config import ElfattError
 
 
 class Position(NamedTuple):
-    """Index of a UNet call in the schedule, and the number of calls of the whole schedule."""
+    """Index of a step in the schedule, and the number of steps of the whole schedule.
+
+    `turn` is the number of the step among those that the run takes, where that is not its index: without a scheduler.
+    """
 
     step: int
     steps: int
+    turn: int | None = None
 
 
 class Schedule:
@@ -35,6 +39,7 @@ class Schedule:
         self._train_steps = train_steps
         self._run: torch.Tensor | None = None  # holds the storage of the current run, so that its address stays taken
         self._last = -1
+        self._turn = -1
         self.runs = 0
 
     def locate(self, timestep: torch.Tensor | float) -> Position | None:
@@ -50,7 +55,7 @@ class Schedule:
             return position
         position = self._from_value(timestep, timesteps)
         self._follow(position, timesteps)
-        return position
+        return position if position is None or timesteps is not None else position._replace(turn=self._turn)
 
     def _timesteps(self) -> torch.Tensor | None:
         timesteps = getattr(self._find_scheduler(), "timesteps", None)
@@ -61,12 +66,15 @@ class Schedule:
         if timesteps is None:
             return None if value is None else Position(max(int(self._train_steps - 1 - value), 0), self._train_steps)
         following = self._last + 1 if self._same_run(timesteps) else 0
-        if value is None or timesteps.device.type != "cpu":  # a copy on the device: count the calls
-            return Position(min(following, len(timesteps) - 1), len(timesteps))
+        counted = getattr(self._find_scheduler(), "step_index", None)
+        if (
+            value is None or timesteps.device.type != "cpu"
+        ):  # a copy on the device: the scheduler's count, or that of calls
+            return Position(min(following if counted is None else counted, len(timesteps) - 1), len(timesteps))
         matches = [step for step, known in enumerate(timesteps.tolist()) if known == value]
         later = [step for step in matches if step >= following]
         nearest = min(int((timesteps >= value).sum()), len(timesteps) - 1)
-        step = later[0] if later else matches[0] if matches else nearest
+        step = later[0] if later else matches[0] if matches else nearest if counted is None else counted
         return Position(step, len(timesteps))
 
     def _same_run(self, schedule: object) -> bool:
@@ -80,6 +88,9 @@ class Schedule:
         run = schedule if isinstance(schedule, torch.Tensor) else None
         if self.runs == 0 or step < self._last or not self._same_run(run):
             self.runs += 1
+            self._turn = 0
+        elif step > self._last:
+            self._turn += 1
         self._run, self._last = run, step
 
 
@@ -109,7 +120,8 @@ def _host_value(timestep: torch.Tensor | float) -> float | None:
 
 def unknown_position(phases: int) -> ElfattError:
     """Return the error for a call whose place in the run cannot be known."""
+    needs = f"has {phases} phases" if phases > 1 else "keeps something from step to step"
     return ElfattError(
-        f"the denoising step of this call is not known, and the patch has {phases} phases; iterate over "
+        f"the denoising step of this call is not known, and the patch {needs}; iterate over "
         "scheduler.timesteps, or give the timestep as a number that is the same for the whole batch."
     )

@@ -221,6 +221,16 @@ def test_fp32_logits_round_the_result_alone(dtype: torch.dtype) -> None:
             torch.testing.assert_close(out, exact[name].to(dtype), msg=name)
 
 
+def test_fp32_logits_under_autocast() -> None:
+    """Which would bring everything down to half precision again."""
+    q, k, v = qkv(100, size=64, dtype=torch.float32)
+    expected = approximations(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = approximations(q, k, v, fp32_logits=True)
+    for name in ("softmax", "block"):
+        assert torch.equal(found[name], expected[name])
+
+
 @pytest.mark.parametrize("name", ["softmax", "block", "agent", "heads", "channels"])
 def test_gradients(name: str) -> None:
     q, k, v = (x.double().requires_grad_() for x in qkv(11, heads=2, size=4, batch=1))

@@ -19,7 +19,7 @@ from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProces
 
 import elfatt_sd
 from elfatt_sd import autotune, processor
-from elfatt_sd.autotune import Decision, Decisions, decision_key
+from elfatt_sd.autotune import Decision, Decisions, Tuner, decision_key
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.layers import find_layers
 from elfatt_sd.processor import Denoiser, LayerState
@@ -94,6 +94,15 @@ def test_each_phase_and_shape_is_measured_once(pipe: Any, measured: list[Decisio
     assert len(measured) == 2
     runner(pipe, guidance_scale=1.0)()  # another batch
     assert len(measured) == 4
+
+
+def test_offloaded_weights_are_not_measured(pipe: Any) -> None:
+    """diffusers' group offloading brings them only when their block is called."""
+    config = PatchConfig("x", (Phase(1.0, "block", block_size=16),))
+    state = state_of(pipe, config)
+    state.begin(config.phases[0], 0, SAMPLE)
+    state.layer.attention.to("meta")
+    assert str(Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE)).endswith("because its weights are offloaded")
 
 
 def test_what_is_drawn_in_every_step_is_measured(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -233,7 +234,25 @@ def test_autotune_is_passed_on(model: Path, tmp_path: Path, monkeypatch: Any) ->
     result = call("patch", model, "--autotune", "--json")
     data = json.loads(result.stdout)
     assert data["python"][-1] == 'elfatt_sd.apply_patch(pipe, "elfatt", autotune=True)'
+    saved = tmp_path / "saved.json"
+    data = json.loads(call("patch", model, "--autotune", "--json", "--save", saved).stdout)
+    assert data["python"][-1].endswith(f"json.load(open({str(saved)!r}))), autotune=True)")
     assert any("measured here" in layer["reason"] for layer in data["layers"])
+
+
+def test_paths_go_to_a_pipe_beside_a_bar() -> None:
+    """`elfatt-sd generate > list` at a terminal: the bar is drawn there, and the list is in the file."""
+    script = "from elfatt_sd.cli import _progress\nwith _progress(1):\n    print('a path')"
+    ours, terminal = os.openpty()
+    try:
+        environment = {**os.environ, "TERM": "xterm"}
+        done = subprocess.run([sys.executable, "-c", script], stdout=-1, stderr=terminal, env=environment, check=True)
+    finally:
+        os.close(terminal)
+    drawn = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert done.stdout == b"a path\n"
+    assert b"pictures" in drawn and b"a path" not in drawn
 
 
 GENERATE_ERRORS = {

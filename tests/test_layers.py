@@ -82,6 +82,8 @@ def test_controlnets_are_found_by_name(pipe: Any) -> None:
     assert find_denoisers(WithNets()) == {"unet": pipe.unet}
     WithNets.controlnet = one
     assert find_denoisers(WithNets()) == {"unet": pipe.unet, "controlnet": one}
+    WithNets.controlnet = [one, one]
+    assert find_denoisers(WithNets()) == {"unet": pipe.unet, "controlnet": one}, "one net for two pictures"
     WithNets.controlnet = [one, two]
     assert find_denoisers(WithNets()) == {"unet": pipe.unet, "controlnet.0": one, "controlnet.1": two}
 

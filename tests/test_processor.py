@@ -342,6 +342,59 @@ def test_views_of_one_step_keep_their_own(config: PatchConfig) -> None:
 
 
 @torch.no_grad()
+def test_parts_of_a_layers_input_keep_their_own() -> None:
+    """Within one call, diffusers can give a video's frames to a layer in parts, the last of them smaller."""
+    unet, _ = corrected(CORRECTED[0])
+    attention: Any = find_layers(unet)[0].attention
+    state, (sample, _), noise = attention.elfatt_state, inputs(torch.float32), generator()
+    parts = [torch.randn(size, ROWS * COLUMNS, attention.query_dim, generator=noise) for size in (2, 2, 1)]
+    state.denoiser.begin(Position(0, 6), 1, sample)
+    differences = []
+    for tokens in parts:
+        exact = AttnProcessor2_0()(attention, tokens)
+        torch.testing.assert_close(attention(tokens), exact, atol=1e-5, rtol=0)
+        differences.append(exact - processor_module.approximate(attention, state, CORRECTED[0], tokens))
+    state.denoiser.begin(Position(1, 6), 1, sample)
+    for tokens, difference in zip(parts, differences, strict=True):
+        own = processor_module.approximate(attention, state, CORRECTED[0], tokens)
+        torch.testing.assert_close(attention(tokens), own + difference, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_steps_without_a_scheduler_share_a_difference() -> None:
+    """A bare UNet knows the schedule of its training alone; in a run of 25 steps the numbers lie 40 apart."""
+    unet, _ = corrected(CORRECTED[0])
+    (sample, text), attention = inputs(torch.float32), find_layers(unet)[0].attention
+    measured = []
+    for number in (960, 920, 880, 840, 800, 760, 960, 920):
+        unet(sample, number, text)
+        measured.append(bool(attention.elfatt_state.measured))  # type: ignore[union-attr]
+    assert measured == [True, False, False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize("settings", [{}, {"reuse_steps": 2}], ids=str)
+def test_what_is_kept_from_step_to_step_needs_the_step(settings: dict[str, Any]) -> None:
+    """Else the difference of one run would be added in all that follow."""
+    phase = Phase(1.0, ratio=0.5) if settings else CORRECTED[0]
+    unet = elfatt_sd.apply_patch(tiny.unet(), PatchConfig("kept", (phase,), **settings))
+    sample, text = inputs(torch.float32)
+    with pytest.raises(ElfattError, match="not known, and the patch keeps something from step to step"):
+        unet(sample, torch.tensor([10, 900]), text)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "sd"])
+def test_a_default_device_is_not_that_of_the_draws(method: str) -> None:
+    """As after `torch.set_default_device("cuda")`: what is drawn and worked out on the host stays there."""
+    unet = elfatt_sd.apply_patch(tiny.unet(), method)
+    sample, text = inputs(torch.float32)
+    expected = [unet(sample, number, text).sample for number in (999, 998, 100)]
+    with torch.device("meta"):
+        found = [unet(sample, number, text).sample for number in (999, 998, 100)]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@torch.no_grad()
 def test_a_call_that_is_repeated_takes_nothing_over() -> None:
     """As in a loop of the user's own; and what such calls keep does not grow for ever."""
     unet, timesteps = corrected(CORRECTED[0])
@@ -362,7 +415,7 @@ def test_no_difference_outlives_its_run() -> None:
     held = []
     for timestep in timesteps:
         unet(sample, timestep, text).sample.sum().backward()
-        kept = [tensor for state in denoiser.layers for tensor in state.residual]
+        kept = [tensor for state in denoiser.layers for tensor in state.residuals.values()]
         assert not any(tensor.requires_grad for tensor in kept)
         held.append(len(kept))
     assert held == [3, 3, 3, 3, 3, 0]

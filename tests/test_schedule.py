@@ -90,8 +90,8 @@ def test_fifty_steps(name: str, extra: dict[str, Any]) -> None:
     positions = [schedule.locate(timestep) for timestep in chosen.timesteps]
     calls = {"PNDMScheduler": 51, "HeunDiscreteScheduler": 99, "KDPM2DiscreteScheduler": 99}.get(name, 50)
     assert positions == [Position(index, calls) for index in range(calls)]
-    elfatt = [PatchConfig.preset("elfatt").phase_at(*position).attention for position in positions if position]
-    agent = [PatchConfig.preset("agent").phase_at(*position).attention for position in positions if position]
+    elfatt = [PatchConfig.preset("elfatt").phase_at(*position[:2]).attention for position in positions if position]
+    agent = [PatchConfig.preset("agent").phase_at(*position[:2]).attention for position in positions if position]
     assert elfatt.count("elfatt") == {50: 10, 51: 11, 99: 20}[calls]  # of 51, two calls share the second timestep
     assert agent.count("agent") == {50: 20, 51: 21, 99: 40}[calls]
 
@@ -239,6 +239,18 @@ def test_an_unknown_step_is_an_error_only_if_it_matters(pipe: Any) -> None:
         call(pipe.unet, mixed, batch=2)
     elfatt_sd.apply_patch(pipe.unet, "tome")
     assert call(pipe.unet, mixed, batch=2).isfinite().all()
+
+
+def test_a_copy_on_the_device_is_of_the_schedulers_step() -> None:
+    """Calls are counted only where the scheduler does not; a step may take several."""
+    chosen: Any = scheduler("EulerDiscreteScheduler", {})
+    chosen.set_timesteps(5)
+    schedule, located = Schedule(lambda: chosen), []
+    for index in range(5):
+        chosen._step_index = index
+        located += [schedule.locate(torch.empty(2, device="meta")) for _ in range(2)]
+        located.append(schedule.locate(-0.123))  # of its own making, such as the logarithm of a noise level
+    assert located == [Position(index, 5) for index in range(5) for _ in range(3)]
 
 
 def test_runs_are_told_apart() -> None:

@@ -65,15 +65,22 @@ def layer(
     precision = pick_dtype(dtype, place)
     sides = {count: grid_side(count) for count in sorted(tokens)}
     asked = {"dtype": str(precision).removeprefix("torch."), "block_size": block_size}
+    asked["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
     record = Record(session, kind, place, asked, bases=["softmax", "tomesd 0.5"])
     parts = {"attention": _attention_calls, "layer": _layer_calls}
     for (count, side), part in itertools.product(sides.items(), parts):
         before = [row for row in record.results["rows"] if row["part"] == part and row["tokens"] < count]
         calls = parts[part](side, batch, block_size, place, precision)
-        kept = {name: call for name, call in calls.items() if _expected(before, name, count) <= max_seconds}
+        key = {"tokens": count, "batch": batch, "part": part}
+        begun = record.begun(key)  # by an earlier sitting, whose choice stands
+        kept = {
+            name: call
+            for name, call in calls.items()
+            if (name in begun if begun else _expected(before, name, count) <= max_seconds)
+        }
         if not kept:
             continue
-        key, calls = {"tokens": count, "batch": batch, "part": part}, without_gradients(kept)
+        calls = without_gradients(kept)
         record.time(key, calls, repeats)
         lost = record.group(key)["lost"]
         for name in [name for name in calls if memory and name not in lost]:

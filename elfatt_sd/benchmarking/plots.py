@@ -59,6 +59,9 @@ def _draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, base: 
     greatest = 1.0
     for place, row in enumerate(rows):
         part, peer = own_part(row), row["method"] == base or is_reference(row["method"])
+        if base not in row["speed"]:  # it did not fit into memory
+            axes.annotate(f"no {base} to compare with", (0, place), va="center", fontsize=8)
+            continue
         bars = [(row["speed"][base], place - 0.15 * (part is not None), 0.5, "0.75" if peer else "tab:blue")]
         bars += [] if part is None else [(part["speed"][base], place + 0.25, 0.25, "tab:orange")]
         for speed, where, width, colour in bars:

@@ -126,6 +126,8 @@ class Record:
 
         def lose(name: str) -> None:
             group["lost"].append(name)
+            group["times"][name].clear()  # of earlier sittings, beside which no more rounds will stand
+            self.save()
 
         watch = Watch(functools.partial(self.tell, title(key)), self.sitting(group), lose)
         calls = {name: call for name, call in calls.items() if name not in group["lost"]}
@@ -163,6 +165,10 @@ class Record:
     def tell(self, name: str, done: int, total: int) -> None:
         """Tell how far a benchmark is."""
         self._session.progress(name, done, total)
+
+    def begun(self, key: Mapping[str, Any]) -> dict[str, list[float]]:
+        """Return the rounds of a group by variant; nothing where it is not begun."""
+        return next((group["times"] for group in self.results["groups"] if group["key"] == dict(key)), {})
 
     def group(self, key: Mapping[str, Any]) -> dict[str, Any]:
         """Return the group of a key; a new one if there is none."""

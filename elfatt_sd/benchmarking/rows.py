@@ -36,7 +36,7 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
             bases = [base for base in results["bases"] if base in totals]
             names = [name for name, _ in run["parts"]]
             row = {**group["key"], "method": method, **_timing(totals[method], totals, bases, run["floor"])}
-            row |= _memory([group["peaks"].get(name, {}) for name in names])
+            row |= _memory([group["peaks"].get(name, {}) for name in names], group["key"].get("batch"))
             if len(names) > 1 or names[0] != method:
                 row["parts"] = [
                     {"variant": name, "steps": steps, "what": results["settings"]["variants"][name]["what"]}
@@ -80,16 +80,16 @@ def _timing(own: Sequence[float], totals: Times, bases: Sequence[str], floor: st
     }
 
 
-def _memory(peaks: Sequence[Mapping[str, int | None]]) -> dict[str, Any]:
-    """Take the greatest peak of a run's parts for each batch, and the growth for one more picture (two rows).
+def _memory(peaks: Sequence[Mapping[str, int | None]], batch: int | None) -> dict[str, Any]:
+    """Take the greatest peak of a run's parts at the timed batch, and its growth for one more picture: two rows.
 
     A batch at which a part was not measured says nothing.
     """
     known = [{int(batch): peak for batch, peak in each.items() if peak is not None} for each in peaks]
     batches = sorted(set.intersection(*map(set, known)))
     greatest = {batch: max(each[batch] for each in known) for batch in batches}
-    if not greatest:
-        return {"peak_bytes": None, "bytes_per_picture": None}
-    least, most = batches[0], batches[-1]
-    growth = None if least == most else 2 * (greatest[most] - greatest[least]) / (most - least)
-    return {"peak_bytes": greatest[least], "bytes_per_picture": growth}
+    growth = None
+    if len(batches) > 1:
+        least, most = batches[0], batches[-1]
+        growth = 2 * (greatest[most] - greatest[least]) / (most - least)
+    return {"peak_bytes": None if batch is None else greatest.get(batch), "bytes_per_picture": growth}

@@ -18,7 +18,7 @@ def markdown(results: Results) -> str:
     rows = results["rows"]
     if results["kind"] == "orders":
         return error_table(rows)
-    lines = _table(rows, results["bases"])
+    lines = _table(rows, results["bases"]) if rows else []
     if named := legend({row["method"] for row in rows}):
         lines += ["", named]
     for group in results["groups"]:

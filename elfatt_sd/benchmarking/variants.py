@@ -315,7 +315,7 @@ def repeat_step(unet: nn.Module) -> None:
 def forget_residuals(unet: nn.Module) -> None:
     """Forget the differences to exact attention, so that the call that now begins measures them."""
     for state in patched_layers(unet):
-        state.residual.clear()
+        state.residuals.clear()
 
 
 def forget_matchings(unet: nn.Module) -> None:

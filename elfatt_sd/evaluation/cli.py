@@ -119,7 +119,7 @@ def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Q
     from elfatt_sd.evaluation.run import writing
 
     quiet_libraries()
-    with writing(out, protocol):
+    with writing(out, protocol.device):
         failed = generate(out, protocol, reuse=reuse or (), show_progress=not quiet)
         leave_processes()
     if is_first():
@@ -146,13 +146,13 @@ def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
 @reports_failure
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
-    from elfatt_sd.evaluation.processes import leave_processes
+    from elfatt_sd.evaluation.processes import leave_processes, scoring_device
     from elfatt_sd.evaluation.results import write_results
     from elfatt_sd.evaluation.run import score, writing
 
     quiet_libraries()
     protocol = load_run(run)
-    with writing(run, protocol) as first:
+    with writing(run, scoring_device(protocol.device)) as first:
         score(run, protocol, _reporter(quiet))
         leave_processes()
         if first:
@@ -163,11 +163,12 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 @reports_failure
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
+    from elfatt_sd.evaluation.processes import scoring_device
     from elfatt_sd.evaluation.report import write_report
     from elfatt_sd.evaluation.results import write_results
     from elfatt_sd.evaluation.run import writing
 
-    with writing(run, load_run(run)):
+    with writing(run, scoring_device(load_run(run).device)):
         write_results(run)
         typer.echo(write_report(run))
 

@@ -107,7 +107,7 @@ def method_errors(
     for inputs in recording.inputs:
         if not select_layers([inputs.layer], config, list(recording.levels)):
             continue
-        phase = config.phase_at(*inputs.position)
+        phase = config.phase_at(inputs.position.step, inputs.position.steps)
         seeds = range(config.seed, config.seed + (draws if _draws_at_random(config, phase) else 1))
         each = torch.cat([_relative_errors(inputs, dataclasses.replace(config, seed=seed)) for seed in seeds])
         row = {"layer": inputs.layer.name, "step": inputs.position.step, "method": method}

@@ -5,7 +5,9 @@ Chunks and batches are cut at fixed places, so the numbers do not depend on inte
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import errno
 import functools
 import io
 import json
@@ -75,6 +77,14 @@ class Preprocessing:
         return np.array(picture)
 
 
+@contextlib.contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Do not tell what Pillow warns of: odd EXIF data and large pictures. Not for generators, which may interleave."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        yield
+
+
 def every_minute(tell: Callable[[str], None]) -> Progress:
     """Return a callback for progress that tells it at most once a minute: of what, how far, and the time left."""
     told, current = time.monotonic(), ("", 0, 0.0)  # of what, and from where and when on
@@ -117,11 +127,14 @@ class SourcePictures:
         return len(self.source.entries)
 
     def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
-        """Yield decoded pictures; for an unreadable one its name and what is wrong."""
+        """Yield decoded pictures; for an unreadable one its name and what is wrong.
+
+        Raises:
+            ElfattError: the disk does not give a picture: that may pass, and what cannot be decoded does not.
+        """
         entries = self.source.entries[start:stop]
         ahead = 4 * self.threads
-        with warnings.catch_warnings(), ThreadPoolExecutor(self.threads) as pool:
-            warnings.simplefilter("ignore")  # Pillow warns of odd EXIF data and large pictures
+        with ThreadPoolExecutor(self.threads) as pool:
             futures = deque(pool.submit(self._load, entry) for entry in entries[:ahead])
             for position in range(len(entries)):
                 yield futures.popleft().result()
@@ -132,9 +145,13 @@ class SourcePictures:
     def _load(self, entry: Entry) -> np.ndarray[Any, np.dtype[np.uint8]] | str:
         try:
             return self.preprocessing(decode(self.source.read(entry)))
-        except ElfattError:
+        except (ElfattError, MemoryError):
             raise
         except Exception as error:  # Pillow raises many kinds for damaged files
+            if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+                raise ElfattError(
+                    f"{entry.name} cannot be read: {error.strerror}; give the same command again."
+                ) from error
             return f"{entry.name} ({error})"
 
 
@@ -214,7 +231,8 @@ def extract(
                 start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
                 _write_chunk(paths[number], *_extract_range(pictures, extractor, start, stop, batch_size, tell))
 
-    together(write_share)
+    with quiet_pillow():
+        together(write_share)
     return Extracted(paths)
 
 

@@ -33,7 +33,7 @@ from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.environment import describe_environment, same_images, sha256_of_code
 from elfatt_sd.evaluation.first_steps import exact_calls, first_steps, shared_calls
-from elfatt_sd.evaluation.processes import gathered, process_state
+from elfatt_sd.evaluation.processes import check_shared, gathered, process_state
 from elfatt_sd.evaluation.prompts import Prompt, build_prompts, load_labels
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reuse import take_over
@@ -213,7 +213,7 @@ def make_images(pipe: Any, protocol: Protocol, prompts: Sequence[str], seeds: Se
 
 def to_uint8(images: Tensor) -> Tensor:
     """Round images in [0, 1] to `[n, height, width, 3]` uint8 on the CPU."""
-    return (images.permute(0, 2, 3, 1) * 255).round().to(torch.uint8).cpu()
+    return (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8).cpu()  # half precision has no 255 levels
 
 
 def check_images(images: Tensor, indices: Sequence[int]) -> None:
@@ -255,6 +255,7 @@ def generate(
     """
     state = process_state(protocol.device)
     folder.check_run(run_dir, protocol)
+    check_shared(run_dir, "run folder", "give --out a folder that all machines share")
     if state.is_main_process:
         _tidy(run_dir, protocol)
     state.wait_for_everyone()
@@ -268,7 +269,8 @@ def generate(
     _check_processes(environment, pending)
     _record_run(run_dir, protocol, environment, write=state.is_main_process)
     if state.is_main_process:
-        take_over(run_dir, protocol, reuse)
+        tell = functools.partial(print, file=sys.stderr) if show_progress else None
+        take_over(run_dir, protocol, reuse, tell)
     state.wait_for_everyone()
     pending = [cell for cell in pending if not folder.manifest_path(run_dir, cell).is_file()]
     pending.sort(key=lambda cell: cell.role != "baseline")  # nothing can be said without it
@@ -526,7 +528,13 @@ def _progress(total: int, *, shown: bool) -> Iterator[Any]:
     console = Console(stderr=True)
     logged, told = shown and not console.is_terminal, 0.0
     # A batch can take minutes; from the usual 30 seconds no speed, and so no time left, would be known.
-    bar = Progress(*columns, console=console, disable=not shown or logged, speed_estimate_period=3600)
+    bar = Progress(
+        *columns,
+        console=console,
+        disable=not shown or logged,
+        speed_estimate_period=3600,
+        redirect_stdout=sys.stdout.isatty(),
+    )
     with bar as progress:
         task = progress.add_task("generate", total=total)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import os
+import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +24,17 @@ def process_state(device: str = "auto") -> Any:
 
     # The first process scores alone at the end, while the others wait: far longer than the usual ten minutes.
     return PartialState(cpu=pick_device(device).type == "cpu", timeout=datetime.timedelta(days=1))
+
+
+def scoring_device(device: str) -> str:
+    """Return the device that a run was made on, or `auto` where this machine has none: scores need not that one."""
+    from elfatt_sd.pipelines import pick_device
+
+    try:
+        pick_device(device)
+    except ElfattError:
+        return "auto"
+    return device
 
 
 def is_first() -> bool:
@@ -65,6 +79,41 @@ def together(action: Callable[[], Value]) -> Value:
     if reasons:
         raise ElfattError(reasons[0])
     return value
+
+
+def check_shared(folder: Path, what: str, remedy: str) -> None:
+    """Refuse to go on where the processes of a launch do not all see the same folder; all of them must call this.
+
+    Args:
+        folder: which one; it is made if it is not there.
+        what: it is, for the message.
+        remedy: what to do about it.
+
+    Raises:
+        ElfattError: in every process, naming one that looks elsewhere; or the first cannot write there.
+    """
+    if not among_others():
+        return
+    marker = folder / by_first(lambda: _new_marker(folder, what, remedy))
+    places = gathered((os.uname().nodename, str(folder), os.path.isfile(marker)))
+    by_first(marker.unlink)
+    for number, (machine, place, shared) in enumerate(places):
+        if not shared:
+            raise ElfattError(
+                f"{what} {places[0][1]} of process 0 ({places[0][0]}) is not that of process {number} ({place} on "
+                f"{machine}); {remedy}."
+            )
+
+
+def _new_marker(folder: Path, what: str, remedy: str) -> str:
+    """Write a file of a name that no file system can have noted as absent, and return the name."""
+    name = f".seen-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    except OSError as error:
+        raise ElfattError(f"{what} {folder} cannot be written: {error.strerror}; {remedy}.") from error
+    return name
 
 
 def by_first(action: Callable[[], Value]) -> Value:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import os
-import secrets
 import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -21,7 +19,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, Progress, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.folder import read_json
-from elfatt_sd.evaluation.processes import among_others, by_first, gathered, together
+from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
 from elfatt_sd.evaluation.sources import open_source
 from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, load_moments
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
@@ -103,7 +101,7 @@ def build_reference(
 
     pictures, identity = together(listed)
     _check_same(str(source), identity)
-    check_shared(cache_dir)
+    check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
     folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
     with _one_launch_at_a_time(folder):
         if not by_first((folder / "reference.json").is_file):
@@ -162,36 +160,6 @@ def _check_same(source: str, identity: str) -> None:
                 "its files, the extractor, or the versions of torch and Pillow); give a folder that all machines "
                 "share, or copies that keep the times (rsync -a)."
             )
-
-
-def check_shared(folder: Path) -> None:
-    """Refuse to go on where the processes of a launch do not all see the same cache; all of them must call this.
-
-    Args:
-        folder: the cache, which is made if it is not there.
-
-    Raises:
-        ElfattError: in every process, naming one that looks elsewhere; or the folder cannot be written.
-    """
-    if not among_others():
-        return
-    marker = folder / by_first(lambda: _new_marker(folder))
-    places = gathered((os.uname().nodename, str(folder), os.path.isfile(marker)))
-    by_first(marker.unlink)
-    for number, (machine, place, shared) in enumerate(places):
-        if not shared:
-            raise ElfattError(
-                f"cache {places[0][1]} of process 0 ({places[0][0]}) is not that of process {number} ({place} on "
-                f"{machine}); set ELFATT_SD_CACHE to a folder that all machines share."
-            )
-
-
-def _new_marker(folder: Path) -> str:
-    """Write a file of a name that no file system can have noted as absent, and return the name."""
-    with _writing(folder):
-        name = f".seen-{secrets.token_hex(8)}"
-        (folder / name).touch()
-    return name
 
 
 @contextlib.contextmanager

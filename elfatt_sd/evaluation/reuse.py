@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from elfatt_sd.evaluation.environment import same_images
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.files import atomic_file
 
-_DECISIVE = ("model", "scheduler", "steps", "guidance", "height", "width", "dtype", "batch", "seed")
+_DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "dtype", "batch", "seed")
 
 
-def take_over(run_dir: Path, protocol: Protocol, others: Sequence[Path]) -> dict[str, Path]:
+def take_over(
+    run_dir: Path, protocol: Protocol, others: Sequence[Path], tell: Callable[[str], None] | None = None
+) -> dict[str, Path]:
     """Copy the finished rows of other runs that this run would make again with the same bytes.
 
     Weights, prompts, code, versions and device must be those of this run, whose `run.json` is there, as far as they
@@ -26,6 +28,7 @@ def take_over(run_dir: Path, protocol: Protocol, others: Sequence[Path]) -> dict
         run_dir: the run's folder; the caller holds its lock.
         protocol: of the run.
         others: folders of runs.
+        tell: gets a line for each row that is taken over, and one for each that would be but for what it was made with.
 
     Returns:
         Where each row that was taken over comes from.
@@ -44,9 +47,13 @@ def take_over(run_dir: Path, protocol: Protocol, others: Sequence[Path]) -> dict
             source = made.get(_made(protocol, cell))
             if source is None or folder.manifest_path(run_dir, cell).is_file():
                 continue
-            if not same_images(found["environment"], own["environment"], [cell]):
+            different = same_images(found["environment"], own["environment"], [cell])
+            if not different:
                 _copy_row(other, source, run_dir, cell)
                 taken[cell.name] = other
+            if tell is not None:
+                said = f"not reused: {'; '.join(different)}" if different else "reused"
+                tell(f"generate: row {cell.name} of {other} is {said}")
     return taken
 
 

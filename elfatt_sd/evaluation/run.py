@@ -136,7 +136,7 @@ def run(
     from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.score import build_references
 
-    with writing(run_dir, protocol) as first:
+    with writing(run_dir, protocol.device) as first:
         by_first(lambda: _check(run_dir, protocol))
         tell = report if first else _say_nothing
         build_references(protocol, progress=every_minute(tell))  # first: what is wrong with it should cost no images
@@ -164,8 +164,8 @@ def _check(run_dir: Path, protocol: Protocol) -> None:
 
 
 @contextmanager
-def writing(run_dir: Path, protocol: Protocol) -> Iterator[bool]:
-    """Hold the lock of a run's folder, in the first of several processes.
+def writing(run_dir: Path, device: str) -> Iterator[bool]:
+    """Hold the lock of a run's folder, in the first of several processes that work on a device.
 
     Yields:
         Whether this is the first process.
@@ -174,7 +174,7 @@ def writing(run_dir: Path, protocol: Protocol) -> Iterator[bool]:
         ElfattError: another run writes there.
         RunFailure: the disk is full.
     """
-    first = bool(process_state(protocol.device).is_main_process)
+    first = bool(process_state(device).is_main_process)
     with folder.clear_disk_errors(run_dir):
         if first:
             with folder.run_lock(run_dir):

@@ -21,10 +21,10 @@ from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
-from elfatt_sd.evaluation.extraction import Preprocessing, Progress, SourcePictures, extract
+from elfatt_sd.evaluation.extraction import Preprocessing, Progress, SourcePictures, extract, quiet_pillow
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.evaluation.generate import run_prompts
-from elfatt_sd.evaluation.processes import by_first, process_state
+from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reference import Reference, build_reference, reference_identity
 from elfatt_sd.evaluation.results import SCORES_FILE
@@ -157,9 +157,10 @@ def load_extractors(protocol: Protocol) -> list[Extractor]:
     Raises:
         ElfattError: one is not known or cannot be loaded, or two have distances of one name.
     """
-    state = process_state(protocol.device)
-    several = state.num_processes > 1 and protocol.device == "auto"
-    device = str(state.device) if several else _device(protocol.device)
+    wanted = scoring_device(protocol.device)
+    state = process_state(wanted)
+    several = state.num_processes > 1 and wanted == "auto"
+    device = str(state.device) if several else _device(wanted)
     weights = Path(protocol.inception_weights) if protocol.inception_weights else None
     digest = protocol.inception_sha256 or None
     extractors = [load_extractor(spec, weights=weights, sha256=digest, device=device) for spec in protocol.extractors]
@@ -396,7 +397,8 @@ def pair_changes(
     """
     path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
     if not path.is_file():
-        rows = torch.cat(list(_changes(images, baseline, device, progress)))
+        with quiet_pillow():
+            rows = torch.cat(list(_changes(images, baseline, device, progress)))
         with atomic_file(path) as file:
             np.save(file, rows.numpy())
     return torch.from_numpy(np.load(path))

@@ -28,7 +28,7 @@ from elfatt_sd.benchmarking.page import save
 from elfatt_sd.benchmarking.pipeline import pipeline, twin
 from elfatt_sd.benchmarking.plots import plot
 from elfatt_sd.benchmarking.record import Session
-from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.rows import Results, make_rows
 from elfatt_sd.benchmarking.tables import clock, markdown
 from elfatt_sd.benchmarking.unet import _graphed_call, _peak, unet
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, patched_layers, varied
@@ -258,7 +258,7 @@ def test_what_is_kept_for_later_steps_counts(model: Model, cpu: torch.device) ->
     call = unet_call(unit, model.inputs(256, 2))
     call()
     peak, used = _peak(unit, call, variant, cpu), peak_memory(call, cpu)
-    kept = sum(tensor.nbytes for state in patched_layers(unit) for tensor in state.residual)
+    kept = sum(tensor.nbytes for state in patched_layers(unit) for tensor in state.residuals.values())
     assert peak is not None and used is not None
     assert kept > 0
     assert peak - used > 0.8 * kept
@@ -292,6 +292,17 @@ def test_what_does_not_fit_costs_its_own_rows_only(
     rows = {row["method"]: row["rounds"] for row in results["rows"]}
     assert rows == dict.fromkeys(["untouched", "tomesd", "tome", "fast", "floor", "floor of 2 levels"], 3)
     assert "Did not fit into memory (64 pixels, batch 2): elfatt/0." in markdown(results)
+
+
+def test_without_the_untouched_call_the_others_are_shown(model: Model, tmp_path: Path) -> None:
+    """At the greatest size it is the first that does not fit; the page with all results is drawn all the same."""
+    results = unet(model, sizes=[64, 128], methods=["tome"], memory=[], **QUICK)
+    group = results["groups"][1]
+    group["lost"].append("untouched")
+    group["times"]["untouched"].clear()
+    results["rows"] = make_rows(results)
+    check_saved(results, tmp_path)
+    assert [row["size"] for row in results["rows"] if row["method"] == "untouched"] == [64]
 
 
 def test_cuda_graphs_need_cuda(model: Model) -> None:
@@ -397,6 +408,23 @@ def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_that_would_take_too_long_are_left_out() -> None:
     results = layer(tokens=[64, 256], block_size=16, max_seconds=1e-9, **QUICK)
     assert {row["tokens"] for row in results["rows"]} == {64}
+
+
+def test_a_size_keeps_the_layers_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever more rounds of a smaller size let expect; another limit is another benchmark."""
+    options: dict[str, Any] = {"tokens": [64], "block_size": 16, "dtype": "float32", "device": "cpu", "memory": False}
+    options |= {"session": Session(tmp_path)}
+    expected = {"softmax": 2.0}
+    monkeypatch.setattr(layer_bench, "_expected", lambda rows, name, tokens: expected.get(name, 0.0))
+    first = {
+        row["method"] for row in layer(repeats=1, max_seconds=1.0, **options)["rows"] if row["part"] == "attention"
+    }
+    expected = {"tomesd 0.5": 2.0}
+    rows = layer(repeats=2, max_seconds=1.0, **options)["rows"]
+    assert {row["method"] for row in rows if row["part"] == "attention"} == first
+    assert "softmax" not in first and {row["rounds"] for row in rows} == {2}
+    with pytest.raises(ElfattError, match=r"max_seconds: 1\.0, now 2\.0"):
+        layer(repeats=2, max_seconds=2.0, **options)
 
 
 def test_layer_needs_square_grids() -> None:

@@ -57,6 +57,22 @@ def test_it_writes_after_every_part(suite: Any, tmp_path: Path, monkeypatch: pyt
     assert {"untouched", "tomesd", "tome", "agent", "elfatt", "elfatt:ratio=0", "floor", "floor of 2 levels"} <= methods
 
 
+def test_single_parts_are_added(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the ten minutes before stay; not so those of another machine."""
+    words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only"]
+    for part in ("backends", "merging"):
+        monkeypatch.setattr(sys, "argv", [*words, part])
+        suite.main()
+    results = read(tmp_path)
+    assert set(results["parts"]) == {"backends", "merging"}
+    results["parts"]["backends"]["machine"]["device"] = "another"
+    before = json.dumps(results)
+    (tmp_path / "gpu_suite.json").write_text(before)
+    with pytest.raises(SystemExit, match="holds 'backends' of another machine"):
+        suite.main()
+    assert (tmp_path / "gpu_suite.json").read_text() == before
+
+
 def test_every_kind_of_part_runs(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Growth, a large batch with few methods, compiled, and a kernel that is not there."""
     import torch

@@ -59,6 +59,24 @@ def test_a_stopped_run_goes_on(tmp_path: Path, cpu: torch.device) -> None:
     assert results.results["rows"][0]["rounds"] == 3
 
 
+def test_what_no_longer_fits_has_no_rows(tmp_path: Path, cpu: torch.device) -> None:
+    """Rounds of an earlier sitting stand beside none of the others'; that it was lost is on disk at once."""
+    begin(tmp_path, cpu).time(KEY, calls([]), 2)
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begin(tmp_path, cpu).time(KEY, {"b": fail, "a": stop}, 3)
+    assert read(tmp_path)["groups"][0]["lost"] == ["b"]
+    record = begin(tmp_path, cpu)
+    record.time(KEY, calls([]), 4)
+    assert [(row["method"], row["rounds"]) for row in record.results["rows"]] == [("a", 4)]
+
+
 def test_a_finished_run_is_shown_again(tmp_path: Path, cpu: torch.device) -> None:
     begin(tmp_path, cpu).time(KEY, calls([]), 2)
     seen: list[str] = []

@@ -57,6 +57,15 @@ def test_memory_is_that_of_the_greatest_part_and_grows_by_picture() -> None:
     assert (floor["peak_bytes"], floor["bytes_per_picture"]) == (None, None)
 
 
+def test_a_peak_is_that_of_the_batch_that_is_timed() -> None:
+    data = results()
+    data["groups"][0]["key"]["batch"] = 4
+    assert [row["peak_bytes"] for row in make_rows(data)] == [11, 12, None]
+    data["groups"][0]["key"]["batch"] = 8
+    assert [row["peak_bytes"] for row in make_rows(data)] == [None] * 3
+    assert make_rows(data)[0]["bytes_per_picture"] == 4
+
+
 def test_one_batch_has_a_peak_and_no_growth() -> None:
     data = results()
     data["groups"][0]["peaks"] = {"untouched": {"2": 7}, "x/1": {"2": None}}

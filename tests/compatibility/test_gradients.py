@@ -85,3 +85,17 @@ def test_gradient_checkpointing_gives_the_same(config: PatchConfig) -> None:
     plain = gradients(unet)
     unet.enable_gradient_checkpointing()
     assert_same(gradients(unet), plain)
+
+
+def test_a_shared_difference_with_checkpointing() -> None:
+    """What is computed once more is what was computed: exact in the step that measures, corrected in the next."""
+    unet = tiny.unet().double().train()
+    config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=2),))
+    found = []
+    for checkpointing in (False, True):
+        elfatt_sd.apply_patch(unet, config)
+        if checkpointing:
+            unet.enable_gradient_checkpointing()
+        found.append([gradients(unet, timestep) for timestep in (900, 899, 898)])
+    for plain, checkpointed in zip(*found, strict=True):
+        assert_same(checkpointed, plain)

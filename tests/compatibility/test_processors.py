@@ -10,11 +10,12 @@ import diffusers
 import pytest
 import tiny_pipelines as tiny
 import torch
-from checks import TWO_PHASES, check_patch, processors, recorded, runner
+from checks import FIRST, TWO_PHASES, check_patch, processors, recorded, runner
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError
+from elfatt_sd.benchmarking.variants import patched_layers
+from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.processor import ElfattProcessor
 
 
@@ -38,6 +39,18 @@ def test_fused_projections_before_patching(pipe: Any) -> None:
     together = check_patch(pipe, run, layers={"unet": 3})
     assert torch.allclose(together, apart, atol=1e-3)
     assert {type(found) for found in processors(pipe).values()} == {FusedAttnProcessor2_0}
+
+
+def test_projections_that_were_fused_for_a_while(pipe: Any) -> None:
+    """diffusers leaves the fused weights, and their flag, behind: what a LoRA then changes is not in them."""
+    pipe.fuse_qkv_projections(vae=False)
+    pipe.unfuse_qkv_projections(vae=False)
+    elfatt_sd.apply_patch(pipe, PatchConfig("first", (FIRST,)))
+    run = runner(pipe)
+    before = run()
+    for state in patched_layers(pipe.unet):
+        state.layer.attention.to_v.weight.data *= 3  # type: ignore[union-attr, operator]
+    assert not torch.allclose(run(), before, atol=1e-3)
 
 
 def test_another_processor_before_patching(pipe: Any) -> None:

@@ -65,8 +65,9 @@ def test_identical_pictures_have_no_psnr() -> None:
     """Their SSIM is one."""
     some, none = row("a", [None, 30.0, 20.0], [1.0, 0.9, 0.8]), row("c", [None, None, None], [1.0, 1.0, 1.0])
     line = cells(compare_rows(Results(data(some, row("b", [1.0, 28.0, 19.0], [0.7, 0.6, 0.5]))), ["a", "b"]))[2]
-    assert line[2].startswith("+1.5 [") and line[3].startswith("+0.30") and line[4] == "2 of 2"
-    assert cells(compare_rows(Results(data(some, none)), ["a", "c"]))[2][2::2] == ["identical", "0 of 0"]
+    assert line[2].startswith("+1.5 [") and line[3].startswith("+0.30") and line[4] == "3 of 3"
+    table = cells(compare_rows(Results(data(some, none)), ["a", "c", "c", "a", "c", "c"]))
+    assert [line[2::2] for line in table[2:]] == [["—", "0 of 3"], ["—", "2 of 3"], ["identical", "0 of 3"]]
 
 
 @pytest.mark.parametrize("names", [[], ["a"], ["a", "absent"], ["a", "old"]])

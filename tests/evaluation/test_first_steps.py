@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +110,19 @@ def test_images_are_those_of_rows_made_alone(
     assert small_run.tree(tmp_path / "together" / "cells") == small_run.tree(tmp_path / "alone" / "cells")
     rows = [count for calls in (8, 8, 4, 6, 8, 8, 8) for count in [whole - 8 + calls] * 3]
     assert shared == rows
+
+
+def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the system's own error, of which the run makes a line."""
+    unet = torch.nn.Identity()
+    unet.forward = lambda sample: (sample,)  # type: ignore[method-assign]
+    monkeypatch.setattr("elfatt_sd.evaluation.first_steps.atomic_file", lambda _: io.FileIO("/dev/full", "w"))
+    with (
+        pytest.raises(OSError, match="No space left") as told,
+        first_steps(SimpleNamespace(unet=unet), tmp_path / "steps.pt", 1),
+    ):
+        unet.forward(torch.zeros(1, 4, 64, 64))
+    assert told.value.errno == errno.ENOSPC
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_steps_it_has(

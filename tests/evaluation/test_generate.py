@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import small_run
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from elfatt_sd.config import ElfattError
@@ -204,6 +205,31 @@ def test_processes_that_would_make_other_images_are_refused(
             else nullcontext()
         ):
             generate._check_processes(environment, protocol.cells)
+
+
+def test_processes_that_do_not_see_one_folder_are_refused(
+    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is written; how they find out is tested with the cache of the reference."""
+    _, protocol = made
+    asked: list[Path] = []
+
+    def elsewhere(run_dir: Path, *_: str) -> None:
+        asked.append(run_dir)
+        raise ElfattError("not that of process 1")
+
+    monkeypatch.setattr(generate, "check_shared", elsewhere)
+    with pytest.raises(ElfattError, match="not that of process 1"):
+        generate.generate(tmp_path, protocol, show_progress=False)
+    assert asked == [tmp_path] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_pixels_are_rounded_in_full_precision(dtype: torch.dtype) -> None:
+    """As diffusers does; half precision has no 255 levels, and all that it rounds wrongly comes out darker."""
+    images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(images.float()))[0]
+    assert np.array_equal(generate.to_uint8(images)[0].numpy(), np.asarray(expected))
 
 
 def test_an_interrupted_run_keeps_its_batches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -301,6 +302,23 @@ def test_unreadable_pictures_have_plain_reasons(tmp_path: Path) -> None:
     rubbish, lost = build(source, tmp_path / "cache", allow_count=True).unreadable
     assert rubbish == "a.JPEG (no picture of a known kind)"
     assert "No such file" in lost
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError("no memory")])
+def test_what_may_pass_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A disk that does not answer once would leave its pictures out of every later run."""
+    source, answers = flat(tmp_path), [error]
+
+    def once(content: bytes) -> Any:
+        if answers:
+            raise answers.pop()
+        return decode(content)
+
+    monkeypatch.setattr(extraction, "decode", once)
+    with pytest.raises((ElfattError, MemoryError), match=r"\.JPEG cannot be read: Input/output error; give|no memory"):
+        build(source, tmp_path / "cache", allow_count=True)
+    assert (found := build(source, tmp_path / "cache")).count == COUNT
+    assert found.unreadable == []
 
 
 def test_pictures_of_different_sizes_need_no_resizing(tmp_path: Path) -> None:

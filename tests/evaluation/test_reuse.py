@@ -81,6 +81,24 @@ def test_rows_of_another_machine_are_not(made: tuple[Path, Protocol], tmp_path: 
     assert set(take_over(tmp_path, protocol, [there])) == {cell.name for cell in protocol.cells}
 
 
+def test_each_row_is_told(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    """Of a row that is not taken over, what it was made with; and a model counts by its weights, not by its place."""
+    there, protocol = made
+    run = folder.read_run(there)
+    assert run is not None
+    (tmp_path / "model").symlink_to(protocol.model)
+    elsewhere = dataclasses.replace(protocol, model=str(tmp_path / "model"))
+    for device, said in ((run["environment"]["device"], "reused"), ("another", "not reused: device: ")):
+        place, told = tmp_path / said[:3], []  # type: tuple[Path, list[str]]
+        generate.write_json(place / folder.RUN_FILE, {**run, "environment": {**run["environment"], "device": device}})
+        taken = take_over(place, elsewhere, [there], told.append)
+        assert len(taken) == (len(protocol.cells) if said == "reused" else 0)
+        assert [line.partition(f" of {there} is ")[0] for line in told] == [
+            f"generate: row {cell.name}" for cell in protocol.cells
+        ]
+        assert all(f" is {said}" in line for line in told)
+
+
 def test_an_altered_image_is_named(made: tuple[Path, Protocol], tmp_path: Path) -> None:
     there, protocol = made
     make(tmp_path / "copy", protocol, there)

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,9 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
         np.array(Image.open(folder.image_path(scored, cell, 2))).astype(float) for cell in (CELLS[2], CELLS[0])
     )
     row, baseline = (Images.of_cell(scored, cell) for cell in (CELLS[2], CELLS[0]))
-    changes = score.pair_changes(row, baseline, scored / "scores", torch.device("cpu"))
+    before = list(warnings.filters)
+    changes = score.pair_changes(row, baseline, scored / "anew", torch.device("cpu"))
+    assert warnings.filters == before, "what is told later, such as of layers that are not patched, is told"
     assert changes[2, 0] == pytest.approx(10 * np.log10(255**2 / ((ours - theirs) ** 2).mean()), rel=1e-5)
     assert changes[7, 0] == pytest.approx(10 * np.log10(255**2 * ours.size), rel=1e-5), "above 100 dB, yet a change"
     for measure, values, most in (("psnr", changes[[2, 5, 7], 0], math.inf), ("ssim", changes[:, 1], 1.0)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,8 @@ def compare_rows(results: Results, cells: Sequence[str]) -> str:
 
     Returns:
         A Markdown table: for each pair the mean difference in PSNR and SSIM with its 95 % interval, and in how many
-        pictures the first row is the closer one. A PSNR needs two pictures that are not the untouched one.
+        pictures the first row is the closer one. A difference in PSNR needs two pictures that are not the untouched one
+        (a dash where there are none); one that is the untouched one is closer than any other.
 
     Raises:
         ElfattError: an odd number of rows, one that is not there, or one without the figures of each picture.
@@ -34,16 +36,13 @@ def compare_rows(results: Results, cells: Sequence[str]) -> str:
     if len(cells) % 2 or not cells or not rows.keys() >= {*cells}:
         raise ElfattError(f"rows={list(cells)!r} of {results.name} cannot be paired; there are: {', '.join(rows)}.")
     pairs = [(rows[one], rows[other]) for one, other in zip(cells[::2], cells[1::2], strict=True)]
-    found = [{measure: _differences(*pair, measure) for measure in _MEASURES} for pair in pairs]
-    means = [
-        {measure: _mean(pair[0], each[measure]) for measure in each} for pair, each in zip(pairs, found, strict=True)
-    ]
+    means = [{measure: _mean(pair[0], _differences(*pair, measure)) for measure in _MEASURES} for pair in pairs]
     decimals = {measure: decimals_for(each[measure] for each in means) for measure in _MEASURES}
     lines = []
-    for (one, other), each, values in zip(pairs, means, found, strict=True):
-        figures = ["identical" if mean is None else _text(mean, decimals[name]) for name, mean in each.items()]
-        known = [value for value in values["psnr"] if value is not None]
-        lines.append([one.name, other.name, *figures, f"{sum(value > 0 for value in known)} of {len(known)}"])
+    for (one, other), each in zip(pairs, means, strict=True):
+        none = "identical" if {*one.each("psnr"), *other.each("psnr")} == {None} else "—"
+        figures = [none if mean is None else _text(mean, decimals[name]) for name, mean in each.items()]
+        lines.append([one.name, other.name, *figures, _closer(one, other)])
     return md_table(_TITLES, lines, [False, False, True, True, True])
 
 
@@ -53,6 +52,12 @@ def _differences(one: Row, other: Row, measure: str) -> list[float | None]:
     if not sides[0] or len(sides[0]) != len(sides[1]):
         raise ElfattError(f"rows {one.name!r} and {other.name!r} have no figures of each picture; score the run anew.")
     return [None if a is None or b is None else a - b for a, b in zip(*sides, strict=True)]
+
+
+def _closer(one: Row, other: Row) -> str:
+    """Say in how many pictures the first row is closer; an untouched picture has no PSNR, that is, an infinite one."""
+    ours, theirs = ([math.inf if value is None else value for value in row.each("psnr")] for row in (one, other))
+    return f"{sum(a > b for a, b in zip(ours, theirs, strict=True))} of {len(ours)}"
 
 
 def _mean(row: Row, differences: Sequence[float | None]) -> Estimate | None:
