@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def test_projections_that_were_fused_for_a_while(pipe: Any) -> None:
     """diffusers leaves the fused weights, and their flag, behind: what a LoRA then changes is not in them."""
     pipe.fuse_qkv_projections(vae=False)
     pipe.unfuse_qkv_projections(vae=False)
-    elfatt_sd.apply_patch(pipe, PatchConfig("first", (FIRST,)))
+    elfatt_sd.apply_patch(pipe, PatchConfig("always", (dataclasses.replace(FIRST, until=1.0),)))
     run = runner(pipe)
     before = run()
     for state in patched_layers(pipe.unet):
