@@ -337,7 +337,8 @@ class Results:
         device, threads = self.machine.get("device"), number(self.machine, "cpu_threads")
         if not isinstance(device, str):
             return ""
-        return f"{device}, {threads:g} threads" if threads and self.machine.get("cuda") is None else device
+        several = "s" * (threads != 1)
+        return f"{device}, {threads:g} thread{several}" if threads and self.machine.get("cuda") is None else device
 
     @cached_property
     def baseline(self) -> Row | None:
