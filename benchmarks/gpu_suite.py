@@ -218,7 +218,8 @@ class Suite:
             ("tome", "elfatt", "elfatt-fast") if few else None, attention_backend=attention_backend
         )
         if self.tiny:
-            size, pictures, batches = size // 8, min(pictures, 3), (1, 2)[: len(batches)]
+            size, pictures = size // 8, min(pictures, 3)
+            batches = (pictures, pictures % 2 + 1)[: len(batches)]
         return unet(
             self.models[name],
             sizes=[size],

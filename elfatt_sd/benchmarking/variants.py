@@ -312,6 +312,13 @@ def repeat_step(unet: nn.Module) -> None:
         denoiser.repeat_step()
 
 
+def repeat_call(unet: nn.Module) -> None:
+    """Let the layers be called once more in the same call of the UNet, as if for the first time."""
+    for state in patched_layers(unet):
+        state.calls = 0
+        state.measured.clear()
+
+
 def forget_residuals(unet: nn.Module) -> None:
     """Forget the differences to exact attention, so that the call that now begins measures them."""
     for state in patched_layers(unet):
