@@ -254,8 +254,8 @@ def generate(
         ElfattError: the folder belongs to another specification or to other weights, or the model cannot be loaded.
     """
     state = process_state(protocol.device)
-    folder.check_run(run_dir, protocol)
     check_shared(run_dir, "run folder", "give --out a folder that all machines share")
+    folder.check_run(run_dir, protocol)
     if state.is_main_process:
         _tidy(run_dir, protocol)
     state.wait_for_everyone()

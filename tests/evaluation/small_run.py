@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,11 @@ peer = "tomesd"
 ratio = 0.5
 """
 )
+
+
+TWO_PROCESSES = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+TWO_PROCESSES += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+TWO_PROCESSES += ["--main_process_port", "0"]  # any free one: tests run side by side
 
 
 def write_model(folder: Path) -> Path:

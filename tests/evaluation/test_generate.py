@@ -178,11 +178,13 @@ def noted(pipe, run_dir, protocol, cell, number, batch):
 make, generate._generate_batch = generate._generate_batch, noted
 main()
 """)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     command = ["eval", "generate", str(run_dir.parent / "small.toml"), "--out", str(tmp_path / "run"), "--quiet"]
     done = subprocess.run(
-        [*launch, str(tmp_path / "start.py"), *command], env=ONE_THREAD, capture_output=True, text=True, timeout=500
+        [*small_run.TWO_PROCESSES, str(tmp_path / "start.py"), *command],
+        env=ONE_THREAD,
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     shares = {f"process {number % 2} made {cell.name} {number}" for cell in protocol.cells for number in range(3)}

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_run
 import torch
 from extractors import regions
 from PIL import Image
@@ -473,8 +473,7 @@ def test_processes_of_a_launch_agree_before_they_work(tmp_path: Path) -> None:
     alone = build(source, tmp_path / "half0")  # only the first machine has it finished
     script = tmp_path / "start.py"
     script.write_text(LAUNCHED)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(script), str(tmp_path)]
+    launch = [*small_run.TWO_PROCESSES, str(script), str(tmp_path)]
     paths = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=300)

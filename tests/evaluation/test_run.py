@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +107,7 @@ def test_unreadable_reference_pictures_are_named(
 def test_two_processes_go_through_all_stages(finished_run: Path, workplace: Path, tmp_path: Path) -> None:
     """Under a launcher, with nothing replaced: the scores are those of one process."""
     root = Path(__file__).parents[2]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(root / "cli.py")]
+    launch = [*small_run.TWO_PROCESSES, str(root / "cli.py")]
     command = ["eval", "run", str(workplace / "small.toml"), "--out", str(tmp_path / "run")]
     for override in small_run.full_overrides(workplace):
         command += ["--set", override]
