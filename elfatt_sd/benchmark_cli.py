@@ -285,11 +285,8 @@ def _progress(session: Session) -> Iterator[None]:
 
     console = Console(stderr=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    quiet: Any = {
-        "transient": True,
-        "auto_refresh": False,
-        "redirect_stdout": sys.stdout.isatty(),
-    }  # a thread that draws would take time from what is measured
+    quiet: Any = {"transient": True, "redirect_stdout": sys.stdout.isatty()}
+    quiet["auto_refresh"] = False  # a thread that draws would take time from what is measured
     with Progress(*columns, console=console, disable=not console.is_terminal, **quiet) as bar:
         task = bar.add_task("preparing", total=None)
 

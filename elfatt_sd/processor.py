@@ -134,9 +134,8 @@ class LayerState:
         self.calls = 0  # of the layer in this call of the denoiser: several, where that splits its input
         self.residuals: dict[int, Tensor] = {}  # of each: exact minus approximated output; see `residual_steps`
         self.measured: set[int] = set()  # those that this call of the denoiser has measured
-        self.fused = isinstance(
-            original, FusedAttnProcessor2_0
-        )  # the layer's own flag outlives `unfuse_qkv_projections`
+        # The layer's own flag outlives `unfuse_qkv_projections`.
+        self.fused = isinstance(original, FusedAttnProcessor2_0)
 
     def begin(self, phase: Phase, step: int, sample: Tensor) -> None:
         """Set phase and grid, draw the merge destinations and the blocks of this step."""
@@ -190,6 +189,11 @@ class LayerState:
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
         return torch.rand(count, generator=torch.Generator().manual_seed(seed), device="cpu")
 
+    @property
+    def call(self) -> int:
+        """Which of the layer's calls in this call of the denoiser is going on; a checkpoint repeats the first."""
+        return 0 if _recomputing() else self.calls
+
     def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made."""
         if self.phase.uses_matching:
@@ -203,7 +207,7 @@ class LayerState:
             exact: computes it by exact attention. It is called in the first of the steps that share a difference, where
                 its result is returned; there also when a checkpoint computes the layer once more.
         """
-        call = 0 if _recomputing() else self.calls
+        call = self.call
         if call in self.residuals and call not in self.measured:
             output = approximated + self.residuals[call]
         else:
@@ -224,7 +228,7 @@ class LayerState:
             return None
         config, stride = self.denoiser.config, self.phase.stride
         reused = config.reuse_layers or config.reuse_steps > 1
-        key = (self.grid if config.reuse_layers else self.index, self.calls, tokens.shape[0], ratio, stride)
+        key = (self.grid if config.reuse_layers else self.index, self.call, tokens.shape[0], ratio, stride)
         if reused and key in self.denoiser.matchings:
             return self.denoiser.matchings[key]
         if self.candidates is None:

@@ -67,9 +67,7 @@ class Schedule:
             return None if value is None else Position(max(int(self._train_steps - 1 - value), 0), self._train_steps)
         following = self._last + 1 if self._same_run(timesteps) else 0
         counted = getattr(self._find_scheduler(), "step_index", None)
-        if (
-            value is None or timesteps.device.type != "cpu"
-        ):  # a copy on the device: the scheduler's count, or that of calls
+        if value is None or timesteps.device.type != "cpu":  # a copy on the device: count the steps, or else the calls
             return Position(min(following if counted is None else counted, len(timesteps) - 1), len(timesteps))
         matches = [step for step, known in enumerate(timesteps.tolist()) if known == value]
         later = [step for step in matches if step >= following]

@@ -168,16 +168,19 @@ class Record:
 
     def begun(self, key: Mapping[str, Any]) -> dict[str, list[float]]:
         """Return the rounds of a group by variant; nothing where it is not begun."""
-        return next((group["times"] for group in self.results["groups"] if group["key"] == dict(key)), {})
+        found = self._find(key)
+        return {} if found is None else found["times"]
 
     def group(self, key: Mapping[str, Any]) -> dict[str, Any]:
         """Return the group of a key; a new one if there is none."""
-        groups: list[dict[str, Any]] = self.results["groups"]
-        found = next((group for group in groups if group["key"] == dict(key)), None)
+        found = self._find(key)
         if found is None:
             found = {"key": dict(key), "times": {}, "peaks": {}, "lost": [], "sittings": []}
-            groups.append(found)
+            self.results["groups"].append(found)
         return found
+
+    def _find(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
+        return next((group for group in self.results["groups"] if group["key"] == dict(key)), None)
 
     def save(self) -> None:
         """Work out the rows and write everything."""

@@ -87,10 +87,17 @@ def test_gradient_checkpointing_gives_the_same(config: PatchConfig) -> None:
     assert_same(gradients(unet), plain)
 
 
-def test_a_shared_difference_with_checkpointing() -> None:
-    """What is computed once more is what was computed: exact in the step that measures, corrected in the next."""
+@pytest.mark.parametrize(
+    "config",
+    [
+        PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=2),)),
+        PatchConfig("matched", (Phase(1.0, ratio=0.5),), reuse_steps=2),
+    ],
+    ids=lambda config: config.method,
+)
+def test_what_steps_share_with_checkpointing(config: PatchConfig) -> None:
+    """What is computed once more is what was computed: anew in the first of the steps, with what it kept in the next."""
     unet = tiny.unet().double().train()
-    config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=2),))
     found = []
     for checkpointing in (False, True):
         elfatt_sd.apply_patch(unet, config)
