@@ -96,7 +96,7 @@ def test_gradient_checkpointing_gives_the_same(config: PatchConfig) -> None:
     ids=lambda config: config.method,
 )
 def test_what_steps_share_with_checkpointing(config: PatchConfig) -> None:
-    """What is computed once more is what was computed: anew in the first of the steps, with what it kept in the next."""
+    """What is computed once more is what was computed: anew in the first step, with what it kept in the next."""
     unet = tiny.unet().double().train()
     found = []
     for checkpointing in (False, True):
