@@ -600,7 +600,7 @@ def test_the_machine_is_that_of_the_timing(results):
 
     assert machine() == "2 cores of AMD EPYC, 2 threads"
     other = results["environment"] | {"cpu_threads": 1}
-    assert machine({"environment": other}) == "2 cores of AMD EPYC, 1 threads"
+    assert machine({"environment": other}) == "2 cores of AMD EPYC, 1 thread"
     assert machine({"environment": other | {"device": "NVIDIA H200", "cuda": {"runtime": "12.4"}}}) == "NVIDIA H200"
 
 
