@@ -1,11 +1,8 @@
-"""Draw which tokens one query attends to, by order and attention: `python benchmarks/what_a_query_sees.py [FILE]`.
-
-Without FILE it writes docs/images/what_a_query_sees.png.
-"""
+"""Draw which tokens one query attends to, by order and attention: `python benchmarks/what_a_query_sees.py [FILE]`."""
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -79,4 +76,8 @@ def draw(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("docs/images/what_a_query_sees.png"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "file", nargs="?", type=Path, default=Path("docs/images/what_a_query_sees.png"), help="default: %(default)s"
+    )
+    draw(parser.parse_args().file)
