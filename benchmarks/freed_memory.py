@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from elfatt_sd.allocation import keep_freed_memory
-from elfatt_sd.benchmarking.models import copy_structure, make_model, unet_call
+from elfatt_sd.benchmarking.models import make_model, unet_call
 from elfatt_sd.benchmarking.names import KEPT
 from elfatt_sd.benchmarking.page import save
 from elfatt_sd.benchmarking.record import Record, Session
@@ -29,6 +29,7 @@ from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, single_phases
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.console import quiet_libraries
 from elfatt_sd.evaluation.environment import read_high_water_mark
+from elfatt_sd.layers import copy_structure
 
 MODELS = {"toy": (256, torch.float32), "sd15": (512, torch.bfloat16)}
 FAST = "elfatt-fast"

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import elfatt_sd
 from elfatt_sd.config import EXACT, PatchConfig, Phase
-from elfatt_sd.devices import device_name, is_out_of_memory
+from elfatt_sd.devices import device_name, is_out_of_memory, synchronize
 from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.layers import SelfAttention, unwrap
 from elfatt_sd.processor import Denoiser, LayerState, approximate
@@ -118,13 +118,12 @@ class Tuner:
 
     Args:
         denoiser: the module, whose weights may have to be brought to their device first.
-        decisions: made before; by default those of this machine's file.
     """
 
-    def __init__(self, denoiser: nn.Module, decisions: Decisions | None = None) -> None:
+    def __init__(self, denoiser: nn.Module) -> None:
         self.compiling = False  # whether a call comes from torch.compile, wherever that was applied
         self._denoiser = denoiser
-        self._decisions = decisions or _decisions(cache_folder() / "autotune.json")
+        self._decisions = _decisions(cache_folder() / "autotune.json")
         self._warned = False
 
     def pays(self, state: LayerState, phase: Phase, sample: Tensor) -> bool:
@@ -179,7 +178,7 @@ class Tuner:
                 approximate(attention, twin, EXACT, tokens)
 
         def reusing() -> None:
-            twin.begin(phase, 0, sample)  # what is drawn in every step is part of the price
+            twin.begin(phase, 0, sample.device)  # what is drawn in every step is part of the price
             twin.block_input = block_input
             approximate(attention, twin, phase, tokens)
 
@@ -211,8 +210,9 @@ def measure_phases(state: LayerState, denoiser: Any, height: int, width: int) ->
     device = _execution_device(denoiser)
     sample = torch.zeros(2, denoiser.config.in_channels, height, width, device=device, dtype=denoiser.dtype)
     tuner, decisions = Tuner(denoiser), []
+    state.grid = state.layer.grid(height, width)
     for phase in state.denoiser.config.phases:
-        state.begin(phase, 0, sample)
+        state.begin(phase, 0, device)
         decisions.append(None if phase.exact else tuner.decide(state, phase, sample))
     return decisions
 
@@ -289,12 +289,10 @@ def _is_clear(ratios: list[float]) -> bool:
 
 
 def _seconds(function: Any, device: torch.device) -> float:
-    accelerator = getattr(torch, device.type, None)
-    synchronize = getattr(accelerator, "synchronize", lambda: None)
-    synchronize()
+    synchronize(device)
     start = time.perf_counter()
     function()
-    synchronize()
+    synchronize(device)
     return time.perf_counter() - start
 
 

@@ -64,7 +64,8 @@ def cell_blocks(tokens: int, block_size: int) -> int:
         tokens: of the grid.
         block_size: wanted tokens in a block.
     """
-    divisors = (blocks for blocks in range(1, tokens + 1) if tokens % blocks == 0)
+    lower = [divisor for divisor in range(1, math.isqrt(tokens) + 1) if tokens % divisor == 0]
+    divisors = [*lower, *(tokens // divisor for divisor in reversed(lower))]
     return min(divisors, key=lambda blocks: abs(math.log(tokens / blocks / block_size)))
 
 

@@ -156,7 +156,8 @@ def patch(
     if save is not None:
         write_json(save, chosen.config.to_dict())
     saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
-    lines = _python_lines(model, saved or chosen.arguments)
+    source = json.dumps(model) + ", allow_pickle=True" * allow_pickle
+    lines = _python_lines(source, saved or chosen.arguments)
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
         return
@@ -248,8 +249,8 @@ def _print_summary(results: list[Result]) -> None:
     print(f"{len(results)} written; {seconds:.2f} s from prompt to picture (median); {results[-1].memory}")
 
 
-def _python_lines(model: str, arguments: str) -> list[str]:
-    lines = ["import elfatt_sd", "", f"pipe = elfatt_sd.load_pipeline({json.dumps(model)})"]
+def _python_lines(source: str, arguments: str) -> list[str]:
+    lines = ["import elfatt_sd", "", f"pipe = elfatt_sd.load_pipeline({source})"]
     return [*(["import json"] if "json." in arguments else []), *lines, f"elfatt_sd.apply_patch(pipe, {arguments})"]
 
 

@@ -174,7 +174,7 @@ class PatchConfig:
         levels: number of levels to patch, counted from the finest one that has self-attention.
         max_downsample: deepest level to patch instead, as the factor by which its grid is smaller than the latent (1,
             2, 4, 8), as tomesd counts; None goes by `levels`.
-        seed: seed of the random destinations and blocks, drawn from `(seed, step, layer)`.
+        seed: seed of the random destinations, blocks and sampled keys, drawn from `(seed, step, layer)`.
         use_rand: draw the merge destinations at random (True) or take the first token of each cell (False).
         reuse_steps: number of steps that share one token matching where they merge alike; 1 computes it anew in every
             step.
@@ -228,7 +228,7 @@ class PatchConfig:
     @property
     def active(self) -> bool:
         """Whether a patch does anything: approximate in some phase, or choose the kernel of exact attention."""
-        return bool(self.phases) or self.attention_backend != "auto"
+        return any(not phase.exact for phase in self.phases) or self.attention_backend != "auto"
 
     @classmethod
     def preset(cls, method: str, **settings: Any) -> PatchConfig:
@@ -274,7 +274,7 @@ class PatchConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         data = dataclasses.asdict(self)
-        data["phases"] = [dict(phase) for phase in data["phases"]]
+        data["phases"] = list(data["phases"])
         return data
 
     @classmethod

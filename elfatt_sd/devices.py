@@ -1,7 +1,8 @@
-"""The device that computes: its name, what Linux tells of it, and when its memory has run out."""
+"""The device that computes: its name, what Linux tells of it, when it is done, and when its memory has run out."""
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from pathlib import Path
@@ -25,6 +26,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} of {platform.machine()}"
 
 
+@functools.cache
 def cpu_name() -> str:
     """Return the model of the CPU, or its architecture where the system does not tell."""
     return proc_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
@@ -37,6 +39,14 @@ def proc_value(file: str, key: str) -> str | None:
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), None)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what it was given; the CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
+        getattr(torch, device.type).synchronize()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

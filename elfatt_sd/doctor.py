@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import sys
 import tempfile
@@ -158,17 +157,23 @@ def _toy() -> Iterator[Finding]:
 def _folders() -> Iterator[Finding]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    for name, path in (("hub cache", HF_HUB_CACHE), ("temporary files", tempfile.gettempdir()), ("here", os.getcwd())):
-        place = _nearest_existing(Path(path))
+    from elfatt_sd.files import cache_folder, nearest_existing
+
+    needed = {"cache": "set ELFATT_SD_CACHE", "temporary files": "set TMPDIR"}
+    folders = {
+        "cache": cache_folder(),
+        "hub cache": Path(HF_HUB_CACHE),
+        "temporary files": Path(tempfile.gettempdir()),
+        "here": Path.cwd(),
+    }
+    for name, path in folders.items():
+        place = nearest_existing(path)
         free = f"{path}, {shutil.disk_usage(place).free / 1e9:.0f} GB free"
         if _takes_files(place):
             yield Finding(name, free, "ok")
         else:
-            yield Finding(name, f"{free}, not writable", "missing" if name == "temporary files" else "optional")
-
-
-def _nearest_existing(path: Path) -> Path:
-    return next(place for place in (path, *path.parents) if place.exists())
+            status: Status = "missing" if name in needed else "optional"
+            yield Finding(name, f"{free}, not writable", status, needed.get(name, ""))
 
 
 def _takes_files(folder: Path) -> bool:

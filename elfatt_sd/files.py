@@ -59,6 +59,11 @@ def sha256_of_data(data: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or where it is not there yet the innermost of its folders that is."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
 def cache_folder() -> Path:
     """Return where what can be computed again is kept: `ELFATT_SD_CACHE`, or `elfatt-sd` in the user's cache folder."""
     chosen = os.environ.get("ELFATT_SD_CACHE")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from elfatt_sd.config import ElfattError, PatchConfig
 
+Module = TypeVar("Module", bound=nn.Module)
 # Attention over frames, and over tokens of the picture together with others (GLIGEN's boxes).
 _OTHER_TOKENS = ("motion_modules", "temp_attentions", "temporal_transformer_blocks", "transformer_in", ".fuser.")
 
@@ -44,6 +46,12 @@ class SelfAttention:
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside a `torch.compile` wrapper."""
     return getattr(module, "_orig_mod", module)
+
+
+def copy_structure(module: Module) -> Module:
+    """Copy a module without its weights: both have the same parameters and buffers."""
+    shared = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
 def is_denoiser(module: object) -> bool:
@@ -94,17 +102,22 @@ def find_layers(denoiser: nn.Module) -> list[SelfAttention]:
     return layers
 
 
-def select_layers(layers: list[SelfAttention], config: PatchConfig, finest: list[int]) -> list[SelfAttention]:
+def levels_of(layers: Iterable[SelfAttention]) -> list[int]:
+    """Return the downsampling factors at which there are layers, rising."""
+    return sorted({layer.downsample for layer in layers})
+
+
+def select_layers(layers: list[SelfAttention], config: PatchConfig, levels: Sequence[int]) -> list[SelfAttention]:
     """Return the layers that a configuration patches.
 
     Args:
         layers: of one denoiser.
         config: its `levels` or `max_downsample` decide.
-        finest: the downsampling factors at which the pipeline's UNet has self-attention, rising.
+        levels: of the pipeline's UNet, as `levels_of` gives them.
     """
     limit = config.max_downsample
     if limit is None:
-        limit = finest[: config.levels][-1] if finest else 0
+        limit = levels[: config.levels][-1] if levels else 0
     return [layer for layer in layers if layer.downsample <= limit]
 
 

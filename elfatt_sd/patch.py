@@ -12,7 +12,7 @@ from torch import nn
 
 from elfatt_sd.autotune import Tuner, measure_phases
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, select_layers, unwrap
+from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, levels_of, select_layers, unwrap
 from elfatt_sd.planning import Plan, latent_grid, make_plan
 from elfatt_sd.processor import STATE, Denoiser, ElfattProcessor, LayerState, warn_displaced
 from elfatt_sd.schedule import Position, Schedule, unknown_position
@@ -159,7 +159,7 @@ def choose_layers(denoisers: dict[str, nn.Module], config: PatchConfig) -> dict[
         ElfattError: the UNet has none that the method could patch.
     """
     found = {name: find_layers(denoiser) for name, denoiser in denoisers.items()}
-    levels = sorted({layer.downsample for layer in found["unet"]})
+    levels = levels_of(found["unet"])
     chosen = {name: (layers, select_layers(layers, config, levels)) for name, layers in found.items()}
     if config.active and not found["unet"]:
         raise ElfattError("the UNet has no self-attention layer over the picture; there is nothing to patch.")

@@ -9,18 +9,16 @@ from PIL import Image, ImageDraw, ImageFont
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 INK, FAINT, PAPER = (24, 24, 27), (96, 96, 104), (255, 255, 255)
+MARGIN = 16  # pixels around everything
 
 
-def side_by_side(
-    pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str]], title: str = "", margin: int = 16
-) -> Image.Image:
+def side_by_side(pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str]], title: str = "") -> Image.Image:
     """Put pictures in a row, each above its caption, pixel for pixel.
 
     Args:
         pictures: RGB pictures, in order.
         captions: a name and a line of details for each.
         title: a line above all, such as the prompt; it is wrapped.
-        margin: space around everything, in pixels.
 
     Returns:
         One RGB picture.
@@ -32,20 +30,20 @@ def side_by_side(
         raise ValueError(f"{len(pictures)} pictures and {len(captions)} captions; give one caption for each picture.")
     size = max(13, min(picture.width for picture in pictures) // 19)
     title_font, small = ImageFont.load_default(size * 1.1), ImageFont.load_default(size * 0.95)
-    width = sum(picture.width for picture in pictures) + margin * (len(pictures) + 1)
-    lines = _wrap(title, title_font, width - 2 * margin)
-    top = margin + (len(lines) * round(size * 1.5) + margin // 2 if lines else 0)
-    below = top + max(picture.height for picture in pictures) + margin // 2
-    sheet = Image.new("RGB", (width, below + round(size * 3.0) + margin // 2), PAPER)
+    width = sum(picture.width for picture in pictures) + MARGIN * (len(pictures) + 1)
+    lines = _wrap(title, title_font, width - 2 * MARGIN)
+    top = MARGIN + (len(lines) * round(size * 1.5) + MARGIN // 2 if lines else 0)
+    below = top + max(picture.height for picture in pictures) + MARGIN // 2
+    sheet = Image.new("RGB", (width, below + round(size * 3.0) + MARGIN // 2), PAPER)
     draw = ImageDraw.Draw(sheet)
     for number, line in enumerate(lines):
-        draw.text((margin, margin + number * round(size * 1.5)), line, INK, title_font)
-    left = margin
+        draw.text((MARGIN, MARGIN + number * round(size * 1.5)), line, INK, title_font)
+    left = MARGIN
     for picture, (name, details) in zip(pictures, captions, strict=True):
         sheet.paste(picture.convert("RGB"), (left, top))
         draw.text((left, below), _shorten(name, title_font, picture.width), INK, title_font)
         draw.text((left, below + round(size * 1.55)), _shorten(details, small, picture.width), FAINT, small)
-        left += picture.width + margin
+        left += picture.width + MARGIN
     return sheet
 
 

@@ -81,7 +81,7 @@ class Denoiser:
             layer.grid = layer.layer.grid(int(sample.shape[-2]), int(sample.shape[-1]))
             if self.pays is not None and not phase.exact and not self.pays(layer, phase, sample):
                 phase = EXACT
-            layer.begin(phase, turn, sample)
+            layer.begin(phase, turn, sample.device)
             layer.residuals = residuals.setdefault(layer.index, {})
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -137,11 +137,10 @@ class LayerState:
         # The layer's own flag outlives `unfuse_qkv_projections`.
         self.fused = isinstance(original, FusedAttnProcessor2_0)
 
-    def begin(self, phase: Phase, step: int, sample: Tensor) -> None:
-        """Set phase and grid, draw the merge destinations and the blocks of this step."""
-        config, device = self.denoiser.config, sample.device
+    def begin(self, phase: Phase, step: int, device: torch.device) -> None:
+        """Set the phase, and draw the merge destinations, the blocks and the sampled keys of this step on the grid."""
+        config = self.denoiser.config
         self.phase = phase
-        self.grid = self.layer.grid(int(sample.shape[-2]), int(sample.shape[-1]))
         self.block_input = self.choice = self.permutation = self.inverse = self.samples = None
         self.candidates = self.second = None
         self.calls, self.measured = 0, set()
@@ -252,7 +251,6 @@ class ElfattProcessor:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         temb: Tensor | None = None,
-        **kwargs: Any,
     ) -> Tensor:
         """Apply the layer to hidden states `[batch, tokens, channels]` or `[batch, channels, height, width]`."""
         state: LayerState | None = getattr(attn, STATE, None)
@@ -265,7 +263,7 @@ class ElfattProcessor:
             or attention_mask is not None
             or not state_fits(state, hidden_states)
         ):
-            return state.original(attn, hidden_states, encoder_hidden_states, attention_mask, temb, **kwargs)
+            return state.original(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
         residual = hidden_states
         if attn.spatial_norm is not None:
             hidden_states = attn.spatial_norm(hidden_states, temb)

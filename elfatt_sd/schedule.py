@@ -14,6 +14,8 @@ import torch
 
 from elfatt_sd.config import ElfattError
 
+TRAIN_STEPS = 1000  # of a schedule that is not known, for timesteps that are plain numbers
+
 
 class Position(NamedTuple):
     """Index of a step in the schedule, and the number of steps of the whole schedule.
@@ -31,12 +33,10 @@ class Schedule:
 
     Args:
         find_scheduler: returns the scheduler in use now, or None for a bare UNet.
-        train_steps: length of the training schedule, for timesteps that are plain numbers.
     """
 
-    def __init__(self, find_scheduler: Callable[[], Any], train_steps: int = 1000) -> None:
+    def __init__(self, find_scheduler: Callable[[], Any]) -> None:
         self._find_scheduler = find_scheduler
-        self._train_steps = train_steps
         self._run: torch.Tensor | None = None  # holds the storage of the current run, so that its address stays taken
         self._last = -1
         self._turn = -1
@@ -64,7 +64,7 @@ class Schedule:
     def _from_value(self, timestep: torch.Tensor | float, timesteps: torch.Tensor | None) -> Position | None:
         value = _host_value(timestep)
         if timesteps is None:
-            return None if value is None else Position(max(int(self._train_steps - 1 - value), 0), self._train_steps)
+            return None if value is None else Position(max(int(TRAIN_STEPS - 1 - value), 0), TRAIN_STEPS)
         following = self._last + 1 if self._same_run(timesteps) else 0
         counted = getattr(self._find_scheduler(), "step_index", None)
         if value is None or timesteps.device.type != "cpu":  # a copy on the device: count the steps, or else the calls

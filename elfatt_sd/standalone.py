@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.layers import SelfAttention
+from elfatt_sd.layers import SelfAttention, copy_structure
 from elfatt_sd.processor import STATE, Denoiser, ElfattProcessor, LayerState
 from elfatt_sd.schedule import Position
 
@@ -26,8 +25,7 @@ class StandaloneLayer:
 
     def __init__(self, layer: SelfAttention, config: PatchConfig, index: int = 0) -> None:
         attention: Any = layer.attention
-        shared = {id(tensor): tensor for tensor in (*attention.parameters(), *attention.buffers())}
-        self._attention: Any = copy.deepcopy(attention, shared)
+        self._attention: Any = copy_structure(attention)
         self._denoiser = Denoiser(config)
         self._state = LayerState(
             dataclasses.replace(layer, attention=self._attention), index, attention.processor, self._denoiser

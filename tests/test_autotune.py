@@ -102,7 +102,7 @@ def test_offloaded_weights_are_not_measured() -> None:
     config = PatchConfig("x", (Phase(1.0, "block", block_size=16),))
     unet = tiny.unet()
     state = state_of(SimpleNamespace(unet=unet), config)
-    state.begin(config.phases[0], 0, SAMPLE)
+    state.begin(config.phases[0], 0, SAMPLE.device)
     state.layer.attention.to("meta")
     assert str(Tuner(unet).decide(state, config.phases[0], SAMPLE)).endswith("because its weights are offloaded")
 
@@ -111,7 +111,7 @@ def test_what_is_drawn_in_every_step_is_measured(pipe: Any, monkeypatch: pytest.
     """Each measured call draws its own blocks; those of the real step stay."""
     config = PatchConfig("spread", (Phase(1.0, "block", block_size=16, block_order="spread"),))
     state = state_of(pipe, config)
-    state.begin(config.phases[0], 7, SAMPLE)
+    state.begin(config.phases[0], 7, SAMPLE.device)
     before = state.permutation
     drawn: list[int] = []
 
@@ -309,7 +309,7 @@ def test_the_exact_layer_is_timed_as_it_would_run(
         return Decision(0.5, 0.4, 0.6)
 
     monkeypatch.setattr(autotune, "measure", once)
-    state.begin(config.phases[0], 0, SAMPLE)
+    state.begin(config.phases[0], 0, SAMPLE.device)
     assert autotune.Tuner(pipe.unet).pays(state, config.phases[0], SAMPLE)
     assert calls == ["original" if own else "softmax"]
 
@@ -422,7 +422,7 @@ def test_another_failure_shows_and_changes_no_matching(pipe: Any, monkeypatch: p
     config = PatchConfig("x", (Phase(1.0, ratio=0.5),), reuse_steps=2)
     state = state_of(pipe, config)
     state.denoiser.matchings["mine"] = None
-    state.begin(config.phases[0], 0, SAMPLE)
+    state.begin(config.phases[0], 0, SAMPLE.device)
     with pytest.raises(RuntimeError, match="out of bounds"):
         autotune.Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE)
     assert state.denoiser.matchings == {"mine": None}
@@ -460,6 +460,7 @@ def test_exact_steps_weigh_their_share(pipe: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(autotune, "measure", lambda *given: timed.append(given) or Decision(0.5, 0.4, 0.6))
     config = PatchConfig("x", (Phase(1.0, "sampled", block_size=16, residual_steps=4),))
     elfatt_sd.plan(pipe, config, autotune=True)
+    assert timed
     for untouched, approximated, _ in timed:
         [(own, whole), (exact, share)] = approximated
         assert (whole, exact, share) == (1.0, untouched, 0.25)

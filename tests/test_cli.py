@@ -212,6 +212,8 @@ def test_patch_as_json(model: Path) -> None:
     assert max(layer["tokens"] for layer in data["layers"]) == 32 * 24
     assert data["multiply_adds_after"] < data["multiply_adds_before"]
     assert data["python"][-1] == 'elfatt_sd.apply_patch(pipe, "tome")'
+    pickles = json.loads(call("patch", model, "--allow-pickle", "--json").stdout)["python"]
+    assert f'pipe = elfatt_sd.load_pipeline("{model}", allow_pickle=True)' in pickles
 
 
 def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -369,7 +371,7 @@ def test_pipelines_without_a_unet_are_refused(tmp_path: Path) -> None:
         check_error(call(*command), "DiTPipeline has no UNet (its parts: ")
 
 
-def test_failures_have_exit_code_one_and_show_where_on_request(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_failures_have_exit_code_one_and_show_where_on_request(model: Path, monkeypatch: Any) -> None:
     def explode(*_: object, **__: object) -> None:
         raise RuntimeError("out of luck\nsecond line")
 
@@ -459,7 +461,7 @@ def test_peak_memory_on_the_cpu_is_the_high_water_mark() -> None:
     assert after.size > block.numel() * 4
 
 
-def test_bench_prints_and_saves(tmp_path: Path, monkeypatch: Any) -> None:
+def test_bench_prints_and_saves(tmp_path: Path) -> None:
     result = call("bench", "merging", "--tokens", 64, "--repeats", 1, "--dtype", "float32", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "64 tokens, batch 2, float32:" in result.stdout
@@ -471,6 +473,12 @@ def test_bench_prints_and_saves(tmp_path: Path, monkeypatch: Any) -> None:
     ("words", "says"),
     [
         (["layer", "--tokens", "65"], "tokens=65"),
+        (["layer", "--tokens", "-4"], "tokens=-4"),
+        (["layer", "--tokens", "64", "--block-size", "0"], "block_size=0"),
+        (["merging", "--tokens", "64", "--ratio", "-1"], "ratio=-1.0"),
+        (["unet", "--memory-batch", "0"], "memory=[0]"),
+        (["unet", "--size", "0", "--method", "tome"], "size=0"),
+        (["unet", "--method", "tomesd:agents=8"], "setting 'agents' of tomesd"),
         (["layer", "--repeats", "0"], "repeats=0"),
         (["unet", "--batch", "0"], "batch=0"),
         (["pipeline", "--steps", "0"], "steps=0"),

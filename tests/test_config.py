@@ -125,6 +125,13 @@ def test_cells_have_no_other_backend() -> None:
         PatchConfig("cells", (phase,), attention_backend="flash")
 
 
+def test_what_is_exact_in_every_phase_is_not_active() -> None:
+    assert PatchConfig.preset("tome").active
+    assert not PatchConfig.preset("tome", ratio=0).active
+    assert not PatchConfig.preset("elfatt-fast", active_fraction=0.0).active
+    assert PatchConfig.preset("tome", ratio=0, attention_backend="native").active
+
+
 def test_samples_are_of_all_tokens() -> None:
     with pytest.raises(ElfattError, match=r"ratio=0\.5 is not accepted with attention='sampled'; give ratio=0"):
         Phase(1.0, "sampled", ratio=0.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elfatt_sd.devices import cpu_name, device_name, is_out_of_memory, proc_value
+from elfatt_sd.devices import cpu_name, device_name, is_out_of_memory, proc_value, synchronize
 
 
 def test_the_machine_has_a_name() -> None:
@@ -16,6 +16,16 @@ def test_the_machine_has_a_name() -> None:
     assert "\n" not in cpu_name()
     assert device_name(torch.device("cpu")) == f"{os.cpu_count()} cores of {cpu_name()}"
     assert device_name(torch.device("meta")).startswith("meta of ")
+
+
+def test_the_device_itself_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the current one, which may be another."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    synchronize(torch.device("cpu"))
+    assert waited == []
+    synchronize(torch.device("cuda:1"))
+    assert waited == [torch.device("cuda:1")]
 
 
 def test_first_value_of_a_key(tmp_path: Path) -> None:

@@ -64,6 +64,18 @@ def test_needed_versions_and_markers_count(monkeypatch: Any) -> None:
     assert (fine.name, fine.status) == ("diffusers", "ok")
 
 
+def test_the_cache_is_among_the_folders(tmp_path: Path, monkeypatch: Any) -> None:
+    """Evaluation stops without it; a folder that is not there yet can be made."""
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "not" / "there"))
+    found = {finding.name: finding for finding in doctor._folders()}
+    assert found["cache"].value.startswith(f"{tmp_path / 'not' / 'there'}, ")
+    assert (found["cache"].status, found["cache"].remedy) == ("ok", "")
+    (tmp_path / "not").write_text("a file in its place")
+    found = {finding.name: finding for finding in doctor._folders()}
+    assert (found["cache"].status, found["cache"].remedy) == ("missing", "set ELFATT_SD_CACHE")
+    assert (found["temporary files"].status, found["here"].status) == ("ok", "ok")
+
+
 def test_what_raises_is_a_finding_and_the_rest_is_still_shown(monkeypatch: Any) -> None:
     def broken(*_: object, **__: object) -> None:
         raise OSError("weights are gone\nand more")

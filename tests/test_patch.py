@@ -188,7 +188,7 @@ def test_guidance_halves_have_the_same_destinations(pipe: Any) -> None:
 
 @pytest.mark.parametrize("config", EVERY_SETTING, ids=EVERY_ID)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_finite_and_close(folder: Path, config: PatchConfig, dtype: torch.dtype) -> None:
+def test_half_precision_is_finite_and_close(config: PatchConfig, dtype: torch.dtype) -> None:
     unet = tiny.unet()
     sample = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     text = torch.randn(2, 7, tiny.TEXT_WIDTH, generator=torch.Generator().manual_seed(1))

@@ -56,7 +56,7 @@ def test_dtype(saved: Path, dtype: Any) -> None:
     assert {pipe.unet.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {torch.bfloat16}
 
 
-def test_a_part_can_be_given(saved: Path, damaged: Path) -> None:
+def test_a_part_can_be_given(damaged: Path) -> None:
     shutil.rmtree(damaged / "scheduler")
     scheduler = tiny.ddim()
     assert elfatt_sd.load_pipeline(damaged, device="cpu", scheduler=scheduler).scheduler is scheduler

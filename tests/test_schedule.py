@@ -217,7 +217,7 @@ def test_a_bare_unet_with_plain_numbers(pipe: Any, recorded: Any) -> None:
     ]
 
 
-def test_copied_timesteps_are_found_by_value_in_order(pipe: Any) -> None:
+def test_copied_timesteps_are_found_by_value_in_order() -> None:
     chosen = scheduler("PNDMScheduler", {"skip_prk_steps": True, "steps_offset": 1})
     chosen.set_timesteps(5)
     schedule = Schedule(lambda: chosen)

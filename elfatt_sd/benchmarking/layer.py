@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from elfatt_sd.sampled import sample_counts, sampled_attention
 from elfatt_sd.schedule import Position
 from elfatt_sd.standalone import StandaloneLayer
 
+Move = Callable[[Tensor], Tensor]
 CHANNELS, HEADS = 320, 8  # of the finest level of SD 1.5
 _AGENTS = 64
 
@@ -64,6 +65,7 @@ def layer(
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     sides = {count: grid_side(count) for count in sorted(tokens)}
+    Phase(block_size=block_size)  # checks it
     asked = {"dtype": str(precision).removeprefix("torch."), "block_size": block_size}
     asked["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
     record = Record(session, kind, place, asked, bases=["softmax", "tomesd 0.5"])
@@ -107,8 +109,8 @@ def grid_side(tokens: int) -> int:
     Raises:
         ElfattError: the tokens do not make a square.
     """
-    side = math.isqrt(tokens)
-    if side * side != tokens:
+    side = math.isqrt(max(tokens, 0))
+    if tokens < 1 or side * side != tokens:
         raise ElfattError(f"tokens={tokens} is not accepted; give the number of tokens of a square grid.")
     return side
 
@@ -191,9 +193,14 @@ def _attention_module(device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _with_tomesd(attention: Any, x: Tensor, block_input: Tensor, side: int, ratio: float) -> Tensor:
+    merge, unmerge = tomesd_matching(block_input, side, ratio, 2)
+    return unmerge(attention(merge(x)))
+
+
+def tomesd_matching(metric: Tensor, side: int, ratio: float, stride: int) -> tuple[Move, Move]:
+    """Return tomesd's merge and unmerge for tokens `[batch, side * side, channels]`, with fixed destinations."""
     from tomesd.merge import bipartite_soft_matching_random2d
 
-    removed = int(x.shape[1] * ratio)
-    merge, unmerge = bipartite_soft_matching_random2d(block_input, side, side, 2, 2, removed, no_rand=True)
-    result: Tensor = unmerge(attention(merge(x)))
-    return result
+    cells, merged = (side, side, stride, stride), int(metric.shape[1] * ratio)
+    matching: tuple[Move, Move] = bipartite_soft_matching_random2d(metric, *cells, merged, no_rand=True)
+    return matching

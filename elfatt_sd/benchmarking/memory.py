@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from elfatt_sd.benchmarking.timing import Call, synchronise
-from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.benchmarking.timing import Call
+from elfatt_sd.devices import is_out_of_memory, synchronize
 
 
 def peak_memory(call: Call, device: torch.device) -> int | None:
@@ -41,7 +41,7 @@ def _peak_of_cuda(call: Call, device: torch.device) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     call()
-    synchronise(device)
+    synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
 

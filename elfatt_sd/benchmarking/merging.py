@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from elfatt_sd.benchmarking.layer import CHANNELS, channels_first, grid_side
+from elfatt_sd.benchmarking.layer import CHANNELS, channels_first, grid_side, tomesd_matching
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import Call, without_gradients
+from elfatt_sd.config import Phase
 from elfatt_sd.merging import match_tokens, rows_at_once
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
@@ -47,6 +48,7 @@ def merging(
     """
     place = pick_device(device)
     sides = {count: grid_side(count) for count in tokens}
+    Phase(ratio=ratio, stride=stride)  # checks them
     asked = {"ratio": ratio, "stride": stride, "channels": channels}
     record = Record(session, "merging", place, asked, bases=["tomesd"])
     for dtype, (count, side) in itertools.product(dtypes, sides.items()):
@@ -63,10 +65,7 @@ def merging(
 
 
 def _peer(x: Tensor, metric: Tensor, side: int, ratio: float, stride: int) -> None:
-    from tomesd.merge import bipartite_soft_matching_random2d
-
-    removed = int(x.shape[1] * ratio)
-    merge, unmerge = bipartite_soft_matching_random2d(metric, side, side, stride, stride, removed, no_rand=True)
+    merge, unmerge = tomesd_matching(metric, side, ratio, stride)
     unmerge(merge(x))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elfatt_sd.config import ElfattError
 from elfatt_sd.layers import unwrap
 from elfatt_sd.pipelines import load_pipeline
 
@@ -65,7 +65,15 @@ class Model:
         return int(2 ** len(config.block_out_channels) * self.scale)
 
     def inputs(self, size: int, batch: int) -> dict[str, Any]:
-        """Return the keyword arguments of a UNet call for square pictures of `size` pixels."""
+        """Return the keyword arguments of a UNet call for square pictures of `size` pixels.
+
+        Raises:
+            ElfattError: a picture without a latent, or a batch without one.
+        """
+        if size < self.scale or batch < 1:
+            raise ElfattError(
+                f"size={size}, batch={batch} is not accepted; give at least {self.scale} pixels and a batch of 1."
+            )
         config: Any = unwrap(self.unet).config
         parameter = next(self.unet.parameters())
         side = size // self.scale
@@ -157,9 +165,3 @@ def fill(module: Any, device: torch.device, dtype: torch.dtype) -> Any:
             else:
                 parameter.fill_(float(name.endswith("weight")))
     return module.requires_grad_(False)
-
-
-def copy_structure(module: nn.Module) -> nn.Module:
-    """Copy a module without its weights: both have the same parameters and buffers."""
-    shared = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})

@@ -17,7 +17,12 @@ def plain_name(name: str) -> str:
 def is_reference(name: str) -> bool:
     """Tell whether a row is there to compare with: untouched, the peer, or a floor."""
     plain = plain_name(name)
-    return plain in (UNPATCHED, PEER) or plain.startswith(FLOOR)
+    return plain == UNPATCHED or is_peer(plain) or plain.startswith(FLOOR)
+
+
+def is_peer(name: str) -> bool:
+    """Tell whether a method is the package tomesd, with or without settings: `tomesd:ratio=0.7`."""
+    return name.partition(":")[0] == PEER
 
 
 _LEGEND = {  # by the names that it explains

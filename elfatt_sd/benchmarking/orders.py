@@ -16,16 +16,16 @@ PROMPTS = ("a red star on a striped blue background", "a green circle on a plain
 BLOCK_SIZES = (32, 128, 512)
 
 
-def order_configs(block_sizes: Sequence[int] = BLOCK_SIZES) -> dict[str, PatchConfig]:
+def order_configs() -> dict[str, PatchConfig]:
     """Return the methods that are compared, by name, each in all steps."""
     phases: dict[str, Phase] = {}
     for order in BLOCK_ORDERS:
         if order != "sequence":  # without merging, that is `raster`
-            phases |= {f"block {size}, {order}": _blocks("block", size, order) for size in block_sizes}
+            phases |= {f"block {size}, {order}": _blocks("block", size, order) for size in BLOCK_SIZES}
     for order in ("windows", "strided", "spread"):
         phases[f"block 128, spread and {order}"] = Phase(1.0, "block", block_order="spread", second_order=order)
-    phases |= {f"cell_spread {size}": _blocks("cell_spread", size, "spread") for size in block_sizes}
-    phases |= {f"sampled {size}": _blocks("sampled", size, "raster") for size in block_sizes}
+    phases |= {f"cell_spread {size}": _blocks("cell_spread", size, "spread") for size in BLOCK_SIZES}
+    phases |= {f"sampled {size}": _blocks("sampled", size, "raster") for size in BLOCK_SIZES}
     sd = {"agent_source": "merged", "agent_scale": 0.3, "value_shortcut": 0.075}
     for agents in (64, 256):
         phases[f"agent {agents}"] = Phase(1.0, "agent", agents=agents)

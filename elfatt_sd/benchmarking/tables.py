@@ -30,7 +30,7 @@ def markdown(results: Results) -> str:
         few = {name: f" ({own.count(name)} sizes)" for name in own if own.count(name) < sizes}
         said = [f"{name} {spread(value)}{few.get(name, '')}" for name, value in fitted.items() if value is not None]
         lines += ["", f"Time of the {part} grows with tokens to the power of: {'; '.join(said)}."]
-    return "\n".join(lines) + "\n"
+    return "".join(f"{line}\n" for line in lines)
 
 
 def error_table(rows: Sequence[Mapping[str, Any]]) -> str:

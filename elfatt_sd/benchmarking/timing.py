@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.devices import is_out_of_memory, synchronize
 
 Call = Callable[[], Any]
 QUICK = 1.0  # seconds of a call up to which every call is warmed up as it is
@@ -103,18 +103,12 @@ def interleave(
 
 
 def _timed(call: Call, repeated: int, device: torch.device) -> float:
-    synchronise(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(repeated):
         call()
-    synchronise(device)
+    synchronize(device)
     return (time.perf_counter() - start) / repeated
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until an accelerator has done its work."""
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
 
 
 def without_gradients(calls: Mapping[str, Call]) -> dict[str, Call]:

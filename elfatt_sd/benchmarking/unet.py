@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from elfatt_sd.benchmarking.memory import peak_memory
-from elfatt_sd.benchmarking.models import Model, copy_structure, make_model, unet_call
+from elfatt_sd.benchmarking.models import Model, make_model, unet_call
 from elfatt_sd.benchmarking.names import COMPILED, FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
@@ -27,6 +27,7 @@ from elfatt_sd.benchmarking.variants import (
     with_compiled,
 )
 from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.layers import copy_structure
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
 
@@ -77,6 +78,9 @@ def unet(
         raise ElfattError(f"graphs=True is not accepted on {place.type}; CUDA graphs need a CUDA device.")
     if autotune and compile:
         raise ElfattError("autotune=True is not accepted with compile=True; compiled layers cannot be measured.")
+    batches = (batch, 2 * batch) if memory is None else memory
+    if min([batch, *batches]) < 1:
+        raise ElfattError(f"batch={batch}, memory={list(batches)} is not accepted; give batches of at least 1.")
     lineup = by_phase(resolve_methods(methods, **settings))
     lineup = with_compiled(lineup) if compile else with_autotuned(lineup) if autotune else lineup
     made = model if isinstance(model, Model) else make_model(model, place, precision)
@@ -99,7 +103,6 @@ def unet(
         small = made.inputs(min(key["size"], made.least_size), batch)
         warm_up = _warm_up(units, lineup.variants, calls, small) if place.type == "cpu" else None
         record.time(key, calls, repeats, seconds=seconds, warm_up=warm_up)
-    batches = (batch, 2 * batch) if memory is None else memory
     measured = [name for name, variant in lineup.variants.items() if variant.kind != FLOOR]
     for key, name, rows in itertools.product(keys, measured, batches):
         if name in record.group(key)["lost"]:

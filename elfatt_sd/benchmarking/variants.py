@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED
-from elfatt_sd.config import EXACT, METHODS, PatchConfig, Phase
-from elfatt_sd.layers import find_denoisers, find_layers, select_layers
+from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, is_peer
+from elfatt_sd.config import EXACT, METHODS, ElfattError, PatchConfig, Phase
+from elfatt_sd.layers import find_denoisers, find_layers, levels_of, select_layers
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.planning import describe
 from elfatt_sd.processor import STATE, LayerState
 
+PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 STEPS = 50  # of the run that the phases of a method are added up to
 ATTENTIONS_ALONE = {
     "spread": Phase(1.0, "block", block_order="spread"),
@@ -49,7 +50,7 @@ class Variant:
 
     Attributes:
         kind: `untouched`, `tomesd` (the package), `floor` (the patched layers give zeros), or `patch`.
-        config: of the patch; for `tomesd` its ratio and `floor` its layers are used.
+        config: of the patch; for `tomesd` only what `PEER_SETTINGS` names is used, for `floor` only the layers.
         compiled: run it through `torch.compile`.
         measures: make every call one that measures the difference that `residual_steps` calls share.
         autotune: patch only the layers that the method makes faster; the first call at a size finds out.
@@ -65,7 +66,7 @@ class Variant:
         """Put the variant on a pipeline or UNet that is as it was made, and return it."""
         unet = find_denoisers(target)["unet"]
         layers = find_layers(unet)
-        chosen = select_layers(layers, self.config, sorted({layer.downsample for layer in layers}))
+        chosen = select_layers(layers, self.config, levels_of(layers))
         if self.kind == "patch":
             apply_patch(target, self.config, autotune=self.autotune)
             if self.reuses_steps or self.measures:
@@ -76,7 +77,9 @@ class Variant:
             import tomesd
 
             deepest = max(layer.downsample for layer in chosen)
-            tomesd.apply_patch(unet, ratio=self.config.phases[0].ratio, max_downsample=deepest)
+            merge = self.config.phases[0]
+            cell = {"sx": merge.stride, "sy": merge.stride, "use_rand": self.config.use_rand}
+            tomesd.apply_patch(unet, ratio=merge.ratio, max_downsample=deepest, **cell)
         elif self.kind == FLOOR:
             for layer in chosen:
                 layer.attention.set_processor(NoAttention())  # type: ignore[arg-type]
@@ -149,7 +152,13 @@ class Lineup:
 
 
 def varied(method: str, **settings: Any) -> PatchConfig:
-    """Return a method with other settings, and these in its name: `elfatt-fast:levels=2`."""
+    """Return a method with other settings, and these in its name: `elfatt-fast:levels=2`.
+
+    Raises:
+        ElfattError: a method or setting that is not known, or a value out of range.
+    """
+    if method == PEER and (unknown := sorted(settings.keys() - {*PEER_SETTINGS})):
+        raise ElfattError(f"setting {unknown[0]!r} of {PEER} is not known; accepted: {', '.join(PEER_SETTINGS)}.")
     config = named(method).with_settings(**settings)
     changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
     return dataclasses.replace(config, method=f"{method}:{changes}" if changes else method)
@@ -178,10 +187,10 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
     Raises:
         ElfattError: a method that is not known.
     """
-    named = [method for method in (METHODS if methods is None else methods) if method != "sd"]
-    found = [method if isinstance(method, PatchConfig) else _preset(method, settings) for method in named]
+    wanted = [method for method in (METHODS if methods is None else methods) if method != "sd"]
+    found = [method if isinstance(method, PatchConfig) else _with(settings, named(method)) for method in wanted]
     if methods is None:
-        found += [varied(method, **changes) for method, changes in VARIATIONS]
+        found += [_with(settings, varied(method, **changes), changes) for method, changes in VARIATIONS]
     kept: list[PatchConfig] = []
     for config in found:
         if not any(same_work(config, other) for other in kept):
@@ -189,16 +198,16 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
     return kept
 
 
-def _preset(method: str, settings: Mapping[str, Any]) -> PatchConfig:
-    config = named(method)
-    merges = any(phase.ratio for phase in config.phases)
-    return config.with_settings(**{name: value for name, value in settings.items() if merges or name != "ratio"})
+def _with(settings: Mapping[str, Any], config: PatchConfig, own: Collection[str] = ()) -> PatchConfig:
+    """Change a configuration, but for settings of its own, and for the ratio where it does not merge."""
+    kept = {*own} if any(phase.ratio for phase in config.phases) else {*own, "ratio"}
+    return config.with_settings(**{name: value for name, value in settings.items() if name not in kept})
 
 
 def same_work(one: PatchConfig, other: PatchConfig) -> bool:
     """Tell whether two configurations differ in nothing but their name, and mean the same implementation."""
     alike = dataclasses.replace(one, method="same") == dataclasses.replace(other, method="same")
-    return alike and (one.method == PEER) == (other.method == PEER)
+    return alike and is_peer(one.method) == is_peer(other.method)
 
 
 def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
@@ -230,9 +239,10 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
     for config in configs:
         floor = floor_name(config)
         floors.setdefault(floor, Variant(FLOOR, layers_of(config)))
-        if config.method in ("tome", PEER) and any(phase.ratio > 0 for phase in config.phases):
-            lineup.add(PEER, Variant(PEER, config), floor)
-            if config.method == PEER:
+        peer = is_peer(config.method)
+        if peer or (config.method == "tome" and any(phase.ratio > 0 for phase in config.phases)):
+            lineup.add(config.method if peer else PEER, Variant(PEER, config), floor)
+            if peer:
                 continue
         lineup.runs[config.method] = Run(tuple(parts(lineup, config)), floor)
     for name, variant in floors.items():
@@ -270,7 +280,7 @@ def with_compiled(lineup: Lineup) -> Lineup:
     return Lineup(lineup.variants | twins, lineup.runs | runs)
 
 
-def single_phases(config: PatchConfig, steps: int = STEPS) -> list[tuple[Variant, int]]:
+def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:
     """Cut a method in variants of one phase each.
 
     A phase whose matching serves several steps is cut in two: calls that match (`reuse_steps=1`), and calls that take
@@ -278,13 +288,13 @@ def single_phases(config: PatchConfig, steps: int = STEPS) -> list[tuple[Variant
     the difference to exact attention: calls that measure it, and calls that add it.
 
     Returns:
-        Each with its number of steps in a run of `steps`; exact phases are untouched.
+        Each with its number of steps in a run of `STEPS`; exact phases are untouched.
     """
     counts: dict[Variant, int] = {}
     matched: tuple[Phase, int] | None = None  # the phase and the group of steps that the last matching is of
     measured: tuple[Phase, int] | None = None  # likewise, that the last difference to exact attention is of
-    for step in range(steps):
-        phase = config.phase_at(step, steps)
+    for step in range(STEPS):
+        phase = config.phase_at(step, STEPS)
         if phase.attention == "softmax":  # what it does not use makes no difference
             phase = Phase(1.0, ratio=phase.ratio, stride=phase.stride) if phase.ratio else EXACT
         phase = dataclasses.replace(phase, until=1.0)

@@ -206,7 +206,7 @@ class Words:
         self.signal = scheduler.alphas_cumprod.to(device)
 
     def tokens(self, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """Tokens `[n, 77]` of a random wording for each row of `labels` `[n, 4]`."""
+        """Tokens `[n, TOKENS]` of a random wording for each row of `labels` `[n, 4]`."""
         index = labels[:, 0]
         for i, count in enumerate(self.counts[1:], 1):
             index = index * count + labels[:, i]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from elfatt_sd.files import atomic_file
 
 Loss = Callable[[int, torch.Generator], Tensor]
 
@@ -48,10 +49,8 @@ class Stage:
 
 def save(state: Any, path: Path) -> None:
     """Write `state` so that `path` is at any time absent, old or complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+    with atomic_file(path) as file:
+        torch.save(state, file)
 
 
 def train(

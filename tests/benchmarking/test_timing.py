@@ -17,6 +17,13 @@ def calls(names: str, seen: list[str]) -> dict[str, Callable[[], None]]:
     return {name: lambda name=name: seen.append(name) for name in names}
 
 
+def test_the_clock_waits_for_the_device_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(timing, "synchronize", waited.append)
+    interleave({"a": lambda: None}, 1, torch.device("cuda:1"))
+    assert set(waited) == {torch.device("cuda:1")}
+
+
 def test_interleaved_calls_take_turns(cpu: torch.device) -> None:
     """One warm-up round, then rounds that each start with another call."""
     seen: list[str] = []

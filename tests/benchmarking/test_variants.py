@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 
-from elfatt_sd.benchmarking.models import Model, copy_structure, unet_call
+from elfatt_sd.benchmarking.models import Model, unet_call
 from elfatt_sd.benchmarking.variants import (
     VARIATIONS,
     Run,
@@ -24,6 +24,7 @@ from elfatt_sd.benchmarking.variants import (
     with_compiled,
 )
 from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
+from elfatt_sd.layers import copy_structure
 from elfatt_sd.processor import ElfattProcessor
 
 
@@ -157,6 +158,12 @@ def test_the_ratio_changes_methods_that_merge() -> None:
     tome, fast = resolve_methods(["tome", "elfatt-fast"], ratio=0.25)
     assert tome.phases[0].ratio == 0.25
     assert fast == PatchConfig.preset("elfatt-fast")
+    everything = resolve_methods(None, ratio=0.25, seed=3)
+    assert {config.seed for config in everything} == {3}
+    ratios = {config.method: phase.ratio for config in everything for phase in config.phases if phase.ratio}
+    assert ratios["tome:reuse_steps=2"] == 0.25
+    assert {*ratios.values()} == {0.25}
+    assert "elfatt:ratio=0" not in ratios
 
 
 def test_unknown_method() -> None:
@@ -209,11 +216,15 @@ def test_tomesd_is_the_package(model: Model) -> None:
     assert any(type(module).__name__ == "ToMeBlock" for module in unet.modules())
 
 
-def test_tomesd_can_be_asked_for_alone() -> None:
+def test_tomesd_can_be_asked_for_alone(model: Model) -> None:
     lineup = by_phase(resolve_methods(["tomesd", "elfatt-fast"]))
     assert list(lineup.runs)[:3] == ["untouched", "tomesd", "elfatt-fast"]
     assert lineup.variants["tomesd"].kind == "tomesd"
     assert "tome" not in lineup.runs
+    [_, changed, _] = by_phase([varied("tomesd", ratio=0.7, stride=4, use_rand=False)]).variants.values()
+    assert changed.kind == "tomesd"
+    options = changed.install(copy_structure(model.unet))._tome_info["args"]
+    assert (options["ratio"], options["sx"], options["sy"], options["use_rand"]) == (0.7, 4, 4, False)
     both = by_phase(resolve_methods(["tomesd", "tome"]))
     assert list(both.runs) == ["untouched", "tomesd", "tome", "floor"]
 

@@ -112,7 +112,7 @@ def test_patched_and_put_back_inside_a_compiled_pipeline(folder: Path) -> None:
     assert torch.allclose(run(), untouched, atol=1e-5)
 
 
-def test_ahead_of_time_compilation_gives_the_same(folder: Path) -> None:
+def test_ahead_of_time_compilation_gives_the_same() -> None:
     """Functionalised, with its fake tensors: what `inductor` sees too."""
     eager = denoise(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), TWO_PHASES), steps=4)
     unet = torch.compile(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), TWO_PHASES), backend="aot_eager")

@@ -112,12 +112,9 @@ def hits(pipeline, classifier):
     return quality.predicted(classifier, torch.cat(list(made))) == quality.class_labels(classes)
 
 
-def test_pictures_have_the_colours_and_the_pattern_asked_for(hits):
-    assert hits[:, 1:].double().mean() >= 0.9
-
-
-def test_pictures_show_all_that_was_asked_for(hits):
+def test_pictures_show_what_was_asked_for(hits):
     assert hits.double().mean() >= 0.9
+    assert hits[:, 1:].double().mean() >= 0.9  # all but the shape
 
 
 def test_the_same_seed_draws_the_same_picture(pipeline):

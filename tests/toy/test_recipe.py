@@ -132,7 +132,7 @@ def test_a_checkpoint_is_old_or_new_but_never_broken(tmp_path, monkeypatch):
     training.save({"step": 1}, path)
 
     def fail(state, target):
-        Path(target).write_bytes(b"half")
+        target.write(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", fail)
