@@ -71,7 +71,7 @@ def orders(
         session: where the results go.
 
     Returns:
-        Machine, settings and rows; see `attention_errors`.
+        Machine, settings and rows; see `method_errors`.
     """
     chosen = order_configs() if configs is None else configs
     asked: dict[str, Any] = {"model": model, "prompts": list(prompts), "steps": steps, "record_at": list(record_at)}

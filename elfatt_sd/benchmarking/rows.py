@@ -21,7 +21,7 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
             compared with) and, where a method's run has several parts, `runs` and `variants`.
 
     Returns:
-        Rows as `attention_errors` gives them, and rows with the group's key, `method`, median `seconds` of a call,
+        Rows as `method_errors` gives them, and rows with the group's key, `method`, median `seconds` of a call,
         `speed` (by base, how many times as fast, within rounds), `floor` (the time as a multiple of the floor's),
         `peak_bytes`, `bytes_per_picture` and `parts`.
     """

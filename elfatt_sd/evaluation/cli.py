@@ -16,6 +16,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.console import FAILURE, adds_options, complain, output, quiet_libraries
 from elfatt_sd.evaluation.folder import RunFailure, load_run
 from elfatt_sd.evaluation.protocols import Protocol, load_protocol
+from elfatt_sd.files import nearest_existing
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -64,7 +65,8 @@ def build_protocol(protocol_file: str, set: list[str] | None = None, **options: 
     Raises:
         ElfattError: no such protocol, an unknown key, or a value that is not accepted.
     """
-    overrides = [f"{_KEYS.get(name, name)}={json.dumps(value)}" for name, value in options.items() if value is not None]
+    given = {_KEYS.get(name, name): value for name, value in options.items() if value is not None}
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
     return load_protocol(protocol_file, [*(set or ()), *overrides])
 
 
@@ -249,7 +251,7 @@ def _print_estimate(protocol: Protocol, out: Path) -> None:
         table.add_row(cell.name, cell.label, cell.role, settings, str(count))
     console = output()
     console.print(table)
-    free = shutil.disk_usage(_existing(out)).free / 2**30
+    free = shutil.disk_usage(nearest_existing(out)).free / 2**30
     console.print(
         f"{count_images(protocol)} images, about {disk_gib(protocol):.2g} GiB of disk ({free:.3g} GiB are free)"
     )
@@ -264,11 +266,6 @@ def _print_estimate(protocol: Protocol, out: Path) -> None:
         f"{_duration(found.memory_hours)} for the memory, at {found.seconds_per_image:.3g} s an image "
         "(untouched, one at a time); the scores come on top"
     )
-
-
-def _existing(path: Path) -> Path:
-    """Return the innermost folder of a path that is there."""
-    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 def _duration(hours: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor, nn
 
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, select_layers
+from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, levels_of, select_layers
 from elfatt_sd.schedule import Position, Schedule
 from elfatt_sd.standalone import StandaloneLayer
 
@@ -62,44 +62,24 @@ class Recording:
     levels: tuple[int, ...]
 
 
-def attention_errors(
-    pipe: Any,
-    configs: Mapping[str, PatchConfig],
-    prompts: Sequence[str],
-    steps: int,
-    record_at: Sequence[int],
-    seed: int,
-    *,
-    draws: int = DRAWS,
-    **options: Any,
+def method_errors(
+    recording: Recording, method: str, config: PatchConfig, *, draws: int = DRAWS
 ) -> list[dict[str, Any]]:
-    """Compare methods with exact attention on a pipeline's own activations.
+    """Compare one method with exact attention on recorded inputs.
 
     Args:
-        pipe: a pipeline that is not patched; it is as before afterwards.
-        configs: methods by name; each is compared in the layers and with the phase that it would use.
-        prompts: one picture each, all in one batch.
-        steps: denoising steps.
-        record_at: indices of the UNet calls to compare in.
-        seed: of the first picture's latent; the next ones count up.
-        draws: how often a method is applied that draws at random.
-        **options: of the pipeline, such as `guidance_scale`.
+        recording: of a pipeline's own activations.
+        method: its name.
+        config: the method; it is compared in the layers and with the phase that it would use.
+        draws: how often it is applied where it draws at random.
 
     Returns:
         Rows with `layer`, `step`, `method`, and the relative L2 `error`: the mean over pictures (with guidance, two
         for each prompt) and draws, and the `least` and `greatest` of them.
 
     Raises:
-        ElfattError: a step that the schedule does not have, or a method with `residual_steps`.
+        ElfattError: the method has `residual_steps`.
     """
-    recording = record_inputs(pipe, configs.values(), prompts, steps, record_at, seed, **options)
-    return [row for name, config in configs.items() for row in method_errors(recording, name, config, draws=draws)]
-
-
-def method_errors(
-    recording: Recording, method: str, config: PatchConfig, *, draws: int = DRAWS
-) -> list[dict[str, Any]]:
-    """Compare one method with exact attention on recorded inputs; see `attention_errors`."""
     shared = max((phase.residual_steps for phase in config.phases), default=1)
     if shared > 1:
         raise ElfattError(f"residual_steps={shared} is not accepted here; errors are those of single steps.")
@@ -128,17 +108,20 @@ def record_inputs(
     """Run a pipeline untouched and keep the inputs of the layers that any of the methods would patch.
 
     Args:
-        pipe: as for `attention_errors`, as are the other arguments.
+        pipe: a pipeline that is not patched; it is as before afterwards.
         configs: the methods.
-        prompts: one picture each.
+        prompts: one picture each, all in one batch.
         steps: denoising steps.
         record_at: indices of the UNet calls to keep.
-        seed: of the first picture's latent.
-        **options: of the pipeline.
+        seed: of the first picture's latent; the next ones count up.
+        **options: of the pipeline, such as `guidance_scale`.
+
+    Raises:
+        ElfattError: a step that the schedule does not have.
     """
     unet = find_denoisers(pipe)["unet"]
     layers = find_layers(unet)
-    levels = sorted({layer.downsample for layer in layers})
+    levels = levels_of(layers)
     wanted = {layer.name for config in configs for layer in select_layers(layers, config, levels)}
     copies = {layer.name: _in_float32(layer) for layer in layers if layer.name in wanted}
     recorder = _Recorder(Schedule(lambda: pipe.scheduler), frozenset(record_at))

@@ -48,7 +48,6 @@ class Extractor(nn.Module):
         self.distance_name = distance_name
         self.kernel_name = "KID" if distance_name == "FID" else distance_name.replace("FD", "KD", 1)
         self.dimension = dimension
-        self.num_features = dimension
         self.preprocessing = {"extractor": name, **preprocessing}
         self.network = network.requires_grad_(False).eval().float()
 

@@ -39,9 +39,10 @@ def exact_calls(cell: Cell, steps: int) -> int:
     return [*exact, False].index(False)
 
 
-def shared_calls(protocol: Protocol) -> int:
-    """Return how many calls are worth keeping: the most that a row begins with, other than the untouched one."""
-    return max((exact_calls(cell, protocol.steps) for cell in protocol.cells if cell.role == "method"), default=0)
+def kept_calls(protocol: Protocol, cell: Cell) -> int:
+    """Return how many of a row's exact calls are worth keeping: no more than any row begins with but the untouched."""
+    others = (exact_calls(other, protocol.steps) for other in protocol.cells if other.role == "method")
+    return min(exact_calls(cell, protocol.steps), max(others, default=0))
 
 
 @contextlib.contextmanager

@@ -99,10 +99,19 @@ def load_run(run_dir: Path) -> Protocol:
     Raises:
         ElfattError: the folder holds no run.
     """
+    return Protocol.from_dict(run_data(run_dir)["protocol"])
+
+
+def run_data(run_dir: Path) -> dict[str, Any]:
+    """Return what `run.json` holds.
+
+    Raises:
+        ElfattError: there is none, or it is damaged or of another format.
+    """
     data = read_run(run_dir)
     if data is None:
         raise ElfattError(f"{run_dir} holds no run ({RUN_FILE} is missing); give a folder that `eval run` has made.")
-    return Protocol.from_dict(data["protocol"])
+    return data
 
 
 def read_run(run_dir: Path) -> dict[str, Any] | None:

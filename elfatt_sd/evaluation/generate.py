@@ -32,7 +32,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.environment import describe_environment, same_images, sha256_of_code
-from elfatt_sd.evaluation.first_steps import exact_calls, first_steps, shared_calls
+from elfatt_sd.evaluation.first_steps import exact_calls, first_steps, kept_calls
 from elfatt_sd.evaluation.processes import check_shared, gathered, process_state
 from elfatt_sd.evaluation.prompts import Prompt, build_prompts, load_labels
 from elfatt_sd.evaluation.protocols import Cell, Protocol
@@ -282,7 +282,8 @@ def generate(
     }
     total = sum(len(batch) for share in todo.values() for _, batch in share)
     failures = {}
-    with _progress(total, shown=show_progress and state.is_main_process) as advance:
+    shares = state.num_processes
+    with _progress(total, shares=shares, shown=show_progress and state.is_main_process) as advance:
         for cell in pending:
             reasons = gathered(_generate_row(pipe, run_dir, protocol, cell, todo[cell.name], advance))
             reason = next(filter(None, reasons), None)
@@ -303,9 +304,10 @@ def _generate_row(
 ) -> str | None:
     """Make what is missing of this process's share of a row; return why the row failed, or None."""
     advance(0, cell.name)
+    calls = kept_calls(protocol, cell)
     try:
         for number, batch in batches:
-            _generate_batch(pipe, run_dir, protocol, cell, number, batch)
+            _generate_batch(pipe, run_dir, protocol, cell, number, batch, calls)
             advance(len(batch), cell.name)
     except ElfattError as error:
         return str(error)
@@ -317,11 +319,12 @@ def _generate_row(
 
 
 @torch.no_grad()
-def _generate_batch(pipe: Any, run_dir: Path, protocol: Protocol, cell: Cell, number: int, batch: list[Prompt]) -> None:
-    """Make a batch, write its images, and then commit it by its list of hashes."""
+def _generate_batch(
+    pipe: Any, run_dir: Path, protocol: Protocol, cell: Cell, number: int, batch: list[Prompt], calls: int
+) -> None:
+    """Make a batch, write its images, and then commit it by its list of hashes; `calls` as for `first_steps`."""
     seeds = [image_seed(protocol, cell, item.index) for item in batch]
     common = folder.first_steps_dir(run_dir) / f"{number:06d}.pt"
-    calls = min(exact_calls(cell, protocol.steps), shared_calls(protocol))
     with row_patch(pipe, cell, seeds[0]), first_steps(pipe, common, calls):
         images = make_images(pipe, protocol, [item.text for item in batch], seeds)
     check_images(images, [item.index for item in batch])
@@ -505,8 +508,11 @@ def _check_processes(environment: Mapping[str, Any], cells: Sequence[Cell]) -> N
 
 
 @contextlib.contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Any]:
-    """Draw a bar over all rows; yields a function that takes the number of new images and the row's name."""
+def _progress(total: int, *, shares: int = 1, shown: bool) -> Iterator[Any]:
+    """Draw a bar over all rows; yields a function that takes the number of new images and the row's name.
+
+    Of several processes only one draws, and knows of its own share alone.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -517,11 +523,12 @@ def _progress(total: int, *, shown: bool) -> Iterator[Any]:
         TimeRemainingColumn,
     )
 
+    what = "images" if shares == 1 else f"images of process 1 of {shares}"
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("images"),
+        TextColumn(what),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
@@ -545,6 +552,6 @@ def _progress(total: int, *, shown: bool) -> Iterator[Any]:
                 told = console.get_time()
                 done, seconds = progress.tasks[0].completed, progress.tasks[0].time_remaining
                 left = "" if seconds is None else f", about {datetime.timedelta(seconds=seconds)} left"
-                print(f"generate: {row}, {done:.0f} of {total} images done{left}", file=sys.stderr)
+                print(f"generate: {row}, {done:.0f} of {total} {what} done{left}", file=sys.stderr)
 
         yield advance

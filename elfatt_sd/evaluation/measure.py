@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.devices import is_out_of_memory, synchronize
 from elfatt_sd.evaluation.environment import attention_kernels, read_clocks, read_high_water_mark, same_images
 from elfatt_sd.evaluation.folder import RunFailure, read_json
 from elfatt_sd.evaluation.generate import (
@@ -93,14 +93,6 @@ class UNetTimer:
             return float(sum(end - start for start, end in pairs))
         synchronize(self.device)
         return sum(float(start.elapsed_time(end)) for start, end in pairs) / 1000
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given; the CPU always has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":
-        getattr(torch, device.type).synchronize()
 
 
 @torch.no_grad()

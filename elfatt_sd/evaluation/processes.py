@@ -95,8 +95,11 @@ def check_shared(folder: Path, what: str, remedy: str) -> None:
     if not among_others():
         return
     marker = folder / by_first(lambda: _new_marker(folder, what, remedy))
-    places = gathered((os.uname().nodename, str(folder), os.path.isfile(marker)))
-    by_first(marker.unlink)
+    try:
+        places = gathered((os.uname().nodename, str(folder), os.path.isfile(marker)))
+    finally:
+        if is_first():
+            marker.unlink(missing_ok=True)
     for number, (machine, place, shared) in enumerate(places):
         if not shared:
             raise ElfattError(
@@ -106,8 +109,11 @@ def check_shared(folder: Path, what: str, remedy: str) -> None:
 
 
 def _new_marker(folder: Path, what: str, remedy: str) -> str:
-    """Write a file of a name that no file system can have noted as absent, and return the name."""
-    name = f".seen-{secrets.token_hex(8)}"
+    """Write a file of a name that no file system can have noted as absent, and return the name.
+
+    It ends as half-written files do, so that one that a killed process left is no more than such a file.
+    """
+    name = f".seen-{secrets.token_hex(8)}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()

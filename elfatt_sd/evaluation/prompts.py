@@ -96,12 +96,11 @@ def _csv_pairs(path: Path, text: str) -> list[tuple[str, str]]:
     return [((row.get("wnid") or "").strip(), (row[column] or "").strip()) for row in rows] if column else []
 
 
-def load_labels(name: str, folder: Path | None = None) -> list[Label]:
+def load_labels(name: str) -> list[Label]:
     """Return a named list (`imagenet1k`, `toy`), or read a file.
 
     Args:
         name: `imagenet1k`, `toy`, or the path of a file for `read_labels`.
-        folder: where a relative path starts; the working directory by default.
 
     Raises:
         ElfattError: neither a known list nor a file.
@@ -110,7 +109,7 @@ def load_labels(name: str, folder: Path | None = None) -> list[Label]:
         return imagenet_labels()
     if name == "toy":
         return toy_labels()
-    path = (folder or Path()) / name
+    path = Path(name)
     if not path.is_file():
         raise ElfattError(f"labels={name!r} is not known; accepted: imagenet1k, toy, or a .txt or .csv file.")
     return read_labels(path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 import tomllib
 import types
@@ -237,13 +238,15 @@ class Protocol:
             raise _error(f"name={self.name!r}", "letters, digits, _ and -")
         for name in ("steps", "batch", "images_per_class"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("classes", "limit", "seed"):
+        for name in ("classes", "limit"):
             _at_least(name, getattr(self, name), 0)
+        if not 0 <= self.seed < 2**63:
+            raise _error(f"seed={self.seed}", "a whole number from 0 to 2^63 - 1")
         for name in ("height", "width"):
             _at_least(name, getattr(self, name), 8)
             if getattr(self, name) % 8:
                 raise _error(f"{name}={getattr(self, name)}", "a multiple of 8")
-        if self.guidance < 0:
+        if not math.isfinite(self.guidance) or self.guidance < 0:
             raise _error(f"guidance={self.guidance}", "a number of at least 0")
         if "{label}" not in self.template:
             raise _error(f"template={self.template!r}", "a text with {label} in it")

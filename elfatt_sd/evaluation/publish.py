@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.environment import short_commit
-from elfatt_sd.evaluation.report import PAGE, replace_files, report_files
+from elfatt_sd.evaluation.report import replace_files, report_files
 from elfatt_sd.evaluation.report.compare import compare_rows
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.evaluation.report.tables import study_table
@@ -40,12 +40,12 @@ def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
     """
     results = load_results(run_dir)
     target = folder / results.name
-    files = report_files(run_dir, results)
+    files = report_files(run_dir, results, page=page)
     try:
         write_json(target / RESULTS_FILE, dict(results.data))
     except OSError as error:
         raise ElfattError(f"{target} cannot be written: {error.strerror}.") from error
-    replace_files(target, {name: content for name, content in files.items() if page or name != PAGE})
+    replace_files(target, files)
     return target
 
 

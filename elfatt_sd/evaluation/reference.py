@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import shutil
 import zipfile
@@ -61,7 +62,7 @@ def build_reference(
     *,
     cache_dir: Path,
     preprocessing: Preprocessing | None = None,
-    expected: int = 50_000,
+    expected: int = FULL_COUNT,
     allow_count: bool = False,
     per_class: int = 0,
     classes: Sequence[int] = (),
@@ -90,16 +91,11 @@ def build_reference(
         ElfattError: the source is missing or of another kind, the number of pictures is not the expected one, or the
             processes of a launch do not see the same cache and the same pictures.
     """
-    path = Path(source)
-    if path.suffix.lower() == ".npz":
-        return together(lambda: _from_moments(path, extractor, expected, allow_count))
-
-    def listed() -> tuple[SourcePictures | Renders, str]:
-        pictures, fingerprint = _pictures(str(source), preprocessing or Preprocessing(), expected, per_class, classes)
-        _check_count(str(source), len(pictures), expected, allow_count)
-        return pictures, _identity(fingerprint, extractor)
-
-    pictures, identity = together(listed)
+    if _is_moments(source):
+        return together(lambda: _from_moments(Path(source), extractor, expected, allow_count))
+    pictures, identity = together(
+        lambda: _pictures(str(source), extractor, preprocessing, expected, allow_count, per_class, classes)
+    )
     _check_same(str(source), identity)
     check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
     folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
@@ -113,37 +109,44 @@ def build_reference(
     return _load(folder, str(source), expected, allow_count)
 
 
-def reference_identity(
+def check_reference(
     source: str | Path,
     extractor: Extractor,
     *,
     preprocessing: Preprocessing | None = None,
-    expected: int = 50_000,
+    expected: int = FULL_COUNT,
+    allow_count: bool = False,
     per_class: int = 0,
     classes: Sequence[int] = (),
 ) -> str:
-    """Return the `identity` of the reference that `build_reference` gives, without computing it.
+    """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives.
 
     Args:
         source: as for `build_reference`, as are the other arguments.
         extractor: the network.
         preprocessing: what happens before the extractor.
         expected: the number of pictures that there must be.
+        allow_count: accept another number.
         per_class: take only the first so many pictures of each class.
         classes: for renders.
 
     Raises:
-        ElfattError: the source is missing or of another kind.
+        ElfattError: the source is missing or of another kind, or the number of pictures is not the expected one.
     """
-    path = Path(source)
-    if path.suffix.lower() == ".npz":
-        return _from_moments(path, extractor, expected, allow_count=True).identity
-    _, fingerprint = _pictures(str(source), preprocessing or Preprocessing(), expected, per_class, classes)
-    return _identity(fingerprint, extractor)
+    if _is_moments(source):
+        return _from_moments(Path(source), extractor, expected, allow_count).identity
+    return _pictures(str(source), extractor, preprocessing, expected, allow_count, per_class, classes)[1]
 
 
-def _identity(fingerprint: Any, extractor: Extractor) -> str:
-    return sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, torch.__version__.partition("+")[0]])
+def check_given(source: str | Path) -> None:
+    """Refuse a reference that is not named.
+
+    Raises:
+        ElfattError: it is not.
+    """
+    if not str(source):
+        accepted = "a folder, tar, zip, shards, parquet or .npz"
+        raise ElfattError(f"reference.source is missing; give --reference with {accepted}.")
 
 
 def _check_same(source: str, identity: str) -> None:
@@ -200,20 +203,34 @@ def _plain(preprocessing: Preprocessing | None) -> dict[str, Any]:
 
 
 def _pictures(
-    source: str, preprocessing: Preprocessing, expected: int, per_class: int, classes: Sequence[int]
-) -> tuple[SourcePictures | Renders, Any]:
-    """The pictures and plain data that identifies them."""
-    if not source:
-        raise ElfattError("reference is missing; give --reference with a folder, tar, zip, shards, parquet or .npz.")
+    source: str,
+    extractor: Extractor,
+    preprocessing: Preprocessing | None,
+    expected: int,
+    allow_count: bool,
+    per_class: int,
+    classes: Sequence[int],
+) -> tuple[SourcePictures | Renders, str]:
+    """The pictures, of which there are as many as there must be, and the identity of the reference that they make."""
+    check_given(source)
+    pictures: SourcePictures | Renders
     if _is_rendered(source):
         number = source.partition(":")[2]
         if number and not (number.isdecimal() and int(number) > 1):
             raise ElfattError(f"reference {source!r} is not accepted; give renders:COUNT with a whole number above 1.")
-        renders = Renders(int(number) if number else expected, classes)
-        return renders, renders.fingerprint
-    found = open_source(source, per_class)
-    plain = [found.fingerprint, per_class, _plain(preprocessing), _pillow_version()]
-    return SourcePictures(found, preprocessing), plain
+        pictures = Renders(int(number) if number else expected, classes)
+        fingerprint = pictures.fingerprint
+    else:
+        found = open_source(source, per_class)
+        pictures = SourcePictures(found, preprocessing or Preprocessing())
+        fingerprint = [found.fingerprint, per_class, _plain(preprocessing), _pillow_version()]
+    _check_count(source, len(pictures), expected, allow_count)
+    version = torch.__version__.partition("+")[0]
+    return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
+
+
+def _is_moments(source: str | Path) -> bool:
+    return Path(source).suffix.lower() == ".npz"
 
 
 def _is_rendered(source: str) -> bool:
@@ -307,9 +324,7 @@ class Renders:
     BLOCK = 1 << 16
 
     def __init__(self, count: int, classes: Sequence[int]) -> None:
-        """Draw labels and geometry; picture i has class `classes[i % len(classes)]`.
-
-        Scenes come from the renderer's own distribution, of which those with the wanted classes are kept.
+        """Take the classes; picture i has class `classes[i % len(classes)]`.
 
         Raises:
             ElfattError: a class is not in the toy's list.
@@ -323,7 +338,6 @@ class Renders:
                 f"class {wrong[0]} is not accepted; the toy has classes 0 to {len(renderer.CLASSES) - 1}."
             )
         self.wanted = [classes[index % len(classes)] for index in range(count)]
-        self.labels, self.geometry = self._draw()
         source = hashlib.sha256(Path(renderer.__file__).read_bytes()).hexdigest()
         self.fingerprint = ["renders", count, classes[:count], RENDER_SEED, source]
 
@@ -335,11 +349,14 @@ class Renders:
         """Yield renders of a range."""
         from elfatt_sd.toy.renderer import render_parameters
 
+        labels, geometry = self.scenes
         for index in range(start, stop):
-            picture = render_parameters(self.labels[index : index + 1], self.geometry[index : index + 1])[0]
+            picture = render_parameters(labels[index : index + 1], geometry[index : index + 1])[0]
             yield (picture.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
 
-    def _draw(self) -> tuple[torch.Tensor, torch.Tensor]:
+    @functools.cached_property
+    def scenes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Labels and geometry, drawn from the renderer's own distribution; those of the wanted classes are kept."""
         from elfatt_sd.toy import renderer
 
         numbers = {labels: number for number, labels in enumerate(renderer.CLASSES)}

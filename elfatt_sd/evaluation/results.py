@@ -8,7 +8,7 @@ from typing import Any
 
 from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE
-from elfatt_sd.evaluation.protocols import Cell
+from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.files import write_json
 
 RESULTS_FILE, SCORES_FILE = "results.json", "scores.json"
@@ -22,8 +22,8 @@ def join_results(run_dir: Path) -> dict[str, Any]:
     Raises:
         ElfattError: the folder holds no run, or a file in it is damaged.
     """
-    protocol = folder.load_run(run_dir)
-    run = folder.read_run(run_dir) or {}
+    run = folder.run_data(run_dir)
+    protocol = Protocol.from_dict(run["protocol"])
     scores, time, memory = (_stage(run_dir / name, run["identity"]) for name in (SCORES_FILE, TIME_FILE, MEMORY_FILE))
     environment = dict(run["environment"])
     if time:

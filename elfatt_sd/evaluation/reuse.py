@@ -36,12 +36,11 @@ def take_over(
     Raises:
         ElfattError: one of the folders holds no run, or an image there is not what it was.
     """
-    own = folder.read_run(run_dir)
+    own = folder.run_data(run_dir)
     taken: dict[str, Path] = {}
     for other in others:
-        there, found = folder.load_run(other), folder.read_run(other)
-        if own is None or found is None:
-            continue
+        found = folder.run_data(other)
+        there = Protocol.from_dict(found["protocol"])
         made = {_made(there, cell): cell for cell in there.cells if folder.manifest_path(other, cell).is_file()}
         for cell in protocol.cells:
             source = made.get(_made(protocol, cell))

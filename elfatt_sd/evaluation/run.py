@@ -15,7 +15,7 @@ from typing import Any
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder
-from elfatt_sd.evaluation.first_steps import exact_calls, shared_calls
+from elfatt_sd.evaluation.first_steps import kept_calls
 from elfatt_sd.evaluation.generate import (
     generate,
     image_seed,
@@ -71,8 +71,8 @@ def estimate(protocol: Protocol) -> Estimate:
     timing, memory = protocol.time, protocol.memory
     timed = timing.repeats * (timing.batch or protocol.batch) if timing else 0
     weighed = sum(memory.batches) * (memory.steps or protocol.steps) / protocol.steps if memory else 0
-    shared = [min(exact_calls(cell, protocol.steps), shared_calls(protocol)) for cell in protocol.cells]
-    saved = (sum(shared) - max(shared)) / protocol.steps
+    kept = [kept_calls(protocol, cell) for cell in protocol.cells]
+    saved = (sum(kept) - max(kept)) / protocol.steps
     images = (len(run_prompts(protocol)) * (rows - saved), rows * timed, rows * weighed)
     return Estimate(seconds, *(count * seconds / 3600 for count in images))
 
@@ -189,25 +189,15 @@ def check_inputs(protocol: Protocol) -> None:
     Raises:
         ElfattError: one of them is missing or wrong.
     """
-    from elfatt_sd.evaluation.score import score_inputs
-    from elfatt_sd.evaluation.sources import open_source
+    from elfatt_sd.evaluation.reference import check_given
+    from elfatt_sd.evaluation.score import load_extractors, score_inputs
     from elfatt_sd.pipelines import pick_device, pick_dtype
 
     pick_dtype(protocol.dtype, pick_device(protocol.device))
     if len(run_prompts(protocol)) < 2:
         raise ElfattError("1 image a row has no distance; give at least 2 (limit, or classes and images_per_class).")
-    wanted = protocol.reference
-    if not wanted.source:
-        raise ElfattError("reference.source is missing; give --reference with a folder, tar, zip, shards or .npz.")
-    score_inputs(protocol)
-    if wanted.source.partition(":")[0] in ("toy", "renders") or wanted.source.endswith(".npz"):
-        return
-    count = len(open_source(wanted.source, wanted.per_class).entries)
-    if count != wanted.count and not wanted.allow_count:
-        raise ElfattError(
-            f"reference {wanted.source} has {count} pictures; accepted are {wanted.count} (reference.count), or "
-            "--allow-count, which the metric's name will then say."
-        )
+    check_given(protocol.reference.source)  # before an extractor is fetched
+    score_inputs(protocol, load_extractors(protocol))
 
 
 def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:
@@ -217,15 +207,20 @@ def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:
         ElfattError: no row is finished, or reference or extractor are missing.
     """
     from elfatt_sd.evaluation.extraction import every_minute
-    from elfatt_sd.evaluation.score import FORMAT, score_inputs, score_run
+    from elfatt_sd.evaluation.score import FORMAT, load_extractors, score_inputs, score_run
 
     finished = [cell for cell in protocol.cells if folder.manifest_path(run_dir, cell).is_file()]
     if protocol.baseline not in finished:
         reason = folder.read_failure(run_dir, protocol.baseline) or "it is not generated yet"
         raise folder.RunFailure(f"row {protocol.baseline.name!r}, the baseline, has no images: {reason}")
     inputs = {cell.name: sha256_of_file(folder.manifest_path(run_dir, cell)) for cell in finished}
-    inputs |= {"format": str(FORMAT), **score_inputs(protocol)}
-    _once(run_dir, "score", inputs, SCORES_FILE, lambda: score_run(run_dir, progress=every_minute(report)), report)
+    extractors = load_extractors(protocol)
+    inputs |= {"format": str(FORMAT), **score_inputs(protocol, extractors)}
+
+    def work() -> None:
+        score_run(run_dir, extractors, progress=every_minute(report))
+
+    _once(run_dir, "score", inputs, SCORES_FILE, work, report)
     for name in unreadable_references(folder.read_json(run_dir / SCORES_FILE)["references"]):
         report(f"score: reference picture not readable: {name}")
 
@@ -259,8 +254,7 @@ def _once(
         time.
     """
     path = run_dir / STAGES_FILE
-    run = folder.read_run(run_dir) or {}
-    now = sha256_of_data([run.get("identity"), inputs])
+    now = sha256_of_data([folder.run_data(run_dir)["identity"], inputs])
     if by_first(lambda: (folder.read_json(path) or {}).get(stage) == now and (run_dir / output).is_file()):
         report(f"{stage}: done before")
         return {}

@@ -26,7 +26,7 @@ from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extracto
 from elfatt_sd.evaluation.generate import run_prompts
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.reference import Reference, build_reference, reference_identity
+from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
 from elfatt_sd.evaluation.results import SCORES_FILE
 from elfatt_sd.evaluation.sources import Entry, Source
 from elfatt_sd.evaluation.statistics import (
@@ -106,13 +106,20 @@ def _read_checked(entry: Entry) -> bytes:
     return content
 
 
-def score_run(run_dir: Path, *, batch_size: int = 32, progress: Progress | None = None) -> None:
+def score_run(
+    run_dir: Path,
+    extractors: Sequence[Extractor] | None = None,
+    *,
+    batch_size: int = 32,
+    progress: Progress | None = None,
+) -> None:
     """Score all finished rows of a run and write `scores.json`.
 
     Under `accelerate launch` the processes share the networks' work, and the first one does the rest.
 
     Args:
         run_dir: a run whose baseline is generated.
+        extractors: those of its protocol; None loads them.
         batch_size: pictures per pass through an extractor.
         progress: called with what is looked at, the number of pictures done, and their total.
 
@@ -125,10 +132,9 @@ def score_run(run_dir: Path, *, batch_size: int = 32, progress: Progress | None 
     if protocol.baseline not in finished:
         raise ElfattError(f"row {protocol.baseline.name!r}, the baseline, has no images yet; generate them first.")
     rows = {cell.name: Images.of_cell(run_dir, cell) for cell in finished}
-    extractors = load_extractors(protocol)
     scales = [
         Scale(extractor, _reference(protocol, extractor, batch_size, progress), run_dir / "scores")
-        for extractor in extractors
+        for extractor in extractors or load_extractors(protocol)
     ]
     for scale in scales:
         for images in rows.values():
@@ -139,7 +145,7 @@ def score_run(run_dir: Path, *, batch_size: int = 32, progress: Progress | None 
         baseline = rows[protocol.baseline.name]
         data = {
             "format": FORMAT,
-            "identity": (folder.read_run(run_dir) or {})["identity"],
+            "identity": folder.run_data(run_dir)["identity"],
             "references": {
                 scale.distance_name: {**scale.reference.description, "features": scale.extractor.dimension}
                 for scale in scales
@@ -184,25 +190,27 @@ def build_references(protocol: Protocol, *, batch_size: int = 32, progress: Prog
     return [_reference(protocol, extractor, batch_size, progress) for extractor in load_extractors(protocol)]
 
 
-def score_inputs(protocol: Protocol) -> dict[str, str]:
+def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
     """Return what scores depend on beside the images: the hash of each extractor with its reference, by its distance.
 
+    Args:
+        protocol: of the run.
+        extractors: the protocol's.
+
     Raises:
-        ElfattError: reference or extractor are missing.
+        ElfattError: the reference is missing, or the number of pictures is another.
     """
     source, settings = protocol.reference.source, _reference_settings(protocol)
-    extractors = load_extractors(protocol)
-    return {each.distance_name: reference_identity(source, each, **settings) for each in extractors}
+    return {each.distance_name: check_reference(source, each, **settings) for each in extractors}
 
 
 def _reference(protocol: Protocol, extractor: Extractor, batch_size: int, progress: Progress | None) -> Reference:
-    wanted, place = protocol.reference, cache_folder()
+    place = cache_folder()
     with folder.clear_disk_errors(place):
         return build_reference(
-            wanted.source,
+            protocol.reference.source,
             extractor,
             cache_dir=place,
-            allow_count=wanted.allow_count,
             batch_size=batch_size,
             progress=progress,
             **_reference_settings(protocol),
@@ -215,6 +223,7 @@ def _reference_settings(protocol: Protocol) -> dict[str, Any]:
     return {
         "preprocessing": Preprocessing(wanted.size, wanted.resize, wanted.filter),
         "expected": wanted.count,
+        "allow_count": wanted.allow_count,
         "per_class": wanted.per_class,
         "classes": [prompt.class_index for prompt in run_prompts(protocol)] if protocol.labels == "toy" else (),
     }
@@ -230,6 +239,7 @@ class Scale:
         self.kernel_name = extractor.kernel_name + reference.metric_suffix
         self._within: float | None = None
         self._known: dict[str, dict[str, Estimate]] = {}
+        self._right: dict[str, dict[str, Tensor]] = {}
 
     def extract(self, images: Images, batch_size: int, progress: Progress | None = None) -> None:
         """Compute the features of a row unless they are there.
@@ -290,6 +300,15 @@ class Scale:
                 self._within = kernel_within(self.reference.sample)
             found[self.kernel_name] = kernel_distance(features, self.reference.sample, within=self._within)
         return found
+
+    def right(self, images: Images) -> dict[str, Tensor]:
+        """Whether each picture shows its prompt's attributes: `[n]` of 0 or 1, per attribute; computed once per row.
+
+        Empty where the extractor does not read attributes.
+        """
+        if images.name not in self._right and isinstance(self.extractor, ToyExtractor):
+            self._right[images.name] = _right(self.extractor, self.features(images), images.classes)
+        return self._right.get(images.name, {})
 
 
 class _Passed(nn.Module):
@@ -476,11 +495,11 @@ def _most_changed(changes: Tensor) -> list[int]:
 
 def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any] | None:
     """Share of pictures that show what their prompt says, per attribute and as the mean of all."""
-    scale = next((scale for scale in scales if isinstance(scale.extractor, ToyExtractor)), None)
+    scale = next((scale for scale in scales if scale.right(images)), None)
     if scale is None:
         return None
-    right = _right(scale, images)
-    other = _right(scale, baseline) if baseline else None
+    right = scale.right(images)
+    other = scale.right(baseline) if baseline else None
     rows: dict[str, Any] = {}
     for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
         figure = Estimate.mean(values)
@@ -492,14 +511,10 @@ def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) 
     return rows
 
 
-def _right(scale: Scale, images: Images) -> dict[str, Tensor]:
-    """Whether each picture shows its prompt's attributes: `[n]` of 0 or 1, per attribute."""
+def _right(extractor: ToyExtractor, features: Array, classes: Sequence[int]) -> dict[str, Tensor]:
     from elfatt_sd.toy.quality import class_labels
     from elfatt_sd.toy.renderer import CLASSES
 
-    extractor = scale.extractor
-    if not isinstance(extractor, ToyExtractor):
-        raise TypeError(f"extractor {extractor.name} does not read attributes")
-    seen = extractor.classify(torch.from_numpy(np.array(scale.features(images))))
-    wanted = class_labels([CLASSES[number] for number in images.classes])
+    seen = extractor.classify(torch.from_numpy(np.array(features)))
+    wanted = class_labels([CLASSES[number] for number in classes])
     return {name: (found == wanted[:, place]).to(torch.float64) for place, (name, found) in enumerate(seen.items())}

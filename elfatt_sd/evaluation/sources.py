@@ -213,10 +213,7 @@ def _read_slice(entry: Entry) -> bytes:
 
 
 def _zips(files: Sequence[Path]) -> Source:
-    try:
-        archives = {file: zipfile.ZipFile(file) for file in files}
-    except (zipfile.BadZipFile, OSError) as error:
-        raise ElfattError(f"reference {files[0]} cannot be read ({error}); accepted: a .zip archive.") from error
+    archives = {file: _open_zip(file) for file in files}
     entries = [
         Entry(name, (file, name), _parent(name))
         for file, archive in archives.items()
@@ -231,6 +228,13 @@ def _zips(files: Sequence[Path]) -> Source:
             return archives[file].read(name)
 
     return Source(entries, [_stamp(file.name, file) for file in files], read)
+
+
+def _open_zip(file: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ElfattError(f"reference {file} cannot be read ({error}); accepted: a .zip archive.") from error
 
 
 def _tables(files: Sequence[Path]) -> Source:

@@ -78,19 +78,11 @@ class FeatureStatistics:
         if len(rows):
             mean = rows.mean(0)
             centred = rows - mean
-            self._combine(len(rows), mean, centred.T @ centred)
-
-    def merge(self, other: FeatureStatistics) -> None:
-        """Add the samples that another instance has seen."""
-        if other.count:
-            self._combine(other.count, other.mean, other._scatter)
-
-    def _combine(self, count: int, mean: Tensor, scatter: Tensor) -> None:
-        total = self.count + count
-        step = mean - self.mean
-        self._scatter = self._scatter + scatter + torch.outer(step, step) * (self.count * count / total)
-        self.mean = self.mean + step * (count / total)
-        self.count = total
+            total, step = self.count + len(rows), mean - self.mean
+            between = torch.outer(step, step) * (self.count * len(rows) / total)
+            self._scatter = self._scatter + centred.T @ centred + between
+            self.mean = self.mean + step * (len(rows) / total)
+            self.count = total
 
     def save(self, path: Path) -> None:
         """Write `mu`, `sigma` and `count` as `.npz`, the names that other tools use."""
@@ -172,20 +164,19 @@ class Estimate:
         sums = torch.zeros(count, dtype=torch.float64).index_add_(0, index, self.influence)
         return math.sqrt(sums.square().sum().item() * count / (count - 1)) / len(self.influence)
 
-    def interval(self, groups: Sequence[int] | Tensor, level: float = 0.95) -> Interval | None:
-        """Interval for the figure's expectation at this number of pictures; None with fewer than 2 classes.
+    def interval(self, groups: Sequence[int] | Tensor) -> Interval | None:
+        """Interval of 95 % for the figure's expectation at this number of pictures; None with fewer than 2 classes.
 
         A Frechet distance of n pictures is biased upwards, by about the same amount for all methods; the interval
         does not remove that.
 
         Args:
             groups: the class of each picture, n of them.
-            level: the share of such intervals that contain the expectation.
         """
         error = self.standard_error(groups)
         if error is None:
             return None
-        half = student_quantile(0.5 + level / 2, len(torch.unique(torch.as_tensor(groups))) - 1) * error
+        half = student_quantile(0.975, len(torch.unique(torch.as_tensor(groups))) - 1) * error
         return self.value - half, self.value + half
 
 

@@ -48,7 +48,7 @@ def verify_run(run_dir: Path, *, recompute: bool = True, progress: Progress | No
 
 
 def _check_identity(run_dir: Path) -> Iterator[str]:
-    run = folder.read_run(run_dir) or {}
+    run = folder.run_data(run_dir)
     if sha256_of_data(decisive(run["protocol"])) != run["identity"]:
         yield f"{run_dir / folder.RUN_FILE}: the protocol does not have the identity that is given; it was edited"
 

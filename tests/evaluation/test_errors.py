@@ -12,7 +12,7 @@ from torch import Tensor
 
 import elfatt_sd
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.evaluation.errors import Recording, attention_errors, method_errors, record_inputs
+from elfatt_sd.evaluation.errors import Recording, method_errors, record_inputs
 from elfatt_sd.layers import find_layers
 
 PROMPTS = ["a cat", "a dog"]
@@ -88,9 +88,9 @@ def test_the_pipeline_is_as_before(pipe: Any) -> None:
         return pipe("a", num_inference_steps=2, generator=generator, output_type="pt", **OPTIONS).images
 
     before, hooks = picture(), sum(len(module._forward_pre_hooks) for module in pipe.unet.modules())
-    attention_errors(pipe, {"spread": SPREAD}, PROMPTS, 3, [0], 0, **OPTIONS)
+    record_inputs(pipe, [SPREAD], PROMPTS, 3, [0], 0, **OPTIONS)
     with pytest.raises(ElfattError, match=r"record_at=9 is not accepted; the run has the UNet calls 0 to 2\."):
-        attention_errors(pipe, {"spread": SPREAD}, PROMPTS, 3, [0, 9], 0, **OPTIONS)
+        record_inputs(pipe, [SPREAD], PROMPTS, 3, [0, 9], 0, **OPTIONS)
     assert torch.equal(picture(), before)
     assert sum(len(module._forward_pre_hooks) for module in pipe.unet.modules()) == hooks
 
@@ -141,14 +141,14 @@ def test_merging_goes_by_the_block_input(recording: Recording) -> None:
 
 def test_each_method_is_compared_in_its_own_layers(pipe: Any) -> None:
     deeper = PatchConfig("deeper", BLOCKS.phases, levels=2)
-    rows = attention_errors(pipe, {"one": BLOCKS, "two": deeper}, PROMPTS, 3, [1], 0, **OPTIONS)
-    layers = {name: [row["layer"] for row in rows if row["method"] == name] for name in ("one", "two")}
-    assert len(layers["one"]) == 3
-    assert set(layers["one"]) < set(layers["two"])
+    recording = record_inputs(pipe, [BLOCKS, deeper], PROMPTS, 3, [1], 0, **OPTIONS)
+    one, two = ([row["layer"] for row in method_errors(recording, "", config)] for config in (BLOCKS, deeper))
+    assert len(one) == 3
+    assert set(one) < set(two)
     elfatt_sd.remove_patch(pipe)  # nothing was patched
 
 
-def test_methods_that_carry_something_over_steps_are_refused(pipe: Any) -> None:
+def test_methods_that_carry_something_over_steps_are_refused(recording: Recording) -> None:
     config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=4),))
     with pytest.raises(ElfattError, match=r"residual_steps=4 is not accepted here; errors are those of single steps\."):
-        attention_errors(pipe, {"corrected": config}, ["a"], 3, [1], 0)
+        method_errors(recording, "corrected", config)

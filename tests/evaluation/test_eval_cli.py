@@ -12,6 +12,7 @@ from small_run import full_overrides
 
 from elfatt_sd.cli import app
 from elfatt_sd.evaluation import folder, generate, measure
+from elfatt_sd.evaluation.cli import build_protocol
 from elfatt_sd.evaluation.protocols import load_protocol
 
 COMMANDS = ("run", "generate", "reference", "score", "report", "verify")
@@ -133,6 +134,10 @@ def test_wrong_inception_weights_are_refused(call: Any, workplace: Path, tmp_pat
     assert done.code == 2
     assert "sha256" in done.err
     assert len(done.err.splitlines()) == 1, done.err
+
+
+def test_options_take_any_character() -> None:
+    assert build_protocol("toy", model="models/\N{GRINNING FACE}é").model == "models/\N{GRINNING FACE}é"
 
 
 def test_folders_that_hold_no_run_are_named(call: Any, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import small_run
 import torch
 
 from elfatt_sd.evaluation import folder, generate
-from elfatt_sd.evaluation.first_steps import exact_calls, first_steps, shared_calls
+from elfatt_sd.evaluation.first_steps import exact_calls, first_steps, kept_calls
 from elfatt_sd.evaluation.protocols import Protocol
 
 CELLS = (
@@ -86,9 +86,9 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_calls_that_a_row_shares(protocol: Protocol) -> None:
     calls = {cell.name: exact_calls(cell, protocol.steps) for cell in protocol.cells}
     assert list(calls.values()) == [8, 0, 4, 2, 0, 0, 0]
-    assert shared_calls(protocol) == 4
+    assert [kept_calls(protocol, cell) for cell in protocol.cells] == [4, 0, 4, 2, 0, 0, 0]
     without = dataclasses.replace(protocol, cells=(*protocol.cells[:2], *protocol.cells[4:]))
-    assert shared_calls(without) == 0
+    assert [kept_calls(without, cell) for cell in without.cells] == [0] * 5
     kernel = dataclasses.replace(protocol.cells[2], settings={"attention_backend": "native"})
     assert exact_calls(kernel, protocol.steps) == 0
 
@@ -105,7 +105,7 @@ def test_images_are_those_of_rows_made_alone(
     make(tmp_path / "together", protocol)
     shared, whole = list(counts), counts[0]
     assert not folder.first_steps_dir(tmp_path / "together").exists()
-    monkeypatch.setattr(generate, "shared_calls", lambda _: 0)
+    monkeypatch.setattr(generate, "kept_calls", lambda *_: 0)
     make(tmp_path / "alone", protocol)
     assert small_run.tree(tmp_path / "together" / "cells") == small_run.tree(tmp_path / "alone" / "cells")
     rows = [count for calls in (8, 8, 4, 6, 8, 8, 8) for count in [whole - 8 + calls] * 3]

@@ -171,9 +171,9 @@ from pathlib import Path
 from elfatt_sd.cli import main
 from elfatt_sd.evaluation import generate
 
-def noted(pipe, run_dir, protocol, cell, number, batch):
+def noted(pipe, run_dir, protocol, cell, number, *rest):
     (Path({str(tmp_path)!r}) / f"process {{os.environ['RANK']}} made {{cell.name}} {{number}}").touch()
-    make(pipe, run_dir, protocol, cell, number, batch)
+    make(pipe, run_dir, protocol, cell, number, *rest)
 
 make, generate._generate_batch = generate._generate_batch, noted
 main()
@@ -345,7 +345,7 @@ def test_other_code_is_no_matter_where_it_has_made_none(
 def test_the_hashed_modules_are_all_that_a_patch_imports() -> None:
     """A module that a patch comes to use has to be added, or named here as one that changes no image."""
     package, images = ROOT / "elfatt_sd", {*generate._METHOD}
-    idle = {"autotune", "planning"}
+    idle = {"autotune", "devices", "planning"}
     for name in images:
         for node in ast.walk(ast.parse((package / f"{name}.py").read_text())):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("elfatt_sd."):
@@ -573,3 +573,6 @@ def test_a_log_tells_the_time_left_however_long_a_batch_takes(
     assert lines[0] == "generate: sd, 0 of 100 images done"
     assert lines[-1] == "generate: tome, 40 of 100 images done, about 0:04:30 left"
     assert len(lines) == 4  # one for each row, and of the batches not more than one a minute
+    with generate._progress(50, shares=2, shown=True) as advance:
+        advance(0, "sd")
+    assert capsys.readouterr().err == "generate: sd, 0 of 50 images of process 1 of 2 done\n"

@@ -70,7 +70,7 @@ def test_label_files(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_text("a cat\n\n  a dog \n", encoding="utf-8")
     (tmp_path / "labels.csv").write_text('\ufeffwnid,name\nn1,"lynx, spotted"\n', encoding="utf-8")
     assert read_labels(tmp_path / "labels.txt") == [Label(0, "", "a cat"), Label(1, "", "a dog")]
-    assert load_labels("labels.csv", tmp_path) == [Label(0, "n1", "lynx, spotted")]
+    assert load_labels(str(tmp_path / "labels.csv")) == [Label(0, "n1", "lynx, spotted")]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_label_files(tmp_path: Path) -> None:
 def test_bad_label_files(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ElfattError, match=reason):
-        load_labels(name, tmp_path)
+        load_labels(str(tmp_path / name))
 
 
 def test_unknown_list() -> None:

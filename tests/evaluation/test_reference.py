@@ -240,7 +240,7 @@ def test_cache_is_used_until_files_or_preprocessing_change(tmp_path: Path) -> No
     assert not list(cache.rglob("chunk-*"))
 
 
-def test_resize_is_shorter_side_and_centre(tmp_path: Path) -> None:
+def test_resize_is_shorter_side_and_centre() -> None:
     wide = Image.new("RGB", (60, 20), "red")
     wide.paste("blue", (20, 0, 40, 20))
     assert set(map(tuple, Preprocessing(10, "crop", "box")(wide).reshape(-1, 3).tolist())) == {(0, 0, 255)}
@@ -545,14 +545,13 @@ def test_renders_have_the_classes_of_the_prompts(tmp_path: Path) -> None:
 
     chosen = [5, 1300, 5, 900]
     renders = Renders(10, chosen)
+    labels, geometry = renders.scenes
     names = [
-        tuple(values[place] for values, place in zip(ATTRIBUTES.values(), row, strict=True))
-        for row in renders.labels.tolist()
+        tuple(values[place] for values, place in zip(ATTRIBUTES.values(), row, strict=True)) for row in labels.tolist()
     ]
     assert names == [CLASSES[chosen[place % 4]] for place in range(10)]
-    assert len({tuple(row) for row in renders.geometry.tolist()}) == 10
-    again = Renders(10, chosen)
-    assert torch.equal(again.geometry, renders.geometry)
+    assert len({tuple(row) for row in geometry.tolist()}) == 10
+    assert torch.equal(Renders(10, chosen).scenes[1], geometry)
     images = [image for image in renders.load(0, 2) if not isinstance(image, str)]
     assert [(image.shape, image.dtype) for image in images] == [((256, 256, 3), np.uint8)] * 2
     for source, count in (("renders:6", 6), ("toy", COUNT)):
@@ -565,12 +564,23 @@ def test_renders_have_the_classes_of_the_prompts(tmp_path: Path) -> None:
             build(wrong, tmp_path)
 
 
+def test_renders_are_known_before_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from elfatt_sd.toy import renderer
+
+    expected = Renders(10, [5, 1300]).fingerprint
+    monkeypatch.setattr(renderer, "sample_parameters", None)
+    assert Renders(10, [5, 1300]).fingerprint == expected
+
+
 def test_bad_sources(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "val.rar").write_bytes(b"")
     (tmp_path / "bad.tar").write_bytes(b"x" * 2000)
     (tmp_path / "bad.zip").write_bytes(b"x" * 2000)
     (tmp_path / "bad.parquet").write_bytes(b"x" * 2000)
+    (tmp_path / "zips").mkdir()
+    zipped(tmp_path / "zips").rename(tmp_path / "zips" / "a.zip")
+    (tmp_path / "zips" / "b.zip").write_bytes(b"x" * 2000)
     cases = (
         ("", "missing"),
         ("nowhere", "does not exist"),
@@ -579,6 +589,7 @@ def test_bad_sources(tmp_path: Path) -> None:
         ("val.rar", "of kind .rar"),
         ("bad.tar", "cannot be read"),
         ("bad.zip", "cannot be read"),
+        ("zips/*.zip", "zips/b.zip cannot be read"),
         ("bad.parquet", "cannot be read"),
         ("gone.npz", "does not exist"),
     )

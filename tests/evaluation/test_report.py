@@ -383,7 +383,7 @@ def test_pictures_are_those_of_the_same_latent(run):
     assert all(prompt(int(index)) in page.text for index in columns)
 
 
-def test_page_image_looks_like_the_original(run, tmp_path):
+def test_page_image_looks_like_the_original(run):
     folder, results, _ = run
     pictures = Pictures(folder, Results(results))
     first = pictures.grid(page.DETAILS[0])[0][0]
@@ -585,7 +585,7 @@ def test_a_published_figure_is_that_of_the_same_program(results):
     assert published() == "30.9" and published(until=0.2) == "—"
 
 
-def test_a_higher_accuracy_is_better_without_an_arrow_down(run, tmp_path, results):
+def test_a_higher_accuracy_is_better_without_an_arrow_down(tmp_path, results):
     results["rows"][2]["accuracy"]["mean"]["difference"]["verdict"] = "better"
     results["rows"][2]["distances"]["FD-toy"]["difference"]["verdict"] = "worse"
     save(tmp_path, results)
@@ -657,7 +657,7 @@ def test_an_ablation_has_a_line_for_each_set_of_other_settings(sweep):
     assert "from step" not in ablations["ablation_block_size"].alt, "a row without the setting has no place"
 
 
-def test_forty_rows_are_numbered_and_told_apart(sweep, tmp_path):
+def test_forty_rows_are_numbered_and_told_apart(sweep):
     shown = Results(sweep)
     assert len(shown.rows) == 40 and shown.crowded
     names = [row.short(34) for row in shown.rows]

@@ -10,13 +10,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import small_run
 import tiny_pipelines as tiny
 
 from elfatt_sd.config import METHODS, ElfattError
-from elfatt_sd.evaluation import folder, generate, measure
+from elfatt_sd.evaluation import folder, generate, measure, sources
 from elfatt_sd.evaluation import run as stages
+from elfatt_sd.evaluation import score as scoring
+from elfatt_sd.evaluation.features import load_extractor
 from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
 from elfatt_sd.evaluation.verify import unequal
 from elfatt_sd.files import sha256_of_file
@@ -89,9 +92,7 @@ def test_the_other_protocols_run_to_the_end(
     assert unchanged <= {"sd", "elfatt-fast"}, "which samples 128 keys where there are no more"
 
 
-def test_unreadable_reference_pictures_are_named(
-    full_protocol: Protocol, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_reference_pictures_are_named(full_protocol: Protocol, finished_run: Path, tmp_path: Path) -> None:
     shutil.copytree(finished_run, tmp_path / "run")
     scores = json.loads((tmp_path / "run" / "scores.json").read_text())
     next(iter(scores["references"].values()))["unreadable"] = ["a.JPEG (truncated)"]
@@ -345,6 +346,43 @@ def test_missing_inputs_are_told_before_any_work(
     with pytest.raises(ElfattError, match=message):
         stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False)
     assert {path.name for path in (tmp_path / "run").glob("*")} <= {folder.LOCK_FILE}
+
+
+def test_a_reference_is_checked_in_all_before_any_work(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number of pictures too, where they are known by their statistics only; and a folder is listed once."""
+    overrides = small_run.full_overrides(workplace)
+    listed: list[Path] = []
+    monkeypatch.setattr(sources, "_folder", lambda path, list_it=sources._folder: listed.append(path) or list_it(path))
+    stages.check_inputs(small_run.small_protocol(tmp_path, workplace / "sd15", *overrides))
+    assert listed == [workplace / "val"]
+    dimension = load_extractor(f"clip:{workplace / 'clip'}").dimension
+    with open(tmp_path / "five.NPZ", "wb") as file:
+        np.savez(file, mu=np.zeros(dimension), sigma=np.eye(dimension), count=np.int64(5))
+    overrides += [f"reference.source={tmp_path / 'five.NPZ'}"]
+    with pytest.raises(ElfattError, match=r"five\.NPZ has 5 pictures; accepted are 12, or give --allow-count"):
+        stages.check_inputs(small_run.small_protocol(tmp_path, workplace / "sd15", *overrides))
+    overrides += ["reference.allow_count=true"]
+    stages.check_inputs(small_run.small_protocol(tmp_path, workplace / "sd15", *overrides))
+
+
+def test_scoring_loads_each_extractor_once(
+    finished_run: Path, full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+    shutil.copytree(finished_run, tmp_path / "run")
+    (tmp_path / "run" / "scores.json").unlink()
+    loaded: list[str] = []
+
+    def load(spec: str, **options: Any) -> Any:
+        loaded.append(spec)
+        return load_extractor(spec, **options)
+
+    monkeypatch.setattr(scoring, "load_extractor", load)
+    stages.score(tmp_path / "run", full_protocol, lambda line: None)
+    assert loaded == list(full_protocol.extractors)
+    assert (tmp_path / "run" / "scores.json").read_bytes() == (finished_run / "scores.json").read_bytes()
 
 
 def test_the_estimate_counts_images_and_extrapolates_steps(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, folder, score
-from elfatt_sd.evaluation.features import Extractor, load_extractor
+from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.evaluation.protocols import Cell, Protocol, Reference
 from elfatt_sd.evaluation.reference import Renders
 from elfatt_sd.evaluation.score import Images, build_references, score_run
@@ -221,6 +221,19 @@ def test_accuracy_of_attributes(scores: dict[str, Any]) -> None:
     assert scores["rows"]["tome"]["accuracy"]["mean"]["difference"]["verdict"] == NO_DIFFERENCE
 
 
+def test_what_pictures_show_is_read_once_per_row(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline's too."""
+    read: list[int] = []
+
+    def classify(self: ToyExtractor, features: Tensor, original: Any = ToyExtractor.classify) -> Any:
+        read.append(len(features))
+        return original(self, features)
+
+    monkeypatch.setattr(ToyExtractor, "classify", classify)
+    score_run(scored)
+    assert read == [COUNT] * len(CELLS)
+
+
 def test_few_classes_give_no_verdict_however_many_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counting(monkeypatch)
     run_dir = write_run(tmp_path / "run", protocol(classes=4, images_per_class=COUNT // 4))
@@ -378,15 +391,19 @@ def test_two_extractors_of_one_kind_are_refused(monkeypatch: pytest.MonkeyPatch)
 def test_what_scores_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The extractor and the reference, neither of which the run's own folder shows."""
     made = counting(monkeypatch)
+
+    def inputs(specification: Protocol) -> dict[str, str]:
+        return score.score_inputs(specification, score.load_extractors(specification))
+
     pixels = np.zeros((8, 8, 3), np.uint8)
     for name in ("a.png", "b.png"):
         Image.fromarray(pixels).save(tmp_path / name)
     specification = protocol(reference=Reference(str(tmp_path), count=2))
-    before = score.score_inputs(specification)
-    assert score.score_inputs(specification) == before
+    before = inputs(specification)
+    assert inputs(specification) == before
     assert before == {"FD-regions": build_references(specification)[0].identity}
     Image.fromarray(pixels[:4]).save(tmp_path / "b.png")
-    replaced = score.score_inputs(specification)
+    replaced = inputs(specification)
     assert replaced != before
     load = score.load_extractor
 
@@ -396,8 +413,8 @@ def test_what_scores_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return extractor
 
     monkeypatch.setattr(score, "load_extractor", retrained)
-    assert score.score_inputs(specification) not in (before, replaced)
+    assert inputs(specification) not in (before, replaced)
     assert [int(extractor.network.calls) for extractor in made].count(0) == len(made) - 1  # type: ignore[arg-type]
     np.savez(tmp_path / "other.npz", mu=np.zeros(12), sigma=np.eye(12))
     moments = protocol(reference=Reference(str(tmp_path / "other.npz")))
-    assert score.score_inputs(moments) == {"FD-regions": build_references(moments)[0].identity}
+    assert inputs(moments) == {"FD-regions": build_references(moments)[0].identity}

@@ -37,12 +37,13 @@ def write_report(run_dir: Path) -> Path:
     return folder / PAGE
 
 
-def report_files(run_dir: Path, results: Results) -> dict[str, bytes]:
+def report_files(run_dir: Path, results: Results, *, page: bool = True) -> dict[str, bytes]:
     """Return the whole report: page, tables and plots, by the names of their files.
 
     Args:
         run_dir: folder with `cells/CELL/images`.
         results: of the run.
+        page: whether the page is among them, which holds pictures.
     """
     from elfatt_sd.evaluation.report.page import render_page
     from elfatt_sd.evaluation.report.palette import Palette
@@ -51,9 +52,11 @@ def report_files(run_dir: Path, results: Results) -> dict[str, bytes]:
 
     plots, missing = draw_plots(results, Palette(results))
     tables = written_tables(results)
-    page = render_page(results, Pictures(run_dir, results), plots, missing, tables)
     contents = {name: text.encode("utf-8") for name, text in tables.items()}
-    return contents | {f"{plot.name}.png": plot.png for plot in plots} | {PAGE: page.encode("utf-8")}
+    contents |= {f"{plot.name}.png": plot.png for plot in plots}
+    if page:
+        contents[PAGE] = render_page(results, Pictures(run_dir, results), plots, missing, tables).encode("utf-8")
+    return contents
 
 
 def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:

@@ -66,16 +66,11 @@ def ablation(results: Results, palette: Palette, setting: str) -> Chart | str:
 
 def _measures(results: Results) -> list[tuple[str, Callable[[Row], Estimate | None]]]:
     name, part = results.distance or "distance", results.time_part
-
-    def seconds(row: Row) -> Estimate | None:
-        value = row.seconds(part)
-        return None if value is None else Estimate(value)
-
     return [
         (name, results.paired_distance),
         ("Accuracy", lambda row: row.accuracy("mean")),
         ("PSNR, dB", lambda row: row.psnr),
-        (TIME_COLUMNS[part], seconds),
+        (TIME_COLUMNS[part], lambda row: row.time(part)),
     ]
 
 

@@ -57,7 +57,7 @@ def numbers(data: Any, *path: str) -> list[float]:
     values = dig(data, *path)
     if not isinstance(values, Sequence) or isinstance(values, str):
         return []
-    found = (number({"value": value}, "value") for value in values)
+    found = (number(value) for value in values)
     return [value for value in found if value is not None and math.isfinite(value)]
 
 
@@ -144,8 +144,7 @@ class Row:
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings of the method."""
-        settings = self.data.get("settings")
-        return settings if isinstance(settings, Mapping) else {}
+        return _settings(self.data)
 
     @property
     def failed(self) -> str | None:
@@ -199,7 +198,7 @@ class Row:
     def each(self, measure: str) -> list[float | None]:
         """Return such a measure of every picture; None for an identical one's PSNR, empty where it was not kept."""
         values = dig(self.data, "paired", measure, "pictures")
-        return [number({"value": value}, "value") for value in values] if isinstance(values, list) else []
+        return [number(value) for value in values] if isinstance(values, list) else []
 
     @property
     def picture_classes(self) -> list[int]:
@@ -243,6 +242,11 @@ class Row:
         """Return the seconds per image of a part: `end_to_end` or `unet`."""
         return number(self.data, "time", part, "seconds_per_image")
 
+    def time(self, part: str = "end_to_end") -> Estimate | None:
+        """Return these seconds as a value without an interval."""
+        value = self.seconds(part)
+        return None if value is None else Estimate(value)
+
     def time_values(self, part: str = "end_to_end") -> list[float]:
         """Return every raw timing of a part, in seconds per image."""
         return numbers(self.data, "time", part, "values")
@@ -272,7 +276,7 @@ class Row:
         batches, peaks = (dig(self.data, "memory", key) for key in ("batches", "peaks_gib"))
         if not isinstance(batches, list) or not isinstance(peaks, list):
             return []
-        pairs = [numbers({"pair": list(pair)}, "pair") for pair in zip(batches, peaks, strict=False)]
+        pairs = [numbers(pair) for pair in zip(batches, peaks, strict=False)]
         return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
 
 

@@ -95,11 +95,7 @@ def closeness_over_time(results: Results, palette: Palette) -> Chart | str:
 
 
 def _seconds(part: str) -> Measure:
-    def get(row: Row) -> Estimate | None:
-        value = row.seconds(part)
-        return None if value is None else Estimate(value)
-
-    return Measure(f"Seconds per image, {PARTS[part]} (left is better)", get)
+    return Measure(f"Seconds per image, {PARTS[part]} (left is better)", lambda row: row.time(part))
 
 
 def _tradeoff(

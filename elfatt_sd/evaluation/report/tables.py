@@ -304,8 +304,7 @@ def _lowest_column(results: Results) -> list[tuple[str, _Maker]]:
 
 
 def _time_maker(results: Results, part: str) -> _Maker:
-    seconds = [row.seconds(part) for row in results.rows]
-    decimals = decimals_for(Estimate(value) for value in seconds if value is not None)
+    decimals = decimals_for(row.time(part) for row in results.rows)
 
     def make(row: Row) -> Entry:
         found, ratio = row.seconds(part), row.speedup(part)

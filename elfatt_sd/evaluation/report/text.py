@@ -12,13 +12,12 @@ MISSING = "not measured"
 MINUS, TIMES, TO = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 
 
-def decimals_for(values: Iterable[Estimate | None], default: int = 3, most: int = 6) -> int:
-    """Return the decimals that show two digits of the typical half interval of a column.
+def decimals_for(values: Iterable[Estimate | None], default: int = 3) -> int:
+    """Return the decimals that show two digits of the typical half interval of a column, 6 at most.
 
     Args:
         values: the column.
         default: digits that matter of the largest value where no interval is known.
-        most: largest number of decimals.
     """
     found = [value for value in values if value is not None and math.isfinite(value.value)]
     halves = [(value.ends[1] - value.ends[0]) / 2 for value in found if value.ends and value.ends[1] > value.ends[0]]
@@ -28,7 +27,7 @@ def decimals_for(values: Iterable[Estimate | None], default: int = 3, most: int 
         size, digits = max((abs(value.value) for value in found), default=1.0), default
     if not math.isfinite(size) or size <= 0:
         return 2
-    return min(max(digits - 1 - math.floor(math.log10(size)), 0), most)
+    return min(max(digits - 1 - math.floor(math.log10(size)), 0), 6)
 
 
 def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
