@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.devices import is_out_of_memory
 
 GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
 GRID_FREE = ("cpu",)  # devices without such a limit
@@ -271,9 +270,9 @@ def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor
         raise ElfattError(f"attention_backend={backend!r} is not known; accepted: native, auto, {accepted}.") from error
     try:
         return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=name)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
-        if is_out_of_memory(error):
-            raise
         raise _backend_error(backend, q, error) from error
 
 
