@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, levels_of, select_layers, unwrap
 from elfatt_sd.planning import Plan, latent_grid, make_plan
 from elfatt_sd.processor import STATE, Denoiser, ElfattProcessor, LayerState, warn_displaced
-from elfatt_sd.schedule import Position, Schedule, unknown_position
+from elfatt_sd.schedule import Position, Schedule, SchedulerFinder, unknown_position
 
 Pipeline = TypeVar("Pipeline")
 _Layers = tuple[list[SelfAttention], list[SelfAttention]]  # all of a denoiser, and those that a method patches
@@ -45,7 +44,7 @@ def apply_patch(
     chosen = choose_layers(denoisers, config)
     remove_patch(pipe)
     if config.active:
-        schedule = Schedule(_scheduler_finder(pipe))
+        schedule = Schedule(SchedulerFinder(pipe))
         for name, denoiser in denoisers.items():
             _Patch(config, autotune, schedule, denoiser, chosen[name]).install()
     return pipe
@@ -63,10 +62,8 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
     Raises:
         ElfattError: there is no UNet.
     """
-    for denoiser in find_denoisers(pipe).values():
-        patch: _Patch | None = getattr(unwrap(denoiser), _PATCH, None)
-        if patch is not None:
-            patch.remove()
+    for patch in _patches(pipe).values():
+        patch.remove()
     return pipe
 
 
@@ -84,14 +81,14 @@ def patched(
         autotune: as for `apply_patch`.
         **settings: as for `apply_patch`.
     """
-    before = _current(pipe)
+    before = _patches(pipe)
     apply_patch(pipe, method, autotune=autotune, **settings)
     try:
         yield plan(pipe, method, autotune=autotune, **settings)
     finally:
         remove_patch(pipe)
-        if before is not None:
-            apply_patch(pipe, before.config, autotune=before.autotune)
+        for patch in before.values():
+            patch.renewed().install()
 
 
 def plan(
@@ -133,12 +130,14 @@ def plan(
 
 def current_config(pipe: Any) -> PatchConfig | None:
     """Return the configuration that a pipeline is patched with, or None."""
-    patch = _current(pipe)
+    patch = _patches(pipe).get("unet")
     return None if patch is None else patch.config
 
 
-def _current(pipe: Any) -> _Patch | None:
-    return getattr(unwrap(find_denoisers(pipe)["unet"]), _PATCH, None)
+def _patches(pipe: Any) -> dict[str, _Patch]:
+    """Return the patches of a pipeline's UNet and ControlNets, as far as they have one."""
+    found = {name: getattr(unwrap(denoiser), _PATCH, None) for name, denoiser in find_denoisers(pipe).items()}
+    return {name: patch for name, patch in found.items() if patch is not None}
 
 
 def resolve(method: str | PatchConfig, settings: dict[str, Any]) -> PatchConfig:
@@ -172,12 +171,6 @@ def choose_layers(denoisers: dict[str, nn.Module], config: PatchConfig) -> dict[
     return chosen
 
 
-def _scheduler_finder(pipe: Any) -> Any:
-    """Return a function that looks up the pipeline's scheduler anew, without keeping the pipeline alive."""
-    alive = weakref.ref(pipe)
-    return lambda: getattr(alive(), "scheduler", None)
-
-
 def _states(shared: Denoiser, layers: _Layers) -> list[LayerState]:
     """Return fresh states of the chosen layers, each numbered among all layers."""
     found, chosen = layers
@@ -199,6 +192,7 @@ class _Patch:
         self.config = config
         self.autotune = autotune
         self._schedule = schedule
+        self._layers = layers
         self._outer = denoiser
         self._module = unwrap(denoiser)
         self._tuner = Tuner(denoiser) if autotune else None
@@ -206,6 +200,10 @@ class _Patch:
         self._shared.layers = _states(self._shared, layers)
         self._handles: list[Any] = []
         self._warned = False
+
+    def renewed(self) -> _Patch:
+        """Return its like, to be installed after it was removed."""
+        return _Patch(self.config, self.autotune, self._schedule, self._outer, self._layers)
 
     def install(self) -> None:
         processor: Any = ElfattProcessor()

@@ -7,7 +7,9 @@ a step takes two calls, or where image-to-image starts inside the schedule).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,42 @@ class Position(NamedTuple):
     step: int
     steps: int
     turn: int | None = None
+
+
+class SchedulerFinder:
+    """Looks up a pipeline's scheduler anew, without keeping the pipeline alive.
+
+    Pickled, it keeps the scheduler alone, as the pipeline would add its other models to the file of a UNet.
+
+    Args:
+        pipe: the pipeline, or a bare UNet, which has none.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = weakref.ref(pipe)
+
+    def __call__(self) -> Any:
+        """Return the scheduler in use now, or None."""
+        return getattr(self._pipe(), "scheduler", None)
+
+    def __deepcopy__(self, copied: dict[int, Any]) -> SchedulerFinder:
+        """Look into the copy of the pipeline, if that is being copied."""
+        pipe = self._pipe()
+        return self if pipe is None else SchedulerFinder(copied.get(id(pipe), pipe))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the scheduler alone."""
+        return _KeptScheduler, (self(),)
+
+
+@dataclass
+class _KeptScheduler:
+    """What a `SchedulerFinder` is after pickling."""
+
+    scheduler: Any
+
+    def __call__(self) -> Any:
+        return self.scheduler
 
 
 class Schedule:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import tiny_pipelines as tiny
 import torch
@@ -124,6 +127,19 @@ def test_nested_contexts_return_to_the_outer_patch(pipe: Any) -> None:
     assert current_config(pipe) is None
 
 
+def test_a_context_leaves_what_shares_its_unet_as_it_was(pipe: Any) -> None:
+    """A pipeline with a ControlNet, built around the UNet of a patched one."""
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    before = picture(pipe, 5)
+    net = tiny.controlnet(pipe.unet)
+    parts = {**pipe.components, "scheduler": copy.deepcopy(pipe.scheduler)}
+    with elfatt_sd.patched(diffusers.StableDiffusionControlNetPipeline(**parts, controlnet=net), "tome"):
+        assert any(isinstance(processor, ElfattProcessor) for processor in net.attn_processors.values())
+    assert not any(isinstance(processor, ElfattProcessor) for processor in net.attn_processors.values())
+    assert pipe.unet.elfatt_patch._schedule._find_scheduler() is pipe.scheduler
+    assert torch.equal(picture(pipe, 5), before)
+
+
 def test_global_random_state_stays(pipe: Any) -> None:
     for method in ACTIVE:
         elfatt_sd.apply_patch(pipe, method)
@@ -212,6 +228,30 @@ def test_copies_of_a_patched_unet_work_on_their_own(pipe: Any) -> None:
         assert torch.equal(twin(sample, 999, text).sample, before)
         elfatt_sd.remove_patch(twin)
         assert torch.equal(twin(sample, 999, text).sample, pipe.unet(sample, 999, text).sample)
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_copies_of_a_patched_pipeline_follow_their_own_scheduler(pipe: Any, twin_of: Callable[[Any], Any]) -> None:
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    before = picture(pipe, 5)
+    twin = twin_of(pipe)
+    assert twin.unet.elfatt_patch._schedule._find_scheduler() is twin.scheduler
+    pipe.scheduler.set_timesteps(50)
+    assert torch.equal(picture(twin, 5), before)
+    again = copy.deepcopy(twin)
+    del twin
+    assert torch.equal(picture(again, 5), before)
+
+
+def test_a_patched_unet_is_pickled_without_the_rest_of_its_pipeline(pipe: Any) -> None:
+    alone = len(pickle.dumps(pipe.unet))
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    picture(pipe)
+    saved = pickle.dumps(pipe.unet)
+    assert len(saved) < alone + len(pickle.dumps(pipe.vae))
+    sample, text = torch.randn(1, 4, 16, 16), torch.randn(1, 7, tiny.TEXT_WIDTH)
+    with torch.no_grad():
+        assert torch.equal(pickle.loads(saved)(sample, 999, text).sample, pipe.unet(sample, 999, text).sample)
 
 
 def test_masks_and_unexpected_tokens_fall_back_to_exact_attention(pipe: Any) -> None:
