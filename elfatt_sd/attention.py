@@ -6,6 +6,7 @@ Shapes: q, k, v and every result are `[batch, tokens, heads, head_dim]`, so that
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import Any
 
 import torch
@@ -270,9 +271,9 @@ def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor
         raise ElfattError(f"attention_backend={backend!r} is not known; accepted: native, auto, {accepted}.") from error
     try:
         return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=name)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if re.search("(out of|not enough|allocate) memory", str(error)):  # told so by PyTorch's CPU allocator
+            raise
         raise _backend_error(backend, q, error) from error
 
 

@@ -22,6 +22,7 @@ from elfatt_sd.attention import (
     softmax_attention,
 )
 from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import is_out_of_memory
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LENGTHS = [1, 2, 7, 64, 100, 227, 257]
@@ -378,6 +379,15 @@ def test_backend_that_rejects_the_tensors() -> None:
     q, k, v = qkv(50)
     with pytest.raises(ElfattError, match=r"'_native_cudnn' does not take float32 tensors with head size 8 on cpu"):
         softmax_attention(q, k, v, backend="_native_cudnn")
+
+
+def test_a_backend_out_of_memory_says_so() -> None:
+    """More than any machine has: the caller may try a smaller call."""
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    q = torch.zeros(1, 2**23, 1, 1)
+    with pytest.raises(RuntimeError, match="allocate memory") as raised:
+        softmax_attention(q, q, q, backend="_native_math")
+    assert is_out_of_memory(raised.value)
 
 
 def test_unknown_backend() -> None:

@@ -27,6 +27,7 @@ from elfatt_sd.benchmarking.variants import (
     with_compiled,
 )
 from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.devices import synchronize
 from elfatt_sd.layers import copy_structure
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
@@ -160,6 +161,7 @@ def _peak(unet: Any, call: Call, variant: Variant, device: torch.device) -> int 
 def _graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Call:
     """Capture a UNet call in a CUDA graph at its first call; what its hooks prepare on the host, that prepares once."""
     call = unet_call(unet, inputs)
+    device = inputs["sample"].device
 
     @functools.cache
     def capture() -> torch.cuda.CUDAGraph:
@@ -167,7 +169,7 @@ def _graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Cal
             unet._tome_info["args"]["use_rand"] = False  # tomesd's own generator cannot be captured
         call()
         call()
-        torch.cuda.synchronize()
+        synchronize(device)
         graph = torch.cuda.CUDAGraph()
         if variant.config.reuse_steps == 1:
             forget_matchings(unet)  # as the hook before a call does
@@ -175,7 +177,7 @@ def _graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Cal
             forget_residuals(unet)
         repeat_call(unet)
         try:
-            with torch.inference_mode(), torch.cuda.graph(graph):
+            with torch.inference_mode(), torch.cuda.device(device), torch.cuda.graph(graph):
                 unet.forward(**inputs)
         except RuntimeError as error:  # the end of a capture fails, too, and hides what failed inside
             raise error.__context__ or error from None
