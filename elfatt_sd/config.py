@@ -61,8 +61,9 @@ class Phase:
         block_size: tokens in a block, to the nearest size that tiles the sequence; for `sampled` the keys that every
             query sees.
         block_order: which tokens share a block, or are pooled to an agent: `sequence` (as they come: after merging, by
-            similarity), `raster`, `windows` (squares), `curve` (Hilbert curve), `strided` (every n-th token) or
-            `spread` (stratified random sample of the picture, drawn from seed, step and layer).
+            similarity), `raster`, `windows` (rectangles, as square as the size allows), `curve` (Hilbert curve),
+            `strided` (every n-th token) or `spread` (stratified random sample of the picture, drawn from seed, step
+            and layer).
         second_order: for `block`, another such order for the second half of the heads; None is the same for all heads.
         groups: for `sampled`, the number of groups of queries that have a sample of their own.
         lattice: whether a group's queries lie on a lattice of the picture, far from each other, so that what the groups
@@ -248,7 +249,7 @@ class PatchConfig:
             raise ElfattError(f"method={method!r} is not known; accepted: {', '.join(PRESETS)}.")
         return PRESETS[method].with_settings(**settings)
 
-    def with_settings(self, **settings: Any) -> PatchConfig:
+    def with_settings(self, /, **settings: Any) -> PatchConfig:
         """Return a copy with some settings changed.
 
         Args:

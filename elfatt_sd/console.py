@@ -166,7 +166,7 @@ def choose(
     written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
     if config_file is None:
         method = method or "elfatt"
-        return Chosen(PatchConfig.preset(method, **settings), f'"{method}"{written}', bool(autotune))
+        return Chosen(PatchConfig.preset(method).with_settings(**settings), f'"{method}"{written}', bool(autotune))
     if method is not None:
         raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
     config = read_config(config_file).with_settings(**settings)

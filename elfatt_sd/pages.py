@@ -9,8 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from elfatt_sd.config import ElfattError
+
+
+def check_results(folder: Path) -> None:
+    """Check that a folder of results is there, so that a mistyped one does not empty a page.
+
+    Raises:
+        ElfattError: it is not.
+    """
+    if not folder.is_dir():
+        raise ElfattError(f"{str(folder)!r} is not a folder; give that of the results.")
 
 
 def fill_blocks(text: str, word: str, write: Callable[[str, Sequence[str]], str], *, required: bool = True) -> str:

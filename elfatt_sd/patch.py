@@ -163,10 +163,9 @@ def choose_layers(denoisers: dict[str, nn.Module], config: PatchConfig) -> dict[
     if config.active and not found["unet"]:
         raise ElfattError("the UNet has no self-attention layer over the picture; there is nothing to patch.")
     if config.active and not chosen["unet"][1]:
-        seen = ", ".join(f"{layer.name} (downsample {layer.downsample})" for layer in found["unet"])
         raise ElfattError(
-            f"no self-attention layer matches max_downsample={config.max_downsample}; looked at: {seen}. "
-            "Give max_downsample=None to take the finest level that has self-attention."
+            f"no self-attention layer matches max_downsample={config.max_downsample}; this UNet has some at "
+            f"{', '.join(map(str, levels))}. Give max_downsample=None to take the finest level of them."
         )
     return chosen
 

@@ -269,6 +269,8 @@ GENERATE_ERRORS = {
     "backend": (["--attention-backend", "magic"], "attention_backend='magic'"),
     "method": (["--method", "faster"], "method='faster' is not known; accepted: sd, tome, agent, elfatt"),
     "setting": (["--set", "speed=9"], "setting 'speed' is not known"),
+    "no setting": (["--set", "method=agent"], "setting 'method' is not known"),
+    "nor this": (["--set", "self=1"], "setting 'self' is not known"),
     "setting without value": (["--set", "speed"], "set='speed'"),
     "both": (["--config", "x.json", "--method", "sd"], "exclude each other"),
     "no config": (["--config", "nowhere.json"], "config='nowhere.json' cannot be read"),

@@ -19,7 +19,7 @@ from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.environment import short_commit
 from elfatt_sd.files import atomic_file
-from elfatt_sd.pages import fill_blocks
+from elfatt_sd.pages import check_results, fill_blocks
 
 MISSING = "Not measured yet."
 
@@ -56,8 +56,9 @@ def fill_page(text: str, folder: Path, start: Path) -> str:
         start: folder of the page, from which links lead to the plots.
 
     Raises:
-        ElfattError: the page has no markers, or a file is no result of a benchmark.
+        ElfattError: no such folder, the page has no markers, or a file is no result of a benchmark.
     """
+    check_results(folder)
 
     def write(name: str, _: Sequence[str]) -> str:
         return goals_table(folder) if name == "goals" else _section(folder / f"{name}.json", start)

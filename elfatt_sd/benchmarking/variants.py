@@ -174,6 +174,9 @@ def named(method: str) -> PatchConfig:
         return dataclasses.replace(PatchConfig.preset("tome"), method=PEER)
     if method in ATTENTIONS_ALONE:
         return PatchConfig(method, (Phase(0.2), ATTENTIONS_ALONE[method]))
+    if method not in METHODS:
+        accepted = ", ".join([*METHODS, PEER, *ATTENTIONS_ALONE])
+        raise ElfattError(f"method={method!r} is not known; accepted: {accepted}.")
     return PatchConfig.preset(method)
 
 

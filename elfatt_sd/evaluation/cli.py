@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,7 +103,7 @@ def run_command(
 
     quiet_libraries()
     if dry_run:
-        _print_estimate(protocol, out)
+        _print_estimate(protocol, out, reuse or ())
         return
     failed = run(protocol, out, _reporter(quiet), reuse=reuse or (), show_progress=not quiet)
     if is_first():
@@ -237,12 +237,14 @@ def page_command(
             file.write(content)
 
 
-def _print_estimate(protocol: Protocol, out: Path) -> None:
+def _print_estimate(protocol: Protocol, out: Path, reuse: Sequence[Path]) -> None:
     """Print what a run would do and take; what needs the model comes last."""
     from rich.table import Table
 
+    from elfatt_sd.evaluation.folder import load_run
     from elfatt_sd.evaluation.generate import run_prompts
     from elfatt_sd.evaluation.run import check_inputs, count_images, disk_gib, estimate
+    from elfatt_sd.generation import check_writable
 
     count = len(run_prompts(protocol))
     table = Table("cell", "label", "role", "settings", "images", title=f"{protocol.name} {protocol.identity[:12]}")
@@ -256,6 +258,9 @@ def _print_estimate(protocol: Protocol, out: Path) -> None:
         f"{count_images(protocol)} images, about {disk_gib(protocol):.2g} GiB of disk ({free:.3g} GiB are free)"
     )
     try:
+        check_writable(out)
+        for other in reuse:
+            load_run(other)
         check_inputs(protocol)
         found = estimate(protocol)
     except ElfattError as error:

@@ -87,7 +87,7 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         raise ElfattError(f"{path} is damaged ({error}); delete it to make it anew.") from error

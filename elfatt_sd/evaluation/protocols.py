@@ -385,7 +385,9 @@ def _override(data: dict[str, Any], override: str) -> None:
     """Set one value; tables that are not there yet are made."""
     key, equals, text = override.partition("=")
     *tables, last = [part.strip() for part in key.split(".")]
-    if not equals or not last or last == "cells" or len(tables) > 1:
+    if last == "cells":
+        raise ElfattError(f"override {override!r} is not accepted; rows are changed in the protocol's file.")
+    if not equals or not last or len(tables) > 1:
         raise ElfattError(f"override {override!r} is not accepted; give key=value or table.key=value.")
     try:
         value = tomllib.loads(f"value = {text}")["value"]

@@ -16,7 +16,7 @@ from elfatt_sd.evaluation.report.text import plural
 from elfatt_sd.evaluation.report.writers import to_markdown
 from elfatt_sd.evaluation.results import RESULTS_FILE
 from elfatt_sd.files import write_json
-from elfatt_sd.pages import fill_blocks
+from elfatt_sd.pages import check_results, fill_blocks
 
 MISSING = "Not measured yet."
 MOST_BYTES = 5_000_000  # of a run that is committed
@@ -65,8 +65,9 @@ def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, byt
         The page, and the plots that it needs and that are of no single run, by their paths.
 
     Raises:
-        ElfattError: the page has no markers, a file holds no results, or a plot is not there.
+        ElfattError: no such folder, the page has no markers, a file holds no results, or a plot is not there.
     """
+    check_results(folder)
     plots: dict[Path, bytes] = {}
     text = fill_blocks(text, "eval", lambda name, options: _section(folder / name, options, start))
 

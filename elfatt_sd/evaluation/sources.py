@@ -25,7 +25,7 @@ from elfatt_sd.config import ElfattError
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 ACCEPTED = (
     "a folder of pictures, an uncompressed .tar, a .zip, a folder of .tar shards or their pattern (val-*.tar, "
-    "val-{000..049}.tar), or .parquet"
+    "val-{000..049}.tar), .parquet, or statistics with mu and sigma in an .npz"
 )
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 

@@ -98,6 +98,10 @@ def test_the_command_fills_and_checks_the_page(results: Path, tmp_path: Path) ->
     assert (results / "merging.md").read_text() in page.read_text()
     assert (results / "merging.png").read_bytes() == plot
     assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 0
+    filled, words[2] = page.read_text(), str(tmp_path / "mistyped")
+    refused = CliRunner().invoke(app, words)
+    assert (refused.exit_code, "mistyped' is not a folder" in refused.output) == (2, True)
+    assert page.read_text() == filled
 
 
 def test_the_committed_page_is_in_step_with_the_committed_results() -> None:

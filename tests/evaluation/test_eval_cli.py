@@ -91,6 +91,17 @@ def test_dry_run_prints_and_makes_nothing(call: Any, workplace: Path, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("option", "said"), [("--out", "cannot be written"), ("--reuse", "holds no run")])
+def test_dry_run_names_folders_that_will_not_do(call: Any, tmp_path: Path, option: str, said: str) -> None:
+    wrong = tmp_path / "file"
+    wrong.touch()
+    given = {"--out": tmp_path / "run", option: wrong}
+    done = call("run", "toy", "--dry-run", *(word for pair in given.items() for word in pair))
+    assert done.code == 0
+    assert "would stop at once: " in done.err
+    assert said in " ".join(done.err.split())
+
+
 def test_reference_says_what_it_found(call: Any, workplace: Path, tmp_path: Path) -> None:
     protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     overrides = sets([line for line in full_overrides(workplace) if "reference" not in line])

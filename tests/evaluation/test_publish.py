@@ -119,6 +119,9 @@ def test_commands(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert page.read_text() == TEXT
     assert runner.invoke(app, arguments).exit_code == 0
     assert runner.invoke(app, [*arguments, "--check"]).exit_code == 0
+    filled = page.read_text()
+    assert runner.invoke(app, [*arguments[:-1], str(tmp_path / "mistyped")]).exit_code == 2
+    assert page.read_text() == filled
     assert runner.invoke(app, ["eval", "page", str(tmp_path / "none.md")]).exit_code == 2
 
 
