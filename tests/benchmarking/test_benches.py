@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +127,7 @@ def test_a_graph_holds_its_own_matching(
     captured: list[int] = []
     monkeypatch.setattr(processor, "find_candidates", counting)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=made.clear))
     monkeypatch.setattr(torch.cuda, "graph", capturing)
     variant = Variant("patch", varied("tome", **changes))
@@ -147,6 +148,7 @@ def test_memory_that_runs_out_in_a_capture_is_told(model: Model, monkeypatch: py
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
     unit = copy_structure(model.unet)
