@@ -28,6 +28,7 @@ from elfatt_sd.evaluation.processes import by_first, process_state, scoring_devi
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
 from elfatt_sd.evaluation.results import SCORES_FILE
+from elfatt_sd.evaluation.similarity import structural_similarity
 from elfatt_sd.evaluation.sources import Entry, Source
 from elfatt_sd.evaluation.statistics import (
     Estimate,
@@ -424,7 +425,7 @@ def pair_changes(
 
 
 def _changes(images: Images, baseline: Images, device: torch.device, progress: Progress | None) -> Iterator[Tensor]:
-    from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
+    from torchmetrics.functional.image import peak_signal_noise_ratio
 
     count = len(images.paths)
     ours, theirs = (_tensors(side.pictures().load(0, count)) for side in (images, baseline))
@@ -432,8 +433,8 @@ def _changes(images: Images, baseline: Images, device: torch.device, progress: P
         size = min(PAIR_BATCH, count - start)
         mine, other = (torch.stack([next(side) for _ in range(size)]).to(device) for side in (ours, theirs))
         decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3))
-        similarity = structural_similarity_index_measure(mine, other, data_range=255.0, reduction="none")
-        yield torch.stack((decibels, torch.as_tensor(similarity).reshape(-1)), 1).to("cpu", torch.float64)
+        similarity = structural_similarity(mine, other, data_range=255.0)
+        yield torch.stack((decibels, similarity), 1).to("cpu", torch.float64)
         if progress:
             progress(f"{images.name}, PSNR and SSIM", start + size, count)
 
