@@ -348,10 +348,10 @@ PRESETS: dict[str, PatchConfig] = {
     "elfatt": PatchConfig("elfatt", (Phase(0.2, "elfatt", ratio=0.5), _TOME)),
     # Beyond the paper: exact early steps, then stratified random samples of keys, without merging. Of all ways to see
     # 128 keys the closest to untouched: docs/quality.md, `study_blocks`. Without exact early steps some pictures become
-    # others: `study_steps`. The second level costs 0.7 dB: `study_residual`.
+    # others: `study_steps`. The second level costs 0.7 dB: `study_residual`. 512 of its pictures: `study_presets`.
     "elfatt-fast": PatchConfig("elfatt-fast", (Phase(0.2), Phase(1.0, "sampled", block_size=128)), levels=2),
     # More keys, from the first step on; one step of four is exact, and its difference corrects the other three. No row
-    # of its speed is closer to untouched: docs/quality.md, `study_residual`.
+    # of its speed is closer to untouched: docs/quality.md, `study_residual`; 512 of its pictures: `study_presets`.
     "elfatt-quality": PatchConfig("elfatt-quality", (Phase(1.0, "sampled", block_size=512, residual_steps=4),)),
 }
 METHODS = tuple(PRESETS)

@@ -134,11 +134,11 @@ def _is_preset(row: Row) -> bool:
 
 
 def _table(chosen: Sequence[_Entrant], up: Measure, title: str, last: Sequence[str]) -> str:
-    decimals = decimals_for(entrant.spot.up for entrant in chosen)
     titles = ["", "row", "run", "pictures", "times as fast (UNet)", up.title.split(" (")[0], title]
     lines = []
     for place, (entrant, said) in enumerate(zip(chosen, last, strict=True), 1):
         speed, value = entrant.speed, entrant.spot.up
+        decimals = decimals_for([value])  # runs of more pictures have narrower intervals
         lines.append(
             [
                 str(place),
