@@ -1,8 +1,8 @@
 """How alike two pictures are: SSIM (Wang et al., *Image Quality Assessment*, IEEE TIP 13(4), 2004). Pure tensors.
 
 The values are those of torchmetrics to rounding, which a test holds. Its window is a two-dimensional convolution, for
-which PyTorch has no fast float64 kernel on a CPU: a picture of 256x256 pixels takes it over a second, longer than to
-draw one. Here rows are blurred, and then columns, each tap of the symmetric window once.
+which PyTorch has no fast float64 kernel on a CPU. Here rows are blurred, and then columns, each tap of the symmetric
+window once.
 """
 
 from __future__ import annotations
