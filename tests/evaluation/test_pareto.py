@@ -72,6 +72,13 @@ def test_rows_whose_distance_differs_are_named(runs: list[dict[str, Any]]) -> No
     assert "Stepped line" not in chart.caption and len(chart.points) == 5
 
 
+def test_each_row_has_the_digits_of_its_own_interval(runs: list[dict[str, Any]]) -> None:
+    runs[0]["rows"][1]["paired"]["psnr"] = {"mean": 20.125, "interval": [20.1, 20.15], "identical": 0}
+    table = draw_pareto([Results(run) for run in runs], "closeness")[1]
+    assert r"| 20.125 \[20.100, 20.150\] |" in table
+    assert r"| 40.0 \[39.0, 41.0\] |" in table
+
+
 def test_what_does_not_fit_together_is_refused(runs: list[dict[str, Any]]) -> None:
     with pytest.raises(ElfattError, match="different steps have no plane in common: study_a 25, large 50"):
         draw_pareto([Results(runs[0]), Results(data("large", [], steps=50))], "closeness")
