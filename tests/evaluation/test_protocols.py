@@ -202,7 +202,7 @@ def test_the_identity_covers_what_presets_resolve_to(tmp_path: Path, monkeypatch
         ("memory.batches=[2]", ("[2]", "two or more")),
         ("time=3", ("time=3", "a table")),
         ("steps", ("'steps'", "key=value")),
-        ("cells=[]", ("'cells=[]'", "key=value")),
+        ("cells=[]", ("'cells=[]'", "rows are changed in the protocol's file")),
         ("name=../../x", ("name='../../x'", "letters, digits, _ and -")),
         ("name=two words", ("name='two words'", "letters, digits, _ and -")),
     ],
