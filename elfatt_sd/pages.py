@@ -39,7 +39,7 @@ def fill_blocks(text: str, word: str, write: Callable[[str, Sequence[str]], str]
     Raises:
         ElfattError: the page has no such markers, and must have them.
     """
-    block = re.compile(rf"(<!-- {re.escape(word)} ([\w-]+)((?: [\w.-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+    block = re.compile(rf"(<!-- {re.escape(word)} ([\w-]+)((?: [\w./-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
     if required and not block.search(text):
         raise ElfattError(f"the page has no marker '<!-- {word} NAME -->' with an '<!-- end -->' after it.")
     return block.sub(lambda found: found[1] + write(found[2], found[3].split()) + found[4], text)

@@ -53,8 +53,9 @@ def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, byt
     """Put the results of runs between the markers of a page.
 
     `<!-- eval NAME PLOT PLOT -->` takes the table of a run and plots of it, `<!-- compare NAME ROW OTHER ROW OTHER -->`
-    rows picture by picture (see `compare_rows`), `<!-- pareto MEASURE NAME NAME -->` all these runs in one plane, and
-    the rows that stand out there (see `draw_pareto`).
+    rows picture by picture, `RUN/ROW` being one of another run (see `compare_rows`), and
+    `<!-- pareto MEASURE NAME NAME -->` all these runs in one plane, and the rows that stand out there (see
+    `draw_pareto`).
 
     Args:
         text: of the page.
@@ -72,7 +73,11 @@ def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, byt
     text = fill_blocks(text, "eval", lambda name, options: _section(folder / name, options, start))
 
     def compare(name: str, cells: Sequence[str]) -> str:
-        return compare_rows(load_results(folder / name), cells) if (folder / name).is_dir() else f"{MISSING}\n"
+        names = dict.fromkeys([name, *(cell.split("/")[0] for cell in cells if "/" in cell)])
+        if not all((folder / each).is_dir() for each in names):
+            return f"{MISSING}\n"
+        own, *others = (load_results(folder / each) for each in names)
+        return compare_rows(own, cells, others)
 
     text = fill_blocks(text, "compare", compare, required=False)
 

@@ -79,11 +79,30 @@ def test_what_cannot_be_compared_is_named(names: list[str]) -> None:
         compare_rows(results, names)
 
 
+def test_rows_of_two_runs_with_the_same_pictures() -> None:
+    """The other run is named; pictures of other prompts or another pipeline are refused."""
+    one, other = data(row("a", FIRST)), data(row("a", SECOND)) | {"name": "second"}
+    line = cells(compare_rows(Results(one), ["a", "second/a"], [Results(other)]))[2]
+    assert line[:2] == ["A", "A (second)"] and line[2].startswith("+0.5")
+    with pytest.raises(ElfattError, match=r"cannot be paired; there are: sd, a, second/sd, second/a"):
+        compare_rows(Results(one), ["a", "second/b"], [Results(other)])
+    with pytest.raises(ElfattError, match="runs with different steps have nothing in common: study 25, second 50"):
+        compare_rows(
+            Results(one | {"protocol": {"steps": 25}}), ["a", "second/a"],
+            [Results(other | {"protocol": {"steps": 50}})],
+        )  # fmt: skip
+    other["rows"][1]["paired"]["classes"] = [3, 2, 1, 0]
+    with pytest.raises(ElfattError, match="have pictures of other prompts"):
+        compare_rows(Results(one), ["a", "second/a"], [Results(other)])
+
+
 def test_a_page_is_filled(tmp_path: Path) -> None:
     """Names of rows have dots; a run that is not there yet is no error."""
     write_json(tmp_path / "study" / RESULTS_FILE, data(row("a", FIRST), row("b-0.5", SECOND)))
     page = "<!-- eval none -->\n<!-- end -->\n<!-- compare study a b-0.5 -->\nold\n<!-- end -->\n"
-    page += "<!-- compare none a b -->\n<!-- end -->\n"
+    page += "<!-- compare none a b -->\n<!-- end -->\n<!-- compare study a none/b -->\n<!-- end -->\n"
+    page += "<!-- compare study a more/b-0.5 -->\n<!-- end -->\n"
+    write_json(tmp_path / "more" / RESULTS_FILE, data(row("b-0.5", SECOND)) | {"name": "more"})
     text, _ = fill_page(page, tmp_path, tmp_path)
-    assert "| A | B-0.5 | +0.5" in text and "old" not in text
-    assert text.count(MISSING) == 2
+    assert "| A | B-0.5 | +0.5" in text and "| A | B-0.5 (more) | +0.5" in text and "old" not in text
+    assert text.count(MISSING) == 3

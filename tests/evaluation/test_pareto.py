@@ -79,8 +79,49 @@ def test_each_row_has_the_digits_of_its_own_interval(runs: list[dict[str, Any]])
     assert r"| 40.0 \[39.0, 41.0\] |" in table
 
 
+PHASE = {"attention": "softmax", "ratio": 0.0, "block_order": "sequence", "second_order": None, "residual_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind", "shared"),
+    [
+        ({"attention": "sampled"}, "sampled keys", False),
+        ({"attention": "sampled", "residual_steps": 4}, "sampled keys", True),
+        ({"attention": "block", "block_order": "spread"}, "spread blocks", False),
+        ({"attention": "block", "block_order": "spread", "second_order": "windows"}, "other blocks", False),
+        ({"attention": "cell_spread", "block_order": "spread"}, "spread blocks", False),
+        ({"attention": "block", "block_order": "raster", "residual_steps": 2}, "other blocks", True),
+        ({"ratio": 0.5}, "merging (ToMe)", False),
+        ({"attention": "agent"}, "agents", False),
+        ({"attention": "elfatt"}, "ELFATT", False),
+        ({}, "unknown", False),
+    ],
+)
+def test_a_mark_tells_the_kind_of_approximation(
+    runs: list[dict[str, Any]], phase: dict[str, Any], kind: str, shared: bool
+) -> None:
+    """The phases are those of the row, where exact steps and merging beside another kind do not count."""
+    phases = [PHASE, PHASE | {"ratio": 0.5}, PHASE | phase] if phase.get("attention") else [PHASE, PHASE | phase]
+    runs[0]["protocol"]["cells"] = [{"name": "fast", "config": {"phases": phases}}, {"name": "worse"}]
+    chart = draw_pareto([Results(run) for run in runs], "closeness")[0]
+    labels = [text.get_text() for text in chart.figure.legends[0].get_texts()]
+    assert {*labels} == {"unknown", kind}
+    mark = next(line for line in chart.figure.axes[0].lines if list(line.get_xdata()) == [0.5])
+    assert mark.get_label() == kind
+    assert (mark.get_markerfacecolor() == mark.get_color()) is not shared
+    assert ("Hollow" in chart.caption) is shared
+
+
+def test_different_numbers_of_threads_are_told(runs: list[dict[str, Any]]) -> None:
+    """Two threads may speed up one part of a UNet more than another."""
+    timed = [{**run, "environment": {"cpu_threads": count}} for run, count in zip(runs, (1, 2), strict=True)]
+    assert "threads" not in draw_pareto([Results(timed[0]), Results(timed[0])], "closeness")[0].caption
+    said = draw_pareto([Results(each) for each in (*timed, timed[1])], "closeness")[0].caption
+    assert said.endswith("Timed with different numbers of threads: `study_a` with 1, the others with 2.")
+
+
 def test_what_does_not_fit_together_is_refused(runs: list[dict[str, Any]]) -> None:
-    with pytest.raises(ElfattError, match="different steps have no plane in common: study_a 25, large 50"):
+    with pytest.raises(ElfattError, match="different steps have nothing in common: study_a 25, large 50"):
         draw_pareto([Results(runs[0]), Results(data("large", [], steps=50))], "closeness")
     with pytest.raises(ElfattError, match="measure 'beauty' is not accepted; accepted: closeness, distance"):
         draw_pareto([Results(runs[0])], "beauty")

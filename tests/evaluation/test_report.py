@@ -593,6 +593,32 @@ def test_a_higher_accuracy_is_better_without_an_arrow_down(tmp_path, results):
     assert {cell for cell in cells if re.fullmatch(r"\S (better|worse)", cell)} == {"✓ better", "✗ worse"}
 
 
+def test_a_lost_attribute_shows_beside_the_accuracy_of_a_study(results):
+    """The interval of the share alone does not tell: the verdict is of the paired difference."""
+    for row in results["rows"][1:]:
+        if row["accuracy"]:
+            row["accuracy"]["mean"]["difference"]["verdict"] = "no difference shown"
+    results["rows"][3]["accuracy"]["mean"]["difference"]["verdict"] = "worse"
+    table = study_table(Results(results))
+    place = [column.title for column in table.columns].index("Accuracy ↑") - table.heads
+    remarks = [line.entries[place].remark for line in table.lines]
+    assert remarks[3] == "worse" and not any(remarks[:3] + remarks[4:])
+
+
+def test_an_arrow_marks_an_interval_that_goes_on(results):
+    def arrows(low, high):
+        for row in filter(lambda row: row["distances"], results["rows"][1:]):
+            row["distances"]["FD-toy"]["difference"]["interval"] = [-1.0, 1.0]
+        results["rows"][1]["distances"]["FD-toy"]["difference"] |= {"value": 0.0, "interval": [low, high]}
+        axes = charts.differences(Results(results), Palette(Results(results))).figure.axes[0]
+        return [line.get_marker() for line in axes.lines if line.get_marker() in ("<", ">")]
+
+    assert results["rows"][1]["role"] == "null"
+    assert arrows(-0.5, 0.5) == []
+    assert arrows(-50.0, 0.5) == ["<"]
+    assert arrows(-50.0, 50.0) == ["<", ">"]
+
+
 def test_the_machine_is_that_of_the_timing(results):
     def machine(timing=None):
         data = results | {"environment": results["environment"] | {"timing": timing}}
@@ -651,7 +677,7 @@ def test_an_ablation_has_a_line_for_each_set_of_other_settings(sweep):
     assert set(ablations) == {"ablation_ratio", "ablation_block_size", "ablation_until"}
     sizes = re.findall(r"<text[^>]*>([^<]*)</text>", ablations["ablation_block_size"].svg)
     lines = [text for text in sizes if "ratio 0" in text]
-    assert lines == ["ELFATT with blocks al… ratio 0.3", "ELFATT with blocks al… ratio 0.5"]
+    assert lines == ["ELFATT with blocks… ratio 0.3", "ELFATT with blocks… ratio 0.5"]
     for measure in ("FD-toy", "Accuracy", "PSNR, dB", "UNet, s/img"):
         assert measure in sizes and f": {measure} " in ablations["ablation_block_size"].alt
     assert "from step" not in ablations["ablation_block_size"].alt, "a row without the setting has no place"
@@ -864,6 +890,17 @@ def test_a_short_name_keeps_its_end():
     )
     assert shortened("sampled keys", "a setting that is longer than there is room, groups 1", 20).endswith(", groups 1")
     assert len(shortened("sampled keys", "a setting that is longer than there is room, groups 1", 20)) == 20
+
+
+def test_a_short_name_has_whole_words():
+    """Where a word is not so long that little would be left."""
+    long = "sampled keys from the first step on, difference shared by"
+    assert (
+        shortened(long, "residual steps 4, block size 128", 60)
+        == "sampled keys from the… residual steps 4, block size 128"
+    )
+    assert shortened("ToMe 0.5, one matching for all layers of a step", "", 30) == "ToMe 0.5, one… of a step"
+    assert all(len(shortened(long, tail, width)) <= width for tail in ("", "agents 4") for width in range(10, 60))
 
 
 def test_rows_of_one_name_are_told_apart(results):

@@ -60,7 +60,7 @@ def ablation(results: Results, palette: Palette, setting: str) -> Chart | str:
     legend_above(figure, panels[0])
     caption = "The values of the setting, evenly spaced. Lines up and down: 95 % interval"
     caption += f", for {results.distance} that of the paired difference to untouched" if results.distance else ""
-    caption += ". Dashed: untouched."
+    caption += ", for times the fastest and the slowest round. Dashed: untouched."
     return Chart(f"ablation_{setting}", f"Ablation: {title.lower()}", caption, figure, points)
 
 
@@ -70,8 +70,14 @@ def _measures(results: Results) -> list[tuple[str, Callable[[Row], Estimate | No
         (name, results.paired_distance),
         ("Accuracy", lambda row: row.accuracy("mean")),
         ("PSNR, dB", lambda row: row.psnr),
-        (TIME_COLUMNS[part], lambda row: row.time(part)),
+        (TIME_COLUMNS[part], lambda row: _timed(row, part)),
     ]
+
+
+def _timed(row: Row, part: str) -> Estimate | None:
+    """The median time, with that of the fastest and of the slowest round."""
+    value, rounds = row.seconds(part), row.time_values(part)
+    return None if value is None else Estimate(value, min(rounds), max(rounds)) if rounds else Estimate(value)
 
 
 def _draw(

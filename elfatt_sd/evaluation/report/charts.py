@@ -67,13 +67,15 @@ def differences(results: Results, palette: Palette) -> Chart | str:
         )
     axes.axvline(0, color=INK, linewidth=0.9)
     _row_axis(axes, rows)
-    axes.set_xlim(*_methods_range(rows, name))
+    limits = _methods_range(rows, name)
+    axes.set_xlim(*limits)
+    _mark_cut_ends(axes, palette, rows, name, limits)
     axes.set_xlabel(f"{name} minus untouched (left is better)")
     caption = "Line: 95 % interval of the paired difference. Filled: a verdict, since the interval excludes zero."
     if any(row.role == NULL for row in rows):
         caption += (
             " Shaded: the interval of the null row, the untouched pipeline with other seeds, where nothing but chance "
-            "is at work; it may go on beyond the edges."
+            "is at work; an arrow says that it goes on beyond the edge."
         )
         if _null_is_widest(rows, name):
             caption += " Other seeds share no latents with the baseline: it is wider than those of the methods."
@@ -95,7 +97,7 @@ def closeness(results: Results, palette: Palette) -> Chart | str:
         axes.plot(each, [place] * len(each), "|", color=style.colour, alpha=0.35, markersize=7)
         if mean.ends:
             axes.hlines(place, *mean.ends, color=style.colour, linewidth=2.4)
-        axes.plot(mean.value, place, style.marker, color=style.colour, markeredgecolor=PAPER)
+        axes.plot(mean.value, place, style.marker, color=style.colour, markeredgecolor=PAPER, markersize=4.5)
         lowest = f", lowest {min(each):.1f}" if each else ""
         points.append(f"{row.name}: {fixed(mean.value, decimals)} {interval(mean, decimals)}{lowest}")
     _row_axis(axes, [row for row, _ in means], room)
@@ -106,6 +108,19 @@ def closeness(results: Results, palette: Palette) -> Chart | str:
         "pictures are."
     )
     return Chart("closeness", "Closeness to the untouched pictures", caption, figure, points)
+
+
+def _mark_cut_ends(axes: Axes, palette: Palette, rows: Sequence[Row], name: str, limits: tuple[float, float]) -> None:
+    """Put an arrow where an interval goes on beyond an edge."""
+    for place, row in enumerate(rows):
+        found = row.difference(name)
+        if found is None or found.ends is None:
+            continue
+        for edge, marker, beyond in zip(
+            limits, "<>", (found.ends[0] < limits[0], found.ends[1] > limits[1]), strict=True
+        ):
+            if beyond:
+                axes.plot(edge, place, marker, color=palette.style(row).colour, clip_on=False)
 
 
 def _null_is_widest(rows: Sequence[Row], name: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.report.data import Estimate, Results, Row
+from elfatt_sd.evaluation.report.data import Estimate, Results, Row, check_alike
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval
 from elfatt_sd.evaluation.report.writers import md_table
 from elfatt_sd.evaluation.statistics import Estimate as Mean
@@ -17,12 +17,13 @@ _MEASURES = {"psnr": "PSNR, dB", "ssim": "SSIM"}
 _TITLES = ["Row", "Against", *_MEASURES.values(), "Closer by PSNR"]
 
 
-def compare_rows(results: Results, cells: Sequence[str]) -> str:
+def compare_rows(results: Results, cells: Sequence[str], others: Sequence[Results] = ()) -> str:
     """Compare rows of a run by how close each of their pictures is to the untouched pipeline's of the same latent.
 
     Args:
         results: of a run.
-        cells: names of rows, each followed by that of the one it is compared with.
+        cells: names of rows, each followed by that of the one it is compared with; `RUN/ROW` for one of another run.
+        others: the other runs, with the same prompts and latents.
 
     Returns:
         A Markdown table: for each pair the mean difference in PSNR and SSIM with its 95 % interval, and in how many
@@ -30,19 +31,25 @@ def compare_rows(results: Results, cells: Sequence[str]) -> str:
         (a dash where there are none); one that is the untouched one is closer than any other.
 
     Raises:
-        ElfattError: an odd number of rows, one that is not there, or one without the figures of each picture.
+        ElfattError: an odd number of rows, one that is not there, one without the figures of each picture, or runs
+            whose pictures are of other prompts or another pipeline.
     """
-    rows = {row.cell: row for row in results.rows}
+    check_alike([results, *others])
+    rows = {row.cell: (row, row.name) for row in results.rows}
+    rows |= {f"{run.name}/{row.cell}": (row, f"{row.name} ({run.name})") for run in others for row in run.rows}
     if len(cells) % 2 or not cells or not rows.keys() >= {*cells}:
         raise ElfattError(f"rows={list(cells)!r} of {results.name} cannot be paired; there are: {', '.join(rows)}.")
     pairs = [(rows[one], rows[other]) for one, other in zip(cells[::2], cells[1::2], strict=True)]
-    means = [{measure: _mean(pair[0], _differences(*pair, measure)) for measure in _MEASURES} for pair in pairs]
+    means = [
+        {measure: _mean(one, _differences(one, other, measure)) for measure in _MEASURES}
+        for (one, _), (other, _) in pairs
+    ]
     decimals = {measure: decimals_for(each[measure] for each in means) for measure in _MEASURES}
     lines = []
-    for (one, other), each in zip(pairs, means, strict=True):
+    for ((one, name), (other, against)), each in zip(pairs, means, strict=True):
         none = "identical" if {*one.each("psnr"), *other.each("psnr")} == {None} else "—"
-        figures = [none if mean is None else _text(mean, decimals[name]) for name, mean in each.items()]
-        lines.append([one.name, other.name, *figures, _closer(one, other)])
+        figures = [none if mean is None else _text(mean, decimals[measure]) for measure, mean in each.items()]
+        lines.append([name, against, *figures, _closer(one, other)])
     return md_table(_TITLES, lines, [False, False, True, True, True])
 
 
@@ -51,6 +58,8 @@ def _differences(one: Row, other: Row, measure: str) -> list[float | None]:
     sides = [row.each(measure) for row in (one, other)]
     if not sides[0] or len(sides[0]) != len(sides[1]):
         raise ElfattError(f"rows {one.name!r} and {other.name!r} have no figures of each picture; score the run anew.")
+    if one.picture_classes != other.picture_classes:
+        raise ElfattError(f"rows {one.name!r} and {other.name!r} have pictures of other prompts.")
     return [None if a is None or b is None else a - b for a, b in zip(*sides, strict=True)]
 
 

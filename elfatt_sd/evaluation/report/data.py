@@ -18,6 +18,7 @@ STAGES = {"text": "Text", "unet": "UNet", "vae": "VAE", "reserved": "Reserved"}
 PARTS = {"end_to_end": "end to end", "unet": "UNet alone"}
 TIME_COLUMNS = {"end_to_end": "s/img", "unet": "UNet, s/img"}
 CROWD = 8  # methods; with more, colours repeat and a legend cannot name them
+_SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common
 _TEXTS = 14  # rows; with more, their texts in a plot cover each other
 
 
@@ -86,14 +87,22 @@ def setting_text(value: Any) -> str:
 def shortened(head: str, tail: str, width: int) -> str:
     """Join two texts within so many characters; the first one is cut, or, where it stands alone, its middle.
 
-    The end is what tells rows apart, so it is kept.
+    The end is what tells rows apart, so it is kept. Words stay whole where that leaves at least half of a part.
     """
     whole = f"{head} {tail}".strip()
     if len(whole) <= width:
         return whole
-    tail = f" {tail}" if tail else head[-(width * 2 // 5) :]
+    if not tail:
+        end = head[-(width * 2 // 5) :]
+        tail = end[end.find(" ", 0, len(end) // 2) + 1 :]
+        tail = f" {tail}" if len(tail) < len(end) else tail
+    else:
+        tail = f" {tail}"
     room = max(width - len(tail) - 1, width // 5)
-    return f"{head[:room].rstrip(' ,')}…{tail[-(width - room - 1) :]}"
+    start = head[:room]
+    border = start.rfind(" ", max(len(start) // 2, 8))
+    start = start[:border] if border > 0 and head[room : room + 1] != " " else start
+    return f"{start.rstrip(' ,')}…{tail[-(width - room - 1) :]}"
 
 
 @dataclass(frozen=True)
@@ -405,6 +414,19 @@ class Results:
     def from_protocol(self, key: str) -> Any:
         """Return the value of a key at any depth of the protocol, the outermost first; None where there is none."""
         return next((value for name, value in _walk(self.protocol) if name == key), None)
+
+
+def check_alike(runs: Sequence[Results]) -> None:
+    """Check that rows of several runs can stand beside each other.
+
+    Raises:
+        ElfattError: the runs are of different pipelines, sizes, steps or seeds.
+    """
+    for key in _SAME:
+        values = {run.name: run.protocol.get(key) for run in runs}
+        if len({str(value) for value in values.values()}) > 1:
+            said = ", ".join(f"{name} {value}" for name, value in values.items())
+            raise ElfattError(f"runs with different {key} have nothing in common: {said}.")
 
 
 def load_results(run_dir: Path) -> Results:

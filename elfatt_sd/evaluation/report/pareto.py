@@ -6,18 +6,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from elfatt_sd.config import METHODS, ElfattError
 from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, legend_above
-from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, setting_text
-from elfatt_sd.evaluation.report.palette import INK
+from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, check_alike, dig, number, setting_text
+from elfatt_sd.evaluation.report.palette import INK, PAPER
 from elfatt_sd.evaluation.report.palette import METHODS as COLOURS
 from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Measure, Spot, draw_front, front, write_beside
-from elfatt_sd.evaluation.report.text import MISSING, decimals_for, fixed, interval, span
+from elfatt_sd.evaluation.report.text import MISSING, TIMES, decimals_for, fixed, interval, span
 from elfatt_sd.evaluation.report.writers import md_table
 from elfatt_sd.evaluation.statistics import BETTER, WORSE
 
-_MARKERS = "os^DvPXp"
-_SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common
+_MERGING = "merging (ToMe)"
+# Marker and colour of what a method approximates with.
+_KINDS = {
+    "unknown": ("X", COLOURS[5]),
+    "sampled keys": ("o", COLOURS[0]),
+    "spread blocks": ("s", COLOURS[1]),
+    "other blocks": ("^", COLOURS[2]),
+    _MERGING: ("D", COLOURS[3]),
+    "agents": ("v", COLOURS[4]),
+    "ELFATT": ("P", COLOURS[6]),
+}
+_SPEEDS = (1, 1.25, 1.5, 2, 2.5, 3)  # marks of the upper axis
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,33 @@ class _Entrant:
         """What the scoring said of the distance."""
         return self.spot.row.verdict(self.run.distance or "") or MISSING
 
+    @property
+    def phases(self) -> list[Mapping[str, Any]]:
+        """The phases of the row's method that approximate; empty where the run does not tell them."""
+        cells = self.run.protocol.get("cells") or []
+        config = next((dig(cell, "config") for cell in cells if dig(cell, "name") == self.spot.row.cell), None)
+        return [each for each in dig(config, "phases") or [] if each["attention"] != "softmax" or each["ratio"] > 0]
+
+    @property
+    def kind(self) -> str:
+        """What the method approximates with, as the legend says it; merging is named where there is nothing else."""
+        found = {_kind(phase) for phase in self.phases}
+        own = found - {_MERGING} or found
+        return next((kind for kind in reversed(_KINDS) if kind in own), "unknown")
+
+    @property
+    def shared(self) -> bool:
+        """Whether several steps share the difference to exact attention."""
+        return any(phase["residual_steps"] > 1 for phase in self.phases)
+
+
+def _kind(phase: Mapping[str, Any]) -> str:
+    """Name what a phase approximates with; a spread block joined with a cell, or in each half of the heads, is one."""
+    orders = {phase["block_order"], phase["second_order"] or phase["block_order"]}
+    blocks = "spread blocks" if orders == {"spread"} else "other blocks"
+    names = {"sampled": "sampled keys", "softmax": _MERGING, "agent": "agents", "elfatt": "ELFATT"}
+    return names.get(phase["attention"], blocks)
+
 
 def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     """Draw a measure of every row of several runs over the UNet's time, and name some of them.
@@ -51,7 +91,7 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     Raises:
         ElfattError: another measure, runs of different pipelines, or no row has both figures.
     """
-    _check_alike(runs)
+    check_alike(runs)
     up = _measures(runs).get(measure)
     if up is None:
         raise ElfattError(f"measure {measure!r} is not accepted; accepted: {', '.join(_measures(runs))}.")
@@ -65,18 +105,19 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     chosen = [entrant for entrant in entrants if entrant in standing_out or _is_preset(entrant.spot.row)]
     chosen.sort(key=lambda entrant: entrant.spot.across)
     figure, axes = figure_and_axes(CROWDED_HEIGHT)
-    colours = {id(run): COLOURS[place % len(COLOURS)] for place, run in enumerate(runs)}
-    for place, run in enumerate(runs):
-        own = [entrant.spot for entrant in entrants if entrant.run is run]
-        axes.plot(
-            [spot.across for spot in own], [spot.up.value for spot in own], _MARKERS[place % len(_MARKERS)],
-            color=colours[id(run)], linestyle="", label=run.name, markersize=4, zorder=3,
-        )  # fmt: skip
-    for entrant in chosen:
-        thin: dict[str, Any] = {"color": colours[id(entrant.run)], "linewidth": 0.9, "alpha": 0.6}
-        if entrant.spot.up.ends:
-            axes.vlines(entrant.spot.across, *entrant.spot.up.ends, **thin)
-        if entrant.speed.ends:
+    colours = {id(entrant): _KINDS[entrant.kind][1] for entrant in entrants}
+    for kind, (marker, colour) in _KINDS.items():
+        for entrant in (each for each in entrants if each.kind == kind):
+            axes.plot(
+                entrant.spot.across, entrant.spot.up.value, marker,
+                color=colour, markerfacecolor=PAPER if entrant.shared else colour, label=kind, markersize=4, zorder=3,
+            )  # fmt: skip
+    for entrant in entrants:
+        thin: dict[str, Any] = {"color": colours[id(entrant)], "linewidth": 0.9, "alpha": 0.6}
+        if entrant.spot.up.ends and (entrant in chosen or measure == "distance"):
+            pale = thin if entrant in chosen else thin | {"linewidth": 0.6, "alpha": 0.25}
+            axes.vlines(entrant.spot.across, *entrant.spot.up.ends, **pale)
+        if entrant.speed.ends and entrant in chosen:
             axes.hlines(entrant.spot.up.value, 1 / entrant.speed.ends[1], 1 / entrant.speed.ends[0], **thin)
     if measure == "distance":  # some rows are a hundred times as far off as most
         axes.set_yscale("symlog", linthresh=1)
@@ -84,16 +125,23 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     axes.axvline(1, color=INK, linewidth=0.6, linestyle="--", zorder=1)
     axes.set_xlabel("UNet time, share of the untouched pipeline's (left is faster)")
     axes.set_ylabel(up.title)
+    times = axes.secondary_xaxis("top", functions=(_inverse, _inverse))
+    times.set_xticks(_SPEEDS, [f"{speed:g}{TIMES}" for speed in _SPEEDS])
     said = draw_front(axes, best)
     legend_above(figure, axes)
     numbers = {id(entrant): str(place) for place, entrant in enumerate(chosen, 1)}
     marks = [
-        (entrant.spot.across, entrant.spot.up.value, numbers.get(id(entrant), ""), colours[id(entrant.run)])
+        (entrant.spot.across, entrant.spot.up.value, numbers.get(id(entrant), ""), colours[id(entrant)])
         for entrant in entrants
     ]
     write_beside(figure, axes, marks)
     caption = f"Every row of every run; times are ratios within a run.{said} Numbers: the rows of the table. Lines up "
     caption += "and down: 95 % interval; across: fastest and slowest round."
+    if measure == "distance":
+        caption += " Beyond 1 the axis is logarithmic."
+    if any(entrant.shared for entrant in entrants):
+        caption += " Hollow: several steps share the difference to exact attention."
+    caption += _threads(runs)
     points = [f"{entrant.name}: {entrant.spot.across:.2f}, {entrant.spot.up.value:.3g}" for entrant in entrants]
     title = f"{up.title.split(' (')[0]} over UNet time"
     if measure == "distance":
@@ -103,12 +151,21 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     return Chart(f"pareto_{measure}", title, caption, figure, points), table
 
 
-def _check_alike(runs: Sequence[Results]) -> None:
-    for key in _SAME:
-        values = {run.name: run.protocol.get(key) for run in runs}
-        if len({str(value) for value in values.values()}) > 1:
-            said = ", ".join(f"{name} {value}" for name, value in values.items())
-            raise ElfattError(f"runs with different {key} have no plane in common: {said}.")
+def _inverse(values: ArrayLike) -> NDArray[np.float64]:
+    """Return how many times as fast a share of the time is, and back; the axis asks at zero, too."""
+    return 1 / np.maximum(np.asarray(values, dtype=np.float64), 1e-9)
+
+
+def _threads(runs: Sequence[Results]) -> str:
+    """Say which runs were timed with how many threads, where they differ."""
+    by_count: dict[str, list[str]] = {}
+    for run in runs:
+        by_count.setdefault(setting_text(number(run.machine, "cpu_threads")), []).append(run.name)
+    if len(by_count) < 2:
+        return ""
+    *few, (most, _) = sorted(by_count.items(), key=lambda item: len(item[1]))
+    said = [f"{', '.join(f'`{name}`' for name in names)} with {count}" for count, names in few]
+    return f" Timed with different numbers of threads: {', '.join(said)}, the others with {most}."
 
 
 def _measures(runs: Sequence[Results]) -> Mapping[str, Measure]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elfatt_sd.evaluation.report.data import (
@@ -158,7 +158,7 @@ def study_table(results: Results) -> Table:
         _, difference, verdict = _distance_columns(results, results.distance)
         makers += [(f"{results.distance} difference", difference[1]), verdict]
     if "mean" in results.attributes:
-        makers += [("Accuracy ↑", _estimate_maker(results, lambda row: row.accuracy("mean")))]
+        makers += [("Accuracy ↑", _accuracy_maker(results))]
     part = "unet" if any(row.seconds("unet") is not None for row in results.rows) else results.time_part
     return _build(results, [*makers, (TIME_COLUMNS[part], _time_maker(results, part))], published=False)
 
@@ -260,6 +260,17 @@ def _estimate_maker(results: Results, get: Callable[[Row], Estimate | None]) -> 
         if found is None:
             return Entry(MISSING, kind="missing")
         return Entry(fixed(found.value, decimals), interval(found, decimals))
+
+    return make
+
+
+def _accuracy_maker(results: Results) -> _Maker:
+    """The share of right attributes, and the verdict of its paired difference where one is shown."""
+    plain = _estimate_maker(results, lambda row: row.accuracy("mean"))
+
+    def make(row: Row) -> Entry:
+        verdict = row.accuracy_verdict("mean")
+        return replace(plain(row), remark=verdict) if verdict in (BETTER, WORSE) else plain(row)
 
     return make
 
