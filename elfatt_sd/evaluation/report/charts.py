@@ -97,7 +97,10 @@ def closeness(results: Results, palette: Palette) -> Chart | str:
         axes.plot(each, [place] * len(each), "|", color=style.colour, alpha=0.35, markersize=7)
         if mean.ends:
             axes.hlines(place, *mean.ends, color=style.colour, linewidth=2.4)
-        axes.plot(mean.value, place, style.marker, color=style.colour, markeredgecolor=PAPER, markersize=4.5)
+        axes.plot(
+            mean.value, place, style.marker, color=style.colour, markeredgecolor=PAPER, markersize=5.5,
+            markeredgewidth=0.8,
+        )  # fmt: skip
         lowest = f", lowest {min(each):.1f}" if each else ""
         points.append(f"{row.name}: {fixed(mean.value, decimals)} {interval(mean, decimals)}{lowest}")
     _row_axis(axes, [row for row, _ in means], room)
