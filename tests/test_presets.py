@@ -101,7 +101,8 @@ def test_pictures_stay_as_they_were_measured(measure: Any, method: str) -> None:
 def test_poor_methods_lie_outside_of_every_band(measure: Any, name: str) -> None:
     """Else the bands would say nothing; attributes are lost by the worst alone.
 
-    Distance and accuracy of so few pictures tell these apart from the presets; the presets from each other, PSNR does.
+    The distance of so few pictures tells these from the presets, not the presets from each other; PSNR tells some of
+    those apart.
     """
     phase, figures = POOR[name]
     found = measure(PatchConfig("poor", (phase,)))

@@ -91,9 +91,11 @@ def test_rows_of_two_runs_with_the_same_pictures() -> None:
             Results(one | {"protocol": {"steps": 25}}), ["a", "second/a"],
             [Results(other | {"protocol": {"steps": 50}})],
         )  # fmt: skip
+    fewer = data(row("a", SECOND[:3])) | {"name": "second"}
     other["rows"][1]["paired"]["classes"] = [3, 2, 1, 0]
-    with pytest.raises(ElfattError, match="have pictures of other prompts"):
-        compare_rows(Results(one), ["a", "second/a"], [Results(other)])
+    for unlike in (fewer, other):
+        with pytest.raises(ElfattError, match="are not of the same prompts"):
+            compare_rows(Results(one), ["a", "second/a"], [Results(unlike)])
 
 
 def test_a_page_is_filled(tmp_path: Path) -> None:

@@ -79,7 +79,14 @@ def test_each_row_has_the_digits_of_its_own_interval(runs: list[dict[str, Any]])
     assert r"| 40.0 \[39.0, 41.0\] |" in table
 
 
-PHASE = {"attention": "softmax", "ratio": 0.0, "block_order": "sequence", "second_order": None, "residual_steps": 1}
+PHASE = {
+    "attention": "softmax",
+    "ratio": 0.0,
+    "block_order": "sequence",
+    "second_order": None,
+    "residual_steps": 1,
+    "agent_share": 0.5,
+}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +101,8 @@ PHASE = {"attention": "softmax", "ratio": 0.0, "block_order": "sequence", "secon
         ({"ratio": 0.5}, "merging (ToMe)", False),
         ({"attention": "agent"}, "agents", False),
         ({"attention": "elfatt"}, "ELFATT", False),
+        ({"attention": "elfatt", "agent_share": 1.0}, "agents", False),
+        ({"attention": "elfatt", "agent_share": 0.0}, "other blocks", False),
         ({}, "unknown", False),
     ],
 )

@@ -60,7 +60,7 @@ def ablation(results: Results, palette: Palette, setting: str) -> Chart | str:
     legend_above(figure, panels[0])
     caption = "The values of the setting, evenly spaced. Lines up and down: 95 % interval"
     caption += f", for {results.distance} that of the paired difference to untouched" if results.distance else ""
-    caption += ", for times the fastest and the slowest round. Dashed: untouched."
+    caption += ", for times those of the fastest and the slowest round. Dashed: untouched."
     return Chart(f"ablation_{setting}", f"Ablation: {title.lower()}", caption, figure, points)
 
 

@@ -32,7 +32,7 @@ def compare_rows(results: Results, cells: Sequence[str], others: Sequence[Result
 
     Raises:
         ElfattError: an odd number of rows, one that is not there, one without the figures of each picture, or runs
-            whose pictures are of other prompts or another pipeline.
+            whose pictures are not of the same prompts or the same pipeline.
     """
     check_alike([results, *others])
     rows = {row.cell: (row, row.name) for row in results.rows}
@@ -56,10 +56,10 @@ def compare_rows(results: Results, cells: Sequence[str], others: Sequence[Result
 def _differences(one: Row, other: Row, measure: str) -> list[float | None]:
     """Return the difference in each picture; None where one of the two equals the untouched one."""
     sides = [row.each(measure) for row in (one, other)]
-    if not sides[0] or len(sides[0]) != len(sides[1]):
+    if not all(sides):
         raise ElfattError(f"rows {one.name!r} and {other.name!r} have no figures of each picture; score the run anew.")
-    if one.picture_classes != other.picture_classes:
-        raise ElfattError(f"rows {one.name!r} and {other.name!r} have pictures of other prompts.")
+    if len(sides[0]) != len(sides[1]) or one.picture_classes != other.picture_classes:
+        raise ElfattError(f"rows {one.name!r} and {other.name!r} are not of the same prompts.")
     return [None if a is None or b is None else a - b for a, b in zip(*sides, strict=True)]
 
 

@@ -70,11 +70,18 @@ class _Entrant:
 
 
 def _kind(phase: Mapping[str, Any]) -> str:
-    """Name what a phase approximates with; a spread block joined with a cell, or in each half of the heads, is one."""
+    """Name what a phase approximates with; a spread block joined with a cell, or in each half of the heads, is one.
+
+    ELFATT with agents in none or all of the heads is what is left of it.
+    """
+    attention, share = phase["attention"], phase["agent_share"]
+    if attention == "agent" or (attention == "elfatt" and share == 1):
+        return "agents"
+    if attention == "elfatt" and share > 0:
+        return "ELFATT"
     orders = {phase["block_order"], phase["second_order"] or phase["block_order"]}
     blocks = "spread blocks" if orders == {"spread"} else "other blocks"
-    names = {"sampled": "sampled keys", "softmax": _MERGING, "agent": "agents", "elfatt": "ELFATT"}
-    return names.get(phase["attention"], blocks)
+    return {"sampled": "sampled keys", "softmax": _MERGING}.get(attention, blocks)
 
 
 def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
