@@ -60,7 +60,9 @@ def ablation(results: Results, palette: Palette, setting: str) -> Chart | str:
     legend_above(figure, panels[0])
     caption = "The values of the setting, evenly spaced. Lines up and down: 95 % interval"
     caption += f", for {results.distance} that of the paired difference to untouched" if results.distance else ""
-    caption += ", for times those of the fastest and the slowest round. Dashed: untouched."
+    if TIME_COLUMNS[results.time_part] in dict(measures):
+        caption += ", for times those of the fastest and the slowest round"
+    caption += ". Dashed: untouched."
     return Chart(f"ablation_{setting}", f"Ablation: {title.lower()}", caption, figure, points)
 
 

@@ -49,6 +49,7 @@ def differences(results: Results, palette: Palette) -> Chart | str:
     rows.sort(key=lambda row: row.role != NULL)
     figure, axes = figure_and_axes(0.9 + 0.27 * len(rows))
     decimals = decimals_for(row.difference(name) for row in rows)
+    left, right = _methods_range(rows, name)
     points = []
     for place, row in enumerate(rows):
         found, style = row.difference(name), palette.style(row)
@@ -57,6 +58,9 @@ def differences(results: Results, palette: Palette) -> Chart | str:
         sure = row.verdict(name) in (BETTER, WORSE)
         if found.ends:
             axes.hlines(place, *found.ends, color=style.colour, linewidth=1.6)
+            beyond = [(left, "<")] * (found.ends[0] < left) + [(right, ">")] * (found.ends[1] > right)
+            for edge, arrow in beyond:
+                axes.plot(edge, place, arrow, color=style.colour, clip_on=False)
             if row.role == NULL:
                 axes.axvspan(*found.ends, color=style.colour, alpha=0.15, linewidth=0)
         face = style.colour if sure else PAPER
@@ -67,9 +71,7 @@ def differences(results: Results, palette: Palette) -> Chart | str:
         )
     axes.axvline(0, color=INK, linewidth=0.9)
     _row_axis(axes, rows)
-    limits = _methods_range(rows, name)
-    axes.set_xlim(*limits)
-    _mark_cut_ends(axes, palette, rows, name, limits)
+    axes.set_xlim(left, right)
     axes.set_xlabel(f"{name} minus untouched (left is better)")
     caption = "Line: 95 % interval of the paired difference. Filled: a verdict, since the interval excludes zero."
     if any(row.role == NULL for row in rows):
@@ -111,19 +113,6 @@ def closeness(results: Results, palette: Palette) -> Chart | str:
         "pictures are."
     )
     return Chart("closeness", "Closeness to the untouched pictures", caption, figure, points)
-
-
-def _mark_cut_ends(axes: Axes, palette: Palette, rows: Sequence[Row], name: str, limits: tuple[float, float]) -> None:
-    """Put an arrow where an interval goes on beyond an edge."""
-    for place, row in enumerate(rows):
-        found = row.difference(name)
-        if found is None or found.ends is None:
-            continue
-        for edge, marker, beyond in zip(
-            limits, "<>", (found.ends[0] < limits[0], found.ends[1] > limits[1]), strict=True
-        ):
-            if beyond:
-                axes.plot(edge, place, marker, color=palette.style(row).colour, clip_on=False)
 
 
 def _null_is_widest(rows: Sequence[Row], name: str) -> bool:

@@ -92,17 +92,12 @@ def shortened(head: str, tail: str, width: int) -> str:
     whole = f"{head} {tail}".strip()
     if len(whole) <= width:
         return whole
-    if not tail:
-        end = head[-(width * 2 // 5) :]
-        tail = end[end.find(" ", 0, len(end) // 2) + 1 :]
-        tail = f" {tail}" if len(tail) < len(end) else tail
-    else:
-        tail = f" {tail}"
-    room = max(width - len(tail) - 1, width // 5)
-    start = head[:room]
-    border = start.rfind(" ", max(len(start) // 2, 8))
-    start = start[:border] if border > 0 and head[room : room + 1] != " " else start
-    return f"{start.rstrip(' ,')}…{tail[-(width - room - 1) :]}"
+    end = f" {tail}" if tail else head[-(width * 2 // 5) :]
+    end = end[max(end.find(" ", 0, len(end) // 2), 0) :]
+    room = max(width - len(end) - 1, width // 5)
+    border = head.rfind(" ", max(room // 2, 8), room + 1)
+    start = head[: border if border > 0 else room]
+    return f"{start.rstrip(' ,')}…{end[-(width - room - 1) :]}"
 
 
 @dataclass(frozen=True)

@@ -112,19 +112,17 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     chosen = [entrant for entrant in entrants if entrant in standing_out or _is_preset(entrant.spot.row)]
     chosen.sort(key=lambda entrant: entrant.spot.across)
     figure, axes = figure_and_axes(CROWDED_HEIGHT)
-    colours = {id(entrant): _KINDS[entrant.kind][1] for entrant in entrants}
-    for kind, (marker, colour) in _KINDS.items():
-        for entrant in (each for each in entrants if each.kind == kind):
-            axes.plot(
-                entrant.spot.across, entrant.spot.up.value, marker,
-                color=colour, markerfacecolor=PAPER if entrant.shared else colour, label=kind, markersize=4, zorder=3,
-            )  # fmt: skip
-    for entrant in entrants:
-        thin: dict[str, Any] = {"color": colours[id(entrant)], "linewidth": 0.9, "alpha": 0.6}
-        if entrant.spot.up.ends and (entrant in chosen or measure == "distance"):
-            pale = thin if entrant in chosen else thin | {"linewidth": 0.6, "alpha": 0.25}
-            axes.vlines(entrant.spot.across, *entrant.spot.up.ends, **pale)
-        if entrant.speed.ends and entrant in chosen:
+    for entrant in sorted(entrants, key=lambda entrant: [*_KINDS].index(entrant.kind)):  # the legend's order
+        (marker, colour), named = _KINDS[entrant.kind], entrant in chosen
+        axes.plot(
+            entrant.spot.across, entrant.spot.up.value, marker, label=entrant.kind,
+            color=colour, markerfacecolor=PAPER if entrant.shared else colour, markersize=4, zorder=3,
+        )  # fmt: skip
+        thin: dict[str, Any] = {"color": colour, "linewidth": 0.9, "alpha": 0.6}
+        pale = thin | {"linewidth": 0.6, "alpha": 0.25}
+        if entrant.spot.up.ends and (named or measure == "distance"):
+            axes.vlines(entrant.spot.across, *entrant.spot.up.ends, **(thin if named else pale))
+        if entrant.speed.ends and named:
             axes.hlines(entrant.spot.up.value, 1 / entrant.speed.ends[1], 1 / entrant.speed.ends[0], **thin)
     if measure == "distance":  # some rows are a hundred times as far off as most
         axes.set_yscale("symlog", linthresh=1)
@@ -138,7 +136,7 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     legend_above(figure, axes)
     numbers = {id(entrant): str(place) for place, entrant in enumerate(chosen, 1)}
     marks = [
-        (entrant.spot.across, entrant.spot.up.value, numbers.get(id(entrant), ""), colours[id(entrant)])
+        (entrant.spot.across, entrant.spot.up.value, numbers.get(id(entrant), ""), _KINDS[entrant.kind][1])
         for entrant in entrants
     ]
     write_beside(figure, axes, marks)
