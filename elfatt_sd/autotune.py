@@ -31,7 +31,7 @@ from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.devices import device_name, is_out_of_memory, synchronize
 from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.layers import SelfAttention, unwrap
-from elfatt_sd.processor import Denoiser, LayerState, approximate
+from elfatt_sd.processor import Call, LayerState, PatchedLayer, approximate
 
 ROUNDS, MOST_ROUNDS, WARM_UP = 7, 21, 2
 CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, to the same side
@@ -167,13 +167,12 @@ class Tuner:
         size = (_batch(sample), state.grid[0] * state.grid[1], attention.query_dim)
         tokens = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu").to(sample)
         block_input = tokens.mT.contiguous().mT if state.layer.channels_first else tokens
-        shared = Denoiser(state.denoiser.config)  # so that the matchings of the real call stay
         twin = copy.copy(state)
-        twin.denoiser = shared
+        twin.call = Call(state.call.config)  # so that the matchings of the real call stay
 
         def untouched() -> None:
-            if shared.config.attention_backend == "auto":
-                state.original(attention, tokens)
+            if twin.call.config.attention_backend == "auto":
+                state.exact(attention, tokens)
             else:
                 approximate(attention, twin, EXACT, tokens)
 
@@ -183,7 +182,7 @@ class Tuner:
             approximate(attention, twin, phase, tokens)
 
         def matching() -> None:
-            shared.matchings.clear()
+            twin.call.matchings.clear()
             reusing()
 
         uses = _uses(state, phase)
@@ -195,11 +194,11 @@ class Tuner:
         return measure(untouched, calls, sample.device)
 
 
-def measure_phases(state: LayerState, denoiser: Any, height: int, width: int) -> list[Decision | None]:
+def measure_phases(layer: PatchedLayer, denoiser: Any, height: int, width: int) -> list[Decision | None]:
     """Decide on every phase for one picture with guidance, without a patch.
 
     Args:
-        state: of the layer.
+        layer: the layer.
         denoiser: its UNet or ControlNet.
         height: of the latent.
         width: of the latent.
@@ -210,8 +209,9 @@ def measure_phases(state: LayerState, denoiser: Any, height: int, width: int) ->
     device = _execution_device(denoiser)
     sample = torch.zeros(2, denoiser.config.in_channels, height, width, device=device, dtype=denoiser.dtype)
     tuner, decisions = Tuner(denoiser), []
-    state.grid = state.layer.grid(height, width)
-    for phase in state.denoiser.config.phases:
+    config = layer.denoiser.config
+    state = LayerState(layer, Call(config), layer.layer.grid(height, width))
+    for phase in config.phases:
         state.begin(phase, 0, device)
         decisions.append(None if phase.exact else tuner.decide(state, phase, sample))
     return decisions
@@ -238,7 +238,7 @@ def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
         sample: the denoiser's input, `[batch, ..., height, width]`.
     """
     attention: Any = state.layer.attention
-    config, device = state.denoiser.config, sample.device
+    config, device = state.call.config, sample.device
     settings = {**dataclasses.asdict(phase), "until": 1.0, "uses": _uses(state, phase)}
     settings |= {name: getattr(config, name) for name in ("attention_backend", "fp32_logits", "use_rand")}
     settings |= {"channels_first": state.layer.channels_first and phase.uses_matching}
@@ -302,8 +302,8 @@ def _batch(sample: Tensor) -> int:
 
 
 def _uses(state: LayerState, phase: Phase) -> int:
-    layers = (other.layer for other in state.denoiser.layers)
-    return matching_uses(state.denoiser.config, state.layer, layers) if phase.uses_matching else 1
+    layers = (other.layer for other in state.patched.denoiser.layers)
+    return matching_uses(state.call.config, state.layer, layers) if phase.uses_matching else 1
 
 
 def _is_compiled(denoiser: nn.Module, layer: str) -> bool:

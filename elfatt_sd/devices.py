@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import sys
 from pathlib import Path
 
 import torch
@@ -47,6 +48,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type != "cpu":
         getattr(torch, device.type).synchronize()
+
+
+def in_optimized_module() -> bool:
+    """Tell whether a call comes from what `torch.compile(module)` returned."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this
+    return bool(getattr(frames, "_is_in_optimized_module", bool)())
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+from diffusers.models import attention_processor
 from diffusers.models.attention_processor import Attention
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elfatt_sd.config import ElfattError, PatchConfig
 
@@ -27,6 +30,9 @@ class SelfAttention:
         norm: the normalisation before it, whose input is the block's input; None where the layer normalises itself.
         downsample: how many times smaller than the latent its grid is, on each side.
         channels_first: whether the block's input lies channels first in memory, as a convolution left it.
+        transformer: the module around it that is given the grid as `[batch, channels, rows, columns]`; None where the
+            layer itself is.
+        rounding: of each halving of the grid on the way down to it, whether odd sides are rounded up.
     """
 
     name: str
@@ -34,18 +40,68 @@ class SelfAttention:
     norm: nn.Module | None
     downsample: int
     channels_first: bool = False
+    transformer: nn.Module | None = None
+    rounding: tuple[bool, ...] = ()
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the layer's grid for a latent of `height x width`; odd sizes are rounded up at every level."""
-        factor = self.downsample
-        while factor > 1:
-            height, width, factor = -(-height // 2), -(-width // 2), factor // 2
+        """Return the layer's grid for a latent of `height x width`."""
+        halvings = self.downsample.bit_length() - 1
+        for up in (*self.rounding, *[True] * halvings)[:halvings]:
+            height, width = (height + up) // 2, (width + up) // 2
         return height, width
+
+    @property
+    def processor(self) -> Any:
+        """Its own attention processor, also while it is patched."""
+        return self.attention.get_processor()
+
+    @property
+    def processor_name(self) -> str:
+        """Class of its own attention processor."""
+        return type(self.processor).__name__
+
+    @property
+    def obstacle(self) -> str:
+        """Why its processor is left alone; empty if it is plain attention, which a method may take the place of."""
+        return (
+            ""
+            if is_plain(self.processor)
+            else f"its processor, {self.processor_name}, is not known to be plain attention"
+        )
+
+
+# Processors that compute softmax attention of a layer's own projections, and nothing else.
+_PLAIN = (
+    "AttnProcessor",
+    "AttnProcessor2_0",
+    "AttnProcessorNPU",
+    "FusedAttnProcessor2_0",
+    "LoRAAttnProcessor",
+    "LoRAAttnProcessor2_0",
+    "LoRAXFormersAttnProcessor",
+    "SlicedAttnProcessor",
+    "XFormersAttnProcessor",
+    "XLAFlashAttnProcessor2_0",
+)
+
+
+def is_plain(processor: object) -> bool:
+    """Tell whether an attention processor is one of diffusers' own for plain softmax attention."""
+    kind = type(processor)
+    return kind.__name__ in _PLAIN and getattr(attention_processor, kind.__name__, None) is kind
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside a `torch.compile` wrapper."""
-    return getattr(module, "_orig_mod", module)
+    """Return the module inside the wrappers of `torch.compile`, of PEFT, and of data-parallel training."""
+    while True:
+        if hasattr(module, "_orig_mod"):
+            module = module._orig_mod  # type: ignore[assignment]
+        elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif hasattr(module, "get_base_model") and hasattr(module, "peft_config"):
+            module = module.get_base_model()  # type: ignore[operator]
+        else:
+            return module
 
 
 def copy_structure(module: Module) -> Module:
@@ -72,8 +128,13 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
     """
     if is_denoiser(target):
         return {"unet": target}
-    unet = getattr(target, "unet", None)
-    if not is_denoiser(unet):
+    unet = getattr(target, "unet", target if isinstance(target, nn.Module) else None)
+    if isinstance(unet, nn.Module) and not is_denoiser(unet):
+        raise ElfattError(
+            f"{type(unwrap(unet)).__name__} is not a UNet whose layers are known (conv_in, down_blocks, mid_block); "
+            "give a diffusers pipeline with a UNet2DConditionModel or its like, or such a UNet."
+        )
+    if unet is None or not isinstance(unet, nn.Module):
         parts = ", ".join(getattr(target, "components", {})) or "none"
         raise ElfattError(
             f"{type(target).__name__} has no UNet (its parts: {parts}); "
@@ -87,18 +148,28 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
 
 
 def find_layers(denoiser: nn.Module) -> list[SelfAttention]:
-    """Return the self-attention layers over picture tokens, in the order of the modules."""
+    """Return the self-attention layers over image tokens, in the order of the modules."""
     denoiser = unwrap(denoiser)
-    factors = dict(_block_factors(denoiser))
+    levels = dict(_block_levels(denoiser))
     modules = dict(denoiser.named_modules())
     layers = []
     for name, module in modules.items():
-        block = next((prefix for prefix in factors if name.startswith(prefix + ".")), None)
+        block = next((prefix for prefix in levels if name.startswith(prefix + ".")), None)
         if block is None or any(part in name for part in _OTHER_TOKENS):
             continue
         if isinstance(module, Attention) and not module.is_cross_attention:
-            norm, channels_first = _norm_before(name, modules), _follows_convolution(name, modules)
-            layers.append(SelfAttention(name, module, norm, factors[block], channels_first))
+            rounding = levels[block]
+            layers.append(
+                SelfAttention(
+                    name,
+                    module,
+                    _norm_before(name, modules),
+                    2 ** len(rounding),
+                    _follows_convolution(name, modules),
+                    modules.get(name.partition(".transformer_blocks.")[0]) if ".transformer_blocks." in name else None,
+                    rounding,
+                )
+            )
     return layers
 
 
@@ -121,15 +192,38 @@ def select_layers(layers: list[SelfAttention], config: PatchConfig, levels: Sequ
     return [layer for layer in layers if layer.downsample <= limit]
 
 
-def _block_factors(denoiser: nn.Module) -> Iterator[tuple[str, int]]:
-    factor = 1
+def _block_levels(denoiser: nn.Module) -> Iterator[tuple[str, tuple[bool, ...]]]:
+    """Yield the blocks, each with the halvings of the grid above it; see `SelfAttention.rounding`.
+
+    The blocks on the way up mirror those on the way down, whose outputs they are joined with.
+    """
+    rounding: tuple[bool, ...] = ()
+    down = []
     for index, block in enumerate(denoiser.down_blocks):  # type: ignore[arg-type]
-        yield f"down_blocks.{index}", factor
-        factor *= 2 if getattr(block, "downsamplers", None) else 1
-    yield "mid_block", factor
-    for index, block in enumerate(getattr(denoiser, "up_blocks", ())):
-        yield f"up_blocks.{index}", factor
-        factor //= 2 if getattr(block, "upsamplers", None) else 1
+        down.append(rounding)
+        yield f"down_blocks.{index}", rounding
+        downsamplers = getattr(block, "downsamplers", None)
+        if downsamplers:
+            rounding = (*rounding, _rounds_up(downsamplers[0]))
+    yield "mid_block", rounding
+    for index, rounding in enumerate(reversed(down[: len(getattr(denoiser, "up_blocks", ()))])):
+        yield f"up_blocks.{index}", rounding
+
+
+def _rounds_up(downsampler: nn.Module) -> bool:
+    """Tell whether a downsampler makes 5 rows of 9, and not 4; tried out without computing anything."""
+    channels = getattr(downsampler, "channels", None) or getattr(downsampler, "in_channels", None)
+    if channels is None:  # one without weights
+        channels = 4
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            weight = next(downsampler.parameters(), torch.empty(0))
+            made = type(downsampler).forward(
+                downsampler, torch.empty(1, channels, 9, 9, device=weight.device, dtype=weight.dtype)
+            )
+    except Exception:  # of a kind that takes more than its input
+        return True
+    return int(made.shape[-1]) == 5
 
 
 def _norm_before(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -10,11 +13,12 @@ import torch
 from torch import nn
 
 from elfatt_sd.autotune import Tuner, measure_phases
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.config import EXACT, ElfattError, PatchConfig
+from elfatt_sd.devices import in_optimized_module
 from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, levels_of, select_layers, unwrap
 from elfatt_sd.planning import Plan, latent_grid, make_plan
-from elfatt_sd.processor import STATE, Denoiser, ElfattProcessor, LayerState, warn_displaced
-from elfatt_sd.schedule import Position, Schedule, SchedulerFinder, unknown_position
+from elfatt_sd.processor import Call, Denoiser, ElfattProcessor, PatchedLayer, approximates, is_recomputing
+from elfatt_sd.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, SchedulerFinder, unknown_position
 
 Pipeline = TypeVar("Pipeline")
 _Layers = tuple[list[SelfAttention], list[SelfAttention]]  # all of a denoiser, and those that a method patches
@@ -22,7 +26,12 @@ _PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
 
 
 def apply_patch(
-    pipe: Pipeline, method: str | PatchConfig = "elfatt", *, autotune: bool = False, **settings: Any
+    pipe: Pipeline,
+    method: str | PatchConfig = "elfatt",
+    *,
+    autotune: bool = False,
+    take_over: Sequence[str] = (),
+    **settings: Any,
 ) -> Pipeline:
     """Make a pipeline use a method's self-attention; a patch that is there already is replaced.
 
@@ -31,6 +40,8 @@ def apply_patch(
         method: the name of a preset, or a configuration.
         autotune: measure, at the first call of each size, which layers the method makes faster on this device, and
             leave the others alone; with them, and a warning, those that `torch.compile` serves, which cannot be timed.
+        take_over: names of classes of attention processors that are not plain attention (cross-frame, shared style,
+            ...), whose layers are patched nevertheless; others are left alone, with a warning.
         **settings: changes to it, such as `ratio=0.5` or `block_size=128`; see `PatchConfig.with_settings`.
 
     Returns:
@@ -41,12 +52,13 @@ def apply_patch(
     """
     config = resolve(method, settings)
     denoisers = find_denoisers(pipe)
-    chosen = choose_layers(denoisers, config)
+    chosen = choose_layers(denoisers, config, take_over)
     remove_patch(pipe)
     if config.active:
-        schedule = Schedule(SchedulerFinder(pipe))
+        schedule = Schedule(SchedulerFinder(pipe), _takes_noise_levels(denoisers["unet"]))
         for name, denoiser in denoisers.items():
-            _Patch(config, autotune, schedule, denoiser, chosen[name]).install()
+            _Patch(config, autotune, tuple(take_over), schedule, denoiser, chosen[name]).install()
+        _tell_left_alone(chosen, config)
     return pipe
 
 
@@ -69,7 +81,12 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
 
 @contextmanager
 def patched(
-    pipe: Any, method: str | PatchConfig = "elfatt", *, autotune: bool = False, **settings: Any
+    pipe: Any,
+    method: str | PatchConfig = "elfatt",
+    *,
+    autotune: bool = False,
+    take_over: Sequence[str] = (),
+    **settings: Any,
 ) -> Iterator[Plan]:
     """Patch a pipeline for the length of a `with` block, and give its plan, at the model's own picture size.
 
@@ -79,12 +96,13 @@ def patched(
         pipe: as for `apply_patch`.
         method: as for `apply_patch`.
         autotune: as for `apply_patch`.
+        take_over: as for `apply_patch`.
         **settings: as for `apply_patch`.
     """
     before = _patches(pipe)
-    apply_patch(pipe, method, autotune=autotune, **settings)
+    apply_patch(pipe, method, autotune=autotune, take_over=take_over, **settings)
     try:
-        yield plan(pipe, method, autotune=autotune, **settings)
+        yield plan(pipe, method, autotune=autotune, take_over=take_over, **settings)
     finally:
         remove_patch(pipe)
         for patch in before.values():
@@ -98,6 +116,7 @@ def plan(
     height: int | None = None,
     width: int | None = None,
     autotune: bool = False,
+    take_over: Sequence[str] = (),
     **settings: Any,
 ) -> Plan:
     """Tell what a patch would do, layer by layer and phase by phase, without changing anything.
@@ -109,6 +128,7 @@ def plan(
         width: likewise.
         autotune: measure on this device, for one picture with guidance, which layers the method makes faster;
             without, the plan says which of them the multiply-adds make slower.
+        take_over: as for `apply_patch`.
         **settings: as for `apply_patch`.
 
     Raises:
@@ -116,15 +136,15 @@ def plan(
     """
     config = resolve(method, settings)
     denoisers = find_denoisers(pipe)
-    chosen = choose_layers(denoisers, config)
+    chosen = choose_layers(denoisers, config, take_over)
     rows, columns = latent_grid(pipe, height, width)
     decisions = {}
     if autotune:
         for name, net in denoisers.items():
             shared = Denoiser(config)
-            shared.layers = _states(shared, chosen[name])
-            for state in shared.layers:
-                decisions[name, state.layer.name] = measure_phases(state, net, rows, columns)
+            shared.layers = _patched_layers(shared, chosen[name])
+            for layer in shared.layers:
+                decisions[name, layer.layer.name] = measure_phases(layer, net, rows, columns)
     return make_plan(config, chosen, decisions, rows, columns)
 
 
@@ -151,107 +171,312 @@ def resolve(method: str | PatchConfig, settings: dict[str, Any]) -> PatchConfig:
     return PatchConfig.preset(method, **settings)
 
 
-def choose_layers(denoisers: dict[str, nn.Module], config: PatchConfig) -> dict[str, _Layers]:
+def choose_layers(
+    denoisers: dict[str, nn.Module], config: PatchConfig, take_over: Sequence[str] = ()
+) -> dict[str, _Layers]:
     """Return, for each denoiser, its self-attention layers and those of them that the method patches.
+
+    Args:
+        denoisers: by name.
+        config: the method.
+        take_over: as for `apply_patch`.
 
     Raises:
         ElfattError: the UNet has none that the method could patch.
     """
     found = {name: find_layers(denoiser) for name, denoiser in denoisers.items()}
     levels = levels_of(found["unet"])
-    chosen = {name: (layers, select_layers(layers, config, levels)) for name, layers in found.items()}
+    chosen = {name: select_layers(layers, config, levels) for name, layers in found.items()}
     if config.active and not found["unet"]:
-        raise ElfattError("the UNet has no self-attention layer over the picture; there is nothing to patch.")
-    if config.active and not chosen["unet"][1]:
+        raise ElfattError("the UNet has no self-attention layer over the image; there is nothing to patch.")
+    if config.active and not chosen["unet"]:
         raise ElfattError(
             f"no self-attention layer matches max_downsample={config.max_downsample}; this UNet has some at "
             f"{', '.join(map(str, levels))}. Give max_downsample=None to take the finest level of them."
         )
-    return chosen
+    return {
+        name: (layers, [layer for layer in chosen[name] if not layer.obstacle or layer.processor_name in take_over])
+        for name, layers in found.items()
+    }
 
 
-def _states(shared: Denoiser, layers: _Layers) -> list[LayerState]:
-    """Return fresh states of the chosen layers, each numbered among all layers."""
+def _tell_left_alone(chosen: dict[str, _Layers], config: PatchConfig) -> None:
+    """Warn of layers whose processors do something else than plain attention."""
+    levels = levels_of(chosen["unet"][0])
+    left = [
+        layer
+        for found, patched in chosen.values()
+        for layer in select_layers(found, config, levels)
+        if layer.obstacle and layer not in patched
+    ]
+    if left:
+        names = ", ".join(sorted({layer.processor_name for layer in left}))
+        warnings.warn(
+            f"elfatt-sd: {len(left)} layers are left alone, the first is {left[0].name}: {left[0].obstacle}. Give "
+            f"take_over=[...] with the class names ({names}) to replace them in approximated steps.",
+            stacklevel=3,
+        )
+
+
+def _takes_noise_levels(unet: nn.Module) -> bool:
+    """Tell whether a UNet takes noise levels in place of timesteps, as those of VE-SDE do."""
+    return getattr(getattr(unwrap(unet), "config", None), "time_embedding_type", None) == "fourier"
+
+
+def _patched_layers(shared: Denoiser, layers: _Layers, taken_over: tuple[str, ...] = ()) -> list[PatchedLayer]:
+    """Return the chosen layers, each numbered among all layers."""
     found, chosen = layers
-    states = []
-    for index, layer in enumerate(found):
-        if layer in chosen:
-            patched: LayerState | None = getattr(layer.attention, STATE, None)
-            original = layer.attention.processor if patched is None else patched.original
-            states.append(LayerState(layer, index, original, shared))
-    return states
+    return [
+        PatchedLayer(layer, index, layer.processor, shared, taken_over)
+        for index, layer in enumerate(found)
+        if layer in chosen
+    ]
+
+
+def _modules_around(module: nn.Module, layers: list[PatchedLayer]) -> list[nn.Module]:
+    """Return the modules that hold patched layers, from the outermost inwards."""
+    paths = (itertools.accumulate(layer.layer.name.split("."), getattr, initial=module) for layer in layers)
+    return list({id(part): part for path in paths for part in path}.values())
+
+
+def _likely_cause(module: nn.Module, layers: list[PatchedLayer]) -> str:
+    """Say what probably keeps layers from being approximated, and what to do."""
+    if hasattr(module, "_tome_info"):
+        return "tomesd is on: call tomesd.remove_patch(pipe), or use it alone."
+    for part in _modules_around(module, layers)[1:]:
+        if "forward" in part.__dict__ and "_old_forward" not in part.__dict__:
+            return f"The forward of a {type(part).__name__} was replaced (HyperTile does that): take it out."
+    return "Something changes the tokens or bypasses the attention processors: take it out."
+
+
+def _remedy(config: PatchConfig) -> str:
+    """Say how a method that does nothing in so few steps could do something."""
+    if config.phases[0].exact:
+        return "its first steps are exact. Give active_fraction=1 to approximate all steps."
+    if any(phase.residual_steps > 1 for phase in config.phases):
+        return "it measures in a step what it adds in the next ones. Give residual_steps=1 to approximate all steps."
+    return "it approximates earlier steps only. Give a phase that ends later."
 
 
 class _Patch:
     """A method installed in one UNet or ControlNet."""
 
     def __init__(
-        self, config: PatchConfig, autotune: bool, schedule: Schedule, denoiser: nn.Module, layers: _Layers
+        self,
+        config: PatchConfig,
+        autotune: bool,
+        taken_over: tuple[str, ...],
+        schedule: Schedule,
+        denoiser: nn.Module,
+        layers: _Layers,
     ) -> None:
         self.config = config
         self.autotune = autotune
+        self.taken_over = taken_over
         self._schedule = schedule
         self._layers = layers
-        self._outer = denoiser
         self._module = unwrap(denoiser)
-        self._tuner = Tuner(denoiser) if autotune else None
+        self._tuner = Tuner(self._module) if autotune else None
         self._shared = Denoiser(config, None if self._tuner is None else self._tuner.pays)
-        self._shared.layers = _states(self._shared, layers)
+        self._shared.layers = _patched_layers(self._shared, layers, taken_over)
         self._handles: list[Any] = []
-        self._warned = False
+        self._told: set[str] = set()
+        self._around = _modules_around(self._module, self._shared.layers)
+        self._direct: dict[int, Any] = {}  # by thread: the timestep of a call of `forward`, which no hook sees
 
     def renewed(self) -> _Patch:
         """Return its like, to be installed after it was removed."""
-        return _Patch(self.config, self.autotune, self._schedule, self._outer, self._layers)
+        return _Patch(self.config, self.autotune, self.taken_over, self._schedule, self._module, self._layers)
 
     def install(self) -> None:
-        processor: Any = ElfattProcessor()
-        for state in self._shared.layers:
-            setattr(state.layer.attention, STATE, state)
-            state.layer.attention.set_processor(processor)
-            if state.layer.norm is not None and any(phase.uses_matching for phase in self.config.phases):
-                self._handles.append(state.layer.norm.register_forward_pre_hook(state.remember_block_input))
-        self._handles.append(self._outer.register_forward_pre_hook(self._before_call, with_kwargs=True))
-        setattr(self._module, _PATCH, self)
+        """Put it into the module."""
+        for layer in self._shared.layers:
+            layer.install()
+            if layer.layer.norm is not None:
+                self._handles.append(layer.layer.norm.register_forward_pre_hook(layer.remember_block_input))
+            if layer.layer.transformer is not None:
+                hook = layer.before_transformer
+                self._handles.append(layer.layer.transformer.register_forward_pre_hook(hook, with_kwargs=True))
+        module: Any = self._module
+        self._handles += [
+            module.register_forward_pre_hook(self._before_call, with_kwargs=True),
+            module.register_forward_hook(self._after_call, always_call=True),
+        ]
+        if hasattr(module, "time_proj"):
+            self._handles.append(module.time_proj.register_forward_pre_hook(self._before_time))
+            self._handles.append(module.conv_in.register_forward_pre_hook(self._before_input))
+        self._handles.append(module.conv_in.register_state_dict_pre_hook(self._before_copy))
+        setattr(module, _PATCH, self)
 
     def remove(self) -> None:
+        """Take it out of the module."""
         for handle in self._handles:
             handle.remove()
-        for state in self._shared.layers:
-            if isinstance(state.layer.attention.processor, ElfattProcessor):
-                original: Any = state.original
-                state.layer.attention.set_processor(original)
-            delattr(state.layer.attention, STATE)
+        for layer in self._shared.layers:
+            layer.remove()
         delattr(self._module, _PATCH)
 
-    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the UNet."""
-        self._begin(args, kwargs, torch.compiler.is_compiling())
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiling: bool) -> None:
-        """Find the step and tell the layers."""
-        if self._tuner is not None:
-            self._tuner.compiling = compiling
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the UNet: find the step and tell the layers."""
         sample = args[0] if args else kwargs["sample"]
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
+        self._begin(sample, timestep)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the UNet, also after an exception."""
+        call = self._shared.end()
+        if call is not None and output is not None:
+            self._compare_with_plan(call)
+
+    def _before_time(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the first thing that a UNet computes: see whether it was called by `forward`."""
+        if torch.compiler.is_compiling():
+            return
+        call = self._shared.call
+        if call is None or call.entered:
+            self._direct[threading.get_ident()] = args[0]
+        else:
+            call.entered = True
+
+    def _before_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the UNet's first convolution: begin a call of `forward`."""
+        if torch.compiler.is_compiling() or threading.get_ident() not in self._direct:
+            return
+        self._begin(args[0], self._direct.pop(threading.get_ident()))
+        if self._shared.call is not None:
+            self._shared.call.entered = True
+
+    def _before_copy(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Pre-hook of the state of the first convolution alone, which is asked for to build another model of it."""
+        if not prefix:
+            self._tell(
+                "copied",
+                "the weights of a patched model are copied into another one, as AnimateDiffPipeline.from_pipe and "
+                "ControlNetModel.from_unet do; the copy has no patch. Call apply_patch on the pipeline that it is in.",
+            )
+
+    def _begin(self, sample: torch.Tensor, timestep: Any) -> None:
+        """Find the step of a call and tell the layers."""
+        self._refuse_tracing()
+        compiled = self._is_compiled()
+        if compiled and self._shared.threads and self._shared.call is None:
+            raise ElfattError(
+                "two threads call a compiled and patched model at once, and compiled code cannot tell them apart; let "
+                "them call one after the other, give each a copy of the model, or leave it uncompiled."
+            )
+        call = self._shared.recall(sample) if torch.is_grad_enabled() and is_recomputing() else None
+        if call is not None:  # a checkpoint around the whole model
+            call.restart()
+            self._shared.enter(call)
+            return
+        if self._tuner is not None:
+            self._tuner.compiling = compiled
         position = self._schedule.locate(timestep)
+        if not self._needs_steps and not (position is not None and position.scheduled):
+            position = ANYWHERE
         if position is None:
-            keeps = self.config.reuse_steps > 1 or any(phase.residual_steps > 1 for phase in self.config.phases)
-            if keeps or [phase.until for phase in self.config.phases] not in ([], [1.0]):
-                raise unknown_position(len(self.config.phases))
-            position = Position(0, 1)
+            raise unknown_position(len(self.config.phases))
+        if position == BEYOND:
+            self._tell(
+                "other unit",
+                "the timestep of this call is on no schedule and in a unit that is not known (a noise level?), so that "
+                "its attention is exact; iterate over a tensor of all timesteps, such as scheduler.timesteps.",
+            )
+        run = self._schedule.run
         self._warn_if_displaced()
-        self._shared.begin(position, self._schedule.runs, sample)
+        self._warn_if_idle(position, run)
+        if compiled:
+            self._allow_recompiling()
+        self._shared.begin(position, run, sample)
+        if torch.is_grad_enabled() and self._shared.call is not None:
+            self._shared.remember(sample, self._shared.call)
+
+    @property
+    def _needs_steps(self) -> bool:
+        """Whether it matters to the method which step of the run a call is."""
+        phases = self.config.phases
+        keeps = self.config.reuse_steps > 1 or any(phase.residual_steps > 1 for phase in phases)
+        return keeps or [phase.until for phase in phases] not in ([], [1.0])
+
+    def _is_compiled(self) -> bool:
+        """Tell whether `torch.compile` serves the call that now begins, or a part of it."""
+        return in_optimized_module() or any(module._compiled_call_impl is not None for module in self._around)
+
+    def _allow_recompiling(self) -> None:
+        """Let dynamo compile as often as there are phases and grids: its limit is one for all layers of a class."""
+        from torch._dynamo import config as dynamo
+
+        layers = {(layer.layer.downsample, layer.layer.attention.inner_dim) for layer in self._shared.layers}
+        each = sum(1 if phase.residual_steps == 1 else 4 for phase in (*self.config.phases, EXACT))
+        name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+        setattr(dynamo, name, max(getattr(dynamo, name), 8 + len(layers) * each))
+
+    def _refuse_tracing(self) -> None:
+        """Refuse what would make a program of one call.
+
+        Raises:
+            ElfattError: the model is being traced or exported.
+        """
+        exporting = getattr(torch.compiler, "is_exporting", bool)
+        if torch._C._is_tracing() or exporting():
+            raise ElfattError(
+                "a trace or an export of a patched model would hold one step's phase and random draws for ever; "
+                "call elfatt_sd.remove_patch(pipe) first, or use torch.compile."
+            )
+
+    def _tell(self, what: str, message: str) -> None:
+        """Warn, once for each kind of message."""
+        if what not in self._told:
+            self._told.add(what)
+            warnings.warn(f"elfatt-sd: {message}", stacklevel=2)
 
     def _warn_if_displaced(self) -> None:
-        if self._warned:
-            return
         others = {
-            state.layer.name: type(state.layer.attention.processor).__name__
-            for state in self._shared.layers
-            if not isinstance(state.layer.attention.processor, ElfattProcessor)
+            layer.layer.name: type(layer.layer.attention.processor).__name__
+            for layer in self._shared.layers
+            if not isinstance(layer.layer.attention.processor, ElfattProcessor)
         }
         if others:
-            self._warned = True
-            warn_displaced(list(others), ", ".join(sorted(set(others.values()))))
+            self._tell(
+                "displaced",
+                f"{len(others)} patched layers now have another attention processor "
+                f"({', '.join(sorted(set(others.values())))}), the first is {next(iter(others))}; they are not "
+                "accelerated. Call apply_patch again after whatever replaced them.",
+            )
+
+    def _warn_if_idle(self, position: Position, run: Run) -> None:
+        """Say at the first call of a run that none of its steps will be approximated."""
+        config = self.config
+        if all(phase.exact for phase in config.phases):
+            return
+        if not position.scheduled:
+            if any(phase.residual_steps > 1 for phase in config.phases):
+                self._tell(
+                    "no schedule",
+                    f"{config.method} adds in one step what it measured in another, and these calls are on no "
+                    "schedule: they are exact. Iterate over scheduler.timesteps, or give residual_steps=1.",
+                )
+            return
+        if position.step == run.first and not approximates(config, position.step, position.steps):
+            first = f", from step {position.step + 1}" * (position.step > 0)
+            self._tell(
+                "idle",
+                f"{config.method} approximates nothing in a run of {position.steps} steps{first}: {_remedy(config)}",
+            )
+
+    def _compare_with_plan(self, call: Call) -> None:
+        """Say which layers of the first call that should approximate them did not do it."""
+        expected = {index: state for index, state in call.states.items() if not state.phase.exact}
+        wrong = {state.layer.name: state.outcome for state in expected.values() if state.outcome not in ("done", "")}
+        skipped = [state.layer.name for state in expected.values() if not state.outcome]
+        if skipped and (call.last or not call.scheduled or len(skipped) == len(expected)):
+            wrong |= dict.fromkeys(skipped, "its attention processor was never called")
+        if wrong:
+            name, why = next(iter(wrong.items()))
+            self._tell(
+                "not approximated",
+                f"{len(wrong)} of {len(expected)} patched layers stay exact, the first is {name}: {why}. "
+                f"{_likely_cause(self._module, self._shared.layers)}",
+            )

@@ -3,13 +3,17 @@
     tokens -> merge -> block order -> q, k, v -> attention -> output projection -> order back -> unmerge
 
 The processor itself holds nothing: diffusers rebuilds processors without arguments when an IP-Adapter is loaded, and
-`torch.compile` specialises on every processor object. What a layer needs is kept on its attention module.
+`torch.compile` specialises on every processor object. What stays the same from call to call is kept on the attention
+module (`PatchedLayer`); what belongs to one call of the denoiser is kept by thread (`Call`, `LayerState`), so that
+threads can share a UNet.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import warnings
+import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,77 +21,77 @@ from typing import Any
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, FusedAttnProcessor2_0
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
 from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
-from elfatt_sd.config import EXACT, PatchConfig, Phase
-from elfatt_sd.layers import SelfAttention
+from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
+from elfatt_sd.layers import SelfAttention, is_plain
 from elfatt_sd.merging import Candidates, Matching, find_candidates, match_candidates
 from elfatt_sd.ordering import block_permutation, inverse_permutation, lattice_order, order_merged
 from elfatt_sd.sampled import sample_counts, sampled_attention, stratified_samples
-from elfatt_sd.schedule import Position
+from elfatt_sd.schedule import Position, Run
 
 STATE = "elfatt_state"  # attribute of a patched attention module
 KEPT_CALLS = 32  # of one step, that keep something for the next steps; it bounds the memory of calls without a schedule
 _DEFAULT: Any = AttnProcessor2_0
+_OVERRIDDEN = ("get_processor", "set_processor")  # of a patched attention module: they speak of the original
 
 
-class Denoiser:
-    """What the patched layers of one UNet or ControlNet share during a call.
+class Call:
+    """One call of a denoiser: what its layers share.
 
-    Args:
+    Attributes:
         config: the method.
-        pays: tells whether a phase makes a layer faster, for an input of the denoiser; by default every one counts.
+        phase: of the call's step.
+        step: of the call, from which random draws are made.
+        sample_size: height and width of the denoiser's input.
+        memory: what the run keeps.
+        matchings: of this call, and of its like in earlier steps.
+        scheduled: whether the call is one of a run over a schedule.
+        shares: whether a difference measured in this call is of use in a later step.
+        last: whether the run ends with this step.
+        states: of the patched layers, by the layer's index.
+        entered: whether the denoiser has begun to compute.
     """
 
-    def __init__(self, config: PatchConfig, pays: Callable[[LayerState, Phase, Tensor], bool] | None = None) -> None:
+    def __init__(self, config: PatchConfig, phase: Phase = EXACT, step: int = 0) -> None:
         self.config = config
-        self.pays = pays
-        self.phase: Phase = EXACT
-        self.layers: list[LayerState] = []
-        self.matchings: dict[object, Matching | None] = {}  # of this call, and of its like in earlier steps
-        self.last = False  # whether the run ends with this step
-        self._step: tuple[int, int] | None = None
+        self.phase = phase
+        self.step = step
+        self.sample_size = (0, 0)
+        self.memory = Memory()
+        self.matchings: dict[object, Matching | None] = {}
+        self.scheduled = self.shares = self.last = self.entered = False
+        self.states: dict[int, LayerState] = {}
+
+    def restart(self) -> None:
+        """Begin anew, when a checkpoint computes the whole call once more."""
+        for state in self.states.values():
+            state.calls = 0
+
+
+class Memory:
+    """What one denoiser keeps from step to step of a run."""
+
+    def __init__(self) -> None:
+        self.matchings = Shelf()
+        self.residuals = Shelf()  # by the layer's index
+        self._step = -1
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
-        self._matchings = Shelf()
-        self._residuals = Shelf()  # by the layer's index
 
-    def begin(self, position: Position, run: int, sample: Tensor) -> None:
-        """Prepare the layers for a call: phase, grids, and what is drawn at random.
-
-        A step may take several calls: with the prompt and without, or one for each view of a panorama. What a call
-        keeps is for the calls of later steps that have the same place among those of their step, and the same shape.
-
-        Args:
-            position: of the call in the schedule.
-            run: number of the run, so that nothing is carried over from another one.
-            sample: the denoiser's input, `[batch, ..., height, width]`.
-        """
-        self.phase = self.config.phase_at(position.step, position.steps)
-        turn = position.step if position.turn is None else position.turn
-        if self._step != (run, turn):
+    def place(self, step: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the place of a call among those of its step, and its shape."""
+        if step != self._step:
             self._calls.clear()
-        self._step = run, turn
-        shape = tuple(map(int, sample.shape))
+        self._step = step
         place = self._calls[shape], *shape
         self._calls[shape] += 1
-        reuse_steps, residual_steps = self.config.reuse_steps, self.phase.residual_steps
-        self.matchings = self._matchings.take((run, turn // reuse_steps), place, reuse_steps > 1)
-        group = run, turn // residual_steps, self.phase
-        residuals = self._residuals.take(group, place, residual_steps > 1)
-        self.last = 1 < position.steps == position.step + 1
-        for layer in self.layers:
-            phase = self.phase
-            layer.grid = layer.layer.grid(int(sample.shape[-2]), int(sample.shape[-1]))
-            if self.pays is not None and not phase.exact and not self.pays(layer, phase, sample):
-                phase = EXACT
-            layer.begin(phase, turn, sample.device)
-            layer.residuals = residuals.setdefault(layer.index, {})
+        return place
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def repeat_step(self) -> None:
         """Let the next call stand for the first of its step, whatever was called before it."""
-        self._step = None
+        self._step = -1
 
 
 class Shelf:
@@ -102,26 +106,259 @@ class Shelf:
         if group != self._group:
             self._kept.clear()
         self._group = group
-        return self._kept.setdefault(place, {}) if keep and place[0] < KEPT_CALLS else {}
+        return self._kept.setdefault(place, {}) if keep else {}
 
 
-class LayerState:
-    """What one patched layer knows.
+class Denoiser:
+    """What the patched layers of one UNet or ControlNet share.
+
+    Args:
+        config: the method.
+        pays: tells whether a phase makes a layer faster, for an input of the denoiser; by default every one counts.
+    """
+
+    def __init__(self, config: PatchConfig, pays: Callable[[LayerState, Phase, Tensor], bool] | None = None) -> None:
+        self.config = config
+        self.pays = pays
+        self.layers: list[PatchedLayer] = []
+        self.grids: dict[tuple[int, int, int], tuple[int, int]] = {}  # measured, by layer and size of the input
+        self.latest: Call | None = None  # of any thread
+        self._live: dict[int, Call] = {}  # by thread
+        self._inputs: dict[tuple[int, int], tuple[Any, Any]] = {}  # of what a checkpoint may compute once more
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy without the calls of this object's threads."""
+        return {**self.__dict__, "latest": None, "_live": {}, "_inputs": {}}
+
+    @property
+    def call(self) -> Call | None:
+        """The call that goes on in this thread; None between calls."""
+        return self._live.get(threading.get_ident())
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the call that goes on in this thread."""
+        call = self.call
+        return EXACT if call is None else call.phase
+
+    def begin(self, position: Position, run: Run, sample: Tensor) -> None:
+        """Prepare the layers for a call: phase, grids, and what is drawn at random.
+
+        A step may take several calls: with the prompt and without, or one for each view of a panorama. What a call
+        keeps is for the calls of later steps that have the same place among those of their step, and the same shape.
+
+        Args:
+            position: of the call in the schedule.
+            run: the run that it belongs to; nothing is carried over from another one.
+            sample: the denoiser's input, `[batch, ..., height, width]`.
+        """
+        config, step = self.config, position.step
+        call = Call(config, config.phase_at(step, position.steps), step)
+        phase, shape = call.phase, tuple(map(int, sample.shape))
+        call.memory = memory = run.kept.setdefault(id(self), call.memory)
+        place = memory.place(step, shape)
+        call.scheduled = position.scheduled
+        kept = position.scheduled and place[0] < KEPT_CALLS
+        call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
+        group = step // phase.residual_steps, phase
+        residuals = memory.residuals.take(group, place, kept and phase.residual_steps > 1)
+        call.shares = kept and shares_difference(config, step, position.steps)
+        call.last = 1 < position.steps == step + 1
+        height, width = call.sample_size = shape[-2], shape[-1]
+        for layer in self.layers:
+            grid = self.grids.get((layer.index, height, width)) or layer.layer.grid(height, width)
+            state = LayerState(layer, call, grid)
+            own = phase
+            if self.pays is not None and not own.exact and not self.pays(state, own, sample):
+                own = EXACT
+            state.begin(own, step, sample.device)
+            state.residuals = residuals.setdefault(layer.index, {})
+            call.states[layer.index] = state
+        self.enter(call)
+
+    def enter(self, call: Call) -> None:
+        """Let a call be the one that goes on in this thread."""
+        self._live[threading.get_ident()] = self.latest = call
+        for layer in self.layers:
+            layer.latest = call.states[layer.index]
+
+    def end(self) -> Call | None:
+        """End the call that goes on in this thread, and return it."""
+        return self._live.pop(threading.get_ident(), None)
+
+    @property
+    def threads(self) -> int:
+        """Number of threads that are in a call."""
+        return len(self._live)
+
+    def remember(self, tensor: Tensor, what: Any) -> None:
+        """Keep `what` as long as the memory of a tensor is in use, for `recall`."""
+        self._inputs = {key: kept for key, kept in self._inputs.items() if not kept[0].expired()}
+        self._inputs[_memory_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), what  # type: ignore[no-untyped-call]
+
+    def recall(self, tensor: Tensor) -> Any:
+        """Return what was remembered of a tensor, of which a checkpoint hands over a view; None if nothing was."""
+        kept = self._inputs.get(_memory_of(tensor))
+        return None if kept is None or kept[0].expired() else kept[1]
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
+
+
+def shares_difference(config: PatchConfig, step: int, steps: int) -> bool:
+    """Tell whether the step after one adds the difference that this one measures or has added; see `residual_steps`."""
+    phase = config.phase_at(step, steps)
+    last_of_group = step % phase.residual_steps == phase.residual_steps - 1
+    return not last_of_group and step + 1 < steps and config.phase_at(step + 1, steps) == phase
+
+
+def approximates(config: PatchConfig, first: int, steps: int) -> bool:
+    """Tell whether any step of a run, from `first` on, is approximated."""
+    for step in range(first, steps):
+        phase = config.phase_at(step, steps)
+        added = step > first and shares_difference(config, step - 1, steps)
+        if not phase.exact and (phase.residual_steps == 1 or added):
+            return True
+    return False
+
+
+class PatchedLayer:
+    """A patched layer: what stays the same from call to call.
+
+    While a layer is patched, its `get_processor` and `set_processor` speak of the original: what diffusers, PEFT or a
+    user saves, inspects, fuses, slices or resets works as without the patch.
 
     Args:
         layer: where it is.
         index: its number among all layers of the denoiser that have self-attention.
         original: the processor to call in exact phases and to put back.
         denoiser: what it shares with the other layers.
+        taken_over: names of processors, not plain attention, whose layers are patched nevertheless.
     """
 
-    def __init__(self, layer: SelfAttention, index: int, original: Callable[..., Tensor], denoiser: Denoiser) -> None:
+    def __init__(
+        self,
+        layer: SelfAttention,
+        index: int,
+        original: Callable[..., Tensor],
+        denoiser: Denoiser,
+        taken_over: tuple[str, ...] = (),
+    ) -> None:
         self.layer = layer
         self.index = index
         self.original = original
         self.denoiser = denoiser
+        self.taken_over = taken_over
+        self.latest: LayerState | None = None  # of any thread; compiled code reads it, as it cannot ask for its thread
+        self.recomputed: LayerState | None = None  # of a call that a checkpoint computes once more
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy without the states of this object's calls."""
+        return {**self.__dict__, "latest": None, "recomputed": None}
+
+    @property
+    def original(self) -> Callable[..., Tensor]:
+        """The processor to call in exact phases and to put back."""
+        return self._original
+
+    @original.setter
+    def original(self, processor: Callable[..., Tensor]) -> None:
+        self._original = processor
+        self.accepted = accepted_names(processor)
+        # The layer's own flag outlives `unfuse_qkv_projections`.
+        self.fused = isinstance(processor, FusedAttnProcessor2_0)
+
+    def install(self) -> None:
+        """Put our processor into the layer."""
+        attention: Any = self.layer.attention
+        setattr(attention, STATE, self)
+        type(attention).set_processor(attention, processor_for(self.accepted)())
+        for name in _OVERRIDDEN:
+            setattr(attention, name, getattr(self, name))
+
+    def remove(self) -> None:
+        """Put the original processor back, unless another one took the place of ours."""
+        attention: Any = self.layer.attention
+        for name in _OVERRIDDEN:
+            delattr(attention, name)
+        if isinstance(attention.processor, ElfattProcessor):
+            attention.set_processor(self.original)
+        delattr(attention, STATE)
+
+    def get_processor(self, return_deprecated_lora: bool = False) -> Any:
+        """Return the original processor, or the one that has displaced ours."""
+        processor = self.layer.attention.processor
+        return self.original if isinstance(processor, ElfattProcessor) else processor
+
+    def set_processor(self, processor: Any) -> None:
+        """Replace the original; one that is not plain attention takes our place, until a plain one is back."""
+        attention: Any = self.layer.attention
+        if isinstance(processor, ElfattProcessor):
+            return
+        self.original = processor
+        ours = is_plain(processor) or type(processor).__name__ in self.taken_over
+        type(attention).set_processor(attention, processor_for(self.accepted)() if ours else processor)
+
+    @property
+    def state(self) -> LayerState | None:
+        """The layer's state in the call that goes on; None outside of any call."""
+        if torch.compiler.is_compiling():
+            return self.latest
+        call = self.denoiser.call
+        if call is None:
+            return self.recomputed if is_recomputing() else None
+        return call.states.get(self.index)
+
+    def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made.
+
+        A checkpoint that computes the block once more hands over the input that it kept: by it, the call is known.
+        """
+        block_input = inputs[0]
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            if self.denoiser.call is None and is_recomputing():
+                self.recomputed = self.denoiser.recall(block_input)
+                if self.recomputed is None:
+                    raise ElfattError(
+                        f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; "
+                        "checkpoint whole transformer blocks, as enable_gradient_checkpointing does."
+                    )
+            elif self.state is not None:
+                self.denoiser.remember(block_input, self.state)
+        state = self.state
+        if state is not None and state.phase.uses_matching:
+            state.block_input = block_input
+
+    def before_transformer(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the module around the layer that is given the grid."""
+        self.measure_grid(args[0] if args else kwargs["hidden_states"])
+
+    def measure_grid(self, hidden_states: Tensor) -> None:
+        """Take the grid from what arrives, `[batch, channels, rows, columns]`, where it was thought to be another."""
+        if torch.compiler.is_compiling() or hidden_states.ndim != 4:
+            return
+        state, (rows, columns) = self.state, map(int, hidden_states.shape[-2:])
+        if state is not None and state.grid != (rows, columns):
+            state.grid = rows, columns
+            state.begin(state.phase, state.call.step, hidden_states.device)
+            self.denoiser.grids[self.index, *state.call.sample_size] = rows, columns
+
+
+class LayerState:
+    """What a patched layer knows in one call of the denoiser.
+
+    Args:
+        patched: the layer.
+        call: of the denoiser.
+        grid: rows and columns of its tokens.
+    """
+
+    def __init__(self, patched: PatchedLayer, call: Call, grid: tuple[int, int] = (0, 0)) -> None:
+        self.patched = patched
+        self.call = call
+        self.grid = grid
         self.phase: Phase = EXACT
-        self.grid = (0, 0)
         self.block_input: Tensor | None = None  # of the transformer block, before its normalisation: ToMe's metric
         self.choice: Tensor | None = None
         self.candidates: Candidates | None = None  # of this call
@@ -133,17 +370,36 @@ class LayerState:
         self.groups = 1
         self.calls = 0  # of the layer in this call of the denoiser: several, where that splits its input
         self.residuals: dict[int, Tensor] = {}  # of each: exact minus approximated output; see `residual_steps`
-        self.measured: set[int] = set()  # those that this call of the denoiser has measured
-        # The layer's own flag outlives `unfuse_qkv_projections`.
-        self.fused = isinstance(original, FusedAttnProcessor2_0)
+        self.added: dict[int, Tensor | None] = {}  # of each: the difference that was added, None where it was measured
+        self.outcome = ""  # why the layer was not approximated in this call; `done` if it was
+
+    @property
+    def layer(self) -> SelfAttention:
+        """Where the layer is."""
+        return self.patched.layer
+
+    @property
+    def original(self) -> Callable[..., Tensor]:
+        """The processor that is called in exact phases."""
+        return self.patched.original
+
+    @property
+    def index(self) -> int:
+        """Its number among all layers of the denoiser that have self-attention."""
+        return self.patched.index
+
+    @property
+    def fused(self) -> bool:
+        """Whether its projections are fused."""
+        return self.patched.fused
 
     def begin(self, phase: Phase, step: int, device: torch.device) -> None:
         """Set the phase, and draw the merge destinations, the blocks and the sampled keys of this step on the grid."""
-        config = self.denoiser.config
+        config = self.call.config
         self.phase = phase
         self.block_input = self.choice = self.permutation = self.inverse = self.samples = None
         self.candidates = self.second = None
-        self.calls, self.measured = 0, set()
+        self.calls, self.added = 0, {}
         if phase.exact:
             return
         rows, columns = self.grid
@@ -184,37 +440,53 @@ class LayerState:
 
         They lie on the CPU, as does what is worked out from few of them: every kernel is one more to launch.
         """
-        key = f"{self.denoiser.config.seed}/{step}/{self.index}/{what}".encode()
+        key = f"{self.call.config.seed}/{step}/{self.index}/{what}".encode()
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
         return torch.rand(count, generator=torch.Generator().manual_seed(seed), device="cpu")
 
     @property
-    def call(self) -> int:
+    def turn(self) -> int:
         """Which of the layer's calls in this call of the denoiser is going on; a checkpoint repeats the first."""
-        return 0 if _recomputing() else self.calls
+        return 0 if is_recomputing() else self.calls
 
-    def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made."""
-        if self.phase.uses_matching:
-            self.block_input = inputs[0]
+    def exact(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Call the original processor as diffusers does, with those of the other arguments that its signature names."""
+        accepted = {name: value for name, value in others.items() if name in self.patched.accepted}
+        return self.original(
+            attn,
+            hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            attention_mask=attention_mask,
+            **accepted,
+        )
 
-    def correct(self, approximated: Tensor, exact: Callable[[], Tensor]) -> Tensor:
+    def correct(self, approximated: Callable[[], Tensor], exact: Callable[[], Tensor]) -> Tensor:
         """Return an output with the error of the approximation taken off, by `residual_steps`.
 
         Args:
-            approximated: the layer's output by the phase's approximation.
+            approximated: computes the layer's output by the phase's approximation.
             exact: computes it by exact attention. It is called in the first of the steps that share a difference, where
                 its result is returned; there also when a checkpoint computes the layer once more.
         """
-        call = self.call
-        if call in self.residuals and call not in self.measured:
-            output = approximated + self.residuals[call]
+        turn = self.turn
+        known = self.added[turn] if turn in self.added else self.residuals.get(turn)
+        if known is not None:
+            output = approximated() + known
         else:
             output = exact()
-            self.residuals[call] = (output - approximated).detach()
-            self.measured.add(call)
-        if self.denoiser.last:  # what decodes the latents needs the memory
-            self.residuals.pop(call, None)
+            if self.call.shares:
+                self.residuals[turn] = (output - approximated()).detach()
+        if torch.is_grad_enabled():
+            self.added[turn] = known
+        if self.call.last:  # what decodes the latents needs the memory
+            self.residuals.pop(turn, None)
         return output
 
     def matching(self, tokens: Tensor, ratio: float) -> Matching | None:
@@ -225,11 +497,11 @@ class LayerState:
         """
         if int(tokens.shape[1] * ratio) == 0:
             return None
-        config, stride = self.denoiser.config, self.phase.stride
+        config, stride = self.call.config, self.phase.stride
         reused = config.reuse_layers or config.reuse_steps > 1
-        key = (self.grid if config.reuse_layers else self.index, self.call, tokens.shape[0], ratio, stride)
-        if reused and key in self.denoiser.matchings:
-            return self.denoiser.matchings[key]
+        key = (self.grid if config.reuse_layers else self.index, self.turn, tokens.shape[0], ratio, stride)
+        if reused and key in self.call.matchings:
+            return self.call.matchings[key]
         if self.candidates is None:
             known = self.block_input
             metric = known if known is not None and known.shape == tokens.shape else tokens
@@ -237,7 +509,7 @@ class LayerState:
         candidates = self.candidates
         matching = None if candidates is None else match_candidates(candidates, ratio)
         if reused:
-            self.denoiser.matchings[key] = matching
+            self.call.matchings[key] = matching
         return matching
 
 
@@ -251,19 +523,21 @@ class ElfattProcessor:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         temb: Tensor | None = None,
+        **others: Any,
     ) -> Tensor:
         """Apply the layer to hidden states `[batch, tokens, channels]` or `[batch, channels, height, width]`."""
-        state: LayerState | None = getattr(attn, STATE, None)
-        if state is None:  # a layer that is not patched: what diffusers does by default
+        patched: PatchedLayer | None = getattr(attn, STATE, None)
+        if patched is None:  # a layer that is not patched: what diffusers does by default
             return _DEFAULT()(attn, hidden_states, encoder_hidden_states, attention_mask, temb)  # type: ignore[no-any-return]
+        patched.measure_grid(hidden_states)
+        state = patched.state
+        if state is None:  # outside of any call of the denoiser
+            state = LayerState(patched, Call(patched.denoiser.config))
         phase = state.phase
-        if (
-            (phase.exact and state.denoiser.config.attention_backend == "auto")
-            or encoder_hidden_states is not None
-            or attention_mask is not None
-            or not state_fits(state, hidden_states)
-        ):
-            return state.original(attn, hidden_states, encoder_hidden_states, attention_mask, temb)
+        obstacle = _obstacle(state, hidden_states, encoder_hidden_states, attention_mask)
+        if obstacle or (phase.exact and state.call.config.attention_backend == "auto"):
+            state.outcome = obstacle
+            return state.exact(attn, hidden_states, encoder_hidden_states, attention_mask, temb=temb, **others)
         residual = hidden_states
         if attn.spatial_norm is not None:
             hidden_states = attn.spatial_norm(hidden_states, temb)
@@ -274,12 +548,16 @@ class ElfattProcessor:
             hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
         tokens = hidden_states
         try:
-            hidden_states = approximate(attn, state, phase, tokens)
             if phase.residual_steps > 1 and not phase.exact:
-                hidden_states = state.correct(hidden_states, lambda: approximate(attn, state, EXACT, tokens))
+                hidden_states = state.correct(
+                    lambda: approximate(attn, state, phase, tokens), lambda: approximate(attn, state, EXACT, tokens)
+                )
+            else:
+                hidden_states = approximate(attn, state, phase, tokens)
         finally:  # also where memory ran out
             state.block_input = state.candidates = None
             state.calls += 1
+        state.outcome = "done"
         if image_like:
             hidden_states = hidden_states.transpose(1, 2).reshape(residual.shape)
         if attn.residual_connection:
@@ -287,7 +565,44 @@ class ElfattProcessor:
         return hidden_states if attn.rescale_output_factor == 1 else hidden_states / attn.rescale_output_factor
 
 
-def _recomputing() -> bool:
+def accepted_names(processor: Callable[..., Tensor]) -> frozenset[str]:
+    """Return the names of the arguments that a processor names, as diffusers looks them up."""
+    return frozenset(inspect.signature(processor.__call__).parameters)  # type: ignore[operator]
+
+
+@functools.cache
+def processor_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
+    """Return a class of ours whose signature names what an original's does: diffusers hands over no other arguments."""
+    own = dict(inspect.signature(ElfattProcessor.__call__).parameters)
+    more = sorted(accepted - own.keys() - {"args", "kwargs"})
+    if not more:
+        return ElfattProcessor
+
+    class ElfattProcessorWithNames(ElfattProcessor):
+        def __call__(self, *args: Any, **named: Any) -> Tensor:
+            return ElfattProcessor.__call__(self, *args, **named)
+
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
+    parameters = [parameter for name, parameter in own.items() if name != "others"]
+    ElfattProcessorWithNames.__call__.__signature__ = inspect.Signature([*parameters, *keywords])  # type: ignore[attr-defined]
+    ElfattProcessorWithNames.__name__ = ElfattProcessor.__name__
+    return ElfattProcessorWithNames
+
+
+def _obstacle(
+    state: LayerState, hidden_states: Tensor, encoder_hidden_states: Tensor | None, attention_mask: Tensor | None
+) -> str:
+    """Return why a layer cannot be approximated in this call; empty if it can."""
+    if encoder_hidden_states is not None:
+        return "it was given other tokens to attend to"
+    if attention_mask is not None:
+        return "it was given an attention mask"
+    tokens = hidden_states.shape[2] * hidden_states.shape[3] if hidden_states.ndim == 4 else hidden_states.shape[1]
+    rows, columns = state.grid
+    return "" if tokens == rows * columns else f"it was given {tokens} tokens in place of {rows}x{columns}"
+
+
+def is_recomputing() -> bool:
     """Tell whether a checkpoint computes a layer once more, for its gradients."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
@@ -295,12 +610,6 @@ def _recomputing() -> bool:
 def _upload(drawn: Tensor, device: torch.device) -> Tensor:
     """Move a tensor of the CPU to a device without waiting for it."""
     return drawn.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else drawn.to(device)
-
-
-def state_fits(state: LayerState, hidden_states: Tensor) -> bool:
-    """Tell whether the tokens are those of the layer's grid; something else may have changed them."""
-    tokens = hidden_states.shape[2] * hidden_states.shape[3] if hidden_states.ndim == 4 else hidden_states.shape[1]
-    return bool(tokens == state.grid[0] * state.grid[1])
 
 
 def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor:
@@ -321,7 +630,7 @@ def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor
 
 def attend(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor, merged: Tensor) -> Tensor:
     """Self-attention among merged tokens by the phase's approximation, `[batch, merged tokens, channels]`."""
-    config = state.denoiser.config
+    config = state.call.config
     query, key, value = project(attn, merged, state.samples if phase.attention == "sampled" else None, state.fused)
     options: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
     query_scale = query.shape[-1] ** (-0.5 * phase.agent_scale) if phase.agent_scale != 1 else None
@@ -402,12 +711,3 @@ def _heads(attn: Attention, projected: Tensor, norm: torch.nn.Module | None) -> 
     if norm is not None:
         split = norm(split)
     return split
-
-
-def warn_displaced(names: list[str], by: str) -> None:
-    """Say that something replaced our processors after patching."""
-    warnings.warn(
-        f"elfatt-sd: {len(names)} patched layers now have another attention processor ({by}), the first is {names[0]}; "
-        "they are not accelerated. Call apply_patch again after whatever replaced them.",
-        stacklevel=2,
-    )

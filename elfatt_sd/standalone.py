@@ -10,8 +10,8 @@ from torch import Tensor
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.layers import SelfAttention, copy_structure
-from elfatt_sd.processor import STATE, Denoiser, ElfattProcessor, LayerState
-from elfatt_sd.schedule import Position
+from elfatt_sd.processor import Denoiser, PatchedLayer
+from elfatt_sd.schedule import Position, Run
 
 
 class StandaloneLayer:
@@ -27,12 +27,11 @@ class StandaloneLayer:
         attention: Any = layer.attention
         self._attention: Any = copy_structure(attention)
         self._denoiser = Denoiser(config)
-        self._state = LayerState(
-            dataclasses.replace(layer, attention=self._attention), index, attention.processor, self._denoiser
+        self._layer = PatchedLayer(
+            dataclasses.replace(layer, attention=self._attention), index, layer.processor, self._denoiser
         )
-        self._denoiser.layers = [self._state]
-        setattr(self._attention, STATE, self._state)
-        self._attention.set_processor(ElfattProcessor())
+        self._denoiser.layers = [self._layer]
+        self._layer.install()
 
     def begin(
         self, position: Position, latent: torch.Size | tuple[int, ...], block_input: Tensor | None = None
@@ -45,8 +44,10 @@ class StandaloneLayer:
             block_input: of the transformer block, before its normalisation: ToMe's metric.
         """
         device = next(self._attention.parameters()).device
-        self._denoiser.begin(position, 0, torch.empty(1, device=device).expand(latent))
-        self._state.block_input = block_input
+        self._denoiser.begin(position, Run(), torch.empty(1, device=device).expand(latent))
+        state = self._layer.state
+        if state is not None:
+            state.block_input = block_input
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Apply the layer to `[batch, tokens, channels]`."""

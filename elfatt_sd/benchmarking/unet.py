@@ -21,7 +21,6 @@ from elfatt_sd.benchmarking.variants import (
     by_phase,
     forget_matchings,
     forget_residuals,
-    repeat_call,
     resolve_methods,
     with_autotuned,
     with_compiled,
@@ -175,7 +174,6 @@ def _graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Cal
             forget_matchings(unet)  # as the hook before a call does
         if variant.measures:
             forget_residuals(unet)
-        repeat_call(unet)
         try:
             with torch.inference_mode(), torch.cuda.device(device), torch.cuda.graph(graph):
                 unet.forward(**inputs)

@@ -16,7 +16,7 @@ from elfatt_sd.config import EXACT, METHODS, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import find_denoisers, find_layers, levels_of, select_layers
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.planning import describe
-from elfatt_sd.processor import STATE, LayerState
+from elfatt_sd.processor import STATE, Call, PatchedLayer
 
 PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 STEPS = 50  # of the run that the phases of a method are added up to
@@ -314,34 +314,34 @@ def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:
     return list(counts.items())
 
 
-def patched_layers(unet: nn.Module) -> list[LayerState]:
-    """Return what the patched layers of a UNet know."""
+def patched_layers(unet: nn.Module) -> list[PatchedLayer]:
+    """Return the patched layers of a UNet."""
     return [getattr(module, STATE) for module in unet.modules() if hasattr(module, STATE)]
+
+
+def _latest_calls(unet: nn.Module) -> list[Call]:
+    """Return the latest call of a UNet, if it has a patch and was called."""
+    found = {id(layer.denoiser): layer.denoiser.latest for layer in patched_layers(unet)}
+    return [call for call in found.values() if call is not None]
 
 
 def repeat_step(unet: nn.Module) -> None:
     """Let the call that now begins take over what an earlier one kept, though it is of the same step."""
-    for denoiser in {id(state.denoiser): state.denoiser for state in patched_layers(unet)}.values():
-        denoiser.repeat_step()
-
-
-def repeat_call(unet: nn.Module) -> None:
-    """Let the layers be called once more in the same call of the UNet, as if for the first time."""
-    for state in patched_layers(unet):
-        state.calls = 0
-        state.measured.clear()
+    for call in _latest_calls(unet):
+        call.memory.repeat_step()
 
 
 def forget_residuals(unet: nn.Module) -> None:
     """Forget the differences to exact attention, so that the call that now begins measures them."""
-    for state in patched_layers(unet):
-        state.residuals.clear()
+    for call in _latest_calls(unet):
+        for state in call.states.values():
+            state.residuals.clear()
 
 
 def forget_matchings(unet: nn.Module) -> None:
     """Forget which tokens the last call merged, so that the call that now begins matches anew."""
-    for state in patched_layers(unet):
-        state.denoiser.matchings.clear()
+    for call in _latest_calls(unet):
+        call.matchings.clear()
 
 
 def layers_of(config: PatchConfig) -> PatchConfig:

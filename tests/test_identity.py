@@ -1,0 +1,96 @@
+"""Latents of presets and settings on the toy are those of earlier versions, bit for bit on a machine like that one.
+
+`python tests/test_identity.py` writes what the test compares with, from the version that is imported: run it with the
+version before a change that may not change images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elfatt_sd
+
+GOLDEN = Path(__file__).with_name("identity.json")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sd": ("sd", {}),
+    "tome": ("tome", {}),
+    "agent": ("agent", {}),
+    "elfatt": ("elfatt", {}),
+    "elfatt-fast": ("elfatt-fast", {}),
+    "elfatt-quality": ("elfatt-quality", {}),
+    "tome, ratio 0.3": ("tome", {"ratio": 0.3}),
+    "tome, fixed destinations": ("tome", {"use_rand": False}),
+    "tome, seed 7": ("tome", {"seed": 7}),
+    "tome, reuse_steps 2": ("tome", {"reuse_steps": 2}),
+    "tome, reuse_layers": ("tome", {"reuse_layers": True}),
+    "tome, residual_steps 3": ("tome", {"residual_steps": 3}),
+    "agent, agents 16 pooled": ("agent", {"agents": 16, "agent_source": "pooled"}),
+    "elfatt, agents 16": ("elfatt", {"agents": 16, "active_fraction": 0.6}),
+    "elfatt, block_size 40": ("elfatt", {"block_size": 40, "active_fraction": 0.6}),
+    **{
+        f"elfatt, {order}": ("elfatt", {"block_order": order, "active_fraction": 0.6})
+        for order in ("raster", "windows", "curve", "strided", "spread")
+    },
+    "elfatt, channels": ("elfatt", {"split": "channels", "active_fraction": 0.6}),
+    "elfatt-fast, columns": ("elfatt-fast", {"lattice": False}),
+    "elfatt-fast, 4 groups": ("elfatt-fast", {"groups": 4, "block_size": 48}),
+    "elfatt-fast, seed 3": ("elfatt-fast", {"seed": 3}),
+    "elfatt-fast, one draw": ("elfatt-fast", {"redraw": False}),
+    "elfatt-quality, residual_steps 2": ("elfatt-quality", {"residual_steps": 2, "block_size": 64}),
+}
+
+
+def latents(pipe: Any, method: str, settings: dict[str, Any]) -> torch.Tensor:
+    with elfatt_sd.patched(pipe, method, **settings):
+        return pipe(
+            "a red star on a striped blue background",
+            height=128,
+            width=128,
+            num_inference_steps=5,
+            guidance_scale=3,
+            generator=torch.Generator().manual_seed(1),
+            output_type="latent",
+        ).images
+
+
+def summary(made: torch.Tensor) -> dict[str, Any]:
+    digest = hashlib.sha256(made.contiguous().numpy().tobytes()).hexdigest()
+    return {"sha256": digest, "sample": [round(value, 5) for value in made.flatten()[::67].tolist()]}
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[Any]:
+    pipe = elfatt_sd.load_pipeline("toy", device="cpu")
+    pipe.set_progress_bar_config(disable=True)
+    yield pipe
+
+
+@pytest.fixture(scope="module")
+def same_machine(toy: Any) -> bool:
+    """Whether the untouched pipeline computes the same bits here."""
+    return summary(latents(toy, *CASES["sd"])) == json.loads(GOLDEN.read_text())["sd"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_latents_are_unchanged(toy: Any, same_machine: bool, case: str) -> None:
+    expected, made = json.loads(GOLDEN.read_text())[case], summary(latents(toy, *CASES[case]))
+    if same_machine:
+        assert made["sha256"] == expected["sha256"]
+    # Elsewhere rounding may merge other tokens, which moves a few values.
+    difference = torch.tensor(made["sample"]) - torch.tensor(expected["sample"])
+    assert difference.abs().median() < 0.02
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    pipeline = elfatt_sd.load_pipeline("toy", device="cpu")
+    pipeline.set_progress_bar_config(disable=True)
+    made = {case: summary(latents(pipeline, *arguments)) for case, arguments in CASES.items()}
+    GOLDEN.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in made.items()) + "\n}\n")
