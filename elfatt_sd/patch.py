@@ -17,7 +17,7 @@ from elfatt_sd.config import EXACT, ElfattError, PatchConfig
 from elfatt_sd.devices import in_optimized_module
 from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, levels_of, select_layers, unwrap
 from elfatt_sd.planning import Plan, latent_grid, make_plan
-from elfatt_sd.processor import Call, Denoiser, ElfattProcessor, PatchedLayer, approximates, is_recomputing
+from elfatt_sd.processor import Call, Denoiser, PatchedLayer, approximates, is_recomputing
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, SchedulerFinder, unknown_position
 
 Pipeline = TypeVar("Pipeline")
@@ -436,7 +436,7 @@ class _Patch:
         others = {
             layer.layer.name: type(layer.layer.attention.processor).__name__
             for layer in self._shared.layers
-            if not isinstance(layer.layer.attention.processor, ElfattProcessor)
+            if not layer.installed
         }
         if others:
             self._tell(
@@ -468,9 +468,9 @@ class _Patch:
 
     def _compare_with_plan(self, call: Call) -> None:
         """Say which layers of the first call that should approximate them did not do it."""
-        expected = {index: state for index, state in call.states.items() if not state.phase.exact}
-        wrong = {state.layer.name: state.outcome for state in expected.values() if state.outcome not in ("done", "")}
-        skipped = [state.layer.name for state in expected.values() if not state.outcome]
+        expected = [state for state in call.states.values() if not state.phase.exact and state.patched.installed]
+        wrong = {state.layer.name: state.outcome for state in expected if state.outcome not in ("done", "")}
+        skipped = [state.layer.name for state in expected if not state.outcome]
         if skipped and (call.last or not call.scheduled or len(skipped) == len(expected)):
             wrong |= dict.fromkeys(skipped, "its attention processor was never called")
         if wrong:

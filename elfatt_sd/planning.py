@@ -238,7 +238,7 @@ def _plan_layer(
     if not reasons:
         reason = describe(EXACT)
     elif not chosen:
-        reason = f"left alone: its grid is 1/{layer.downsample} of the latent's"
+        reason = f"left alone: {layer.obstacle or f'its grid is 1/{layer.downsample} of the latent'}"
     else:
         reason = ", then ".join(reasons)
     return PlannedLayer(

@@ -282,14 +282,18 @@ class PatchedLayer:
         attention: Any = self.layer.attention
         for name in _OVERRIDDEN:
             delattr(attention, name)
-        if isinstance(attention.processor, ElfattProcessor):
+        if self.installed:
             attention.set_processor(self.original)
         delattr(attention, STATE)
 
+    @property
+    def installed(self) -> bool:
+        """Whether our processor is in the layer, and nothing has taken its place."""
+        return isinstance(self.layer.attention.processor, ElfattProcessor)
+
     def get_processor(self, return_deprecated_lora: bool = False) -> Any:
         """Return the original processor, or the one that has displaced ours."""
-        processor = self.layer.attention.processor
-        return self.original if isinstance(processor, ElfattProcessor) else processor
+        return self.original if self.installed else self.layer.attention.processor
 
     def set_processor(self, processor: Any) -> None:
         """Replace the original; one that is not plain attention takes our place, until a plain one is back."""
@@ -306,9 +310,14 @@ class PatchedLayer:
         if torch.compiler.is_compiling():
             return self.latest
         call = self.denoiser.call
-        if call is None:
-            return self.recomputed if is_recomputing() else None
-        return call.states.get(self.index)
+        if call is not None:
+            return call.states.get(self.index)
+        if is_recomputing() and self.recomputed is None:
+            raise ElfattError(
+                f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; "
+                "checkpoint whole transformer blocks, as enable_gradient_checkpointing does."
+            )
+        return self.recomputed
 
     def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made.
@@ -319,11 +328,6 @@ class PatchedLayer:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             if self.denoiser.call is None and is_recomputing():
                 self.recomputed = self.denoiser.recall(block_input)
-                if self.recomputed is None:
-                    raise ElfattError(
-                        f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; "
-                        "checkpoint whole transformer blocks, as enable_gradient_checkpointing does."
-                    )
             elif self.state is not None:
                 self.denoiser.remember(block_input, self.state)
         state = self.state
@@ -555,7 +559,7 @@ class ElfattProcessor:
             else:
                 hidden_states = approximate(attn, state, phase, tokens)
         finally:  # also where memory ran out
-            state.block_input = state.candidates = None
+            state.block_input = state.candidates = patched.recomputed = None
             state.calls += 1
         state.outcome = "done"
         if image_like:

@@ -188,23 +188,23 @@ class Schedule:
     def _from_value(self, value: float, timesteps: torch.Tensor | None, scheduler: Any) -> Position | None:
         if timesteps is None:
             return None if self._noise_levels else _place(value, TRAIN_STEPS)
-        known, train_steps = self._on_host(timesteps), _train_steps(scheduler)
+        known = self._on_host(timesteps)
+        run, others = self._run_over(timesteps), list(_parametrisations(scheduler, known))
+        if run.parametrisation is not None:
+            step = self._match(others[run.parametrisation], value, timesteps)
+            return Position(_nearest(others[run.parametrisation], value) if step is None else step, len(known))
         step = self._match(known, value, timesteps)
         if step is not None:
             live = getattr(scheduler, "num_inference_steps", len(known)) is not None
             return Position(step, len(known), scheduled=live)
-        place = _place(value, train_steps) if max(known) > 1 else None
+        place = _place(value, _train_steps(scheduler)) if max(known) > 1 else None
         if place is not None and value == int(value):  # on no schedule, as in training
             return place
-        run = self._run_over(timesteps)
-        others = list(_parametrisations(scheduler, known))
         for number, levels in enumerate(others):
             step = self._match(levels, value, timesteps)
             if step is not None:
                 run.parametrisation = number
                 return Position(step, len(known))
-        if run.parametrisation is not None:  # a noise level between those of two steps
-            return Position(_nearest(others[run.parametrisation], value), len(known))
         return _from_counter(scheduler, timesteps) or place
 
     def _match(self, levels: Sequence[float], value: float, timesteps: torch.Tensor) -> int | None:

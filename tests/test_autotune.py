@@ -23,7 +23,7 @@ from elfatt_sd import autotune, processor
 from elfatt_sd.autotune import Decision, Decisions, Tuner, decision_key
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.layers import find_layers
-from elfatt_sd.processor import Denoiser, LayerState
+from elfatt_sd.processor import Call, Denoiser, LayerState, PatchedLayer
 
 SAMPLE = torch.zeros(2, 4, 16, 16)
 
@@ -31,9 +31,9 @@ SAMPLE = torch.zeros(2, 4, 16, 16)
 def state_of(pipe: Any, config: PatchConfig) -> LayerState:
     """State of the first layer on the finest grid, as a patch would make it."""
     layer = next(layer for layer in find_layers(pipe.unet) if layer.downsample == 1)
-    state = LayerState(layer, 0, layer.attention.processor, Denoiser(config))
-    state.grid = layer.grid(*SAMPLE.shape[-2:])
-    return state
+    denoiser = Denoiser(config)
+    denoiser.layers = [PatchedLayer(layer, 0, layer.attention.processor, denoiser)]
+    return LayerState(denoiser.layers[0], Call(config), layer.grid(*SAMPLE.shape[-2:]))
 
 
 @pytest.fixture(autouse=True)
@@ -217,13 +217,13 @@ KEY_CHANGES: dict[str, Any] = {
     "elfatt-sd": lambda monkeypatch: monkeypatch.setattr(elfatt_sd, "__version__", "99"),
 }
 STATE_CHANGES: dict[str, Any] = {
-    "processor's class": lambda state: setattr(state, "original", AttnProcessor()),
-    "slices": lambda state: setattr(state, "original", SlicedAttnProcessor(1)),
-    "fused projections": lambda state: setattr(state, "fused", True),
+    "processor's class": lambda state: setattr(state.patched, "original", AttnProcessor()),
+    "slices": lambda state: setattr(state.patched, "original", SlicedAttnProcessor(1)),
+    "fused projections": lambda state: setattr(state.patched, "fused", True),
     "heads": lambda state: setattr(state.layer.attention, "heads", 4),
     "channels": lambda state: setattr(state.layer.attention, "inner_dim", 32),
     "grid": lambda state: setattr(state, "grid", (8, 32)),
-    "layout": lambda state: setattr(state, "layer", dataclasses.replace(state.layer, channels_first=False)),
+    "layout": lambda state: setattr(state.patched, "layer", dataclasses.replace(state.layer, channels_first=False)),
 }
 CONFIG_CHANGES: dict[str, Any] = {
     "attention_backend": "native",
@@ -249,8 +249,8 @@ PHASE = Phase(1.0, "elfatt", ratio=0.5, block_size=16)
 def key(pipe: Any, phase: Phase = PHASE, sample: torch.Tensor = SAMPLE, change: Any = None, **settings: Any) -> str:
     """The key of a decision on a layer of its own, which `change` may change."""
     state = state_of(pipe, PatchConfig("x", (phase,), **settings))
-    state.layer = dataclasses.replace(state.layer, attention=copy.deepcopy(state.layer.attention))
-    state.denoiser.layers = [state, copy.copy(state)]
+    state.patched.layer = dataclasses.replace(state.layer, attention=copy.deepcopy(state.layer.attention))
+    state.patched.denoiser.layers.append(copy.copy(state.patched))
     if change is not None:
         change(state)
     return decision_key(state, phase, sample)
@@ -298,7 +298,7 @@ def test_the_exact_layer_is_timed_as_it_would_run(
     config = PatchConfig("x", (Phase(1.0, "sampled", block_size=16),), attention_backend=backend)
     state = state_of(pipe, config)
     original = state.original
-    state.original = lambda *given: (calls.append("original"), original(*given))[1]
+    state.patched.original = lambda *given, **named: (calls.append("original"), original(*given, **named))[1]
     approximate = autotune.approximate
     monkeypatch.setattr(
         autotune, "approximate", lambda *given: (calls.append(given[2].attention), approximate(*given))[1]
@@ -421,11 +421,11 @@ def test_another_failure_shows_and_changes_no_matching(pipe: Any, monkeypatch: p
     monkeypatch.setattr(autotune, "measure", fail)
     config = PatchConfig("x", (Phase(1.0, ratio=0.5),), reuse_steps=2)
     state = state_of(pipe, config)
-    state.denoiser.matchings["mine"] = None
+    state.call.matchings["mine"] = None
     state.begin(config.phases[0], 0, SAMPLE.device)
     with pytest.raises(RuntimeError, match="out of bounds"):
         autotune.Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE)
-    assert state.denoiser.matchings == {"mine": None}
+    assert state.call.matchings == {"mine": None}
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import find_layers
 from elfatt_sd.merging import match_tokens
 from elfatt_sd.ordering import block_permutation
+from elfatt_sd.processor import LayerState
 from elfatt_sd.sampled import stratified_samples
-from elfatt_sd.schedule import Position
+from elfatt_sd.schedule import Position, Run
 
 ROWS = COLUMNS = 16
 
@@ -48,7 +49,7 @@ class Layer:
             unet(sample, 999, text)
         for handle in handles:
             handle.remove()
-        self.choice = self.attention.elfatt_state.choice
+        self.choice = self.attention.elfatt_state.latest.choice
 
     def _keep(self, module: Any, given: tuple[Tensor, ...], result: Tensor) -> None:
         self.tokens, self.result = given[0], result
@@ -174,7 +175,7 @@ def test_half_of_the_heads_in_blocks_of_another_order(first: str, second: str) -
 def test_every_query_attends_to_the_sample_of_its_group(groups: int, lattice: bool) -> None:
     """Groups are lattices of the picture (a chessboard for two), or columns; each token gets its own result back."""
     layer = Layer(PatchConfig("samples", (Phase(1.0, "sampled", block_size=20, groups=groups, lattice=lattice),)))
-    drawn = layer.attention.elfatt_state._uniform("samples", 0, 20)
+    drawn = layer.attention.elfatt_state.latest._uniform("samples", 0, 20)
     keys = stratified_samples(ROWS, COLUMNS, 20, groups, drawn).view(20, groups).t()
     row, column = torch.arange(256) // COLUMNS, torch.arange(256) % COLUMNS
     slope = {1: 0, 2: 1, 5: 2}[groups]
@@ -213,7 +214,10 @@ def test_logits_in_float32_on_request(phase: Phase, fp32_logits: bool, monkeypat
             return attend(q, *args, **kwargs)
 
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-        assert find_layers(unet)[0].attention(tokens).dtype == torch.float16
+        attention: Any = find_layers(unet)[0].attention
+        denoiser = attention.elfatt_state.denoiser
+        denoiser.enter(denoiser.latest)
+        assert attention(tokens).dtype == torch.float16
     assert seen == {torch.float32 if fp32_logits else torch.float16}
 
 
@@ -227,7 +231,7 @@ def test_both_ratios_of_agent_sd_share_the_similarities(monkeypatch: pytest.Monk
     )
     layer = Layer(PatchConfig.preset("agent"))
     assert len(found) == 3  # one for each layer of the finest level
-    assert layer.attention.elfatt_state.candidates is None, "nothing is kept after the call"
+    assert layer.attention.elfatt_state.latest.candidates is None, "nothing is kept after the call"
 
 
 @torch.no_grad()
@@ -265,11 +269,12 @@ def test_a_shared_difference_is_that_of_the_first_step(phase: Phase) -> None:
     """A layer is exact in the first step; then its approximation changes with its input, the difference does not."""
     unet, _ = corrected(phase)
     attention: Any = find_layers(unet)[0].attention
-    state, (sample, _), noise = attention.elfatt_state, inputs(torch.float32), generator()
+    layer, run, (sample, _), noise = attention.elfatt_state, Run(), inputs(torch.float32), generator()
     draws = []
     for step in range(3):
         tokens = torch.randn(2, ROWS * COLUMNS, attention.query_dim, generator=noise)
-        state.denoiser.begin(Position(step, 6), 1, sample)
+        layer.denoiser.begin(Position(step, 6), run, sample)
+        state = layer.state
         result, own = attention(tokens), processor_module.approximate(attention, state, phase, tokens)
         if step == 0:
             difference = AttnProcessor2_0()(attention, tokens) - own
@@ -281,16 +286,16 @@ def test_a_shared_difference_is_that_of_the_first_step(phase: Phase) -> None:
 
 
 @torch.no_grad()
-def test_differences_are_measured_anew() -> None:
+def test_differences_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every group of steps, in another run, at another size or batch; each layer once."""
     unet, timesteps = corrected(CORRECTED[0])
     measured: list[int] = []
-    for layer in find_layers(unet):
-        if state := getattr(layer.attention, "elfatt_state", None):
-            original = state.correct
-            state.correct = lambda own, exact, index=state.index, original=original: original(
-                own, lambda: (measured.append(index), exact())[1]
-            )
+    correct = LayerState.correct
+
+    def count_exact(state: LayerState, own: Any, exact: Any) -> Tensor:
+        return correct(state, own, lambda: (measured.append(state.index), exact())[1])
+
+    monkeypatch.setattr(LayerState, "correct", count_exact)
     sample, text = inputs(torch.float32)
 
     def count(steps: Any, sample: Tensor = sample, text: Tensor = text) -> list[int]:
@@ -346,30 +351,49 @@ def test_parts_of_a_layers_input_keep_their_own() -> None:
     """Within one call, diffusers can give a video's frames to a layer in parts, the last of them smaller."""
     unet, _ = corrected(CORRECTED[0])
     attention: Any = find_layers(unet)[0].attention
-    state, (sample, _), noise = attention.elfatt_state, inputs(torch.float32), generator()
+    layer, run, (sample, _), noise = attention.elfatt_state, Run(), inputs(torch.float32), generator()
     parts = [torch.randn(size, ROWS * COLUMNS, attention.query_dim, generator=noise) for size in (2, 2, 1)]
-    state.denoiser.begin(Position(0, 6), 1, sample)
-    differences = []
+    layer.denoiser.begin(Position(0, 6), run, sample)
+    state, differences = layer.state, []
     for tokens in parts:
         exact = AttnProcessor2_0()(attention, tokens)
         torch.testing.assert_close(attention(tokens), exact, atol=1e-5, rtol=0)
         differences.append(exact - processor_module.approximate(attention, state, CORRECTED[0], tokens))
-    state.denoiser.begin(Position(1, 6), 1, sample)
+    layer.denoiser.begin(Position(1, 6), run, sample)
+    state = layer.state
     for tokens, difference in zip(parts, differences, strict=True):
         own = processor_module.approximate(attention, state, CORRECTED[0], tokens)
         torch.testing.assert_close(attention(tokens), own + difference, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
-def test_steps_without_a_scheduler_share_a_difference() -> None:
-    """A bare UNet knows the schedule of its training alone; in a run of 25 steps the numbers lie 40 apart."""
-    unet, _ = corrected(CORRECTED[0])
-    (sample, text), attention = inputs(torch.float32), find_layers(unet)[0].attention
-    measured = []
-    for number in (960, 920, 880, 840, 800, 760, 960, 920):
-        unet(sample, number, text)
-        measured.append(bool(attention.elfatt_state.measured))  # type: ignore[union-attr]
-    assert measured == [True, False, False, True, False, False, True, False]
+def test_calls_on_no_schedule_share_nothing() -> None:
+    """Numbers in a loop of one's own may be those of score distillation: each is exact, and that is said once."""
+    unet, (sample, text) = corrected(CORRECTED[0])[0], inputs(torch.float32)
+    exact = {number: tiny.unet()(sample, number, text).sample for number in (960, 920, 100, 99)}
+    with pytest.warns(UserWarning, match="on no schedule: they are exact") as warned:
+        found = {number: unet(sample, number, text).sample for number in exact}
+    assert len(warned) == 1
+    assert all(torch.allclose(found[number], exact[number], atol=1e-5) for number in exact)
+
+
+@torch.no_grad()
+def test_nothing_is_computed_for_steps_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The difference of a step without a follower in its group is of no use."""
+    unet, timesteps = corrected(CORRECTED[0], steps=7)
+    (sample, text), calls = inputs(torch.float32), []
+    approximate = processor_module.approximate
+
+    def count(attn: Any, state: Any, phase: Phase, tokens: Tensor) -> Tensor:
+        calls.append(phase.attention)
+        return approximate(attn, state, phase, tokens)
+
+    monkeypatch.setattr(processor_module, "approximate", count)
+    for timestep in timesteps:
+        unet(sample, timestep, text)
+    layers = 3
+    assert calls.count("sampled") == 6 * layers
+    assert calls.count("softmax") == 3 * layers
 
 
 @pytest.mark.parametrize("settings", [{}, {"reuse_steps": 2}], ids=str)
@@ -388,9 +412,10 @@ def test_a_default_device_is_not_that_of_the_draws(method: str) -> None:
     """As after `torch.set_default_device("cuda")`: what is drawn and worked out on the host stays there."""
     unet = elfatt_sd.apply_patch(tiny.unet(), method)
     sample, text = inputs(torch.float32)
-    expected = [unet(sample, number, text).sample for number in (999, 998, 100)]
+    timesteps = torch.tensor([999, 998, 100])
+    expected = [unet(sample, timestep, text).sample for timestep in timesteps]
     with torch.device("meta"):
-        found = [unet(sample, number, text).sample for number in (999, 998, 100)]
+        found = [unet(sample, timestep, text).sample for timestep in timesteps]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -403,7 +428,7 @@ def test_a_call_that_is_repeated_takes_nothing_over() -> None:
     exact = unet(sample, timesteps[0], text).sample
     for _ in range(processor_module.KEPT_CALLS + 3):
         assert torch.equal(unet(sample, timesteps[0], text).sample, exact)
-    assert len(denoiser._residuals._kept) == processor_module.KEPT_CALLS
+    assert len(denoiser.latest.memory.residuals._kept) == processor_module.KEPT_CALLS
     assert not torch.equal(unet(sample, timesteps[1], text).sample, exact)
 
 
@@ -415,7 +440,7 @@ def test_no_difference_outlives_its_run() -> None:
     held = []
     for timestep in timesteps:
         unet(sample, timestep, text).sample.sum().backward()
-        kept = [tensor for state in denoiser.layers for tensor in state.residuals.values()]
+        kept = [tensor for layer in denoiser.layers for tensor in layer.latest.residuals.values()]
         assert not any(tensor.requires_grad for tensor in kept)
         held.append(len(kept))
     assert held == [3, 3, 3, 3, 3, 0]
@@ -427,12 +452,13 @@ def test_no_difference_outlives_its_run() -> None:
 def test_a_layer_that_is_left_alone_is_exact(method: str, backend: str) -> None:
     """Nothing that was drawn for the approximation is left in it, whichever kernel serves it."""
     unet, (sample, text) = tiny.unet(), inputs(torch.float32)
-    untouched = unet(sample, 0, text).sample
+    timestep = torch.arange(1000)[4]
+    untouched = unet(sample, timestep, text).sample
     elfatt_sd.apply_patch(unet, method, attention_backend=backend)
     for layer in find_layers(unet):
         if state := getattr(layer.attention, "elfatt_state", None):
             state.denoiser.pays = lambda *_: False
-    torch.testing.assert_close(unet(sample, 0, text).sample, untouched, atol=1e-5, rtol=0)
+    torch.testing.assert_close(unet(sample, timestep, text).sample, untouched, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -441,7 +467,7 @@ def test_the_backend_serves_patched_layers_in_every_phase(method: str) -> None:
     unet = tiny.unet()
     elfatt_sd.apply_patch(unet, method, attention_backend="flash")
     sample, text = inputs(torch.float32)
-    for timestep in (999, 0):
+    for timestep in torch.tensor([999, 500, 0]):
         with torch.no_grad(), pytest.raises(ElfattError, match=r"attention_backend='flash' (needs|does not take) "):
             unet(sample, timestep, text)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 import elfatt_sd
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.processor import Denoiser
-from elfatt_sd.schedule import Position, Schedule
+from elfatt_sd.schedule import BEYOND, Position, Schedule
 
 KARRAS = {"use_karras_sigmas": True}
 SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
@@ -226,10 +228,77 @@ def test_copied_timesteps_are_found_by_value_in_order() -> None:
         assert located == [Position(index, 6) for index in range(6)]  # one value occurs twice
 
 
-def test_a_number_outside_the_schedule_is_of_its_nearest_step() -> None:
-    chosen = scheduler("DDIMScheduler", {"steps_offset": 1})
-    chosen.set_timesteps(10)
-    assert [Schedule(lambda: chosen).locate(value) for value in (5000, 0)] == [Position(0, 10), Position(9, 10)]
+def test_a_timestep_on_no_schedule_has_the_place_of_its_noise_level() -> None:
+    """As in training, or in score distillation; whatever step the scheduler has come to."""
+    for name in ("DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler"):
+        chosen: Any = scheduler(name, {"steps_offset": 1})
+        chosen.set_timesteps(10)
+        for index in (None, 3, 10):  # none yet, that of a run that was broken off, the end
+            chosen._step_index = index
+            schedule = Schedule(lambda chosen=chosen: chosen)
+            found = [schedule.locate(value) for value in (437, torch.tensor([437, 437]), 0)]
+            assert found == [Position(562, 1000, False)] * 2 + [Position(999, 1000, False)]
+            assert index == 3 or schedule.locate(5000) in (BEYOND, Position(0, 10))
+
+
+@pytest.mark.parametrize("value", [0.3, -1.25, 1000, 1e9, math.nan])
+def test_a_value_in_an_unknown_unit_is_beyond_the_last_phase(value: float) -> None:
+    assert Schedule(lambda: None).locate(value) == BEYOND
+    assert Schedule(lambda: None, trained_on_noise_levels=True).locate(437) == BEYOND
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        lambda chosen, i: chosen.timesteps[i].item() / 1000,
+        lambda chosen, i: 1 - chosen.timesteps[i].item() / 1000,
+        lambda chosen, i: chosen.sigmas[i].item(),
+        lambda chosen, i: torch.log(chosen.sigmas[i]) * 0.25,
+        lambda chosen, i: torch.full((2,), chosen.sigmas[i].item()),
+    ],
+    ids=["fraction", "from the end", "noise level", "quarter of its logarithm", "a batch of it"],
+)
+def test_other_parametrisations_are_known(unit: Any) -> None:
+    chosen = scheduler("EulerDiscreteScheduler", {})
+    chosen.set_timesteps(20)
+    schedule = Schedule(lambda: chosen)
+    for _ in range(2):
+        assert [schedule.locate(unit(chosen, i)) for i in range(20)] == [Position(i, 20) for i in range(20)]
+
+
+def test_pipelines_that_hand_over_noise_levels(recorded: Any) -> None:
+    """VE-SDE calls its model twice at each noise level, Karras-VE at two of them."""
+
+    def unet(**more: Any) -> Any:
+        torch.manual_seed(0)
+        kinds = {
+            "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+            "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        }
+        widths = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8, "attention_head_dim": 8}
+        return diffusers.UNet2DModel(sample_size=16, **kinds, **widths, **more).eval()
+
+    for made in (
+        diffusers.ScoreSdeVePipeline(unet(time_embedding_type="fourier"), diffusers.ScoreSdeVeScheduler()),
+        diffusers.KarrasVePipeline(unet(), diffusers.KarrasVeScheduler()),
+    ):
+        recorded.clear()
+        pipe = tiny.quiet(made)
+        elfatt_sd.apply_patch(pipe, TWO_PHASES)
+        pipe(num_inference_steps=20, generator=torch.Generator().manual_seed(0), output_type="np")
+        steps = [position.step for position, _ in recorded]
+        assert steps == sorted(steps) and set(steps) == set(range(20))
+        early = [attention for _, attention in recorded].count("block") / len(recorded)
+        assert early == pytest.approx(0.2, abs=0.05)
+
+
+def test_random_timesteps_are_no_schedule() -> None:
+    """Views of a batch of timesteps that was drawn for training."""
+    drawn = torch.tensor([437, 12, 990, 3])
+    schedule = Schedule(lambda: None)
+    assert [schedule.locate(timestep) for timestep in drawn] == [
+        Position(999 - int(value), 1000, False) for value in drawn
+    ]
 
 
 def test_an_unknown_step_is_an_error_only_if_it_matters(pipe: Any) -> None:
@@ -242,15 +311,22 @@ def test_an_unknown_step_is_an_error_only_if_it_matters(pipe: Any) -> None:
 
 
 def test_a_copy_on_the_device_is_of_the_schedulers_step() -> None:
-    """Calls are counted only where the scheduler does not; a step may take several."""
+    """Where the scheduler counts, and a run is going on; a step may take several calls."""
     chosen: Any = scheduler("EulerDiscreteScheduler", {})
     chosen.set_timesteps(5)
+    copied = torch.empty(2, device="meta")
     schedule, located = Schedule(lambda: chosen), []
-    for index in range(5):
-        chosen._step_index = index
-        located += [schedule.locate(torch.empty(2, device="meta")) for _ in range(2)]
-        located.append(schedule.locate(-0.123))  # of its own making, such as the logarithm of a noise level
-    assert located == [Position(index, 5) for index in range(5) for _ in range(3)]
+    with torch.no_grad():
+        for index in range(5):
+            chosen._step_index = index
+            located += [schedule.locate(copied) for _ in range(2)]
+            located.append(schedule.locate(-0.123))  # of its own making
+        assert located == [Position(index, 5) for index in range(5) for _ in range(3)]
+        chosen._step_index = 5
+        assert schedule.locate(copied) is None, "the run is over"
+    chosen._step_index = 2
+    assert schedule.locate(copied) is None, "in training"
+    assert Schedule(lambda: scheduler("DDIMScheduler", {})).locate(copied) is None
 
 
 def test_runs_are_told_apart() -> None:
@@ -262,11 +338,32 @@ def test_runs_are_told_apart() -> None:
         for timestep in chosen.timesteps:
             schedule.locate(timestep)
             schedule.locate(timestep)
-            seen.append(schedule.runs)
-    for timestep in chosen.timesteps:  # the same schedule once more
-        schedule.locate(timestep)
-        seen.append(schedule.runs)
-    assert seen == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+            seen.append(schedule.run)
+    for index in (0, 1, 2, 0, 2):  # the same schedule once more, and steps that do not follow each other
+        schedule.locate(chosen.timesteps[index])
+        seen.append(schedule.run)
+    schedule.locate(437)
+    seen.append(schedule.run)
+    numbers = [list(dict.fromkeys(seen)).index(run) for run in seen]
+    assert numbers == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 4, 5]
+
+
+def test_runs_of_threads_are_their_own() -> None:
+    chosen = scheduler("DDIMScheduler", {})
+    chosen.set_timesteps(3)
+    schedule = Schedule(lambda: chosen)
+    schedule.locate(chosen.timesteps[0])
+    mine, others = schedule.run, []
+
+    def follow() -> None:
+        schedule.locate(chosen.timesteps[0])
+        others.append(schedule.run)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    thread.join()
+    schedule.locate(chosen.timesteps[1])
+    assert schedule.run is mine and others[0] is not mine
 
 
 def test_the_device_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ import pytest
 import tiny_pipelines as tiny
 import torch
 from checks import FIRST, generator
+from torch.utils.checkpoint import checkpoint
 
 import elfatt_sd
-from elfatt_sd.config import METHODS, PatchConfig, Phase
+from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def inputs(moved: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return sample, torch.randn(2, 3, tiny.TEXT_WIDTH, generator=generator(), dtype=torch.float64)
 
 
-def gradients(unet: Any, timestep: int = 900, moved: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(unet: Any, timestep: Any = 900, moved: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Gradients of a UNet's mean square by its input and by its weights."""
     sample, text = inputs(moved)
     sample.requires_grad_()
@@ -40,17 +41,17 @@ def assert_same(one: Any, other: Any) -> None:
     assert all(torch.allclose(one[1][name], other[1][name], atol=1e-10) for name in one[1])
 
 
-@pytest.mark.parametrize("timestep", [999, 10])
+@pytest.mark.parametrize("step", [0, 800])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_reaches_every_weight(unet: Any, method: str, timestep: int) -> None:
+def test_every_method_reaches_every_weight(unet: Any, method: str, step: int) -> None:
+    timestep = torch.arange(999, -1, -1)[step]
     untouched = gradients(unet, timestep)
     elfatt_sd.apply_patch(unet, method, block_size=32, agents=8, agent_ratio=0.7)
     patched = gradients(unet, timestep)
     elfatt_sd.remove_patch(unet)
     assert patched[1].keys() == untouched[1].keys()
     assert all(gradient.isfinite().all() for gradient in [patched[0], *patched[1].values()])
-    position = (999 - timestep) / 1000
-    phase = PatchConfig.preset(method).phase_at(int(position * 1000), 1000)
+    phase = PatchConfig.preset(method).phase_at(step, 1000)
     exact = phase.exact or phase.residual_steps > 1  # of which the first call is exact
     assert torch.equal(patched[0], untouched[0]) == exact
 
@@ -107,11 +108,68 @@ def test_what_steps_share_with_checkpointing(config: PatchConfig) -> None:
     found = []
     for checkpointing in (False, True):
         elfatt_sd.apply_patch(unet, config)
+        timesteps = torch.arange(903, 895, -1)[-4:]
         if checkpointing:
             unet.enable_gradient_checkpointing()
         sample, text = inputs()
         with torch.no_grad():  # what the first of two steps keeps for the other
-            unet(sample, 899, text)
-        found.append([gradients(unet, timestep, moved=1) for timestep in (898, 897)])
+            unet(sample, timesteps[0], text)
+        found.append([gradients(unet, timestep, moved=1) for timestep in timesteps[1:3]])
     for plain, checkpointed in zip(*found, strict=True):
         assert_same(checkpointed, plain)
+
+
+STEPS = torch.arange(999, -1, -1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PatchConfig("two phases", (Phase(0.5, ratio=0.5), Phase(1.0, "block", block_size=32))),
+        PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=2),)),
+        PatchConfig("drawn", (Phase(1.0, "elfatt", ratio=0.5, block_size=16, agents=8, block_order="spread"),)),
+    ],
+    ids=lambda config: config.method,
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
+def test_calls_between_a_checkpoint_and_its_gradients(config: PatchConfig, whole: bool) -> None:
+    """As in the loss of two timesteps at once, or with a sample image in between."""
+    unet = tiny.unet().double().train()
+    elfatt_sd.apply_patch(unet, config)
+
+    def run(checkpointing: bool, between: bool) -> Any:
+        sample, text = inputs()
+        sample.requires_grad_()
+        unet.zero_grad(set_to_none=True)
+        call: Any = lambda x, t: unet(x, t, text).sample  # noqa: E731
+        if checkpointing and whole:
+            call = lambda x, t: checkpoint(lambda y: unet(y, t, text).sample, x, use_reentrant=False)  # noqa: E731
+        elif checkpointing:
+            unet.enable_gradient_checkpointing()
+        loss = sum(call(sample * scale, STEPS[step]).square().mean() for step, scale in ((100, 1), (101, 2)))
+        if between:
+            with torch.no_grad():
+                unet(sample.detach() + 1, STEPS[800], text)
+        loss.backward()
+        unet.disable_gradient_checkpointing()
+        assert sample.grad is not None
+        return sample.grad, {name: weight.grad for name, weight in unet.named_parameters() if weight.grad is not None}
+
+    plain = run(False, False)
+    assert_same(run(True, False), plain)
+    assert_same(run(True, True), plain)
+
+
+def test_a_checkpoint_that_cannot_be_followed_is_refused() -> None:
+    """Inside a block, nothing tells which call is computed once more."""
+    unet = tiny.unet().double().train()
+    elfatt_sd.apply_patch(unet, "tome")
+    block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
+    attend = block.attn1.forward
+    block.attn1.forward = lambda x, **given: checkpoint(attend, x * 1, use_reentrant=False)
+    sample, text = inputs()
+    loss = unet(sample, 900, text).sample.sum()
+    with torch.no_grad():
+        unet(sample, 10, text)
+    with pytest.raises(ElfattError, match="once more"):
+        loss.backward()

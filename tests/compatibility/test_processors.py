@@ -17,7 +17,6 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 import elfatt_sd
 from elfatt_sd.benchmarking.variants import patched_layers
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.processor import ElfattProcessor
 
 
 @pytest.fixture
@@ -77,50 +76,56 @@ def setting_one(pipe: Any) -> None:
     pipe.unet.set_attn_processor(changed)
 
 
-DISPLACED = [
-    (slicing, "SlicedAttnProcessor", 3),
-    (fusing, "FusedAttnProcessor2_0", 3),
-    (setting, "AttnProcessor2_0", 3),
-    (setting_one, "AttnProcessor2_0", 1),
-]
+@pytest.mark.parametrize("replace", [slicing, fusing, setting, setting_one])
+def test_what_replaces_plain_attention_by_its_like_leaves_the_patch(pipe: Any, replace: Any) -> None:
+    run = runner(pipe)
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    patched = run()
+    replace(pipe)
+    others = pipe.unet.attn_processors
+    with recorded() as calls:
+        assert torch.allclose(run(), patched, atol=1e-3)
+    assert len({layer for layer, _ in calls}) == 3
+    elfatt_sd.remove_patch(pipe)
+    assert all(processors(pipe)[f"unet.{name}"[: -len(".processor")]] is found for name, found in others.items())
 
 
-@pytest.mark.parametrize(("displace", "by", "layers"), DISPLACED, ids=lambda value: getattr(value, "__name__", None))
-def test_what_displaces_a_patch_is_named_once(pipe: Any, displace: Any, by: str, layers: int) -> None:
+class Mine(AttnProcessor2_0):  # type: ignore[misc]
+    """A processor of the user's own, which is called where it was put."""
+
+    seen = 0
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        Mine.seen += 1
+        return super().__call__(attn, hidden_states, *args, **kwargs)
+
+
+def test_what_displaces_a_patch_is_named_once(pipe: Any) -> None:
     run = runner(pipe)
     untouched = run()
     elfatt_sd.apply_patch(pipe, TWO_PHASES)
-    patched = run()
-    displace(pipe)
-    others = {name: found for name, found in processors(pipe).items() if not isinstance(found, ElfattProcessor)}
+    pipe.unet.set_attn_processor(Mine())
+    others = processors(pipe)
     first = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
-    with pytest.warns(UserWarning, match=rf"{layers} patched layers? .*\({by}\).*{first}"), recorded() as calls:
+    with pytest.warns(UserWarning, match=rf"3 patched layers .*\(Mine\).*{first}"), recorded() as calls:
         displaced = run()
-    assert len({layer for layer, _ in calls}) == 3 - layers
-    if layers == 3:
-        assert torch.allclose(displaced, untouched, atol=1e-3)
+    assert not calls
+    assert torch.allclose(displaced, untouched, atol=1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run()
-    elfatt_sd.apply_patch(pipe, TWO_PHASES)  # what the warning advises
-    assert torch.allclose(run(), patched, atol=1e-3)
     elfatt_sd.remove_patch(pipe)
     assert all(processors(pipe)[name] is found for name, found in others.items())  # not what was there before
 
 
 def test_a_processor_of_the_users_own_runs_in_exact_phases(pipe: Any) -> None:
-    seen = []
-
-    class Mine(AttnProcessor2_0):  # type: ignore[misc]
-        def __call__(self, attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            seen.append(attn)
-            return super().__call__(attn, hidden_states, *args, **kwargs)
-
     pipe.unet.set_attn_processor(Mine())
-    elfatt_sd.apply_patch(pipe, "elfatt-fast", block_size=16, active_fraction=0.5, levels=1)
+    settings: dict[str, Any] = {"block_size": 16, "active_fraction": 0.5, "levels": 1}
+    elfatt_sd.apply_patch(pipe, "elfatt-fast", take_over=["Mine"], **settings)
+    Mine.seen = 0
     runner(pipe)()
     everywhere, patched = len(pipe.unet.attn_processors), 3
-    assert len(seen) == 4 * everywhere - 2 * patched
+    assert Mine.seen == 4 * everywhere - 2 * patched
 
 
 def test_a_pipeline_without_a_unet() -> None:
