@@ -461,9 +461,10 @@ class _Patch:
             return
         if position.step == run.first and not approximates(config, position.step, position.steps):
             first = f", from step {position.step + 1}" * (position.step > 0)
+            count = f"{position.steps} step{'s' * (position.steps > 1)}"
             self._tell(
                 "idle",
-                f"{config.method} approximates nothing in a run of {position.steps} steps{first}: {_remedy(config)}",
+                f"{config.method} approximates nothing in a run of {count}{first}: {_remedy(config)}",
             )
 
     def _compare_with_plan(self, call: Call) -> None:

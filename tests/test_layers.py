@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import pytest
 import tiny_pipelines as tiny
 import torch
+from checks import recorded
 from torch import nn
 
-from elfatt_sd.config import ElfattError, PatchConfig
+import elfatt_sd
+from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, is_denoiser, select_layers, unwrap
 
 
@@ -134,3 +137,64 @@ def test_levels_count_from_the_finest_that_has_self_attention(unet: Any) -> None
     assert [layer.name for layer in select_layers(layers, PatchConfig("any"), [2, 4])] == ["a"]
     assert select_layers(layers, PatchConfig("any", max_downsample=1), [2, 4]) == []
     assert select_layers([], PatchConfig("any"), []) == []
+
+
+@pytest.mark.parametrize("size", [(32, 32), (25, 27), (33, 17)])
+@pytest.mark.parametrize(
+    ("down", "up", "more"),
+    [
+        ("AttnSkipDownBlock2D", "AttnSkipUpBlock2D", {"time_embedding_type": "fourier"}),
+        ("AttnDownBlock2D", "AttnUpBlock2D", {"downsample_padding": 0}),
+        ("AttnDownBlock2D", "AttnUpBlock2D", {}),
+        ("AttnDownBlock2D", "AttnUpBlock2D", {"downsample_type": "resnet", "upsample_type": "resnet"}),
+    ],
+    ids=["NCSN++", "one-sided padding", "convolution", "resnet"],
+)
+def test_grids_of_other_unets_are_those_that_arrive(down: str, up: str, more: Any, size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    skips = "Skip" in down
+    plain = ("SkipDownBlock2D", "SkipUpBlock2D") if skips else ("DownBlock2D", "UpBlock2D")
+    unet = diffusers.UNet2DModel(
+        sample_size=32,
+        block_out_channels=(32, 64, 64),
+        layers_per_block=1,
+        attention_head_dim=8,
+        down_block_types=(plain[0], down, plain[0]),
+        up_block_types=(plain[1], up, plain[1]),
+        **more,
+    ).eval()
+    layers, seen = find_layers(unet), {}
+    for layer in layers:
+        layer.attention.register_forward_pre_hook(
+            lambda _, given, name=layer.name: seen.__setitem__(name, tuple(given[0].shape[-2:]))
+        )
+    try:
+        with torch.no_grad():
+            unet(torch.randn(1, 3, *size), 1.0)
+    except RuntimeError:
+        pytest.skip("these blocks do not take sides that are not whole multiples")
+    assert {layer.name: layer.grid(*size) for layer in layers} == seen
+
+
+def test_a_grid_that_was_thought_to_be_another_is_measured() -> None:
+    """Of a UNet whose downsampling is not known to round as it does: right from the first call on."""
+    unet = tiny.unet()
+    down = unet.down_blocks[0].downsamplers[0]
+    unet.down_blocks[0].downsamplers[0] = Cropping(down)
+    config = PatchConfig("all", (Phase(1.0, "sampled", block_size=16),), levels=2)
+    elfatt_sd.apply_patch(unet, config)
+    with torch.no_grad(), recorded() as calls:
+        unet(torch.randn(1, 4, 15, 15), 500, torch.randn(1, 5, tiny.TEXT_WIDTH))
+    assert sum(calls.values()) == 6
+
+
+class Cropping(nn.Module):
+    """A downsampler that drops the last row and column of odd sides."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        rows, columns = (side // 2 * 2 for side in x.shape[-2:])
+        return self.inner(x[..., :rows, :columns], *args)  # type: ignore[no-any-return]

@@ -236,8 +236,8 @@ def test_a_timestep_on_no_schedule_has_the_place_of_its_noise_level() -> None:
         for index in (None, 3, 10):  # none yet, that of a run that was broken off, the end
             chosen._step_index = index
             schedule = Schedule(lambda chosen=chosen: chosen)
-            found = [schedule.locate(value) for value in (437, torch.tensor([437, 437]), 0)]
-            assert found == [Position(562, 1000, False)] * 2 + [Position(999, 1000, False)]
+            found = [schedule.locate(value) for value in (437, torch.tensor([437, 437]), 5)]
+            assert found == [Position(562, 1000, False)] * 2 + [Position(994, 1000, False)]
             assert index == 3 or schedule.locate(5000) in (BEYOND, Position(0, 10))
 
 

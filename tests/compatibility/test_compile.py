@@ -12,7 +12,7 @@ import torch
 from checks import TWO_PHASES, generator, processors, runner
 
 import elfatt_sd
-from elfatt_sd.config import METHODS, PatchConfig, Phase
+from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
 
 ONE_LEVEL: dict[str, Any] = {
     "sample_size": 8,
@@ -117,3 +117,80 @@ def test_ahead_of_time_compilation_gives_the_same() -> None:
     eager = denoise(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), TWO_PHASES), steps=4)
     unet = torch.compile(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), TWO_PHASES), backend="aot_eager")
     assert torch.allclose(denoise(unet, steps=4), eager, atol=1e-5)
+
+
+@pytest.mark.parametrize("compile_unet", [wrap, in_place])
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "sd"])
+def test_one_graph_in_every_order(compile_unet: Any, patch_first: bool, method: str) -> None:
+    """`fullgraph=True`, as diffusers' documentation advises."""
+
+    def full(graph: Any, inputs: Any) -> Any:
+        return graph.forward
+
+    def compiled(unet: Any) -> Any:
+        if compile_unet is wrap:
+            return torch.compile(unet, backend=full, fullgraph=True)
+        unet.compile(backend=full, fullgraph=True)
+        return unet
+
+    settings: dict[str, Any] = {"block_size": 16, "agents": 8}
+    eager = denoise(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), method, **settings), steps=6)
+    unet = tiny.unet(**ONE_LEVEL)
+    if patch_first:
+        unet = compiled(elfatt_sd.apply_patch(unet, method, **settings))
+    else:
+        unet = elfatt_sd.apply_patch(compiled(unet), method, **settings)
+    assert torch.allclose(denoise(unet, steps=6), eager, atol=1e-5)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("method", ["tome", "elfatt-quality"])
+def test_repeated_blocks_in_one_graph_each(method: str, levels: int) -> None:
+    """Blocks of one class share dynamo's limit of compilations; each level and each kind of step takes some."""
+    scheduler = tiny.ddim()
+    scheduler.set_timesteps(6)
+    widths: dict[str, Any] = {
+        "block_out_channels": (8, 16, 16),
+        "down_block_types": ("CrossAttnDownBlock2D",) * 3,
+        "up_block_types": ("CrossAttnUpBlock2D",) * 3,
+    }
+    sample, text = torch.randn(2, 4, 16, 16), torch.randn(2, 5, tiny.TEXT_WIDTH)
+    outputs = []
+    for compiled in (False, True):
+        unet = tiny.unet(**widths)
+        elfatt_sd.apply_patch(unet, method, levels=levels, **({} if method == "tome" else {"block_size": 16}))
+        if compiled:
+            for module in unet.modules():
+                if type(module).__name__ == "BasicTransformerBlock":
+                    module.compile(backend="eager", fullgraph=True)
+        with torch.no_grad():
+            outputs.append(torch.stack([unet(sample, timestep, text).sample for timestep in scheduler.timesteps]))
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-4)
+
+
+class Plain(torch.nn.Module):
+    """A UNet that takes and gives tensors, as tracing wants it."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__()
+        self.unet = unet
+
+    def forward(self, sample: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.unet(sample, timestep, text, return_dict=False)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "sd"])
+def test_a_trace_or_an_export_is_refused(method: str) -> None:
+    """It would hold one phase and its random draws for ever."""
+    unet = elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), method)
+    inputs = (torch.randn(1, 4, 8, 8), torch.tensor(999), torch.randn(1, 3, tiny.TEXT_WIDTH))
+    with torch.no_grad():
+        with pytest.raises(ElfattError, match="remove_patch"):
+            torch.jit.trace(Plain(unet), inputs, check_trace=False)
+        with pytest.raises(ElfattError, match="remove_patch"):
+            torch.export.export(Plain(unet), inputs, strict=False)
+        elfatt_sd.remove_patch(unet)
+        traced = torch.jit.trace(Plain(unet), inputs, check_trace=False)
+        assert torch.allclose(traced(*inputs), Plain(unet)(*inputs), atol=1e-5)

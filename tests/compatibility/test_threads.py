@@ -1,0 +1,109 @@
+"""Threads with pipelines and schedulers of their own around one UNet, as servers have them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tiny_pipelines as tiny
+import torch
+from checks import generator, like
+
+import elfatt_sd
+from elfatt_sd.config import METHODS, ElfattError
+
+ACTIVE = [method for method in METHODS if method != "sd"]
+SIZES = [(32, 32), (48, 32)]
+
+
+def draw(pipe: Any, index: int, steps: int = 9) -> torch.Tensor:
+    height, width = SIZES[index]
+    size = {"height": height, "width": width}
+    return pipe(
+        "ab"[index], num_inference_steps=steps, guidance_scale=3.0, generator=generator(), output_type="pt", **size
+    ).images
+
+
+def in_threads(count: int, work: Any) -> list[Exception]:
+    """Run `work(index)` in threads at once, and return what they raised."""
+    errors: list[Exception] = []
+    ready = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        ready.wait()
+        try:
+            work(index)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+@pytest.mark.parametrize("method", ACTIVE)
+def test_each_thread_gets_the_image_that_it_gets_alone(folder: Path, method: str) -> None:
+    first = tiny.sd15(folder)
+    pipes = [first, like(diffusers.StableDiffusionPipeline, first, scheduler=copy.deepcopy(first.scheduler))]
+    elfatt_sd.apply_patch(first, method)
+    alone = [draw(pipe, index) for index, pipe in enumerate(pipes)]
+    found: list[list[torch.Tensor]] = [[], []]
+    errors = in_threads(2, lambda index: found[index].extend(draw(pipes[index], index) for _ in range(3)))
+    assert not errors
+    for index in range(2):
+        assert all(torch.equal(image, alone[index]) for image in found[index])
+
+
+def test_threads_with_different_numbers_of_steps(folder: Path) -> None:
+    first = tiny.sd15(folder, scheduler=tiny.ddim())
+    pipes = [first, like(diffusers.StableDiffusionPipeline, first, scheduler=copy.deepcopy(first.scheduler))]
+    elfatt_sd.apply_patch(first, "elfatt-quality", block_size=32)
+    alone = [draw(pipe, index, 5 + 4 * index) for index, pipe in enumerate(pipes)]
+    found: dict[int, torch.Tensor] = {}
+    errors = in_threads(2, lambda index: found.update({index: draw(pipes[index], index, 5 + 4 * index)}))
+    assert not errors
+    assert all(torch.equal(found[index], alone[index]) for index in range(2))
+
+
+def test_threads_that_share_a_compiled_model_are_told_so() -> None:
+    """Compiled code cannot ask for its thread: an error, never a wrong image."""
+    torch._dynamo.reset()
+    unet = tiny.unet(sample_size=8)
+    elfatt_sd.apply_patch(unet, "elfatt")
+    unet.compile(backend="eager")
+    sample, text = torch.randn(1, 4, 8, 8), torch.randn(1, 5, tiny.TEXT_WIDTH)
+    inside, outside = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread().name == "slow":
+            inside.set()
+            outside.wait(60)
+
+    unet.register_forward_pre_hook(torch.compiler.disable(wait))
+    slow = threading.Thread(target=lambda: unet(sample, 999, text), name="slow")
+    slow.start()
+    inside.wait(60)
+    try:
+        with pytest.raises(ElfattError, match="two threads call a compiled and patched model at once"):
+            unet(sample, 999, text)
+    finally:
+        outside.set()
+        slow.join()
+    assert unet(sample, 999, text).sample.isfinite().all()
+    torch._dynamo.reset()
+
+
+def test_a_finished_thread_leaves_nothing(folder: Path) -> None:
+    pipe = tiny.sd15(folder)
+    elfatt_sd.apply_patch(pipe, "elfatt-quality")
+    assert not in_threads(1, lambda index: draw(pipe, index))
+    patch = pipe.unet.elfatt_patch
+    assert patch._shared.threads == 0
+    assert threading.current_thread() not in patch._schedule._runs

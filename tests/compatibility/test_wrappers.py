@@ -1,0 +1,68 @@
+"""UNets in wrappers of data-parallel training and PEFT, and what is no UNet whose layers are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tiny_pipelines as tiny
+import torch
+import torch.distributed as dist
+from checks import recorded, runner
+from peft import LoraConfig, get_peft_model
+
+import elfatt_sd
+from elfatt_sd.config import ElfattError
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=(tmp_path / "rendezvous").as_uri(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def with_lora(unet: Any) -> Any:
+    return get_peft_model(unet, LoraConfig(r=4, target_modules=["to_q", "to_v"]))
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, with_lora, torch.nn.parallel.DistributedDataParallel])
+def test_a_wrapped_unet_is_patched_and_put_back(wrap: Any, process_group: None) -> None:
+    unet = tiny.unet()
+    before = dict(unet.attn_processors)
+    wrapped = wrap(unet)
+    sample, text = torch.randn(1, 4, 16, 16), torch.randn(1, 5, tiny.TEXT_WIDTH)
+    with torch.no_grad():
+        exact = wrapped(sample, 999, text).sample
+        assert elfatt_sd.apply_patch(wrapped, "elfatt") is wrapped
+        with recorded() as calls:
+            assert not torch.equal(wrapped(sample, 999, text).sample, exact)
+        assert len(calls) == 3
+        assert elfatt_sd.plan(wrapped, "elfatt").layers[0].tokens == 256
+        elfatt_sd.remove_patch(wrapped)
+        assert torch.equal(wrapped(sample, 999, text).sample, exact)
+    assert all(unet.attn_processors[name] is processor for name, processor in before.items())
+
+
+def test_a_peft_model_in_a_pipeline(folder: Path) -> None:
+    pipe = tiny.sd15(folder)
+    exact = runner(pipe)()
+    pipe.unet = with_lora(pipe.unet)
+    with elfatt_sd.patched(pipe, "tome") as plan:
+        assert sum(layer.patched for layer in plan.layers) == 3
+        assert not torch.equal(runner(pipe)(), exact)
+    assert torch.equal(runner(pipe)(), exact)
+
+
+def test_controlnet_xs_is_told_the_truth(folder: Path) -> None:
+    unet = tiny.unet(layers_per_block=2)
+    net = diffusers.ControlNetXSAdapter.from_unet(
+        unet, size_ratio=1.0, num_attention_heads=2, conditioning_embedding_out_channels=(8, 8)
+    )
+    parts = {**tiny.sd15_parts(folder), "unet": unet}
+    pipe = diffusers.StableDiffusionControlNetXSPipeline(**parts, controlnet=net, requires_safety_checker=False)
+    with pytest.raises(ElfattError, match="UNetControlNetXSModel is not a UNet whose layers are known"):
+        elfatt_sd.apply_patch(pipe, "elfatt")
