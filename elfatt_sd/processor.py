@@ -66,7 +66,8 @@ class Call:
         self.states: dict[int, LayerState] = {}
 
     def restart(self) -> None:
-        """Begin anew, when a checkpoint computes the whole call once more."""
+        """Begin anew, when the whole call is computed once more."""
+        self.entered = False
         for state in self.states.values():
             state.calls = 0
 

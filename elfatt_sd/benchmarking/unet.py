@@ -21,6 +21,7 @@ from elfatt_sd.benchmarking.variants import (
     by_phase,
     forget_matchings,
     forget_residuals,
+    repeated_call,
     resolve_methods,
     with_autotuned,
     with_compiled,
@@ -175,7 +176,7 @@ def _graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Cal
         if variant.measures:
             forget_residuals(unet)
         try:
-            with torch.inference_mode(), torch.cuda.device(device), torch.cuda.graph(graph):
+            with repeated_call(unet), torch.inference_mode(), torch.cuda.device(device), torch.cuda.graph(graph):
                 unet.forward(**inputs)
         except RuntimeError as error:  # the end of a capture fails, too, and hides what failed inside
             raise error.__context__ or error from None

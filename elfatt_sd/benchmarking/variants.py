@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -329,6 +330,21 @@ def repeat_step(unet: nn.Module) -> None:
     """Let the call that now begins take over what an earlier one kept, though it is of the same step."""
     for call in _latest_calls(unet):
         call.memory.repeat_step()
+
+
+@contextmanager
+def repeated_call(unet: nn.Module) -> Iterator[None]:
+    """Let `unet.forward` be a part of the latest call: nothing is drawn and no step is looked for."""
+    denoisers = {id(layer.denoiser): layer.denoiser for layer in patched_layers(unet)}.values()
+    for denoiser in denoisers:
+        if denoiser.latest is not None:
+            denoiser.latest.restart()
+            denoiser.enter(denoiser.latest)
+    try:
+        yield
+    finally:
+        for denoiser in denoisers:
+            denoiser.end()
 
 
 def forget_residuals(unet: nn.Module) -> None:
