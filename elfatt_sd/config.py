@@ -23,6 +23,10 @@ class ElfattError(ValueError):
     """An error that a user can cause; the message names the value and what is accepted."""
 
 
+class ElfattFailure(ElfattError):
+    """What was asked for is right, but it could not be done: the hub, a disk or the memory is at fault."""
+
+
 def _choice(name: str, value: object, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise ElfattError(f"{name}={value!r} is not known; accepted: {', '.join(accepted)}.")
