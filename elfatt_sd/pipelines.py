@@ -298,18 +298,20 @@ def _from_file(path: Path, options: dict[str, Any]) -> Any:
         wanted = options.get("config") or _hub_configuration(shapes)
         other = f" ({beside} is that beside it)" if beside else ""
         raise ElfattFailure(
-            f"model={str(path)!r} needs the configuration of {wanted!r}, a {kind}{other}, which is not on this machine, and the "
-            f"hub cannot be reached ({_short(_root(error))}); put its {INDEX} and the folders named there beside the file, "
-            "or give config=DIRECTORY in Python."
+            f"model={str(path)!r} needs the configuration of {wanted!r}, a {kind}{other}, which is not on this "
+            f"machine, and the hub cannot be reached ({_short(_root(error))}); put its {INDEX} and the folders named "
+            "there beside the file, or give config=DIRECTORY in Python."
         ) from error
 
 
 def _hub_configuration(shapes: Shapes) -> str:
     """Return the repository whose configuration diffusers takes for a single file."""
-    from diffusers.loaders.single_file_utils import fetch_diffusers_config
+    from diffusers.loaders import single_file_utils
 
-    weights = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
-    return str(fetch_diffusers_config(weights)["pretrained_model_name_or_path"])
+    infer: Any = single_file_utils.fetch_diffusers_config
+    return str(
+        infer({name: SimpleNamespace(shape=shape) for name, shape in shapes.items()})["pretrained_model_name_or_path"]
+    )
 
 
 def _header(path: Path) -> Shapes:
