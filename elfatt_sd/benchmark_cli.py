@@ -77,7 +77,7 @@ def build_session(out: Path | None, name: str | None, again: bool) -> Session:
         ElfattError: the folder cannot be written, or the name is no file name.
     """
     from elfatt_sd.benchmarking.record import Session
-    from elfatt_sd.generation import check_writable
+    from elfatt_sd.files import check_writable
 
     if name is not None and (out is None or Path(name).name != name):
         raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,11 +18,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from elfatt_sd import __version__
+from elfatt_sd import __version__, toy
 from elfatt_sd.allocation import keep_freed_memory
-from elfatt_sd.config import ElfattError
+from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.console import (
     Chosen,
+    Heartbeat,
     OneLineErrors,
     complain,
     from_file,
@@ -30,12 +32,15 @@ from elfatt_sd.console import (
     quiet_libraries,
     takes_patch,
 )
+from elfatt_sd.files import check_writable, write_json
+from elfatt_sd.request import SCHEDULERS, Request, check_sizes, read_prompts, unquoted
 
 if TYPE_CHECKING:
-    from elfatt_sd.generation import Result
+    from elfatt_sd.generation import Drawn, Result
     from elfatt_sd.planning import Plan, PlannedLayer
+    from elfatt_sd.trial import Trial
 
-app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(
     lazy_group("elfatt_sd.evaluation.cli:app"), name="eval", help="Measure quality, time and memory of methods."
 )
@@ -45,9 +50,20 @@ Model = Annotated[str, typer.Option(help="toy, a diffusers directory, a hub id, 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")]
+Variant = Annotated[str | None, typer.Option(help="Of the weights: fp16 loads *.fp16.safetensors.")]
+NegativePrompt = Annotated[str | None, typer.Option(help="What guidance leads away from.")]
+Scheduler = Annotated[
+    str | None,
+    typer.Option(
+        autocompletion=lambda: list(SCHEDULERS),
+        help=f"{', '.join(SCHEDULERS)}, or diffusers' class; the model's own if not given.",
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Draw even what is estimated not to fit into memory.")]
 Height = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
 Width = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DEMO_PROMPT = "a red star on a striped blue background"
 MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "optional": "[yellow]not there[/]", "info": ""}
 
 
@@ -90,14 +106,17 @@ def generate(
     width: Width = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures.")] = Path("outputs"),
     compare: Annotated[bool, typer.Option("--compare", help="Untouched and patched, side by side.")] = False,
+    negative_prompt: NegativePrompt = None,
+    scheduler: Scheduler = None,
+    force: Force = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     allow_pickle: AllowPickle = False,
+    variant: Variant = None,
 ) -> None:
     """Draw pictures, each a PNG with its settings inside and a JSON beside it."""
-    from elfatt_sd.generation import Request, Studio, check_writable, read_prompts
-
-    prompts = [*(prompts or ()), *(read_prompts(prompt_file) if prompt_file else ())]
+    words = list(prompts or ())
+    prompts = [*words, *(read_prompts(prompt_file) if prompt_file else ())]
     if not prompts:
         raise ElfattError("there is no prompt; give one, such as 'a red star', or --prompt-file FILE.")
     own_steps, own_guidance = _own_defaults(model)
@@ -113,17 +132,86 @@ def generate(
         height,
         width,
         compare,
+        negative_prompt,
+        scheduler,
+        force,
     )
     check_writable(out)
+    if note := unquoted(words):
+        complain(note, "note")
+    source = Source(model, device, dtype, allow_pickle, variant)
+    source.check()
     if model == "toy":
         _tell_unknown_words(prompts)
-    pipe = _load(model, device, dtype, allow_pickle)
+    pipe = source.load()
+
+    from elfatt_sd.generation import Studio
+
     results = []
     with _progress(request.num_images * len(prompts)) as (on_step, on_picture):
         for result in Studio(pipe, request, out, on_step).results():
             results.append(result)
             on_picture(result)
     _print_summary(results)
+
+
+@app.command(name="try")
+def try_methods(
+    model: Annotated[str, typer.Argument(help="toy, a diffusers directory, a hub id, or a .safetensors file.")] = "toy",
+    prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="What is drawn.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; 50 if not given, 25 for the toy.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 7.5 if not given, 3 for the toy.")] = None,
+    seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
+    rounds: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
+    height: Height = None,
+    width: Width = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the strip and its JSON.")] = Path("outputs"),
+    negative_prompt: NegativePrompt = None,
+    scheduler: Scheduler = None,
+    force: Force = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    allow_pickle: AllowPickle = False,
+    variant: Variant = None,
+) -> None:
+    """Draw one prompt with every method: a strip, times, closeness, and which method to use here."""
+    own_steps, own_guidance = _own_defaults(model)
+    request = Request(
+        (" ".join(prompt) if prompt else DEMO_PROMPT,),
+        PatchConfig.preset("sd"),
+        model=model,
+        steps=own_steps if steps is None else steps,
+        guidance=own_guidance if guidance is None else guidance,
+        seed=seed,
+        height=height,
+        width=width,
+        negative_prompt=negative_prompt,
+        scheduler=scheduler,
+        force=force,
+    )
+    if rounds < 1:
+        raise ElfattError(f"rounds={rounds} is not accepted; give a whole number of at least 1.")
+    check_writable(out)
+    source = Source(model, device, dtype, allow_pickle, variant)
+    source.check()
+    if model == "toy":
+        _tell_unknown_words(list(request.prompts))
+    pipe = source.load()
+
+    from elfatt_sd.trial import Trial
+
+    trial = Trial(pipe, request, rounds=rounds)
+    interrupted = False
+    with _progress(trial.images) as (on_step, on_picture):
+        try:
+            for shot in trial.run(on_step):
+                on_picture(shot)
+        except KeyboardInterrupt:
+            interrupted = True
+    if trial.rows:
+        _print_trial(trial, trial.write(out))
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 @app.command()
@@ -138,25 +226,26 @@ def patch(
     device: Device = "cpu",
     dtype: Dtype = "auto",
     allow_pickle: AllowPickle = False,
+    variant: Variant = None,
 ) -> None:
     """Show what would be patched, layer by layer, and the Python lines that do it."""
-    from elfatt_sd.files import write_json
-    from elfatt_sd.generation import check_writable
-    from elfatt_sd.patch import plan
-
-    for name, pixels in (("height", height), ("width", width)):
-        if pixels is not None and (pixels <= 0 or pixels % 8):
-            raise ElfattError(f"{name}={pixels} is not accepted; give a positive multiple of 8.")
+    check_sizes(height, width)
     if save is not None:
         if save.exists():
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
-    pipe = _load(model, device, dtype, allow_pickle)
+    loaded_from = Source(model, device, dtype, allow_pickle, variant)
+    loaded_from.check()
+    pipe = loaded_from.load()
+
+    from elfatt_sd.patch import plan
+
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
     if save is not None:
         write_json(save, chosen.config.to_dict())
     saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
     source = json.dumps(model) + ", allow_pickle=True" * allow_pickle
+    source += f", variant={json.dumps(variant)}" if variant else ""
     lines = _python_lines(source, saved or chosen.arguments)
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
@@ -180,20 +269,36 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _load(model: str, device: str, dtype: str, allow_pickle: bool) -> Any:
-    from elfatt_sd.pipelines import load_pipeline
+@dataclass(frozen=True)
+class Source:
+    """A model and how it is loaded; see `load_pipeline`."""
 
-    quiet_libraries()
-    return load_pipeline(model, device=device, dtype=dtype, allow_pickle=allow_pickle)
+    model: str
+    device: str
+    dtype: str
+    allow_pickle: bool
+    variant: str | None
+
+    def check(self) -> None:
+        """Check what can be checked without PyTorch."""
+        from elfatt_sd.pipelines import check_model, check_names
+
+        check_names(self.device, self.dtype)
+        check_model(self.model, allow_pickle=self.allow_pickle, variant=self.variant)
+
+    def load(self) -> Any:
+        """Load the pipeline."""
+        from elfatt_sd.pipelines import load_pipeline
+
+        quiet_libraries()
+        return load_pipeline(
+            self.model, device=self.device, dtype=self.dtype, allow_pickle=self.allow_pickle, variant=self.variant
+        )
 
 
 def _own_defaults(model: str) -> tuple[int, float]:
     """Return steps and guidance scale for a model."""
-    if model != "toy":
-        return 50, 7.5
-    from elfatt_sd.toy.models import GUIDANCE
-
-    return 25, GUIDANCE
+    return (toy.STEPS, toy.GUIDANCE) if model == "toy" else (50, 7.5)
 
 
 def _tell_unknown_words(prompts: list[str]) -> None:
@@ -210,38 +315,49 @@ def _tell_unknown_words(prompts: list[str]) -> None:
 
 
 @contextmanager
-def _progress(pictures: int) -> Iterator[tuple[Callable[[int, int], None], Callable[[Result], None]]]:
-    """Show steps and pictures on a terminal; print each finished picture."""
+def _progress(pictures: int) -> Iterator[tuple[Callable[[int, int], None], Callable[[Drawn], None]]]:
+    """Show steps and pictures, as bars on a terminal and as a line now and then elsewhere; print each picture."""
     console = Console(stderr=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(
+    bars = Progress(
         *columns, console=console, disable=not console.is_terminal, transient=True, redirect_stdout=sys.stdout.isatty()
-    ) as progress:
+    )
+    with bars as progress, Heartbeat(pictures, silent=console.is_terminal) as heartbeat:
         drawn = progress.add_task("pictures", total=pictures)
         denoised = progress.add_task("steps", total=None)
 
-        def on_picture(result: Result) -> None:
+        def on_picture(result: Drawn) -> None:
             progress.advance(drawn)
+            heartbeat.finished += 1
             progress.console.file.flush()
             _print_result(result)
 
-        yield lambda step, steps: progress.update(denoised, completed=step, total=steps), on_picture
+        def on_step(step: int, steps: int) -> None:
+            progress.update(denoised, completed=step, total=steps)
+            heartbeat.step = f"step {step} of {steps}"
+
+        yield on_step, on_picture
 
 
-def _print_result(result: Result) -> None:
+def _print_result(result: Drawn) -> None:
     from elfatt_sd.pictures import is_flat
 
-    print(result.path)
-    if result.untouched_seconds is not None:
-        print(
-            f"  untouched {result.untouched_seconds:.2f} s, patched {result.seconds:.2f} s: {result.speed_ratio:.2f} "
-            f"times as fast (one run each, in turn, after a warm-up); PSNR {result.psnr_db:.1f} dB"
-        )
-    else:
-        print(f"  {result.seconds:.2f} s")
+    print(result.summary())
     sys.stdout.flush()
     if is_flat(result.picture):
-        complain(f"{result.path} is one flat colour: an overflow (try --dtype float32) or a safety checker", "warning")
+        complain(f"{result.name} is one flat colour: an overflow (try --dtype float32) or a safety checker", "warning")
+
+
+def _print_trial(trial: Trial, path: Path) -> None:
+    console = output()
+    table = Table(title=f"{trial.request.prompts[0]}, seed {trial.request.seed}", title_justify="left")
+    for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in trial.rows:
+        table.add_row(row.method, f"{row.seconds:.2f}", row.speed_text(), row.psnr_text())
+    console.print(table)
+    print(trial.recommendation())
+    print(path)
 
 
 def _print_summary(results: list[Result]) -> None:

@@ -8,19 +8,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 ATTENTIONS = ("softmax", "agent", "block", "elfatt", "cell_spread", "sampled")
 BLOCK_ORDERS = ("sequence", "raster", "windows", "curve", "strided", "spread")
 AGENT_SOURCES = ("pooled", "merged")
+_UNMERGED = ("cell_spread", "sampled")  # attentions that see every token as it is
 SPLITS = ("auto", "heads", "channels")
 BACKENDS = ("auto", "native", "flash", "flash_hub", "_flash_3", "flex", "sage", "xformers")
 
 
 class ElfattError(ValueError):
     """An error that a user can cause; the message names the value and what is accepted."""
+
+
+class ElfattFailure(ElfattError):
+    """What was asked for is right, but it could not be done: the hub, a disk or the memory is at fault."""
 
 
 def _choice(name: str, value: object, accepted: tuple[str, ...]) -> None:
@@ -160,6 +166,25 @@ class Phase:
         return self.ratio > 0 or (self.uses_agents and self.agent_source == "merged")
 
     @property
+    def used_settings(self) -> frozenset[str]:
+        """The fields that change what the phase does."""
+        groups = {
+            "ratio": self.attention not in _UNMERGED,
+            "stride": self.uses_matching,
+            "block_size": self.uses_blocks or self.attention == "sampled",
+            "block_order": self.uses_order,
+            "second_order": self.attention == "block",
+            "groups lattice": self.attention == "sampled",
+            "redraw": self.uses_blocks or self.attention == "sampled",
+            "residual_steps": not self.exact,
+            "agents": self.uses_agents and self.agent_source == "pooled",
+            "agent_source agent_scale value_shortcut": self.uses_agents,
+            "agent_ratio": self.uses_agents and self.agent_source == "merged",
+            "agent_share split": self.attention == "elfatt",
+        }
+        return frozenset(name for names, used in groups.items() if used for name in names.split())
+
+    @property
     def uses_order(self) -> bool:
         """Whether the order of the tokens matters: to blocks, and to agents that are pooled."""
         return self.uses_blocks or (self.uses_agents and self.agent_source == "pooled")
@@ -247,7 +272,10 @@ class PatchConfig:
         """
         if not isinstance(method, str) or method not in PRESETS:
             raise ElfattError(f"method={method!r} is not known; accepted: {', '.join(PRESETS)}.")
-        return PRESETS[method].with_settings(**settings)
+        config = PRESETS[method].with_settings(**settings)
+        for name in config.without_effect(settings):
+            warnings.warn(f"{name}={settings[name]!r} has no effect on method {method!r}.", stacklevel=2)
+        return config
 
     def with_settings(self, /, **settings: Any) -> PatchConfig:
         """Return a copy with some settings changed.
@@ -266,11 +294,31 @@ class PatchConfig:
         own = {name: value for name, value in settings.items() if name in _RUN_SETTINGS}
         per_phase = {name: value for name, value in settings.items() if name in _PHASE_SETTINGS}
         Phase(**per_phase)  # a setting that no phase of this method uses is still checked
+        self._check_merging(per_phase.get("ratio", 0))
         phases = tuple(phase if phase.exact else dataclasses.replace(phase, **per_phase) for phase in self.phases)
         if "active_fraction" in settings:
             _real("active_fraction", settings["active_fraction"], 0.0, 1.0)
             phases = _with_active_fraction(phases, float(settings["active_fraction"]))
         return dataclasses.replace(self, phases=phases, **own)
+
+    def without_effect(self, settings: Iterable[str]) -> list[str]:
+        """Return those of some settings that change nothing in this configuration, which has them already."""
+        approximating = [phase for phase in self.phases if not phase.exact]
+        used = {name for phase in approximating for name in phase.used_settings} | _RUN_SETTINGS | {"active_fraction"}
+        if not any(phase.uses_matching for phase in approximating):
+            used -= {"use_rand", "reuse_steps", "reuse_layers"}
+        if self.max_downsample is not None:
+            used -= {"levels"}
+        return [name for name in settings if name not in used or (not approximating and name != "attention_backend")]
+
+    def _check_merging(self, ratio: float) -> None:
+        """Check a ratio that a user gave, in the words of the method."""
+        if ratio > 0 and any(phase.attention in _UNMERGED for phase in self.phases):
+            merging = [name for name, config in PRESETS.items() if any(phase.ratio > 0 for phase in config.phases)]
+            raise ElfattError(
+                f"ratio={ratio!r} is not accepted with method {self.method!r}, which does not merge tokens; leave "
+                f"ratio away, or take a method that merges: {', '.join(merging)}."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""

@@ -6,7 +6,10 @@ import functools
 import importlib
 import inspect
 import json
+import re
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +21,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from elfatt_sd.config import BACKENDS, BLOCK_ORDERS, METHODS, ElfattError, PatchConfig
+from elfatt_sd.config import BACKENDS, BLOCK_ORDERS, METHODS, ElfattError, ElfattFailure, PatchConfig
 
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -28,7 +31,9 @@ def _option(kind: Any, *names: str, **details: Any) -> tuple[Any, None]:
 
 
 PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "method": _option(str, help=f"One of {', '.join(METHODS)}; elfatt if nothing is given."),
+    "method": _option(
+        str, autocompletion=lambda: list(METHODS), help=f"One of {', '.join(METHODS)}; elfatt if nothing is given."
+    ),
     "config_file": _option(Path, "--config", metavar="FILE", help="Instead of a method, what `patch --save` wrote."),
     "ratio": _option(float, help="Share of the tokens that are merged, 0 to less than 1."),
     "stride": _option(int, help="One merge destination for each cell of this many tokens a side."),
@@ -165,12 +170,15 @@ def choose(
     settings |= dict(name_and_value(text) for text in set or ())
     written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
     if config_file is None:
-        method = method or "elfatt"
-        return Chosen(PatchConfig.preset(method).with_settings(**settings), f'"{method}"{written}', bool(autotune))
-    if method is not None:
+        base, source = PatchConfig.preset(method or "elfatt"), f'"{method or "elfatt"}"'
+    elif method is None:
+        base, source = read_config(config_file), from_file(config_file)
+    else:
         raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
-    config = read_config(config_file).with_settings(**settings)
-    return Chosen(config, from_file(config_file) + written, bool(autotune))
+    config = base.with_settings(**settings)
+    for name in config.without_effect(settings):
+        complain(f"{name}={settings[name]!r} has no effect on method {config.method!r}", "warning")
+    return Chosen(config, source + written, bool(autotune))
 
 
 takes_patch = adds_options("chosen", PATCH_OPTIONS, choose)
@@ -205,6 +213,47 @@ def complain(message: str, kind: str = "error") -> None:
     typer.secho(f"{kind}: {line}", err=True, fg="red" if kind == "error" else "yellow")
 
 
+class Heartbeat:
+    """Prints a line on stderr now and then while something long runs: after 10 s, then at every tenth of the time.
+
+    Attributes:
+        finished: images that are done.
+        step: what the present image is at.
+    """
+
+    FIRST = 10.0  # seconds to the first line
+
+    def __init__(self, images: int, silent: bool = False) -> None:
+        """Prepare for so many images.
+
+        Args:
+            images: how many there will be.
+            silent: print nothing, as a terminal has bars.
+        """
+        self.finished, self.step = 0, "starting"
+        self._images, self._silent, self._done = images, silent, threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        """Begin."""
+        if not self._silent:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop, whatever happened."""
+        self._done.set()
+        if not self._silent:
+            self._thread.join()
+
+    def _beat(self) -> None:
+        start = time.monotonic()
+        while not self._done.wait(max(self.FIRST, 0.1 * (time.monotonic() - start))):
+            image = min(self.finished + 1, self._images)
+            passed = f"{time.monotonic() - start:.0f} s"
+            typer.echo(f"image {image} of {self._images}, {self.step}, {passed}", err=True)
+
+
 def output() -> Console:
     """Return a console for stdout that does not wrap what is piped to another program."""
     console = Console(highlight=False)
@@ -234,15 +283,34 @@ def _report(error: Exception, debug: bool) -> int:
     """Print an error as one line and return its exit code."""
     if isinstance(error, ElfattError):
         complain(str(error))
-        return WRONG_USE
+        return FAILURE if isinstance(error, ElfattFailure) else WRONG_USE
     if hasattr(error, "format_message"):  # wrong use that the parser found
         if error.format_message():  # empty after it has shown the help
             complain(error.format_message())
         return WRONG_USE
     hint = "" if debug else " (--debug shows where)"
-    lines = str(error).strip().splitlines() or [""]
-    complain(f"{type(error).__name__}: {lines[0]}{hint}")
+    complain(f"{_in_plain_words(error)}{hint}")
     return FAILURE
+
+
+def _in_plain_words(error: Exception) -> str:
+    """Say what failed: a file by its path, memory by how much was asked for, anything else by its class and message."""
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    if "torch" in sys.modules or isinstance(error, MemoryError):
+        from elfatt_sd.devices import is_out_of_memory
+
+        if is_out_of_memory(error):
+            asked = re.search(r"ried to allocate ([\d.]+) (\w+)", str(error))
+            amount = f": {_readable(float(asked[1]), asked[2])} more were asked for" if asked else ""
+            return f"out of memory{amount}; give a smaller height and width, or close what else uses the memory"
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _readable(amount: float, unit: str) -> str:
+    """Return an allocator's amount, which the one of the CPU gives in bytes, in GiB."""
+    return f"{amount / 2**30:.1f} GiB" if unit == "bytes" else f"{amount:g} {unit}"
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

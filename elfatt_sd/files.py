@@ -7,9 +7,12 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from elfatt_sd.config import ElfattError
 
 _PLAIN_LIST = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s+\]")  # of numbers; a line break stands in no JSON string
 
@@ -32,6 +35,9 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say what it had no room for
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -57,6 +63,31 @@ def sha256_of_data(data: Any) -> str:
     """Return the hex digest of plain data, independent of the order of keys."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_writable(folder: Path, given: str | None = None) -> None:
+    """Check that files can be written to a folder, and leave nothing behind.
+
+    Args:
+        folder: it need not exist.
+        given: what the user gave, where that is not `out`.
+
+    Raises:
+        ElfattError: the folder cannot be made or written to.
+    """
+    made: list[Path] = []
+    try:
+        for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
+            missing.mkdir()
+            made.append(missing)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        given = given or f"out={str(folder)!r}"
+        raise ElfattError(f"{given} cannot be written ({error.strerror}); give a folder that can.") from error
+    finally:
+        for place in reversed(made):
+            place.rmdir()
 
 
 def nearest_existing(path: Path) -> Path:

@@ -7,81 +7,31 @@ import json
 import math
 import platform
 import re
-import tempfile
+import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import elfatt_sd
+from elfatt_sd.budget import check_fits
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.environment import read_high_water_mark
 from elfatt_sd.files import atomic_file, write_json
-from elfatt_sd.layers import find_denoisers
+from elfatt_sd.layers import find_denoisers, unwrap
 from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
+from elfatt_sd.request import SCHEDULERS, Request, scheduler_class
 
 OnStep = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to draw.
-
-    Attributes:
-        prompts: one or more.
-        config: the method.
-        autotune: as for `apply_patch`.
-        model: as `load_pipeline` takes it; for the record.
-        steps: denoising steps.
-        guidance: classifier-free guidance scale.
-        seed: of the first picture of each prompt; the next ones count up.
-        num_images: pictures for each prompt.
-        height: in pixels; None is the model's own.
-        width: in pixels; None is the model's own.
-        compare: draw every picture twice, untouched and patched, side by side.
-    """
-
-    prompts: tuple[str, ...]
-    config: PatchConfig
-    autotune: bool = False
-    model: str = "toy"
-    steps: int = 50
-    guidance: float = 7.5
-    seed: int = 0
-    num_images: int = 1
-    height: int | None = None
-    width: int | None = None
-    compare: bool = False
-
-    def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ElfattError: a field is out of range; the message says what is accepted.
-        """
-        if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
-            raise ElfattError("there is an empty prompt, or none; give at least one, such as 'a red star'.")
-        for name in ("steps", "num_images"):
-            if getattr(self, name) < 1:
-                raise ElfattError(f"{name}={getattr(self, name)} is not accepted; give a whole number of at least 1.")
-        if not 0 <= self.seed < 2**63:
-            raise ElfattError(f"seed={self.seed} is not accepted; give a whole number from 0 to 2^63 - 1.")
-        if not math.isfinite(self.guidance) or self.guidance < 0:
-            raise ElfattError(f"guidance={self.guidance} is not accepted; give a number of at least 0.")
-        for name in ("height", "width"):
-            pixels = getattr(self, name)
-            if pixels is not None and (pixels <= 0 or pixels % 8):
-                raise ElfattError(f"{name}={pixels} is not accepted; give a positive multiple of 8.")
-        if self.compare and not self.config.active:
-            raise ElfattError(f"method={self.config.method!r} changes nothing to compare with; give another method.")
 
 
 @dataclass(frozen=True)
@@ -96,6 +46,21 @@ class PeakMemory:
         return f"{self.what}: {'not known' if self.size is None else f'{self.size / 1e9:.2f} GB'}"
 
 
+class Drawn(Protocol):
+    """What the command line shows of an image that is done."""
+
+    @property
+    def picture(self) -> Image.Image:
+        """The image."""
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+
+    def summary(self) -> str:
+        """Return what to print."""
+
+
 @dataclass(frozen=True)
 class Result:
     """One finished file.
@@ -107,6 +72,7 @@ class Result:
         memory: peak while it was drawn.
         untouched_seconds: prompt to picture without the method, where both were drawn.
         psnr_db: of the method's picture against the untouched one, where both were drawn.
+        unchanged: what to say where both are identical; empty otherwise.
     """
 
     path: Path
@@ -115,6 +81,24 @@ class Result:
     memory: PeakMemory
     untouched_seconds: float | None = None
     psnr_db: float | None = None
+    unchanged: str = ""
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return str(self.path)
+
+    def summary(self) -> str:
+        """Return its path and how long it took, for people."""
+        if self.untouched_seconds is None:
+            return f"{self.path}\n  {self.seconds:.2f} s"
+        times = f"untouched {self.untouched_seconds:.2f} s, patched {self.seconds:.2f} s"
+        if self.unchanged:
+            return f"{self.path}\n  {self.unchanged} ({times})"
+        return (
+            f"{self.path}\n  {times}: {self.speed_ratio:.2f} times as fast (one run each, in turn, after a warm-up); "
+            f"PSNR {self.psnr_db:.1f} dB"
+        )
 
     @property
     def speed_ratio(self) -> float | None:
@@ -123,7 +107,9 @@ class Result:
 
 
 @dataclass(frozen=True)
-class _Shot:
+class Shot:
+    """An image, the seconds from prompt to image, and the peak of memory meanwhile."""
+
     picture: Image.Image
     seconds: float
     memory: PeakMemory
@@ -146,16 +132,36 @@ class Studio:
     on_step: OnStep = field(default=lambda step, steps: None)
 
     def __post_init__(self) -> None:
-        """Check that a prompt is all that the pipeline needs, and that its schedule has that many steps.
+        """Check that the pipeline can do what is asked for, and give it the scheduler that is asked for.
 
         Raises:
-            ElfattError: it needs a picture or something else besides, or there are too many steps.
+            ElfattError: it needs more than a prompt, there are too many steps, the scheduler does not fit, or the image
+                cannot fit into this machine's memory.
         """
         check_text_to_image(self.pipe)
-        most = self.pipe.scheduler.config.get("num_train_timesteps", self.request.steps)
-        if self.request.steps > most:
-            raise ElfattError(f"steps={self.request.steps} is not accepted; give a whole number from 1 to {most}.")
+        request = self.request
+        most = self.pipe.scheduler.config.get("num_train_timesteps", request.steps)
+        if request.steps > most:
+            raise ElfattError(f"steps={request.steps} is not accepted; give a whole number from 1 to {most}.")
+        if request.scheduler is not None:
+            self.pipe.scheduler = make_scheduler(request.scheduler, self.pipe.scheduler)
+        if request.negative_prompt is not None:
+            self._check_negative_prompt()
+        given = [*request.prompts, *([request.negative_prompt] if request.negative_prompt else [])]
+        for text in [cut_off(self.pipe, prompt) for prompt in given]:
+            if text:
+                warnings.warn(text, stacklevel=2)
+        if not request.force:
+            images = len(request.prompts) * request.num_images * (1 + request.compare)
+            sizes = {"height": request.height, "width": request.width}
+            check_fits(self.pipe, **sizes, steps=request.steps, images=images, guided=request.guidance > 1)
         self.pipe.set_progress_bar_config(disable=True)
+
+    def _check_negative_prompt(self) -> None:
+        if "negative_prompt" not in inspect.signature(self.pipe.__call__).parameters:
+            raise ElfattError(f"negative_prompt is not accepted; {type(self.pipe).__name__} has none.")
+        if self.request.guidance <= 1:
+            warnings.warn(f"negative_prompt has no effect with guidance={self.request.guidance:g}.", stacklevel=3)
 
     def results(self) -> Iterator[Result]:
         """Draw, write and yield one picture after the other; what is written stays, whatever happens later."""
@@ -182,58 +188,71 @@ class Studio:
     def _warm_up(self) -> None:
         """Run both ways for two steps, so that neither pays for the other's first call."""
         steps = min(2, self.request.steps)
-        self._draw(self.request.prompts[0], self.request.seed, steps)
+        self.draw(self.request.prompts[0], self.request.seed, steps)
         with self._patched():
-            self._draw(self.request.prompts[0], self.request.seed, steps)
+            self.draw(self.request.prompts[0], self.request.seed, steps)
 
     def _single(self, prompt: str, seed: int) -> Result:
-        shot = self._draw(prompt, seed)
-        path = self._write(shot.picture, prompt, self._record(prompt, seed, shot))
+        shot = self.draw(prompt, seed)
+        path = write_picture(free_name(self.folder, prompt), shot.picture, self._record(prompt, seed, shot))
         return Result(path, shot.picture, shot.seconds, shot.memory)
 
     def _compare(self, prompt: str, seed: int) -> Result:
-        before = self._draw(prompt, seed)
+        before = self.draw(prompt, seed)
         with self._patched():
-            after = self._draw(prompt, seed)
+            after = self.draw(prompt, seed)
         ratio, decibel = before.seconds / after.seconds, psnr(before.picture, after.picture)
-        captions = [
-            (f"untouched, {before.seconds:.2f} s", ""),
-            (
-                f"{self.request.config.method}, {after.seconds:.2f} s",
-                f"{ratio:.2f} times as fast, PSNR {decibel:.1f} dB",
-            ),
-        ]
+        unchanged, details = "", f"{ratio:.2f} times as fast, PSNR {decibel:.1f} dB"
+        if not math.isfinite(decibel):
+            calls = len(self.pipe.scheduler.timesteps)
+            unchanged = why_unchanged(self.request.config, calls)
+            details = "identical: nothing was approximated"
+        method = self.request.config.method
+        captions = [(f"untouched, {before.seconds:.2f} s", ""), (f"{method}, {after.seconds:.2f} s", details)]
         sheet = side_by_side([before.picture, after.picture], captions, title=prompt)
         record = self._record(prompt, seed, after) | {
             "untouched_seconds": before.seconds,
             "speed_ratio": ratio,
             "psnr_db": decibel if math.isfinite(decibel) else None,
+            "identical": not math.isfinite(decibel),
             "timing": "one run each, in turn, after a warm-up of two steps",
         }
-        path = self._write(sheet, prompt, record)
-        return Result(path, after.picture, after.seconds, after.memory, before.seconds, decibel)
+        path = write_picture(free_name(self.folder, prompt), sheet, record)
+        return Result(path, after.picture, after.seconds, after.memory, before.seconds, decibel, unchanged)
 
-    def _draw(self, prompt: str, seed: int, steps: int | None = None) -> _Shot:
+    def draw(self, prompt: str, seed: int, steps: int | None = None) -> Shot:
+        """Draw one image with the pipeline as it is.
+
+        Args:
+            prompt: what is drawn.
+            seed: of its latent.
+            steps: denoising steps; None takes the request's.
+        """
+
         def step_done(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            self.on_step(index + 1, pipe.num_timesteps)
+            done = round((index + 1) * asked / pipe.num_timesteps)  # some schedulers call the UNet more often
+            self.on_step(done, asked)
             return {}
 
         request, device = self.request, torch.device(self.pipe.device)
-        sizes = {name: getattr(request, name) for name in ("height", "width") if getattr(request, name) is not None}
+        asked = steps or request.steps
+        names = ("height", "width", "negative_prompt")
+        given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
         watch = PeakWatch(device)
         start = time.perf_counter()
         output = self.pipe(
             prompt,
-            num_inference_steps=steps or request.steps,
+            num_inference_steps=asked,
             guidance_scale=request.guidance,
             generator=torch.Generator().manual_seed(seed),
             callback_on_step_end=step_done,
-            **sizes,
+            **given,
         )
         memory = watch.read()
-        return _Shot(output.images[0], time.perf_counter() - start, memory)
+        return Shot(output.images[0], time.perf_counter() - start, memory)
 
-    def _record(self, prompt: str, seed: int, shot: _Shot) -> dict[str, Any]:
+    def record(self, prompt: str, seed: int, picture: Image.Image) -> dict[str, Any]:
+        """Return what an image depends on, as plain data."""
         request = self.request
         return {
             "prompt": prompt,
@@ -244,33 +263,36 @@ class Studio:
             "model": request.model,
             "steps": request.steps,
             "guidance": request.guidance,
-            "height": shot.picture.height,
-            "width": shot.picture.width,
+            "negative_prompt": request.negative_prompt,
+            "height": picture.height,
+            "width": picture.width,
             "scheduler": type(self.pipe.scheduler).__name__,
             "device": str(self.pipe.device),
             "dtype": str(self.pipe.dtype).removeprefix("torch."),
-            "seconds": shot.seconds,
-            "peak_memory_bytes": shot.memory.size,
-            "peak_memory": shot.memory.what,
             "versions": versions(),
         }
 
-    def _write(self, picture: Image.Image, prompt: str, record: dict[str, Any]) -> Path:
-        path = free_name(self.folder, prompt)
-        info = PngInfo()
-        info.add_text("Software", f"elfatt-sd {elfatt_sd.__version__}")
-        for name, value in record.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            info.add_text(name, text) if text.isascii() else info.add_itxt(name, text)
-        beside = path.with_suffix(".json")
-        write_json(beside, record)
-        try:
-            with atomic_file(path) as file:
-                picture.save(file, format="PNG", pnginfo=info)
-        except BaseException:
-            beside.unlink()
-            raise
-        return path
+    def _record(self, prompt: str, seed: int, shot: Shot) -> dict[str, Any]:
+        measured = {"seconds": shot.seconds, "peak_memory_bytes": shot.memory.size, "peak_memory": shot.memory.what}
+        return self.record(prompt, seed, shot.picture) | measured
+
+
+def write_picture(path: Path, picture: Image.Image, record: dict[str, Any]) -> Path:
+    """Write a PNG with a record inside, and the record as JSON beside it; both or none."""
+    info = PngInfo()
+    info.add_text("Software", f"elfatt-sd {elfatt_sd.__version__}")
+    for name, value in record.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        info.add_text(name, text) if text.isascii() else info.add_itxt(name, text)
+    beside = path.with_suffix(".json")
+    write_json(beside, record)
+    try:
+        with atomic_file(path) as file:
+            picture.save(file, format="PNG", pnginfo=info)
+    except BaseException:
+        beside.unlink()
+        raise
+    return path
 
 
 class PeakWatch:
@@ -292,16 +314,16 @@ class PeakWatch:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             return PeakMemory(torch.cuda.max_memory_allocated(self._device), "peak memory allocated by PyTorch on CUDA")
-        return PeakMemory(read_high_water_mark(), "peak memory of the whole process since its start (VmHWM)")
+        return PeakMemory(read_high_water_mark(), "peak memory of the whole process since its start")
 
 
 def check_text_to_image(pipe: Any) -> None:
     """Check that a pipeline draws a picture from a prompt alone.
 
     Raises:
-        ElfattError: it does not, or it has no UNet.
+        ElfattError: it does not, it has no UNet, or one that is made for other inputs.
     """
-    find_denoisers(pipe)
+    unet: Any = unwrap(find_denoisers(pipe)["unet"])
     takes = set(inspect.signature(pipe.__call__).parameters)
     alone = {"prompt", "height", "width", "callback_on_step_end"} <= takes
     if not alone or takes & {"image", "control_image", "mask_image", "num_frames"}:
@@ -309,31 +331,61 @@ def check_text_to_image(pipe: Any) -> None:
             f"{type(pipe).__name__} needs more than a prompt; give a text-to-image model, or patch it in Python with "
             "elfatt_sd.apply_patch(pipe)."
         )
+    latent = getattr(getattr(getattr(pipe, "vae", None), "config", None), "latent_channels", unet.config.in_channels)
+    if unet.config.in_channels != latent:
+        raise ElfattError(
+            f"the UNet takes {unet.config.in_channels} channels, and a {type(pipe).__name__} hands it the {latent} of "
+            "its latents: it is of another kind (9: inpainting, 8: InstructPix2Pix, 7: upscaler, 5: depth). Give a "
+            "text-to-image model, or load it as what it is and patch it in Python with elfatt_sd.apply_patch(pipe)."
+        )
 
 
-def check_writable(folder: Path, given: str | None = None) -> None:
-    """Check that files can be written to a folder, and leave nothing behind.
+def make_scheduler(name: str, own: Any) -> Any:
+    """Return a scheduler with the settings of a model's own.
 
     Args:
-        folder: it need not exist.
-        given: what the user gave, where that is not `out`.
+        name: as for `Request`.
+        own: the model's scheduler.
 
     Raises:
-        ElfattError: the folder cannot be made or written to.
+        ElfattError: it is not for such a model.
     """
-    made: list[Path] = []
-    try:
-        for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
-            missing.mkdir()
-            made.append(missing)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        given = given or f"out={str(folder)!r}"
-        raise ElfattError(f"{given} cannot be written ({error.strerror}); give a folder that can.") from error
-    finally:
-        for place in reversed(made):
-            place.rmdir()
+    import diffusers
+
+    kind: Any = getattr(diffusers, scheduler_class(name))
+    if kind not in own.compatibles:
+        fitting = ", ".join(short for short, each in SCHEDULERS.items() if getattr(diffusers, each) in own.compatibles)
+        raise ElfattError(f"scheduler={name!r} does not fit the model's {type(own).__name__}; accepted: {fitting}.")
+    extra = {"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}
+    return kind.from_config(own.config, **extra)
+
+
+def cut_off(pipe: Any, prompt: str) -> str:
+    """Return what to say of a prompt that is longer than the text encoder takes; empty where it is not."""
+    tokenizers = [getattr(pipe, name, None) for name in ("tokenizer", "tokenizer_2")]
+    for tokenizer in (each for each in tokenizers if each is not None):
+        words = tokenizer(prompt, add_special_tokens=False, truncation=False, verbose=False).input_ids
+        room = tokenizer.model_max_length - tokenizer.num_special_tokens_to_add()
+        if len(words) > room:
+            lost = textwrap.shorten(tokenizer.decode(words[room:]).strip(), 120, placeholder=" ...")
+            return f"the text encoder takes {room} tokens, and the prompt has {len(words)}; cut off: {lost!r}"
+    return ""
+
+
+def why_unchanged(config: PatchConfig, calls: int) -> str:
+    """Return what to say of a method whose image is identical to the untouched one.
+
+    Args:
+        config: the method.
+        calls: of the UNet in the run.
+    """
+    text = f"identical: {config.method} changed nothing in this run"
+    phases = [config.phase_at(call, calls) for call in range(calls)]
+    if all(phase.exact for phase in phases):
+        return f"{text}, as its phases are exact in all {calls} calls of the UNet; give more steps"
+    if calls == 1 and phases[0].residual_steps > 1:
+        return f"{text}, as its first call of the UNet is exact; give more steps"
+    return text
 
 
 def free_name(folder: Path, prompt: str) -> Path:
@@ -341,23 +393,6 @@ def free_name(folder: Path, prompt: str) -> Path:
     taken = [int(match[1]) for path in folder.glob("[0-9]*") if (match := re.match(r"(\d+)-", path.name))]
     words = "-".join(re.findall(r"\w+", prompt.lower()))[:60].rstrip("-") or "picture"
     return folder / f"{max(taken, default=0) + 1:04d}-{words}.png"
-
-
-def read_prompts(path: Path) -> tuple[str, ...]:
-    """Read prompts from a text file, one a line; blank lines do not count.
-
-    Raises:
-        ElfattError: the file cannot be read, or holds no prompt.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ElfattError(f"prompt_file={str(path)!r} cannot be read ({reason}); give a text file.") from error
-    prompts = tuple(line.strip() for line in lines if line.strip())
-    if not prompts:
-        raise ElfattError(f"prompt_file={str(path)!r} is empty; give a text file with one prompt a line.")
-    return prompts
 
 
 def versions() -> dict[str, str]:

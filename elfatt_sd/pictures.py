@@ -10,15 +10,19 @@ from PIL import Image, ImageDraw, ImageFont
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 INK, FAINT, PAPER = (24, 24, 27), (96, 96, 104), (255, 255, 255)
 MARGIN = 16  # pixels around everything
+TITLE_LINES = 2  # of a long prompt; its whole text is in the file's settings
 
 
-def side_by_side(pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str]], title: str = "") -> Image.Image:
-    """Put pictures in a row, each above its caption, pixel for pixel.
+def side_by_side(
+    pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str]], title: str = "", columns: int | None = None
+) -> Image.Image:
+    """Put pictures in rows, each above its caption, pixel for pixel.
 
     Args:
         pictures: RGB pictures, in order.
         captions: a name and a line of details for each.
-        title: a line above all, such as the prompt; it is wrapped.
+        title: a line above all, such as the prompt; it is wrapped, and cut after `TITLE_LINES`.
+        columns: images in a row; None puts all in one.
 
     Returns:
         One RGB picture.
@@ -30,20 +34,23 @@ def side_by_side(pictures: Sequence[Image.Image], captions: Sequence[tuple[str, 
         raise ValueError(f"{len(pictures)} pictures and {len(captions)} captions; give one caption for each picture.")
     size = max(13, min(picture.width for picture in pictures) // 19)
     title_font, small = ImageFont.load_default(size * 1.1), ImageFont.load_default(size * 0.95)
-    width = sum(picture.width for picture in pictures) + MARGIN * (len(pictures) + 1)
+    columns = min(columns or len(pictures), len(pictures))
+    cell_width, cell_height = (max(side) for side in zip(*(picture.size for picture in pictures), strict=True))
+    width = columns * (cell_width + MARGIN) + MARGIN
     lines = _wrap(title, title_font, width - 2 * MARGIN)
     top = MARGIN + (len(lines) * round(size * 1.5) + MARGIN // 2 if lines else 0)
-    below = top + max(picture.height for picture in pictures) + MARGIN // 2
-    sheet = Image.new("RGB", (width, below + round(size * 3.0) + MARGIN // 2), PAPER)
+    row_height = cell_height + MARGIN + round(size * 3.0)
+    sheet = Image.new("RGB", (width, top + -(-len(pictures) // columns) * row_height), PAPER)
     draw = ImageDraw.Draw(sheet)
     for number, line in enumerate(lines):
         draw.text((MARGIN, MARGIN + number * round(size * 1.5)), line, INK, title_font)
-    left = MARGIN
-    for picture, (name, details) in zip(pictures, captions, strict=True):
-        sheet.paste(picture.convert("RGB"), (left, top))
-        draw.text((left, below), _shorten(name, title_font, picture.width), INK, title_font)
-        draw.text((left, below + round(size * 1.55)), _shorten(details, small, picture.width), FAINT, small)
-        left += picture.width + MARGIN
+    for number, (picture, (name, details)) in enumerate(zip(pictures, captions, strict=True)):
+        row, column = divmod(number, columns)
+        left, above = MARGIN + column * (cell_width + MARGIN), top + row * row_height
+        below = above + picture.height + MARGIN // 2
+        sheet.paste(picture.convert("RGB"), (left, above))
+        draw.text((left, below), _shorten(name, title_font, cell_width), INK, title_font)
+        draw.text((left, below + round(size * 1.55)), _shorten(details, small, cell_width), FAINT, small)
     return sheet
 
 
@@ -79,6 +86,8 @@ def _wrap(text: str, font: Font, width: int) -> list[str]:
             lines[-1] += f" {word}"
         else:
             lines.append(_shorten(word, font, width))
+    if len(lines) > TITLE_LINES:
+        lines = [*lines[: TITLE_LINES - 1], _shorten(" ".join(lines[TITLE_LINES - 1 :]), font, width)]
     return lines
 
 

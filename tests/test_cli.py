@@ -21,8 +21,11 @@ import elfatt_sd
 from elfatt_sd import generation
 from elfatt_sd.autotune import Decision, Tuner
 from elfatt_sd.cli import app
-from elfatt_sd.generation import PeakWatch, Request, Studio, check_text_to_image, check_writable, free_name
+from elfatt_sd.console import Heartbeat
+from elfatt_sd.files import check_writable
+from elfatt_sd.generation import PeakWatch, Studio, check_text_to_image, free_name
 from elfatt_sd.processor import LayerState
+from elfatt_sd.request import Request
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "a red star"
@@ -35,6 +38,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tiny.sd15(folder / "parts").save_pretrained(folder / "tiny")
     return folder / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine does not add lines to what a test compares."""
+    monkeypatch.setattr(Heartbeat, "FIRST", 3600.0)
+
+
+def without_heartbeats(text: str) -> str:
+    """What another process printed without its lines of progress."""
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("image "))
 
 
 def call(*words: object) -> Result:
@@ -67,7 +81,7 @@ def test_generate_writes_a_picture_with_its_settings(model: Path, tmp_path: Path
     assert files(tmp_path / "new" / "out") == ["0001-a-red-star.json", "0001-a-red-star.png"]
     path = tmp_path / "new" / "out" / "0001-a-red-star.png"
     assert str(path) in result.stdout
-    assert "VmHWM" in result.stdout or "CUDA" in result.stdout
+    assert "peak memory" in result.stdout.splitlines()[-1] and "VmHWM" not in result.stdout
     record = json.loads(path.with_suffix(".json").read_text())
     assert record["prompt"] == PROMPT
     assert (record["seed"], record["steps"], record["guidance"], record["method"]) == (7, 2, 3.0, "tome")
@@ -155,7 +169,7 @@ def test_progress_reports_every_step(model: Path, tmp_path: Path) -> None:
     pipe = elfatt_sd.load_pipeline(model, device="cpu")
     request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("sd"), steps=3)
     list(Studio(pipe, request, tmp_path, lambda step, steps: seen.append((step, steps))).results())
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]  # PLMS calls the UNet once more than there are steps
+    assert seen == [(1, 3), (2, 3), (2, 3), (3, 3)]  # PLMS calls the UNet once more than there are steps
 
 
 def test_a_terminal_shows_progress(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -163,7 +177,7 @@ def test_a_terminal_shows_progress(model: Path, tmp_path: Path, monkeypatch: Any
     monkeypatch.setenv("FORCE_COLOR", "1")
     shown = draw(model, tmp_path).stderr
     assert "pictures" in shown
-    assert "3/3" in shown  # PLMS calls of two steps
+    assert "2/2" in shown
 
 
 def test_prompts_come_from_words_and_from_a_file(model: Path, tmp_path: Path) -> None:
@@ -389,14 +403,14 @@ def test_failures_have_exit_code_one_and_show_where_on_request(model: Path, monk
 
 
 def test_interrupting_keeps_what_is_finished(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    drawn = Studio._draw
+    drawn = Studio.draw
 
     def second_is_interrupted(self: Studio, prompt: str, seed: int, steps: int | None = None) -> Any:
         if seed == 1:
             raise KeyboardInterrupt
         return drawn(self, prompt, seed, steps)
 
-    monkeypatch.setattr(Studio, "_draw", second_is_interrupted)
+    monkeypatch.setattr(Studio, "draw", second_is_interrupted)
     result = call("generate", PROMPT, "--model", model, "--steps", 1, "--out", tmp_path, "--num-images", 3)
     assert result.exit_code == 130
     assert result.stderr == "error: stopped; what was finished stays\n"
@@ -438,7 +452,7 @@ def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monk
 
     loaded = pipelines.load_pipeline(model, device="cpu")
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
-    for name, expected in (("toy", (25, GUIDANCE)), ("another", (50, 7.5))):
+    for name, expected in (("toy", (25, GUIDANCE)), ("owner/another", (50, 7.5))):
         assert call("generate", "a red star", "--model", name, "--out", tmp_path / name).exit_code == 0
         record = json.loads((tmp_path / name / "0001-a-red-star.json").read_text())
         assert (record["steps"], record["guidance"]) == expected
@@ -457,7 +471,7 @@ def test_peak_memory_on_the_cpu_is_the_high_water_mark() -> None:
     before = PeakWatch(torch.device("cpu")).read()
     block = torch.ones(64 * 2**20 // 4)
     after = PeakWatch(torch.device("cpu")).read()
-    assert "VmHWM" in after.what
+    assert "whole process" in after.what
     assert before.size is not None and after.size is not None
     assert after.size >= before.size
     assert after.size > block.numel() * 4
@@ -501,7 +515,7 @@ def run(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_the_launcher_works_from_any_folder(model: Path, tmp_path: Path) -> None:
     done = run("generate", PROMPT, "--model", model, "--steps", 1, "--compare", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert without_heartbeats(done.stderr) == ""
     assert files(tmp_path / "outputs") == ["0001-a-red-star.json", "0001-a-red-star.png"]
     wrong = run("generate", PROMPT, "--model", model, "--ratio", 2, cwd=tmp_path)
     assert (wrong.returncode, wrong.stdout) == (2, "")
@@ -523,7 +537,7 @@ def test_control_c_is_one_line_and_finished_pictures_stay(model: Path, tmp_path:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert errors == "error: stopped; what was finished stays\n"
+    assert without_heartbeats(errors) == "error: stopped; what was finished stays\n"
     assert first == str(tmp_path / "0001-a-red-star.png")
     written = [path for path in tmp_path.iterdir() if path.suffix == ".png"]
     assert written

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError
+from elfatt_sd.config import ElfattError, ElfattFailure
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
 
@@ -137,23 +137,35 @@ def test_weights_that_do_not_fit_their_configuration(damaged: Path) -> None:
     refused(damaged, "could not be loaded")
 
 
+FIRST = "model.diffusion_model.input_blocks.0.0.weight"
+SDXL = ("conditioner.embedders.0.transformer.a", "conditioner.embedders.1.model.a")
 KINDS = [
-    (["model.diffusion_model.a", "cond_stage_model.transformer.a"], "StableDiffusionPipeline"),
-    (["model.diffusion_model.a", "cond_stage_model.model.a"], "StableDiffusionPipeline"),
-    (
-        ["model.diffusion_model.a", "conditioner.embedders.0.transformer.a", "conditioner.embedders.1.model.a"],
-        "StableDiffusionXLPipeline",
-    ),
-    (["model.diffusion_model.a", "conditioner.embedders.0.model.a"], "StableDiffusionXLImg2ImgPipeline"),
+    (4, ("cond_stage_model.transformer.a",), "StableDiffusionPipeline"),
+    (4, ("cond_stage_model.model.a",), "StableDiffusionPipeline"),
+    (7, ("cond_stage_model.model.a",), "StableDiffusionUpscalePipeline"),
+    (9, ("cond_stage_model.transformer.a",), "StableDiffusionInpaintPipeline"),
+    (4, SDXL, "StableDiffusionXLPipeline"),
+    (9, SDXL, "StableDiffusionXLInpaintPipeline"),
+    (8, SDXL, "StableDiffusionXLInstructPix2PixPipeline"),
+    (4, ("conditioner.embedders.0.model.a",), "StableDiffusionXLImg2ImgPipeline"),
 ]
 
 
-@pytest.mark.parametrize(("names", "kind"), KINDS)
+def fake_checkpoint(path: Path, channels: int, *names: str) -> Path:
+    save_file({FIRST: torch.zeros(8, channels, 3, 3), **{name: torch.zeros(1) for name in names}}, path)
+    return path
+
+
+@pytest.mark.parametrize(("channels", "names", "kind"), KINDS)
 def test_single_files_by_what_they_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, names: list[str], kind: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    channels: int,
+    names: tuple[str, ...],
+    kind: str,
 ) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({name: torch.zeros(1) for name in names}, path)
+    path = fake_checkpoint(tmp_path / "model.safetensors", channels, *names)
     given = {}
 
     def from_single_file(place: str, **options: Any) -> Any:
@@ -164,6 +176,89 @@ def test_single_files_by_what_they_hold(
     elfatt_sd.load_pipeline(path, device="cpu", dtype="float32", config="somewhere")
     assert given.pop("dtype" if "dtype" in given else "torch_dtype") == torch.float32
     assert given == {"path": str(path), "config": "somewhere"}
+
+
+OTHERS = [
+    (6, (), r"Stable Diffusion, and its UNet takes 6 channels.*accepted: 4, 5, 7, 8, 9"),
+    (5, SDXL, "SDXL, and its UNet takes 5 channels"),
+    (9, ("conditioner.embedders.0.model.a",), "the SDXL refiner, and its UNet takes 9 channels"),
+    (5, (), "StableDiffusionDepth2ImgPipeline, which this diffusers loads from a directory alone"),
+    (8, ("model.diffusion_model.input_blocks.1.0.time_stack.a",), r"not a Stable .* \(it is Stable Video Diffusion\)"),
+    (8, ("cc_projection.weight",), "it is Zero123"),
+    (4, ("control_model.a",), "it is a ControlNet"),
+]
+
+
+@pytest.mark.parametrize(("channels", "names", "says"), OTHERS)
+def test_single_files_that_no_pipeline_fits(tmp_path: Path, channels: int, names: tuple[str, ...], says: str) -> None:
+    refused(fake_checkpoint(tmp_path / "model.safetensors", channels, *names), says)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("lora_unet_a.lora_up.weight", "it is a LoRA; load it into a pipeline with"),
+        ("down_blocks.0.a", "one part of a diffusers model; give its directory"),
+        ("model.diffusion_model.joint_blocks.0", "no weights under 'model.diffusion_model.input_blocks.0.0'"),
+    ],
+)
+def test_files_that_are_no_whole_checkpoint(tmp_path: Path, name: str, says: str) -> None:
+    save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
+    refused(tmp_path / "model.safetensors", says)
+
+
+@pytest.mark.parametrize("damage", [100, -2])
+def test_a_single_file_that_is_cut_off(tmp_path: Path, damage: int) -> None:
+    path = fake_checkpoint(tmp_path / "model.safetensors", 4)
+    path.write_bytes(path.read_bytes()[:damage])
+    refused(path, r"is not a readable \.safetensors file: its (header is damaged|end is missing)")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "ckpt"])
+def test_an_inpainting_checkpoint_is_loaded_as_that(folder: Path, tmp_path: Path, suffix: str) -> None:
+    parts = {**tiny.sd15_parts(folder, sample_size=8, in_channels=9), "requires_safety_checker": False}
+    pipe = diffusers.StableDiffusionInpaintPipeline(**parts)
+    pipe.save_pretrained(tmp_path)
+    for file in tmp_path.glob("*/*.safetensors"):
+        file.unlink()
+    path, weights = tmp_path / f"model.{suffix}", tiny.original_checkpoint(pipe)
+    if suffix == "ckpt":
+        torch.save({"state_dict": weights}, path)
+    else:
+        save_file(weights, path)
+    loaded = elfatt_sd.load_pipeline(path, device="cpu", allow_pickle=suffix == "ckpt")
+    assert type(loaded) is diffusers.StableDiffusionInpaintPipeline
+    assert torch.equal(loaded.unet.conv_in.weight, pipe.unet.conv_in.weight)
+
+
+@pytest.fixture
+def half(saved: Path, folder: Path, tmp_path: Path) -> Path:
+    """A directory with weights of the variant fp16 alone."""
+    tiny.sd15(folder, sample_size=8).save_pretrained(tmp_path / "half", variant="fp16")
+    return tmp_path / "half"
+
+
+def test_a_variant_is_loaded_or_named_as_the_remedy(half: Path, saved: Path) -> None:
+    refused(half, r"a variant alone in text_encoder, unet, vae; give variant='fp16' \(--variant fp16\)")
+    draws_the_same(elfatt_sd.load_pipeline(half, device="cpu", variant="fp16"), elfatt_sd.load_pipeline(saved))
+    refused(half, "variant='fp8' is not in model=.*; there is: 'fp16'", variant="fp8")
+    refused(saved, "variant='fp16' is not in model=.*; there is: weights without a variant alone", variant="fp16")
+
+
+def test_one_part_of_a_variant_is_named(damaged: Path) -> None:
+    weights = damaged / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_name("diffusion_pytorch_model.fp16-00001-of-00002.safetensors"))
+    refused(damaged, "a variant alone in unet; give variant='fp16'")
+
+
+def test_a_single_file_has_no_variant(tmp_path: Path) -> None:
+    path = fake_checkpoint(tmp_path / "model.safetensors", 4)
+    refused(path, "variant='fp16' is for a directory or a hub id", variant="fp16")
+
+
+def test_half_precision_on_a_cpu_is_warned_of(saved: Path) -> None:
+    with pytest.warns(UserWarning, match="dtype='float16' is many times slower than float32 on a CPU"):
+        elfatt_sd.load_pipeline(saved, device="cpu", dtype="float16")
 
 
 @pytest.fixture
@@ -208,6 +303,16 @@ def test_a_configuration_of_another_kind_beside_a_single_file_is_not_taken(check
     refused(checkpoint, "model_index.json is not valid JSON")
 
 
+def test_the_configuration_that_a_single_file_needs_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise OSError("cannot find it in the cache") from ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("diffusers.loaders.single_file.snapshot_download", unreachable)
+    refused(
+        checkpoint, r"needs the configuration of 'stable-diffusion-v1-5/.*Name or service.*model_index.json.*config="
+    )
+
+
 def test_single_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"not at all")
@@ -243,6 +348,29 @@ def test_a_hub_id_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", unreachable)
     refused("owner/name", "model='owner/name' could not be loaded from the hub, and .* here: cannot reach the hub")
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"), [(ConnectionError("no route"), True), (TimeoutError("late"), True), (KeyError("x"), False)]
+)
+def test_a_hub_that_cannot_be_reached_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, failure: bool
+) -> None:
+    def unreachable(name: str, **options: Any) -> Any:
+        raise OSError("look above") from error
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", unreachable)
+    with pytest.raises(ElfattError) as caught:
+        elfatt_sd.load_pipeline("owner/name", device="cpu")
+    assert isinstance(caught.value, ElfattFailure) is failure
+
+
+def test_the_variant_is_the_remedy_for_the_hub_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_there(name: str, **options: Any) -> Any:
+        raise OSError("Error no file named diffusion_pytorch_model.safetensors found")
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", not_there)
+    refused("owner/name", r"give variant='fp16' \(--variant fp16\)")
 
 
 def test_the_cause_of_a_failed_download_is_named_in_one_bearable_line(monkeypatch: pytest.MonkeyPatch) -> None:

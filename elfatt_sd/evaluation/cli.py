@@ -244,7 +244,7 @@ def _print_estimate(protocol: Protocol, out: Path, reuse: Sequence[Path]) -> Non
     from elfatt_sd.evaluation.folder import load_run
     from elfatt_sd.evaluation.generate import run_prompts
     from elfatt_sd.evaluation.run import check_inputs, count_images, disk_gib, estimate
-    from elfatt_sd.generation import check_writable
+    from elfatt_sd.files import check_writable
 
     count = len(run_prompts(protocol))
     table = Table("cell", "label", "role", "settings", "images", title=f"{protocol.name} {protocol.identity[:12]}")

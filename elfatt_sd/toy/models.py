@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elfatt_sd.toy import GUIDANCE as GUIDANCE
 from elfatt_sd.toy.renderer import VOCABULARY
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 TOKENS = 24
 CENTER = 0.3  # the code's zero, in pictures of range [-1, 1]: about their mean
 SCALING = 1.75  # latents times this have unit variance
-GUIDANCE = 3.0  # the guidance scale at which the pictures are best
 FRAME = ((1, 1, 1), (1, -1, -1), (-1, 1, -1), (-1, -1, 1))
 
 

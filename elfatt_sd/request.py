@@ -1,0 +1,137 @@
+"""What to draw, checked without PyTorch: what is wrong is told at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elfatt_sd.config import ElfattError, PatchConfig
+
+SCHEDULERS = {
+    "ddim": "DDIMScheduler",
+    "ddpm": "DDPMScheduler",
+    "pndm": "PNDMScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "euler-a": "EulerAncestralDiscreteScheduler",
+    "heun": "HeunDiscreteScheduler",
+    "dpm++": "DPMSolverMultistepScheduler",
+    "dpm++-single": "DPMSolverSinglestepScheduler",
+    "dpm2": "KDPM2DiscreteScheduler",
+    "dpm2-a": "KDPM2AncestralDiscreteScheduler",
+    "unipc": "UniPCMultistepScheduler",
+    "deis": "DEISMultistepScheduler",
+    "lcm": "LCMScheduler",
+    "tcd": "TCDScheduler",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to draw.
+
+    Attributes:
+        prompts: one or more.
+        config: the method.
+        autotune: as for `apply_patch`.
+        model: as `load_pipeline` takes it; for the record.
+        steps: denoising steps.
+        guidance: classifier-free guidance scale.
+        seed: of the first picture of each prompt; the next ones count up.
+        num_images: pictures for each prompt.
+        height: in pixels; None is the model's own.
+        width: in pixels; None is the model's own.
+        compare: draw every picture twice, untouched and patched, side by side.
+        negative_prompt: what guidance leads away from.
+        scheduler: a name in `SCHEDULERS`, or one of their classes; None keeps the model's own.
+        force: draw even what is estimated not to fit into this machine's memory.
+    """
+
+    prompts: tuple[str, ...]
+    config: PatchConfig
+    autotune: bool = False
+    model: str = "toy"
+    steps: int = 50
+    guidance: float = 7.5
+    seed: int = 0
+    num_images: int = 1
+    height: int | None = None
+    width: int | None = None
+    compare: bool = False
+    negative_prompt: str | None = None
+    scheduler: str | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ElfattError: a field is out of range; the message says what is accepted.
+        """
+        if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
+            raise ElfattError("there is an empty prompt, or none; give at least one, such as 'a red star'.")
+        for name in ("steps", "num_images"):
+            if getattr(self, name) < 1:
+                raise ElfattError(f"{name}={getattr(self, name)} is not accepted; give a whole number of at least 1.")
+        if not 0 <= self.seed < 2**63:
+            raise ElfattError(f"seed={self.seed} is not accepted; give a whole number from 0 to 2^63 - 1.")
+        if not math.isfinite(self.guidance) or self.guidance < 0:
+            raise ElfattError(f"guidance={self.guidance} is not accepted; give a number of at least 0.")
+        check_sizes(self.height, self.width)
+        if self.scheduler is not None:
+            scheduler_class(self.scheduler)
+        if self.compare and not self.config.active:
+            raise ElfattError(f"method={self.config.method!r} changes nothing to compare with; give another method.")
+
+
+def check_sizes(height: int | None, width: int | None) -> None:
+    """Check the sides of an image; None is the model's own.
+
+    Raises:
+        ElfattError: one is not a positive multiple of 8.
+    """
+    for name, pixels in (("height", height), ("width", width)):
+        if pixels is not None and (pixels <= 0 or pixels % 8):
+            raise ElfattError(f"{name}={pixels} is not accepted; give a positive multiple of 8.")
+
+
+def scheduler_class(name: str) -> str:
+    """Return the name of diffusers' class that a scheduler's name stands for.
+
+    Raises:
+        ElfattError: it is not known.
+    """
+    found = SCHEDULERS.get(name.lower(), name)
+    if found not in SCHEDULERS.values():
+        accepted = ", ".join(SCHEDULERS)
+        raise ElfattError(f"scheduler={name!r} is not known; accepted: {accepted}, or one of their classes' names.")
+    return found
+
+
+def unquoted(prompts: Sequence[str]) -> str:
+    """Return what to say where the words of one prompt came as several prompts; empty where they did not."""
+    words = [prompt for prompt in prompts if len(prompt.split()) == 1]
+    if len(words) < 2:
+        return ""
+    return (
+        f"{len(prompts)} prompts, {', '.join(map(repr, prompts[:4]))}{', ...' * (len(prompts) > 4)}: each is drawn; "
+        + (f'quote a prompt of several words: "{" ".join(prompts)}"')
+    )
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """Read prompts from a text file, one a line; blank lines do not count.
+
+    Raises:
+        ElfattError: the file cannot be read, or holds no prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ElfattError(f"prompt_file={str(path)!r} cannot be read ({reason}); give a text file.") from error
+    prompts = tuple(line.strip() for line in lines if line.strip())
+    if not prompts:
+        raise ElfattError(f"prompt_file={str(path)!r} is empty; give a text file with one prompt a line.")
+    return prompts

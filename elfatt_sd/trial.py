@@ -1,0 +1,233 @@
+"""One prompt drawn with every method from one seed: how fast, how close to untouched, and which method to use."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from PIL import Image
+
+from elfatt_sd.config import METHODS, PatchConfig
+from elfatt_sd.generation import OnStep, Shot, Studio, free_name, why_unchanged, write_picture
+from elfatt_sd.patch import patched
+from elfatt_sd.pictures import psnr, side_by_side
+from elfatt_sd.request import Request
+
+UNTOUCHED = "sd"
+COLUMNS = 3  # images in a row of the strip
+WORTH = 1.05  # times as fast, in the slowest round, from which on a method is worth using
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a method did.
+
+    Attributes:
+        method: its name.
+        picture: its image.
+        times: seconds from prompt to image, by round.
+        ratios: how many times as fast as untouched in the same round; 1 for untouched itself.
+        psnr_db: of its image compared with the untouched one; infinity where they are identical.
+        unchanged: what to say where they are identical; empty otherwise.
+    """
+
+    method: str
+    picture: Image.Image
+    times: tuple[float, ...]
+    ratios: tuple[float, ...]
+    psnr_db: float
+    unchanged: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name in a caption."""
+        return "untouched" if self.method == UNTOUCHED else self.method
+
+    @property
+    def seconds(self) -> float:
+        """Median over the rounds."""
+        return median(self.times)
+
+    @property
+    def speed(self) -> float:
+        """Median over the rounds of how many times as fast it is."""
+        return median(self.ratios)
+
+    def speed_text(self) -> str:
+        """Return how many times as fast, with minimum and maximum over more than one round."""
+        if self.method == UNTOUCHED:
+            return ""
+        spread = f" ({min(self.ratios):.2f} to {max(self.ratios):.2f})" if len(self.ratios) > 1 else ""
+        return f"{self.speed:.2f}{spread}"
+
+    def psnr_text(self) -> str:
+        """Return how close it is."""
+        if self.method == UNTOUCHED:
+            return ""
+        return f"{self.psnr_db:.1f}" if math.isfinite(self.psnr_db) else "identical"
+
+    def caption(self) -> tuple[str, str]:
+        """Return its two lines in the strip."""
+        name = f"{self.label}, {self.seconds:.2f} s"
+        if self.method == UNTOUCHED:
+            return name, ""
+        close = f"PSNR {self.psnr_text()} dB" if math.isfinite(self.psnr_db) else "identical"
+        return name, f"{self.speed_text()} times as fast, {close}"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An image that is done, for who shows progress."""
+
+    name: str
+    picture: Image.Image
+    seconds: float
+
+    def summary(self) -> str:
+        """Return it for people."""
+        return f"{self.name}: {self.seconds:.2f} s"
+
+
+@dataclass
+class Trial:
+    """Methods that are tried, and what they did so far.
+
+    Attributes:
+        pipe: a text-to-image pipeline.
+        request: its first prompt, and its first seed; its method does not count.
+        methods: names of presets; the untouched pipeline is always the first.
+        rounds: how often each is drawn; all methods have their turn before the next round.
+    """
+
+    pipe: Any
+    request: Request
+    methods: Sequence[str] = METHODS
+    rounds: int = 2
+    _pictures: dict[str, Image.Image] = field(default_factory=dict)
+    _times: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that the pipeline can do what is asked for.
+
+        Raises:
+            ElfattError: as for `Studio`, or a method is not known.
+        """
+        self.methods = (UNTOUCHED, *(method for method in self.methods if method != UNTOUCHED))
+        self._configs = {method: PatchConfig.preset(method) for method in self.methods}
+        images = self.rounds * len(self.methods)
+        self._studio = Studio(self.pipe, dataclasses.replace(self.request, num_images=images), Path())
+
+    @property
+    def images(self) -> int:
+        """How many images a whole run draws."""
+        return self.rounds * len(self.methods)
+
+    def run(self, on_step: OnStep) -> Iterator[Drawn]:
+        """Draw everything, after a warm-up of two steps for each method; what is drawn is kept if it is stopped.
+
+        Args:
+            on_step: as for `Studio`.
+        """
+        self._studio.on_step = on_step
+        for number in range(self.rounds):
+            for method in self.methods:
+                if number == 0:
+                    self._draw(method, min(2, self.request.steps))
+                shot = self._draw(method)
+                self._calls = len(self.pipe.scheduler.timesteps)
+                self._pictures.setdefault(method, shot.picture)
+                self._times.setdefault(method, []).append(shot.seconds)
+                label = "untouched" if method == UNTOUCHED else method
+                yield Drawn(f"{label}, round {number + 1} of {self.rounds}", shot.picture, shot.seconds)
+
+    def _draw(self, method: str, steps: int | None = None) -> Shot:
+        config = self._configs[method]
+        with patched(self.pipe, config) if config.active else nullcontext():
+            return self._studio.draw(self.request.prompts[0], self.request.seed, steps)
+
+    @property
+    def rows(self) -> list[Row]:
+        """What each method did that was drawn at least once."""
+        return [self._row(method) for method in self._times]
+
+    def _row(self, method: str) -> Row:
+        times, untouched = self._times[method], self._times[UNTOUCHED]
+        decibel = psnr(self._pictures[UNTOUCHED], self._pictures[method])
+        same = method != UNTOUCHED and not math.isfinite(decibel)
+        reason = why_unchanged(self._configs[method], self._calls) if same else ""
+        ratios = tuple(before / after for before, after in zip(untouched, times, strict=False))
+        return Row(method, self._pictures[method], tuple(times), ratios, decibel, reason)
+
+    def recommendation(self) -> str:
+        """Return in a sentence which method to use here."""
+        others = [row for row in self.rows if row.method != UNTOUCHED and not row.unchanged]
+        faster = [row for row in others if min(row.ratios) >= WORTH]
+        if not others:
+            return "No method changed the image in this run: give more steps, or a larger image."
+        if not faster:
+            return (
+                "Leave the pipeline untouched at this size on this machine: no method was faster in every round; "
+                "a larger image gains more."
+            )
+        closest, fastest = max(faster, key=lambda row: row.psnr_db), max(faster, key=lambda row: row.speed)
+        text = f"Use {_with_figures(closest)}: the closest to untouched of those that were faster"
+        return (
+            f"{text}; {_with_figures(fastest)} is the fastest."
+            if fastest is not closest
+            else f"{text}, and the fastest."
+        )
+
+    def write(self, folder: Path) -> Path:
+        """Write the strip as PNG, and a JSON beside it, and return the path of the strip."""
+        rows, prompt = self.rows, self.request.prompts[0]
+        strip = side_by_side([row.picture for row in rows], [row.caption() for row in rows], prompt, COLUMNS)
+        return write_picture(free_name(folder, prompt), strip, self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        record = self._studio.record(self.request.prompts[0], self.request.seed, self._pictures[UNTOUCHED])
+        kept = {name: value for name, value in record.items() if name not in ("method", "config", "autotune")}
+        rows = [
+            {
+                "method": row.method,
+                "seconds": list(row.times),
+                "speed_ratios": list(row.ratios),
+                "psnr_db": row.psnr_db if math.isfinite(row.psnr_db) else None,
+                "identical": bool(row.unchanged),
+                "config": self._configs[row.method].to_dict(),
+            }
+            for row in self.rows
+        ]
+        return kept | {"rounds": self.rounds, "methods": rows, "recommendation": self.recommendation()}
+
+
+def try_methods(pipe: Any, prompt: str, *, methods: Sequence[str] = METHODS, rounds: int = 2, **settings: Any) -> Trial:
+    """Draw one prompt with every method from one seed.
+
+    Args:
+        pipe: a text-to-image pipeline; it is as before afterwards.
+        prompt: what is drawn.
+        methods: names of presets; the untouched pipeline is always the first.
+        rounds: how often each is timed, interleaved.
+        **settings: fields of `Request`, such as `steps`, `guidance`, `seed`, `height` and `width`.
+
+    Returns:
+        Its `rows`, `recommendation()`, and `write(folder)` for the strip.
+
+    Raises:
+        ElfattError: the pipeline cannot do what is asked for.
+    """
+    trial = Trial(pipe, Request((prompt,), PatchConfig.preset(UNTOUCHED), **settings), methods, rounds)
+    for _ in trial.run(lambda step, steps: None):
+        pass
+    return trial
+
+
+def _with_figures(row: Row) -> str:
+    return f"{row.method} ({row.speed:.2f} times as fast, PSNR {row.psnr_db:.1f} dB)"
