@@ -140,7 +140,6 @@ def patch(
     allow_pickle: AllowPickle = False,
 ) -> None:
     """Show what would be patched, layer by layer, and the Python lines that do it."""
-    from elfatt_sd.files import write_json
     from elfatt_sd.generation import check_writable
     from elfatt_sd.patch import plan
 
@@ -154,7 +153,7 @@ def patch(
     pipe = _load(model, device, dtype, allow_pickle)
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
     if save is not None:
-        write_json(save, chosen.config.to_dict())
+        chosen.config.save(save)
     saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
     source = json.dumps(model) + ", allow_pickle=True" * allow_pickle
     lines = _python_lines(source, saved or chosen.arguments)
@@ -250,8 +249,8 @@ def _print_summary(results: list[Result]) -> None:
 
 
 def _python_lines(source: str, arguments: str) -> list[str]:
-    lines = ["import elfatt_sd", "", f"pipe = elfatt_sd.load_pipeline({source})"]
-    return [*(["import json"] if "json." in arguments else []), *lines, f"elfatt_sd.apply_patch(pipe, {arguments})"]
+    load, apply = f"pipe = elfatt_sd.load_pipeline({source})", f"elfatt_sd.apply_patch(pipe, {arguments})"
+    return ["import elfatt_sd", "", load, apply]
 
 
 def _print_plan(planned: Plan) -> None:

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from elfatt_sd.config import BACKENDS, BLOCK_ORDERS, METHODS, ElfattError, PatchConfig
+from elfatt_sd.config import BACKENDS, BLOCK_ORDERS, METHODS, ElfattError, PatchConfig, known_method
 
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -165,11 +165,11 @@ def choose(
     settings |= dict(name_and_value(text) for text in set or ())
     written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
     if config_file is None:
-        method = method or "elfatt"
-        return Chosen(PatchConfig.preset(method).with_settings(**settings), f'"{method}"{written}', bool(autotune))
+        config = PatchConfig.preset(known_method("elfatt" if method is None else method)).with_settings(**settings)
+        return Chosen(config, f'"{config.method}"{written}', bool(autotune))
     if method is not None:
         raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
-    config = read_config(config_file).with_settings(**settings)
+    config = PatchConfig.load(config_file).with_settings(**settings)
     return Chosen(config, from_file(config_file) + written, bool(autotune))
 
 
@@ -178,25 +178,7 @@ takes_patch = adds_options("chosen", PATCH_OPTIONS, choose)
 
 def from_file(path: Path) -> str:
     """Return the Python expression that reads a saved configuration."""
-    return f"elfatt_sd.PatchConfig.from_dict(json.load(open({str(path)!r})))"
-
-
-def read_config(path: Path) -> PatchConfig:
-    """Read a configuration that was saved as JSON.
-
-    Raises:
-        ElfattError: there is no such file, or it is not a configuration.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not JSON"
-        raise ElfattError(
-            f"config={str(path)!r} cannot be read ({reason}); give a file that `patch --save` wrote."
-        ) from error
-    if not isinstance(data, dict):
-        raise ElfattError(f"config={str(path)!r} is not a configuration; give a file that `patch --save` wrote.")
-    return PatchConfig.from_dict(data)
+    return f"elfatt_sd.PatchConfig.load({str(path)!r})"
 
 
 def complain(message: str, kind: str = "error") -> None:

@@ -177,7 +177,8 @@ def test_a_saved_configuration_can_be_used(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "my.json"
     result = call("patch", model, "--method", "agent", "--ratio", 0.2, "--save", saved)
     assert result.exit_code == 0, result.output
-    config = elfatt_sd.PatchConfig.from_dict(json.loads(saved.read_text()))
+    assert f"elfatt_sd.apply_patch(pipe, elfatt_sd.PatchConfig.load({str(saved)!r}))" in result.stdout
+    config = elfatt_sd.PatchConfig.load(saved)
     assert config == elfatt_sd.PatchConfig.preset("agent", ratio=0.2)
     draw(model, tmp_path / "out", "--config", saved, "--set", "fp32_logits=true")
     record = json.loads((tmp_path / "out" / "0001-a-red-star.json").read_text())

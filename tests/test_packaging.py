@@ -93,7 +93,7 @@ def test_every_import_is_declared() -> None:
     assert {name for name, home in found.items() if not home & declared} == set()
 
 
-MATHEMATICS = ("config", "attention", "merging", "ordering", "sampled", "cell_spread", "schedule")
+MATHEMATICS = ("files", "config", "attention", "merging", "ordering", "sampled", "cell_spread", "schedule")
 CORE = (*MATHEMATICS, "layers", "processor", "autotune", "planning", "patch", "standalone")
 
 
@@ -103,7 +103,7 @@ def test_imports_of_the_core_point_one_way(name: str) -> None:
     found = imports(ROOT / "elfatt_sd" / f"{name}.py")
     assert "tomesd" not in {module.partition(".")[0] for module in found}
     own = {module.partition(".")[2] for module in found if module.startswith("elfatt_sd.")}
-    assert own <= set(MATHEMATICS if name in MATHEMATICS else (*CORE, "devices", "files"))
+    assert own <= set(MATHEMATICS if name in MATHEMATICS else (*CORE, "devices"))
     if name in ("config", "merging", "schedule"):
         assert not any(module.startswith("diffusers") for module in found)
 
