@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from elfatt_sd.autotune import Tuner, measure_phases
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.config import ElfattError, Method, PatchConfig, Settings
 from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, levels_of, select_layers, unwrap
 from elfatt_sd.planning import Plan, latent_grid, make_plan
 from elfatt_sd.processor import STATE, Denoiser, ElfattProcessor, LayerState, warn_displaced
@@ -22,7 +22,7 @@ _PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
 
 
 def apply_patch(
-    pipe: Pipeline, method: str | PatchConfig = "elfatt", *, autotune: bool = False, **settings: Any
+    pipe: Pipeline, method: Method | PatchConfig = "elfatt", *, autotune: bool = False, **settings: Unpack[Settings]
 ) -> Pipeline:
     """Make a pipeline use a method's self-attention; a patch that is there already is replaced.
 
@@ -31,7 +31,7 @@ def apply_patch(
         method: the name of a preset, or a configuration.
         autotune: measure, at the first call of each size, which layers the method makes faster on this device, and
             leave the others alone; with them, and a warning, those that `torch.compile` serves, which cannot be timed.
-        **settings: changes to it, such as `ratio=0.5` or `block_size=128`; see `PatchConfig.with_settings`.
+        **settings: changes to it, such as `ratio=0.5` or `block_size=128`; see `Settings`.
 
     Returns:
         The same object.
@@ -69,7 +69,7 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
 
 @contextmanager
 def patched(
-    pipe: Any, method: str | PatchConfig = "elfatt", *, autotune: bool = False, **settings: Any
+    pipe: Any, method: Method | PatchConfig = "elfatt", *, autotune: bool = False, **settings: Unpack[Settings]
 ) -> Iterator[Plan]:
     """Patch a pipeline for the length of a `with` block, and give its plan, at the model's own picture size.
 
@@ -93,12 +93,12 @@ def patched(
 
 def plan(
     pipe: Any,
-    method: str | PatchConfig = "elfatt",
+    method: Method | PatchConfig = "elfatt",
     *,
     height: int | None = None,
     width: int | None = None,
     autotune: bool = False,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Plan:
     """Tell what a patch would do, layer by layer and phase by phase, without changing anything.
 
@@ -128,6 +128,18 @@ def plan(
     return make_plan(config, chosen, decisions, rows, columns)
 
 
+def is_patched(pipe: Any) -> bool:
+    """Tell whether a pipeline, or a bare UNet, has a patch.
+
+    Args:
+        pipe: as for `apply_patch`.
+
+    Raises:
+        ElfattError: there is no UNet.
+    """
+    return bool(_patches(pipe))
+
+
 def current_config(pipe: Any) -> PatchConfig | None:
     """Return the configuration that a pipeline is patched with, or None."""
     patch = _patches(pipe).get("unet")
@@ -140,7 +152,7 @@ def _patches(pipe: Any) -> dict[str, _Patch]:
     return {name: patch for name, patch in found.items() if patch is not None}
 
 
-def resolve(method: str | PatchConfig, settings: dict[str, Any]) -> PatchConfig:
+def resolve(method: Method | PatchConfig, settings: Settings) -> PatchConfig:
     """Return the configuration that a method and settings stand for.
 
     Raises:
