@@ -239,7 +239,7 @@ def test_autotune_is_passed_on(model: Path, tmp_path: Path, monkeypatch: Any) ->
     assert data["python"][-1] == 'elfatt_sd.apply_patch(pipe, "elfatt", autotune=True)'
     saved = tmp_path / "saved.json"
     data = json.loads(call("patch", model, "--autotune", "--json", "--save", saved).stdout)
-    assert data["python"][-1].endswith(f"json.load(open({str(saved)!r}))), autotune=True)")
+    assert data["python"][-1].endswith(f"PatchConfig.load({str(saved)!r}), autotune=True)")
     assert any("measured here" in layer["reason"] for layer in data["layers"])
 
 
