@@ -19,6 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from elfatt_sd.config import BACKENDS, BLOCK_ORDERS, METHODS, ElfattError, PatchConfig, known_method
+from elfatt_sd.optional import remedy
 
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -220,6 +221,9 @@ def _report(error: Exception, debug: bool) -> int:
     if hasattr(error, "format_message"):  # wrong use that the parser found
         if error.format_message():  # empty after it has shown the help
             complain(error.format_message())
+        return WRONG_USE
+    if isinstance(error, ImportError) and (install := remedy(error)):
+        complain(f"{error.name} is not installed: {install}")
         return WRONG_USE
     hint = "" if debug else " (--debug shows where)"
     lines = str(error).strip().splitlines() or [""]

@@ -264,6 +264,11 @@ class Protocol:
         """The untouched pipeline, which every other row is compared with."""
         return next(cell for cell in self.cells if cell.role == "baseline")
 
+    @property
+    def peers(self) -> frozenset[str]:
+        """Packages that some rows run in place of this one's patch."""
+        return frozenset(cell.peer for cell in self.cells if cell.peer)
+
     def cell(self, name: str) -> Cell:
         """Return a row by its name.
 
