@@ -66,7 +66,7 @@ class PipelineFastTests(unittest.TestCase):
 
     def test_tokenizer(self):
         tokenizer = type(self.pipe.tokenizer).from_pretrained("hf-internal-testing/tiny-random-clip")
-        assert len(tokenizer("ab").input_ids) == 4
+        assert len(set(tokenizer("ab").input_ids)) == 4
 """
 MODEL = '''
 from diffusers import UNet2DConditionModel
