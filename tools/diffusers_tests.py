@@ -28,6 +28,7 @@ from elfatt_sd import METHODS, ElfattError  # noqa: E402
 
 SUITES = {"pipelines": "tests/pipelines", "UNets": "tests/models/unets", "LoRA": "tests/lora"}
 KNOWN = HERE / "diffusers_tests_known.txt"
+SECONDS = 600  # of a test, after which it has failed; needs pytest-timeout
 _OTHERS = ("flax", "onnx")  # runtimes that have no UNet of PyTorch
 
 
@@ -81,6 +82,7 @@ def run_tests(options: argparse.Namespace, name: str, files: Sequence[str], extr
     words = ["-q", "-p", "no:cacheprovider", "-p", "diffusers_tests_plugin", f"--elfatt-results={results}", *extra]
     words += ["-k", options.k] * bool(options.k) + ["--elfatt-offline"] * options.offline
     words += ["-n", str(options.jobs)] * (options.jobs > 1)
+    words += [f"--timeout={SECONDS}"] * (importlib.util.find_spec("pytest_timeout") is not None)
     with open(log, "wb") as file:
         command = [sys.executable, "-m", "pytest", *words, *files]
         subprocess.run(command, cwd=options.checkout, env=_environment(options), stdout=file, stderr=file, check=False)
