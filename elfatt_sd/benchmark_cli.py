@@ -14,6 +14,7 @@ import typer
 
 from elfatt_sd.config import METHODS, ElfattError
 from elfatt_sd.console import FAILURE, adds_options, quiet_libraries
+from elfatt_sd.optional import need
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
@@ -212,6 +213,7 @@ def report(
     ] = False,
 ) -> None:
     """Make the tables and plots of a folder of results anew, and put them into a page."""
+    need("elfatt-sd bench report", "matplotlib")
     from elfatt_sd.benchmarking.page import fill_page, render
     from elfatt_sd.console import complain
     from elfatt_sd.files import atomic_file
@@ -237,6 +239,7 @@ def _given(**settings: Any) -> dict[str, Any]:
 
 def _run(name: str, session: Session, **options: Any) -> None:
     """Run a benchmark, and show what it has, also when it is stopped."""
+    need("elfatt-sd bench", "matplotlib", "tomesd")
     for option in ("batch", "repeats", "steps", "draws"):
         if options.get(option, 1) < 1:
             raise ElfattError(f"{option}={options[option]} is not accepted; give a whole number of at least 1.")

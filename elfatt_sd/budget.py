@@ -96,8 +96,8 @@ def memory_of(device: torch.device) -> tuple[float, float]:
     import psutil
 
     memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
-    total = float(min([memory.total, *_container_limit()]) - own)
-    return total, min(total, float(memory.available))
+    available = float(min([memory.total, *_container_limit()]) - own)
+    return available, min(available, float(memory.available))
 
 
 def _container_limit() -> list[int]:

@@ -32,7 +32,7 @@ from elfatt_sd.console import (
     quiet_libraries,
     takes_patch,
 )
-from elfatt_sd.files import check_writable, write_json
+from elfatt_sd.files import check_writable
 from elfatt_sd.request import SCHEDULERS, Request, check_sizes, read_prompts, unquoted
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def patch(
 
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
     if save is not None:
-        write_json(save, chosen.config.to_dict())
+        chosen.config.save(save)
     saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
     source = json.dumps(model) + ", allow_pickle=True" * allow_pickle
     source += f", variant={json.dumps(variant)}" if variant else ""
@@ -366,8 +366,8 @@ def _print_summary(results: list[Result]) -> None:
 
 
 def _python_lines(source: str, arguments: str) -> list[str]:
-    lines = ["import elfatt_sd", "", f"pipe = elfatt_sd.load_pipeline({source})"]
-    return [*(["import json"] if "json." in arguments else []), *lines, f"elfatt_sd.apply_patch(pipe, {arguments})"]
+    load, apply = f"pipe = elfatt_sd.load_pipeline({source})", f"elfatt_sd.apply_patch(pipe, {arguments})"
+    return ["import elfatt_sd", "", load, apply]
 
 
 def _print_plan(planned: Plan) -> None:

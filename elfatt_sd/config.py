@@ -7,18 +7,70 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack, cast, get_args
 
-ATTENTIONS = ("softmax", "agent", "block", "elfatt", "cell_spread", "sampled")
-BLOCK_ORDERS = ("sequence", "raster", "windows", "curve", "strided", "spread")
-AGENT_SOURCES = ("pooled", "merged")
+from elfatt_sd.files import write_json
+
+# The accepted values, once for type checkers and editors, and once to check what comes at run time.
+Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]
+Attention = Literal["softmax", "agent", "block", "elfatt", "cell_spread", "sampled"]
+BlockOrder = Literal["sequence", "raster", "windows", "curve", "strided", "spread"]
+AgentSource = Literal["pooled", "merged"]
+Split = Literal["auto", "heads", "channels"]
+Downsample = Literal[1, 2, 4, 8]
+Backend = Literal["auto", "native", "flash", "flash_hub", "_flash_3", "flex", "sage", "xformers"]
+METHODS: tuple[Method, ...] = get_args(Method)
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+BLOCK_ORDERS: tuple[BlockOrder, ...] = get_args(BlockOrder)
+AGENT_SOURCES: tuple[AgentSource, ...] = get_args(AgentSource)
+SPLITS: tuple[Split, ...] = get_args(Split)
+DOWNSAMPLES: tuple[Downsample, ...] = get_args(Downsample)
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+
+class Settings(TypedDict, total=False):
+    """Changes to a method by keyword, as `apply_patch` and `PatchConfig.preset` take them; no key is required.
+
+    The fields of `Phase` but `until` and `attention` and of `PatchConfig` but `method` and `phases`, which say what
+    each means, and `active_fraction`: the fraction of the run in which the method's own attention is active.
+    """
+
+    active_fraction: float
+    ratio: float
+    stride: int
+    block_size: int
+    block_order: BlockOrder
+    second_order: BlockOrder | None
+    groups: int
+    lattice: bool
+    redraw: bool
+    residual_steps: int
+    agents: int
+    agent_source: AgentSource
+    agent_ratio: float
+    agent_scale: float
+    value_shortcut: float
+    agent_share: float
+    split: Split
+    levels: int
+    max_downsample: Downsample | None
+    seed: int
+    use_rand: bool
+    reuse_steps: int
+    reuse_layers: bool
+    attention_backend: Backend
+    fp32_logits: bool
+
+
 _UNMERGED = ("cell_spread", "sampled")  # attentions that see every token as it is
-SPLITS = ("auto", "heads", "channels")
-BACKENDS = ("auto", "native", "flash", "flash_hub", "_flash_3", "flex", "sage", "xformers")
+SETTINGS = frozenset(Settings.__annotations__)
 
 
 class ElfattError(ValueError):
@@ -90,23 +142,23 @@ class Phase:
     """
 
     until: float = 1.0
-    attention: str = "softmax"
+    attention: Attention = "softmax"
     ratio: float = 0.0
     stride: int = 2
     block_size: int = 128
-    block_order: str = "sequence"
-    second_order: str | None = None
+    block_order: BlockOrder = "sequence"
+    second_order: BlockOrder | None = None
     groups: int = 2
     lattice: bool = True
     redraw: bool = True
     residual_steps: int = 1
     agents: int = 64
-    agent_source: str = "pooled"
+    agent_source: AgentSource = "pooled"
     agent_ratio: float = 0.95
     agent_scale: float = 1.0
     value_shortcut: float = 0.0
     agent_share: float = 0.5
-    split: str = "auto"
+    split: Split = "auto"
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -213,12 +265,12 @@ class PatchConfig:
     method: str = "custom"
     phases: tuple[Phase, ...] = ()
     levels: int = 1
-    max_downsample: int | None = None
+    max_downsample: Downsample | None = None
     seed: int = 0
     use_rand: bool = True
     reuse_steps: int = 1
     reuse_layers: bool = False
-    attention_backend: str = "auto"
+    attention_backend: Backend = "auto"
     fp32_logits: bool = False
 
     def __post_init__(self) -> None:
@@ -235,7 +287,7 @@ class PatchConfig:
         if any(later <= earlier for earlier, later in itertools.pairwise(ends)):
             raise ElfattError(f"phases end at {ends}; each must end later than the one before it.")
         if self.max_downsample is not None and (
-            isinstance(self.max_downsample, bool) or self.max_downsample not in (1, 2, 4, 8)
+            isinstance(self.max_downsample, bool) or self.max_downsample not in DOWNSAMPLES
         ):
             raise ElfattError(f"max_downsample={self.max_downsample!r} is not accepted; give 1, 2, 4, 8 or None.")
         _whole("seed", self.seed, 0, 2**63 - 1)
@@ -257,11 +309,11 @@ class PatchConfig:
         return any(not phase.exact for phase in self.phases) or self.attention_backend != "auto"
 
     @classmethod
-    def preset(cls, method: str, **settings: Any) -> PatchConfig:
+    def preset(cls, method: Method, **settings: Unpack[Settings]) -> PatchConfig:
         """Build the configuration of a named method, with some settings changed.
 
         Args:
-            method: one of `PRESETS`.
+            method: one of `METHODS`; a name that only the run knows goes through `known_method`.
             **settings: as for `with_settings`.
 
         Returns:
@@ -270,20 +322,16 @@ class PatchConfig:
         Raises:
             ElfattError: unknown method or setting, or a value out of range.
         """
-        if not isinstance(method, str) or method not in PRESETS:
-            raise ElfattError(f"method={method!r} is not known; accepted: {', '.join(PRESETS)}.")
-        config = PRESETS[method].with_settings(**settings)
+        config = PRESETS[known_method(method)].with_settings(**settings)
         for name in config.without_effect(settings):
-            warnings.warn(f"{name}={settings[name]!r} has no effect on method {method!r}.", stacklevel=2)
+            warnings.warn(f"{name}={settings[name]!r} has no effect on method {method!r}.", stacklevel=2)  # type: ignore[literal-required]
         return config
 
-    def with_settings(self, /, **settings: Any) -> PatchConfig:
+    def with_settings(self, /, **settings: Unpack[Settings]) -> PatchConfig:
         """Return a copy with some settings changed.
 
         Args:
-            **settings: any field of `Phase` but `until` and `attention`, applied to every phase that is not exact;
-                any field of `PatchConfig` but `method` and `phases`; or `active_fraction`, the share of the run in
-                which the method's own attention is active.
+            **settings: see `Settings`; those of phases are applied to every phase that is not exact.
 
         Raises:
             ElfattError: unknown setting, or a value out of range.
@@ -291,8 +339,8 @@ class PatchConfig:
         unknown = sorted(settings.keys() - SETTINGS)
         if unknown:
             raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(sorted(SETTINGS))}.")
-        own = {name: value for name, value in settings.items() if name in _RUN_SETTINGS}
-        per_phase = {name: value for name, value in settings.items() if name in _PHASE_SETTINGS}
+        own: dict[str, Any] = {name: value for name, value in settings.items() if name in _RUN_SETTINGS}
+        per_phase: dict[str, Any] = {name: value for name, value in settings.items() if name in _PHASE_SETTINGS}
         Phase(**per_phase)  # a setting that no phase of this method uses is still checked
         self._check_merging(per_phase.get("ratio", 0))
         phases = tuple(phase if phase.exact else dataclasses.replace(phase, **per_phase) for phase in self.phases)
@@ -333,6 +381,8 @@ class PatchConfig:
         Raises:
             ElfattError: a key is unknown, or a value is out of range.
         """
+        if not isinstance(data, Mapping):
+            raise ElfattError(f"{type(data).__name__} is not a configuration; give an object as `to_dict` returns it.")
         _known_keys("configuration", data, cls)
         phases = data.get("phases", ())
         if not isinstance(phases, list | tuple) or not all(isinstance(phase, Mapping) for phase in phases):
@@ -340,6 +390,41 @@ class PatchConfig:
         for phase in phases:
             _known_keys("phase", phase, Phase)
         return cls(**{**data, "phases": tuple(Phase(**phase) for phase in phases)})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the configuration as JSON; a file that is there is replaced, as a whole or not at all.
+
+        Args:
+            path: of the file; its folder is made.
+
+        Raises:
+            ElfattError: it cannot be written.
+        """
+        try:
+            write_json(Path(path), self.to_dict())
+        except (OSError, TypeError, ValueError) as error:
+            raise _file_error(path, "cannot be written", error, "the name of a file in a writable folder") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PatchConfig:
+        """Read a configuration that `save` wrote.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            ElfattError: there is no such file, it is not JSON, or not a configuration.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8-sig"))  # editors on Windows put a BOM first
+        except json.JSONDecodeError as error:
+            raise _file_error(path, "is not JSON", error, _SAVED) from error
+        except (OSError, TypeError, ValueError, RecursionError) as error:
+            raise _file_error(path, "cannot be read", error, _SAVED) from error
+        try:
+            return cls.from_dict(data)
+        except ElfattError as error:
+            raise ElfattError(f"config={_shown(path)} is not accepted: {error}") from error
 
     def phase_at(self, step: int, steps: int) -> Phase:
         """Return the phase of a step; exact attention past the last phase.
@@ -358,12 +443,35 @@ EXACT = Phase()
 
 _PHASE_SETTINGS = frozenset(field.name for field in dataclasses.fields(Phase)) - {"until", "attention"}
 _RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(PatchConfig)) - {"method", "phases"}
-SETTINGS = _PHASE_SETTINGS | _RUN_SETTINGS | {"active_fraction"}
+_SAVED = "a file that `PatchConfig.save` or `elfatt-sd patch --save` wrote"
+
+
+def known_method(name: object) -> Method:
+    """Return the name of a method that came from outside, such as a command line, as one that type checkers know.
+
+    Args:
+        name: one of `METHODS`.
+
+    Raises:
+        ElfattError: it is not.
+    """
+    _choice("method", name, METHODS)
+    return cast(Method, name)
+
+
+def _shown(path: object) -> str:
+    return repr(os.fspath(path) if isinstance(path, os.PathLike) else path)
+
+
+def _file_error(path: object, what: str, error: Exception, accepted: str) -> ElfattError:
+    """Return an error in one line that names the file, what is wrong with it, and what is accepted."""
+    reason = getattr(error, "strerror", None) or str(error)
+    return ElfattError(f"config={_shown(path)} {what} ({reason}); give {accepted}.")
 
 
 def _known_keys(what: str, data: Mapping[str, Any], kind: type) -> None:
     accepted = [field.name for field in dataclasses.fields(kind)]
-    unknown = sorted(set(data) - set(accepted))
+    unknown = sorted(set(data) - set(accepted), key=str)
     if unknown:
         raise ElfattError(f"{what} key {unknown[0]!r} is not known; accepted: {', '.join(accepted)}.")
 
@@ -381,7 +489,7 @@ def _with_active_fraction(phases: tuple[Phase, ...], fraction: float) -> tuple[P
 
 _TOME = Phase(1.0, "softmax", ratio=0.5, stride=2)
 
-PRESETS: dict[str, PatchConfig] = {
+PRESETS: dict[Method, PatchConfig] = {
     "sd": PatchConfig("sd"),
     "tome": PatchConfig("tome", (_TOME,)),
     # Agent-SD as published: agents in steps 0-19 of 50, then ToMe.
@@ -405,4 +513,3 @@ PRESETS: dict[str, PatchConfig] = {
     # of its speed is closer to untouched: docs/quality.md, `study_residual`; 512 of its pictures: `study_presets`.
     "elfatt-quality": PatchConfig("elfatt-quality", (Phase(1.0, "sampled", block_size=512, residual_steps=4),)),
 }
-METHODS = tuple(PRESETS)

@@ -21,7 +21,16 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from elfatt_sd.config import BACKENDS, BLOCK_ORDERS, METHODS, ElfattError, ElfattFailure, PatchConfig
+from elfatt_sd.config import (
+    BACKENDS,
+    BLOCK_ORDERS,
+    METHODS,
+    ElfattError,
+    ElfattFailure,
+    PatchConfig,
+    known_method,
+)
+from elfatt_sd.optional import remedy
 
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -170,9 +179,10 @@ def choose(
     settings |= dict(name_and_value(text) for text in set or ())
     written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
     if config_file is None:
-        base, source = PatchConfig.preset(method or "elfatt"), f'"{method or "elfatt"}"'
+        known = known_method("elfatt" if method is None else method)
+        base, source = PatchConfig.preset(known), f'"{known}"'
     elif method is None:
-        base, source = read_config(config_file), from_file(config_file)
+        base, source = PatchConfig.load(config_file), from_file(config_file)
     else:
         raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
     config = base.with_settings(**settings)
@@ -186,25 +196,7 @@ takes_patch = adds_options("chosen", PATCH_OPTIONS, choose)
 
 def from_file(path: Path) -> str:
     """Return the Python expression that reads a saved configuration."""
-    return f"elfatt_sd.PatchConfig.from_dict(json.load(open({str(path)!r})))"
-
-
-def read_config(path: Path) -> PatchConfig:
-    """Read a configuration that was saved as JSON.
-
-    Raises:
-        ElfattError: there is no such file, or it is not a configuration.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not JSON"
-        raise ElfattError(
-            f"config={str(path)!r} cannot be read ({reason}); give a file that `patch --save` wrote."
-        ) from error
-    if not isinstance(data, dict):
-        raise ElfattError(f"config={str(path)!r} is not a configuration; give a file that `patch --save` wrote.")
-    return PatchConfig.from_dict(data)
+    return f"elfatt_sd.PatchConfig.load({str(path)!r})"
 
 
 def complain(message: str, kind: str = "error") -> None:
@@ -287,6 +279,9 @@ def _report(error: Exception, debug: bool) -> int:
     if hasattr(error, "format_message"):  # wrong use that the parser found
         if error.format_message():  # empty after it has shown the help
             complain(error.format_message())
+        return WRONG_USE
+    if isinstance(error, ImportError) and (install := remedy(error)):
+        complain(f"{error.name} is not installed: {install}")
         return WRONG_USE
     hint = "" if debug else " (--debug shows where)"
     complain(f"{_in_plain_words(error)}{hint}")

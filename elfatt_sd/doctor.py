@@ -15,14 +15,6 @@ from typing import Any, Literal
 
 Status = Literal["ok", "missing", "optional", "info"]
 
-# What is optional: the module that shows that it is there, what it is for, and how to install it.
-OPTIONAL = {
-    "torch-fidelity": ("torch_fidelity", "FID with Inception", "pip install 'elfatt-sd[inception]'"),
-    "torchvision": ("torchvision", "FID with Inception", "pip install 'elfatt-sd[inception]'"),
-    "pyarrow": ("pyarrow", "a reference set in parquet files", "pip install 'elfatt-sd[parquet]'"),
-    "peft": ("peft", "LoRA in diffusers", "pip install peft"),
-    "nbconvert": ("nbconvert", "executing the notebooks", "pip install 'elfatt-sd[notebooks]'"),
-}
 TOLERANCE = 1e-5  # of float32 attention against float64 formulas
 
 
@@ -118,13 +110,15 @@ def _requirements() -> list[str]:
     try:
         return importlib.metadata.requires("elfatt-sd") or []
     except importlib.metadata.PackageNotFoundError:
-        return ["torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow", "tomesd"]
+        return ["torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow"]
 
 
 def _optional_packages() -> Iterator[Finding]:
-    for name, (module, purpose, install) in OPTIONAL.items():
-        if importlib.util.find_spec(module) is None:
-            yield Finding(name, f"for {purpose}", "optional", install)
+    from elfatt_sd.optional import PACKAGES, install_line
+
+    for name, package in PACKAGES.items():
+        if package.missing:
+            yield Finding(name, f"for {package.purpose}", "optional", install_line(name))
         else:
             yield Finding(name, importlib.metadata.version(name), "ok")
 

@@ -184,7 +184,7 @@ def select_layers(layers: list[SelfAttention], config: PatchConfig, levels: Sequ
         config: its `levels` or `max_downsample` decide.
         levels: of the pipeline's UNet, as `levels_of` gives them.
     """
-    limit = config.max_downsample
+    limit: int | None = config.max_downsample
     if limit is None:
         limit = levels[: config.levels][-1] if levels else 0
     return [layer for layer in layers if layer.downsample <= limit]

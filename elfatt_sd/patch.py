@@ -7,13 +7,13 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from elfatt_sd.autotune import Tuner, measure_phases
-from elfatt_sd.config import EXACT, ElfattError, PatchConfig
+from elfatt_sd.config import EXACT, ElfattError, Method, PatchConfig, Settings
 from elfatt_sd.devices import in_optimized_module
 from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, levels_of, select_layers, unwrap
 from elfatt_sd.planning import Plan, latent_grid, make_plan
@@ -27,11 +27,11 @@ _PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
 
 def apply_patch(
     pipe: Pipeline,
-    method: str | PatchConfig = "elfatt",
+    method: Method | PatchConfig = "elfatt",
     *,
     autotune: bool = False,
     take_over: Sequence[str] = (),
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Pipeline:
     """Make a pipeline use a method's self-attention; a patch that is there already is replaced.
 
@@ -42,7 +42,7 @@ def apply_patch(
             leave the others alone; with them, and a warning, those that `torch.compile` serves, which cannot be timed.
         take_over: names of classes of attention processors that are not plain attention (cross-frame, shared style,
             ...), whose layers are patched nevertheless; others are left alone, with a warning.
-        **settings: changes to it, such as `ratio=0.5` or `block_size=128`; see `PatchConfig.with_settings`.
+        **settings: changes to it, such as `ratio=0.5` or `block_size=128`; see `Settings`.
 
     Returns:
         The same object.
@@ -82,11 +82,11 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
 @contextmanager
 def patched(
     pipe: Any,
-    method: str | PatchConfig = "elfatt",
+    method: Method | PatchConfig = "elfatt",
     *,
     autotune: bool = False,
     take_over: Sequence[str] = (),
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Iterator[Plan]:
     """Patch a pipeline for the length of a `with` block, and give its plan, at the model's own picture size.
 
@@ -111,13 +111,13 @@ def patched(
 
 def plan(
     pipe: Any,
-    method: str | PatchConfig = "elfatt",
+    method: Method | PatchConfig = "elfatt",
     *,
     height: int | None = None,
     width: int | None = None,
     autotune: bool = False,
     take_over: Sequence[str] = (),
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Plan:
     """Tell what a patch would do, layer by layer and phase by phase, without changing anything.
 
@@ -148,6 +148,18 @@ def plan(
     return make_plan(config, chosen, decisions, rows, columns)
 
 
+def is_patched(pipe: Any) -> bool:
+    """Tell whether a pipeline, or a bare UNet, has a patch.
+
+    Args:
+        pipe: as for `apply_patch`.
+
+    Raises:
+        ElfattError: there is no UNet.
+    """
+    return bool(_patches(pipe))
+
+
 def current_config(pipe: Any) -> PatchConfig | None:
     """Return the configuration that a pipeline is patched with, or None."""
     patch = _patches(pipe).get("unet")
@@ -160,7 +172,7 @@ def _patches(pipe: Any) -> dict[str, _Patch]:
     return {name: patch for name, patch in found.items() if patch is not None}
 
 
-def resolve(method: str | PatchConfig, settings: dict[str, Any]) -> PatchConfig:
+def resolve(method: Method | PatchConfig, settings: Settings) -> PatchConfig:
     """Return the configuration that a method and settings stand for.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from elfatt_sd.config import METHODS, PatchConfig
+from elfatt_sd.config import METHODS, PatchConfig, known_method
 from elfatt_sd.generation import OnStep, Shot, Studio, free_name, why_unchanged, write_picture
 from elfatt_sd.patch import patched
 from elfatt_sd.pictures import psnr, side_by_side
@@ -119,7 +119,7 @@ class Trial:
             ElfattError: as for `Studio`, or a method is not known.
         """
         self.methods = (UNTOUCHED, *(method for method in self.methods if method != UNTOUCHED))
-        self._configs = {method: PatchConfig.preset(method) for method in self.methods}
+        self._configs = {method: PatchConfig.preset(known_method(method)) for method in self.methods}
         images = self.rounds * len(self.methods)
         self._studio = Studio(self.pipe, dataclasses.replace(self.request, num_images=images), Path())
 
@@ -223,7 +223,7 @@ def try_methods(pipe: Any, prompt: str, *, methods: Sequence[str] = METHODS, rou
     Raises:
         ElfattError: the pipeline cannot do what is asked for.
     """
-    trial = Trial(pipe, Request((prompt,), PatchConfig.preset(UNTOUCHED), **settings), methods, rounds)
+    trial = Trial(pipe, Request((prompt,), PatchConfig.preset(known_method(UNTOUCHED)), **settings), methods, rounds)
     for _ in trial.run(lambda step, steps: None):
         pass
     return trial

@@ -191,7 +191,8 @@ def test_a_saved_configuration_can_be_used(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "my.json"
     result = call("patch", model, "--method", "agent", "--ratio", 0.2, "--save", saved)
     assert result.exit_code == 0, result.output
-    config = elfatt_sd.PatchConfig.from_dict(json.loads(saved.read_text()))
+    assert f"elfatt_sd.apply_patch(pipe, elfatt_sd.PatchConfig.load({str(saved)!r}))" in result.stdout
+    config = elfatt_sd.PatchConfig.load(saved)
     assert config == elfatt_sd.PatchConfig.preset("agent", ratio=0.2)
     draw(model, tmp_path / "out", "--config", saved, "--set", "fp32_logits=true")
     record = json.loads((tmp_path / "out" / "0001-a-red-star.json").read_text())
@@ -252,7 +253,7 @@ def test_autotune_is_passed_on(model: Path, tmp_path: Path, monkeypatch: Any) ->
     assert data["python"][-1] == 'elfatt_sd.apply_patch(pipe, "elfatt", autotune=True)'
     saved = tmp_path / "saved.json"
     data = json.loads(call("patch", model, "--autotune", "--json", "--save", saved).stdout)
-    assert data["python"][-1].endswith(f"json.load(open({str(saved)!r}))), autotune=True)")
+    assert data["python"][-1].endswith(f"PatchConfig.load({str(saved)!r}), autotune=True)")
     assert any("measured here" in layer["reason"] for layer in data["layers"])
 
 

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import typing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elfatt_sd.config import EXACT, METHODS, ElfattError, PatchConfig, Phase
+from elfatt_sd import config as module
+from elfatt_sd.config import (
+    EXACT,
+    METHODS,
+    PRESETS,
+    SETTINGS,
+    ElfattError,
+    PatchConfig,
+    Phase,
+    Settings,
+    known_method,
+)
 
 
 def shape(config: PatchConfig) -> list[tuple[float, str, float, int]]:
@@ -157,3 +170,103 @@ def test_unknown_method_and_keys() -> None:
         PatchConfig("x", (Phase(0.5), Phase(0.5)))
     with pytest.raises(ElfattError, match="until=0"):
         Phase(0)
+
+
+def test_settings_have_the_names_and_types_of_the_fields() -> None:
+    """`Settings` is written out for type checkers, and must say what the fields say."""
+    fields = {
+        **{name: kind for name, kind in typing.get_type_hints(Phase).items() if name not in ("until", "attention")},
+        **{name: kind for name, kind in typing.get_type_hints(PatchConfig).items() if name not in ("method", "phases")},
+        "active_fraction": float,
+    }
+    assert typing.get_type_hints(Settings) == fields
+    assert set(fields) == SETTINGS
+    assert Settings.__required_keys__ == frozenset()
+
+
+def test_the_methods_that_type_checkers_know_are_the_presets() -> None:
+    assert tuple(PRESETS) == METHODS
+    assert all(name == config.method for name, config in PRESETS.items())
+
+
+def test_a_name_from_outside_is_checked() -> None:
+    assert [known_method(str(name)) for name in METHODS] == list(METHODS)
+    for name in ("elfat", "", None, 3, ["elfatt"]):
+        with pytest.raises(ElfattError, match=r"method=.* is not known; accepted: sd, tome, agent, elfatt, "):
+            known_method(name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_saved_configuration_is_loaded_again(method: Any, tmp_path: Path) -> None:
+    config = PatchConfig.preset(method, seed=2**63 - 1, fp32_logits=True)
+    for path in (tmp_path / "new" / "folder" / "c.json", str(tmp_path / "c.json")):
+        config.save(path)
+        assert PatchConfig.load(path) == config
+        assert PatchConfig.load(Path(path)) == config
+
+
+def test_saving_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "c.json"
+    before, after = PatchConfig.preset("elfatt"), PatchConfig("ünïcode")
+    before.save(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(ElfattError, match=r"c\.json' cannot be written \(No space left on device\)"):
+            after.save(path)
+    assert PatchConfig.load(path) == before
+    assert list(tmp_path.iterdir()) == [path]
+    after.save(path)
+    assert PatchConfig.load(path) == after
+
+
+def test_what_cannot_be_saved_names_the_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    bad: list[Any] = [tmp_path, tmp_path / "file" / "c.json", tmp_path / ("x" * 300), "nul\0.json", 3]
+    for path in bad:
+        with pytest.raises(ElfattError, match=r"^config=.* cannot be written \(.+\); give ") as caught:
+            PatchConfig().save(path)
+        assert "\n" not in str(caught.value)
+        assert repr(str(path) if isinstance(path, Path) else path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            b"{",
+            "is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); give a file",
+        ),
+        (b"", "is not JSON"),
+        (b"\xff\xfe{}", "cannot be read ('utf-8' codec"),
+        (b"[]", "is not accepted: list is not a configuration; give"),
+        (b"3", "is not accepted: int is not a configuration; give"),
+        (b"null", "is not accepted: NoneType is not a configuration; give"),
+        (b'{"colour": 1}', "is not accepted: configuration key 'colour' is not known; accepted: method, phases"),
+        (b'{"phases": [{"size": 3}]}', "is not accepted: phase key 'size' is not known; accepted: until"),
+        (b'{"phases": {"until": 1}}', "is not accepted: phases={'until': 1}"),
+        (b'{"phases": [{"ratio": NaN}]}', "is not accepted: ratio=nan"),
+        (b'{"seed": 1.5}', "is not accepted: seed=1.5"),
+        (b"[" * 100_000, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "c.json"
+    path.write_bytes(content)
+    with pytest.raises(ElfattError) as caught:
+        PatchConfig.load(path)
+    assert str(caught.value).startswith(f"config={str(path)!r} {says}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_names_its_path(tmp_path: Path) -> None:
+    bad: list[Any] = [tmp_path / "nowhere.json", tmp_path, "nul\0.json", 3]
+    for path in bad:
+        with pytest.raises(ElfattError, match=r"^config=.* cannot be read \(.+\); give a file that ") as caught:
+            PatchConfig.load(path)
+        assert repr(str(path) if isinstance(path, Path) else path) in str(caught.value)
+
+
+def test_a_file_from_an_editor_that_marks_utf8(tmp_path: Path) -> None:
+    config = PatchConfig.preset("elfatt")
+    (tmp_path / "c.json").write_text(json.dumps(config.to_dict()), encoding="utf-8-sig")
+    assert PatchConfig.load(tmp_path / "c.json") == config

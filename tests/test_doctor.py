@@ -10,9 +10,10 @@ import pytest
 import tiny_pipelines as tiny
 from typer.testing import CliRunner
 
-from elfatt_sd import attention, doctor, pipelines
+from elfatt_sd import attention, doctor, optional, pipelines
 from elfatt_sd.cli import app
 from elfatt_sd.doctor import Finding, attention_error, examine, healthy
+from elfatt_sd.optional import OptionalPackage
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
@@ -38,7 +39,7 @@ def test_a_working_machine_is_healthy() -> None:
     ]
     assert healthy(sections), [finding for findings in sections.values() for finding in findings]
     found = {finding.name: finding for finding in sections["needed packages"]}
-    assert {"torch", "diffusers", "transformers", "tomesd"} <= set(found)
+    assert {"torch", "diffusers", "transformers"} <= set(found)
     assert all(finding.remedy for findings in sections.values() for finding in findings if "needs " in finding.value)
 
 
@@ -93,10 +94,18 @@ def test_optional_things_do_not_make_a_machine_ill() -> None:
 
 
 def test_an_optional_package_that_is_not_there_names_its_install_line(monkeypatch: Any) -> None:
-    monkeypatch.setattr(doctor, "OPTIONAL", {"nothing": ("no_such_module", "nothing", "pip install 'it[extra]'")})
+    absent = {
+        "nothing": OptionalPackage("no_such_module", "nothing", "eval"),
+        "alone": OptionalPackage("no_such", "it"),
+    }
+    monkeypatch.setattr(optional, "PACKAGES", absent)
     sections = examine()
-    assert sections["optional packages"] == [Finding("nothing", "for nothing", "optional", "pip install 'it[extra]'")]
-    assert "pip install 'it[extra]'" in CliRunner().invoke(app, ["doctor"]).stdout
+    install = "pip install 'elfatt-sd[eval]'"
+    assert sections["optional packages"] == [
+        Finding("nothing", "for nothing", "optional", install),
+        Finding("alone", "for it", "optional", "pip install alone"),
+    ]
+    assert install in CliRunner().invoke(app, ["doctor"]).stdout
 
 
 def test_a_backend_that_is_not_there_names_its_install_line(monkeypatch: Any) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import elfatt_sd
+from elfatt_sd.optional import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -69,11 +70,10 @@ def test_the_wheel_names_licence_notice_and_command(wheel: zipfile.ZipFile) -> N
 
 def test_the_extras_that_users_are_told_to_install_exist() -> None:
     extras = set(PROJECT["optional-dependencies"])
-    assert {"flash", "inception", "notebooks", "test", "dev"} <= extras
+    assert {"eval", "flash", "inception", "notebooks", "test", "dev"} <= extras
     sources = [path for kind in ("elfatt_sd/**/*.py", "*.md") for path in ROOT.glob(kind)]
-    named = {extra for path in sources for extra in re.findall(r"elfatt-sd\[(\w+)\]", path.read_text())}
-    assert named
-    assert named <= extras
+    named = {extra for path in sources for extra in re.findall(r"(?:elfatt-sd|'\.)\[(\w+)\]", path.read_text())}
+    assert {"eval", "inception"} <= named <= extras
 
 
 def imports(path: Path) -> set[str]:
@@ -84,16 +84,39 @@ def imports(path: Path) -> set[str]:
 
 
 def test_every_import_is_declared() -> None:
-    names = set().union(*(imports(path) for path in (ROOT / "elfatt_sd").rglob("*.py")))
-    imported = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"elfatt_sd"}
+    found = set().union(*(imports(path) for path in (ROOT / "elfatt_sd").rglob("*.py")))
+    imported = {name.partition(".")[0] for name in found} - sys.stdlib_module_names - {"elfatt_sd"}
     lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
-    declared = {re.match(r"[\w-]+", line)[0].lower() for line in lines}  # type: ignore[index]
+    declared = names(lines)
     homes = importlib.metadata.packages_distributions()
-    found = {name: {home.lower().replace("_", "-") for home in homes.get(name, [name])} for name in imported}
-    assert {name for name, home in found.items() if not home & declared} == set()
+    offers = {name: {home.lower().replace("_", "-") for home in homes.get(name, [name])} for name in imported}
+    assert {name for name, offer in offers.items() if not offer & declared} == set()
 
 
-MATHEMATICS = ("config", "attention", "merging", "ordering", "sampled", "cell_spread", "schedule")
+def names(lines: list[str]) -> set[str]:
+    """Packages that requirements name."""
+    return {re.match(r"[\w-]+", line)[0].lower() for line in lines}  # type: ignore[index]
+
+
+def test_a_missing_package_names_the_extra_that_installs_it() -> None:
+    extras = PROJECT["optional-dependencies"]
+    for name, package in PACKAGES.items():
+        assert name not in names(PROJECT["dependencies"])
+        assert not package.extra or name in names(extras[package.extra])
+    assert names(extras["eval"]) == {name for name, package in PACKAGES.items() if package.extra == "eval"}
+
+
+def test_optional_packages_are_imported_where_they_are_used() -> None:
+    """At the top of a file they would be needed by whatever imports it."""
+    optional = {package.module for package in PACKAGES.values()}
+    for path in (ROOT / "elfatt_sd").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            found = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+            found |= {str(node.module)} if isinstance(node, ast.ImportFrom) else set()
+            assert not {name.partition(".")[0] for name in found} & optional, path
+
+
+MATHEMATICS = ("files", "config", "attention", "merging", "ordering", "sampled", "cell_spread", "schedule")
 CORE = (*MATHEMATICS, "layers", "processor", "autotune", "planning", "patch", "standalone")
 
 
@@ -103,7 +126,7 @@ def test_imports_of_the_core_point_one_way(name: str) -> None:
     found = imports(ROOT / "elfatt_sd" / f"{name}.py")
     assert "tomesd" not in {module.partition(".")[0] for module in found}
     own = {module.partition(".")[2] for module in found if module.startswith("elfatt_sd.")}
-    assert own <= set(MATHEMATICS if name in MATHEMATICS else (*CORE, "devices", "files"))
+    assert own <= set(MATHEMATICS if name in MATHEMATICS else (*CORE, "devices"))
     if name in ("config", "merging", "schedule"):
         assert not any(module.startswith("diffusers") for module in found)
 
@@ -133,15 +156,12 @@ def pins(name: str) -> dict[str, str]:
 
 
 def test_every_dependency_is_pinned_for_ci() -> None:
-    needed = [
-        *PROJECT["dependencies"],
-        *(line for extra in ("test", "dev") for line in PROJECT["optional-dependencies"][extra]),
-    ]
-    names = {re.match(r"[\w-]+", line)[0].lower() for line in needed} - {"elfatt-sd"}  # type: ignore[index]
-    assert names - set(pins("constraints.txt")) == set()
-    core = {re.match(r"[\w-]+", line)[0].lower() for line in PROJECT["dependencies"]}  # type: ignore[index]
+    extras = PROJECT["optional-dependencies"]
+    tested = (line for extra in ("eval", "inception", "parquet", "test", "dev") for line in extras[extra])
+    needed = [*PROJECT["dependencies"], *tested]
+    assert names(needed) - {"elfatt-sd"} - set(pins("constraints.txt")) == set()
     oldest = pins("constraints-oldest.txt")
-    assert core - set(oldest) == set()
+    assert names([*PROJECT["dependencies"], *extras["eval"]]) - set(oldest) == set()
     assert oldest["diffusers"] == "0.32.1"
 
 

@@ -134,6 +134,20 @@ def test_nested_contexts_return_to_the_outer_patch(pipe: Any) -> None:
     assert current_config(pipe) is None
 
 
+def test_a_pipeline_tells_whether_it_is_patched(pipe: Any) -> None:
+    assert not elfatt_sd.is_patched(pipe)
+    elfatt_sd.apply_patch(pipe, "tome")
+    assert elfatt_sd.is_patched(pipe)
+    assert elfatt_sd.is_patched(pipe.unet)
+    elfatt_sd.apply_patch(pipe, "sd")  # the untouched pipeline
+    assert not elfatt_sd.is_patched(pipe)
+    with elfatt_sd.patched(pipe):
+        assert elfatt_sd.is_patched(pipe)
+    assert not elfatt_sd.is_patched(pipe)
+    with pytest.raises(ElfattError, match="NoneType has no UNet"):
+        elfatt_sd.is_patched(None)
+
+
 def test_a_context_leaves_what_shares_its_unet_as_it_was(pipe: Any) -> None:
     """A pipeline with a ControlNet, built around the UNet of a patched one."""
     elfatt_sd.apply_patch(pipe, "elfatt")

@@ -20,6 +20,7 @@ from elfatt_sd.benchmarking.timing import Call, without_gradients
 from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
 from elfatt_sd.config import BLOCK_ORDERS, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention
+from elfatt_sd.optional import need
 from elfatt_sd.pipelines import pick_device, pick_dtype
 from elfatt_sd.sampled import sample_counts, sampled_attention
 from elfatt_sd.schedule import Position
@@ -199,6 +200,7 @@ def _with_tomesd(attention: Any, x: Tensor, block_input: Tensor, side: int, rati
 
 def tomesd_matching(metric: Tensor, side: int, ratio: float, stride: int) -> tuple[Move, Move]:
     """Return tomesd's merge and unmerge for tokens `[batch, side * side, channels]`, with fixed destinations."""
+    need("peer 'tomesd'", "tomesd")
     from tomesd.merge import bipartite_soft_matching_random2d
 
     cells, merged = (side, side, stride, stride), int(metric.shape[1] * ratio)

@@ -12,10 +12,12 @@ from elfatt_sd.benchmarking.names import is_reference
 from elfatt_sd.benchmarking.record import title
 from elfatt_sd.benchmarking.rows import Results, own_part
 from elfatt_sd.benchmarking.tables import KEYS
+from elfatt_sd.optional import need
 
 
 def plot(results: Results) -> Any:
     """Draw time over tokens for a layer, errors over steps for orders, else bars of the speed with its spread."""
+    need("a plot", "matplotlib")
     figure, settings = _figure(results), results["settings"]
     what = settings.get("model") or results["kind"].replace("_", " ")
     about = filter(None, [what, settings.get("dtype"), results["machine"]["device"]])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, is_peer
 from elfatt_sd.config import EXACT, METHODS, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import find_denoisers, find_layers, levels_of, select_layers
+from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.planning import describe
 from elfatt_sd.processor import STATE, Call, PatchedLayer
@@ -75,6 +76,7 @@ class Variant:
             if self.measures:
                 unet.register_forward_pre_hook(lambda module, _: forget_residuals(module))
         elif self.kind == PEER:
+            need("peer 'tomesd'", "tomesd")
             import tomesd
 
             deepest = max(layer.downsample for layer in chosen)

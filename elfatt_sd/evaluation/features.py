@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.files import sha256_of_data, sha256_of_file
+from elfatt_sd.optional import need
 
 EXTRACTORS = ("inception", "toy", "clip:DIR", "dinov2:DIR")
 # The network of the original FID, converted for PyTorch: published by pytorch-fid and torch-fidelity as the same file.
@@ -160,12 +161,9 @@ def load_extractor(
 
 
 def _load_inception(weights: Path | None, sha256: str | None) -> Extractor:
-    try:
-        import torch_fidelity  # noqa: F401
-        from torchmetrics.image.fid import NoTrainInceptionV3
-    except ImportError as error:
-        message = "extractor='inception' needs torch-fidelity; install it with: pip install 'elfatt-sd[inception]'"
-        raise ElfattError(message) from error
+    need("extractor='inception'", "torch-fidelity", "torchmetrics")
+    from torchmetrics.image.fid import NoTrainInceptionV3
+
     accepted = (sha256 or INCEPTION_SHA256).lower()
     path = weights if weights is not None else _cached_inception()
     if not path.is_file():

@@ -38,6 +38,7 @@ from elfatt_sd.evaluation.prompts import Prompt, build_prompts, load_labels
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.reuse import take_over
 from elfatt_sd.files import atomic_file, sha256_of_data, write_json
+from elfatt_sd.optional import need
 
 Value = TypeVar("Value")
 _METHOD = (  # the modules that decide what a patched layer computes
@@ -149,10 +150,9 @@ def row_patch(pipe: Any, cell: Cell, seed: int = 0) -> Iterator[None]:
 @contextlib.contextmanager
 def _tomesd(pipe: Any, cell: Cell, seed: int) -> Iterator[None]:
     """Run the peer's own patch; it forks its generator from the global one at the first call."""
-    try:
-        import tomesd
-    except ImportError as error:
-        raise ElfattError("peer 'tomesd' is not installed; pip install tomesd.") from error
+    need("peer 'tomesd'", "tomesd")
+    import tomesd
+
     options = {name: value for name, value in cell.settings.items() if name != "stride"}
     stride = cell.settings.get("stride", 2)
     devices = [pipe.device] if pipe.device.type == "cuda" else []
@@ -253,6 +253,7 @@ def generate(
     Raises:
         ElfattError: the folder belongs to another specification or to other weights, or the model cannot be loaded.
     """
+    need("an evaluation with rows of peers", *sorted(protocol.peers))
     state = process_state(protocol.device)
     check_shared(run_dir, "run folder", "give --out a folder that all machines share")
     folder.check_run(run_dir, protocol)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elfatt_sd.config import SETTINGS, ElfattError, PatchConfig
+from elfatt_sd.config import SETTINGS, ElfattError, PatchConfig, known_method
 from elfatt_sd.files import sha256_of_data
 
 Kind = TypeVar("Kind")
@@ -92,7 +92,7 @@ class Cell:
     def config(self) -> PatchConfig:
         """Return the patch of this row; a peer's row gets what the package has in its place."""
         if not self.phases:
-            return PatchConfig.preset(self.method, **self.settings)
+            return PatchConfig.preset(known_method(self.method), **self.settings)
         phases = [dict(phase) for phase in self.phases]
         return PatchConfig.from_dict({"method": self.method, "phases": phases}).with_settings(**self.settings)
 
@@ -263,6 +263,11 @@ class Protocol:
     def baseline(self) -> Cell:
         """The untouched pipeline, which every other row is compared with."""
         return next(cell for cell in self.cells if cell.role == "baseline")
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """Packages that some rows run in place of this one's patch."""
+        return frozenset(cell.peer for cell in self.cells if cell.peer)
 
     def cell(self, name: str) -> Cell:
         """Return a row by its name.

@@ -34,6 +34,7 @@ from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes, 
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, unreadable_references, write_results
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.optional import REPORT, need
 
 STAGES_FILE = "stages.json"
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat pictures take less
@@ -184,7 +185,7 @@ def writing(run_dir: Path, device: str) -> Iterator[bool]:
 
 
 def check_inputs(protocol: Protocol) -> None:
-    """Try what can fail before hours of work: device, prompts, extractors, and what the reference is.
+    """Try what can fail before hours of work: packages, device, prompts, extractors, and what the reference is.
 
     Raises:
         ElfattError: one of them is missing or wrong.
@@ -193,6 +194,7 @@ def check_inputs(protocol: Protocol) -> None:
     from elfatt_sd.evaluation.score import load_extractors, score_inputs
     from elfatt_sd.pipelines import pick_device, pick_dtype
 
+    need("an evaluation", "torchmetrics", *REPORT, *sorted(protocol.peers))
     pick_dtype(protocol.dtype, pick_device(protocol.device))
     if len(run_prompts(protocol)) < 2:
         raise ElfattError("1 image a row has no distance; give at least 2 (limit, or classes and images_per_class).")

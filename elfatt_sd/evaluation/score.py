@@ -43,6 +43,7 @@ from elfatt_sd.evaluation.statistics import (
     verdict,
 )
 from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_json
+from elfatt_sd.optional import need
 
 FORMAT = 4
 MOST_CHANGED = 16
@@ -128,6 +129,7 @@ def score_run(
         ElfattError: no row is finished, a picture was deleted or altered, or reference or extractor are missing.
         RunFailure: our Frechet distance and torchmetrics' disagree.
     """
+    need("a score", "torchmetrics")
     protocol = folder.load_run(run_dir)
     finished = [cell for cell in protocol.cells if folder.manifest_path(run_dir, cell).is_file()]
     if protocol.baseline not in finished:
@@ -330,6 +332,7 @@ def torchmetrics_distance(features: Tensor | Array, reference: FeatureStatistics
         features: `[n, d]`, in memory or memory-mapped.
         reference: the reference's moments.
     """
+    need("a Frechet distance", "torchmetrics")
     from torchmetrics.image.fid import FrechetInceptionDistance
 
     metric = FrechetInceptionDistance(feature=_Passed(features.shape[1]), sync_on_compute=False).set_dtype(

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.optional import need
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 ACCEPTED = (
@@ -239,10 +240,9 @@ def _open_zip(file: Path) -> zipfile.ZipFile:
 
 def _tables(files: Sequence[Path]) -> Source:
     """Pictures of parquet files: a column of bytes, or of structures with a field `bytes`."""
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ElfattError("a .parquet reference needs pyarrow; install it with: pip install pyarrow") from error
+    need("a .parquet reference", "pyarrow")
+    import pyarrow.parquet as parquet
+
     tables = {file: _open_table(parquet, file) for file in files}
     entries = [entry for file, (table, column) in tables.items() for entry in _table_entries(file, table, column)]
     lock = threading.Lock()

@@ -12,6 +12,7 @@ from pathlib import Path
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.files import atomic_file
+from elfatt_sd.optional import REPORT, need
 
 __all__ = ["PAGE", "leftovers", "replace_files", "report_files", "write_report", "written_tables"]
 
@@ -45,6 +46,7 @@ def report_files(run_dir: Path, results: Results, *, page: bool = True) -> dict[
         results: of the run.
         page: whether the page is among them, which holds pictures.
     """
+    need("a report", *REPORT)
     from elfatt_sd.evaluation.report.page import render_page
     from elfatt_sd.evaluation.report.palette import Palette
     from elfatt_sd.evaluation.report.pictures import Pictures

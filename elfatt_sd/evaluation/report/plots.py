@@ -22,6 +22,7 @@ from elfatt_sd.evaluation.report.scatter import (
     distance_over_memory,
     distance_over_time,
 )
+from elfatt_sd.optional import need
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,6 +98,7 @@ def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str
 @contextlib.contextmanager
 def drawing() -> Iterator[None]:
     """Draw in the style of the report."""
+    need("a plot", "matplotlib")
     import matplotlib
 
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.config import ElfattError, PatchConfig, known_method
 from elfatt_sd.evaluation.protocols import PRINTED
 from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row, dig, setting_text
 
@@ -164,8 +164,8 @@ def _same_program(row: Row, named: Mapping[str, Any]) -> bool:
     """Tell whether the settings that the published row does not name are the method's own ones."""
     if named == row.settings:
         return True
-    method = str(row.data.get("method"))
     try:
+        method = known_method(row.data.get("method"))
         return PatchConfig.preset(method, **row.settings) == PatchConfig.preset(method, **named)
     except ElfattError:  # phases of its own, whose settings are not known
         return False

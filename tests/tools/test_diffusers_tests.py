@@ -1,0 +1,204 @@
+"""The command that runs diffusers' own tests, on a small checkout that is made here."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+
+from elfatt_sd.config import METHODS, ElfattError
+from tools import diffusers_tests
+from tools.diffusers_tests import Comparison, Ending, find_tests, main, read_endings, read_known
+from tools.diffusers_tests_plugin import configuration, failure_kind
+
+ROOT = Path(__file__).parents[2]
+PIPELINE = """
+import unittest
+from pathlib import Path
+
+import torch
+from diffusers import StableDiffusionPipeline  # with a UNet
+
+from .. import tiny_pipelines as tiny
+
+HERE = Path(__file__).parent
+
+
+def draw(pipe):
+    return pipe("a b", num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt").images
+
+
+class PipelineFastTests(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(0)
+        self.pipe = tiny.sd15(HERE)
+
+    def test_passes(self):
+        self.assertEqual(draw(self.pipe).shape, (1, 3, 32, 32))
+
+    def test_fails_untouched(self):
+        raise RuntimeError("as the machine is")
+
+    @unittest.skip("slow")
+    def test_slow(self):
+        raise RuntimeError
+
+    def test_values(self):
+        expected = torch.load(HERE / "expected.pt")
+        image = draw(self.pipe)
+        assert (image - expected).abs().max() < 1e-5
+
+    def test_values_that_may_differ(self):
+        self.assertTrue(torch.allclose(draw(self.pipe), torch.load(HERE / "expected.pt"), atol=1e-5))
+
+    def test_structure(self):
+        names = {type(processor).__name__ for processor in self.pipe.unet.attn_processors.values()}
+        assert names == {"AttnProcessor2_0"}
+
+    def test_type(self):
+        for processor in self.pipe.unet.attn_processors.values():
+            if type(processor).__name__ != "AttnProcessor2_0":
+                raise TypeError("takes 2 positional arguments\\nand more")
+
+    def test_tokenizer(self):
+        tokenizer = type(self.pipe.tokenizer).from_pretrained("hf-internal-testing/tiny-random-clip")
+        assert len(set(tokenizer("ab").input_ids)) == 4
+"""
+MODEL = '''
+from diffusers import UNet2DConditionModel
+
+from ...pipelines import tiny_pipelines as tiny
+
+
+def test_a_bare_unet_gets_our_processors():
+    """They stand in for the own ones, which this test does not know."""
+    assert {type(processor).__name__ for processor in tiny.unet().attn_processors.values()} != {}
+'''
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tests of a pipeline and of a UNet, and some that have to do with neither."""
+    folder = tmp_path_factory.mktemp("diffusers")
+    files = {
+        "pipelines/small/test_pipeline.py": PIPELINE,
+        "pipelines/small/test_pipeline_flax.py": "UNet here, 1 / 0",
+        "pipelines/small/test_transformer.py": "1 / 0",
+        "models/unets/test_unet.py": MODEL,
+        "models/transformers/test_x.py": "UNet here, 1 / 0",
+        "lora/test_y.py": "1 / 0",
+    }
+    for name, text in files.items():
+        path = folder / "tests" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        for package in [path.parent, *path.parent.parents][: len(Path(name).parts)]:
+            (package / "__init__.py").touch()
+    shutil.copy(tiny.__file__, folder / "tests" / "pipelines" / "tiny_pipelines.py")
+    torch.manual_seed(0)
+    pipe = tiny.sd15(folder)
+    generator = torch.Generator().manual_seed(0)
+    image = pipe("a b", num_inference_steps=2, generator=generator, output_type="pt").images
+    torch.save(image, folder / "tests" / "pipelines" / "small" / "expected.pt")
+    return folder
+
+
+@pytest.fixture
+def run(checkout: Path, tmp_path: Path, capsys: Any) -> Any:
+    def call(*words: object) -> tuple[int, str]:
+        known = tmp_path / "known.txt"
+        known.write_text("# why\n\n*::test_values_that_may_differ # a reason\n*::test_pas* # none\n")
+        given = ["--checkout", checkout, "--known", known, "--out", tmp_path / "out", "--offline", *words]
+        code = main([str(word) for word in given])
+        return code, capsys.readouterr().out
+
+    return call
+
+
+def test_failures_are_told_apart(run: Any) -> None:
+    code, said = run("--method", "tome")
+    assert code == 1
+    lines = [line.split() for line in said.splitlines()]
+    assert ["pipelines", "8", "6", "6", "2", "2", "1", "2"] in lines
+    assert ["UNets", "1", "1", "1", "1", "0", "0", "0"] in lines
+    assert ["LoRA", "0", "0", "0", "0", "0", "0", "0"] in lines
+    name = "tests/pipelines/small/test_pipeline.py::PipelineFastTests::test_"
+    assert f"structural: {name}structure\n" in said
+    assert f"structural: {name}type\n    TypeError: takes 2 positional arguments\n" in said
+    assert f"values differ: {name}values\n" in said
+    assert f"{name}values_that_may_differ" not in said
+    assert "known, but its values are as expected: *::test_pas*" in said
+
+
+def test_what_passes_is_a_success(run: Any) -> None:
+    code, said = run("-k", "passes or values or bare", "--method", "exact")
+    assert code == 0, said
+    assert "known, but its values are as expected: *::test_values_that_may_differ" in said
+
+
+def test_the_files_are_those_of_unets(checkout: Path) -> None:
+    assert find_tests(checkout) == {
+        "pipelines": [str(Path("tests/pipelines/small/test_pipeline.py"))],
+        "UNets": [str(Path("tests/models/unets/test_unet.py"))],
+        "LoRA": [],
+    }
+
+
+def test_wrong_use_is_one_line(run: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    assert main(["--checkout", str(tmp_path)]) == 2
+    assert "has no tests of UNets" in capsys.readouterr().err
+    assert run("--known", tmp_path / "nowhere") == (2, "")
+    monkeypatch.setattr(diffusers_tests, "run_tests", lambda *_: {"a": Ending("failed")})
+    assert run() == (2, "2 files of tests, untouched ...\n")
+    with pytest.raises(SystemExit):
+        main(["--checkout", str(tmp_path), "--method", "elfat"])
+
+
+@pytest.mark.parametrize(
+    ("error", "statement", "kind"),
+    [
+        (AssertionError(), "assert np.abs(image_slice.flatten() - expected_slice).max() < 1e-2", "value"),
+        (AssertionError("0.3 not less than 0.001"), "self.assertLess(max_diff, expected_max_diff)", "value"),
+        (AssertionError("Tensor-likes are not close!"), "torch.testing.assert_close(a, b)", "value"),
+        (AssertionError("lora should change the output"), "self.assertFalse(np.allclose(a, b))", "value"),
+        (AssertionError(), "assert image.shape == (1, 64, 64, 3)", "structural"),
+        (AssertionError("shape mismatch"), "np.testing.assert_allclose(a, b)", "structural"),
+        (AssertionError(), "assert check_same_shape(outputs)", "structural"),
+        (AssertionError(), "assert processors == {}", "structural"),
+        (AssertionError(), "assert np.abs(out.reshape(-1) - expected).max() < 1e-2", "value"),
+        (TypeError("expected 3"), "pipe(**inputs)", "structural"),
+        (RuntimeError("diff"), "pipe(**inputs)", "structural"),
+        (ElfattError("close"), "pipe(**inputs)", "structural"),
+    ],
+)
+def test_kinds_of_failures(error: Exception, statement: str, kind: str) -> None:
+    assert failure_kind(error, statement) == kind
+
+
+def test_a_test_that_never_ends_is_structural(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    results.write_text(
+        '{"test": "a", "when": "setup", "outcome": "passed"}\n'
+        '{"test": "a", "when": "call", "outcome": "passed"}\n'
+        '{"test": "a", "when": "teardown", "outcome": "failed", "kind": "structural", "message": "x"}\n'
+        '{"test": "b", "when": "setup", "outcome": "skipped"}\n'
+        '{"test": "c", "when": "setup", "outcome": "passed"}\n'
+    )
+    endings = read_endings(results)
+    assert {test: ending.outcome for test, ending in endings.items()} == {"a": "failed", "b": "skipped", "c": "skipped"}
+    compared = Comparison({"d": Ending("passed"), "c": Ending("passed")}, endings, ["*"])
+    assert set(compared.failures("structural")) == {"c", "d"}  # killed in the middle, and never begun
+    assert read_endings(tmp_path / "nowhere.jsonl") == {}
+
+
+def test_the_list_of_known_failures_can_be_read() -> None:
+    assert isinstance(read_known(diffusers_tests.KNOWN), list)
+
+
+@pytest.mark.parametrize("method", ["exact", *METHODS])
+def test_every_method_can_be_tried(method: str) -> None:
+    assert configuration(method).method == method
