@@ -438,6 +438,42 @@ class PatchConfig:
                 return phase
         return EXACT
 
+    def shares_difference(self, step: int, steps: int) -> bool:
+        """Tell whether the step after one adds the difference that this one measures or has added.
+
+        Args:
+            step: as for `phase_at`; see `Phase.residual_steps`.
+            steps: as for `phase_at`.
+        """
+        phase = self.phase_at(step, steps)
+        last_of_group = step % phase.residual_steps == phase.residual_steps - 1
+        return not last_of_group and step + 1 < steps and self.phase_at(step + 1, steps) == phase
+
+    def approximates(self, first: int, steps: int) -> bool:
+        """Tell whether any step of a run is approximated.
+
+        Args:
+            first: the step that the run begins with.
+            steps: as for `phase_at`.
+        """
+        for step in range(first, steps):
+            phase = self.phase_at(step, steps)
+            added = step > first and self.shares_difference(step - 1, steps)
+            if not phase.exact and (phase.residual_steps == 1 or added):
+                return True
+        return False
+
+    @property
+    def remedy(self) -> str:
+        """Why a run may have too few steps for the method to approximate any, and what to give for it."""
+        if self.phases[0].exact:
+            return "its first steps are exact. Give active_fraction=1 to approximate all steps."
+        if any(phase.residual_steps > 1 for phase in self.phases):
+            return (
+                "it measures in a step what it adds in the next ones. Give residual_steps=1 to approximate all steps."
+            )
+        return "it approximates earlier steps only. Give a phase that ends later."
+
 
 EXACT = Phase()
 

@@ -380,12 +380,7 @@ def why_unchanged(config: PatchConfig, calls: int) -> str:
         calls: of the UNet in the run.
     """
     text = f"identical: {config.method} changed nothing in this run"
-    phases = [config.phase_at(call, calls) for call in range(calls)]
-    if all(phase.exact for phase in phases):
-        return f"{text}, as its phases are exact in all {calls} calls of the UNet; give more steps"
-    if calls == 1 and phases[0].residual_steps > 1:
-        return f"{text}, as its first call of the UNet is exact; give more steps"
-    return text
+    return text if config.approximates(0, calls) else f"{text}: {config.remedy}"
 
 
 def free_name(folder: Path, prompt: str) -> Path:

@@ -17,7 +17,7 @@ from elfatt_sd.config import EXACT, ElfattError, Method, PatchConfig, Settings
 from elfatt_sd.devices import in_optimized_module
 from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, levels_of, select_layers, unwrap
 from elfatt_sd.planning import Plan, latent_grid, make_plan
-from elfatt_sd.processor import Call, Denoiser, PatchedLayer, approximates, is_recomputing
+from elfatt_sd.processor import Call, Denoiser, PatchedLayer, is_recomputing
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, SchedulerFinder, unknown_position
 
 Pipeline = TypeVar("Pipeline")
@@ -261,15 +261,6 @@ def _likely_cause(module: nn.Module, layers: list[PatchedLayer]) -> str:
     return "Something changes the tokens or bypasses the attention processors: take it out."
 
 
-def _remedy(config: PatchConfig) -> str:
-    """Say how a method that does nothing in so few steps could do something."""
-    if config.phases[0].exact:
-        return "its first steps are exact. Give active_fraction=1 to approximate all steps."
-    if any(phase.residual_steps > 1 for phase in config.phases):
-        return "it measures in a step what it adds in the next ones. Give residual_steps=1 to approximate all steps."
-    return "it approximates earlier steps only. Give a phase that ends later."
-
-
 class _Patch:
     """A method installed in one UNet or ControlNet."""
 
@@ -471,12 +462,12 @@ class _Patch:
                     "schedule: they are exact. Iterate over scheduler.timesteps, or give residual_steps=1.",
                 )
             return
-        if position.step == run.first and not approximates(config, position.step, position.steps):
+        if position.step == run.first and not config.approximates(position.step, position.steps):
             first = f", from step {position.step + 1}" * (position.step > 0)
             count = f"{position.steps} step{'s' * (position.steps > 1)}"
             self._tell(
                 "idle",
-                f"{config.method} approximates nothing in a run of {count}{first}: {_remedy(config)}",
+                f"{config.method} approximates nothing in a run of {count}{first}: {config.remedy}",
             )
 
     def _compare_with_plan(self, call: Call) -> None:

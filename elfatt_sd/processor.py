@@ -163,7 +163,7 @@ class Denoiser:
         call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
         group = step // phase.residual_steps, phase
         residuals = memory.residuals.take(group, place, kept and phase.residual_steps > 1)
-        call.shares = kept and shares_difference(config, step, position.steps)
+        call.shares = kept and config.shares_difference(step, position.steps)
         call.last = 1 < position.steps == step + 1
         height, width = call.sample_size = shape[-2], shape[-1]
         for layer in self.layers:
@@ -205,23 +205,6 @@ class Denoiser:
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
-
-
-def shares_difference(config: PatchConfig, step: int, steps: int) -> bool:
-    """Tell whether the step after one adds the difference that this one measures or has added; see `residual_steps`."""
-    phase = config.phase_at(step, steps)
-    last_of_group = step % phase.residual_steps == phase.residual_steps - 1
-    return not last_of_group and step + 1 < steps and config.phase_at(step + 1, steps) == phase
-
-
-def approximates(config: PatchConfig, first: int, steps: int) -> bool:
-    """Tell whether any step of a run, from `first` on, is approximated."""
-    for step in range(first, steps):
-        phase = config.phase_at(step, steps)
-        added = step > first and shares_difference(config, step - 1, steps)
-        if not phase.exact and (phase.residual_steps == 1 or added):
-            return True
-    return False
 
 
 class PatchedLayer:

@@ -13,7 +13,6 @@ from checks import generator, recorded
 
 import elfatt_sd
 from elfatt_sd.config import METHODS, PatchConfig, Phase
-from elfatt_sd.processor import approximates
 
 ACTIVE = [method for method in METHODS if method != "sd"]
 
@@ -33,7 +32,7 @@ def test_a_method_acts_or_says_that_it_does_not(folder: Path, method: str, steps
     pipe = tiny.sd15(folder, sample_size=32, scheduler=euler())
     untouched = draw(pipe, steps)
     acts = steps > 1 or method not in ("elfatt-fast", "elfatt-quality")
-    assert approximates(PatchConfig.preset(method), 0, steps) is acts
+    assert PatchConfig.preset(method).approximates(0, steps) is acts
     elfatt_sd.apply_patch(pipe, method)
     with recorded() as calls:
         if acts:
