@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast, get_args
 
+from elfatt_sd.errors import ElfattError as ElfattError
+from elfatt_sd.errors import ElfattFailure as ElfattFailure
 from elfatt_sd.files import write_json
 
 # The accepted values, once for type checkers and editors, and once to check what comes at run time.
@@ -71,14 +73,6 @@ class Settings(TypedDict, total=False):
 
 _UNMERGED = ("cell_spread", "sampled")  # attentions that see every token as it is
 SETTINGS = frozenset(Settings.__annotations__)
-
-
-class ElfattError(ValueError):
-    """An error that a user can cause; the message names the value and what is accepted."""
-
-
-class ElfattFailure(ElfattError):
-    """What was asked for is right, but it could not be done: the hub, a disk or the memory is at fault."""
 
 
 def _choice(name: str, value: object, accepted: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 
 _PLAIN_LIST = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s+\]")  # of numbers; a line break stands in no JSON string
 

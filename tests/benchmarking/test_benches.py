@@ -261,7 +261,7 @@ def test_what_is_kept_for_later_steps_counts(model: Model, cpu: torch.device) ->
     call = unet_call(unit, model.inputs(256, 2))
     call()
     peak, used = _peak(unit, call, variant, cpu), peak_memory(call, cpu)
-    kept = sum(tensor.nbytes for state in patched_layers(unit) for tensor in state.residuals.values())
+    kept = sum(tensor.nbytes for layer in patched_layers(unit) for tensor in layer.latest.residuals.values())
     assert peak is not None and used is not None
     assert kept > 0
     assert peak - used > 0.8 * kept
