@@ -188,8 +188,9 @@ def report(compared: Comparison) -> bool:
     structural, values = compared.failures("structural"), compared.failures("value")
     unknown = {test: message for test, message in values.items() if not compared.is_known(test)}
     for title, failed in (("structural", structural), ("values differ", unknown)):
-        for test, message in failed.items():
-            print(f"{title}: {test}\n    {message}")
+        for message in dict.fromkeys(failed.values()):
+            tests = [test for test, said in failed.items() if said == message]
+            print("\n    ".join([f"{title}: {message}", *tests]))
     for pattern in compared.outdated():
         print(f"known, but its values are as expected: {pattern}")
     return not structural and not unknown

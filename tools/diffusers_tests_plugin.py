@@ -22,6 +22,7 @@ from transformers import CLIPTokenizer
 from elfatt_sd import ElfattError, PatchConfig, apply_patch, known_method
 
 EXACT = "exact"  # our processors in all layers, which compute what was there before
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of an object, which differs between tests
 _SHAPE = re.compile(r"(?<!re)shape")
 _NUMBERS = re.compile(r"close|diff|slice|expected|tol|mean|ssim|psnr|simil|equal\(|\d\.\d|\de-\d", re.IGNORECASE)
 
@@ -71,7 +72,7 @@ def failure_kind(error: BaseException, statement: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    return _ADDRESS.sub("", (str(error).strip().splitlines() or [""])[0])
 
 
 class _Recorder:
