@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -272,10 +271,7 @@ class PatchConfig:
         """
         if not isinstance(method, str) or method not in PRESETS:
             raise ElfattError(f"method={method!r} is not known; accepted: {', '.join(PRESETS)}.")
-        config = PRESETS[method].with_settings(**settings)
-        for name in config.without_effect(settings):
-            warnings.warn(f"{name}={settings[name]!r} has no effect on method {method!r}.", stacklevel=2)
-        return config
+        return PRESETS[method].with_settings(**settings)
 
     def with_settings(self, /, **settings: Any) -> PatchConfig:
         """Return a copy with some settings changed.
