@@ -12,7 +12,7 @@ OLDEST_TESTS ?= tests --ignore=tests/evaluation --ignore=tests/test_packaging.py
 .PHONY: help demo test test-oldest lint format notebooks quickstart clean
 
 help:
-	@echo "make demo         one picture, untouched and patched, side by side"
+	@echo "make demo         one prompt with every method, side by side, with times and closeness"
 	@echo "make test         the tests"
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
 	@echo "make lint         ruff and mypy;  make format mends what ruff can"
@@ -20,7 +20,7 @@ help:
 	@echo "make quickstart   execute the first notebook in place: it is committed with its pictures"
 
 demo: .venv/.installed
-	.venv/bin/elfatt-sd generate "$(PROMPT)" --compare --out outputs/demo
+	.venv/bin/elfatt-sd try toy "$(PROMPT)" --rounds 1 --out outputs/demo
 
 test: .venv/.installed-dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) $(ARGS)

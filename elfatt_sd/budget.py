@@ -90,9 +90,9 @@ def estimate(pipe: Any, height: int | None, width: int | None, *, steps: int, gu
 def memory_of(device: torch.device) -> tuple[float, float]:
     """Return the bytes that this process could have on a device, and those that are free now."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free, whole = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(total - torch.cuda.memory_allocated(device)), float(free + cached)
+        return float(whole - torch.cuda.memory_allocated(device)), float(free + cached)
     import psutil
 
     memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -316,10 +315,7 @@ class PatchConfig:
         Raises:
             ElfattError: unknown method or setting, or a value out of range.
         """
-        config = PRESETS[known_method(method)].with_settings(**settings)
-        for name in config.without_effect(settings):
-            warnings.warn(f"{name}={settings[name]!r} has no effect on method {method!r}.", stacklevel=2)  # type: ignore[literal-required]
-        return config
+        return PRESETS[known_method(method)].with_settings(**settings)
 
     def with_settings(self, /, **settings: Unpack[Settings]) -> PatchConfig:
         """Return a copy with some settings changed.

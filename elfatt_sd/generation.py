@@ -167,7 +167,7 @@ class Studio:
         """Draw, write and yield one picture after the other; what is written stays, whatever happens later."""
         request = self.request
         if request.compare:
-            self._warm_up()
+            self._warm_up_both()
         else:
             apply_patch(self.pipe, request.config, autotune=request.autotune)
         try:
@@ -185,12 +185,16 @@ class Studio:
         finally:
             remove_patch(self.pipe)
 
-    def _warm_up(self) -> None:
-        """Run both ways for two steps, so that neither pays for the other's first call."""
-        steps = min(2, self.request.steps)
-        self.draw(self.request.prompts[0], self.request.seed, steps)
+    def warm_up(self) -> None:
+        """Run the pipeline as it is for two steps, so that what comes next does not pay for a first call."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is said of so short a run does not hold for the whole one
+            self.draw(self.request.prompts[0], self.request.seed, min(2, self.request.steps))
+
+    def _warm_up_both(self) -> None:
+        self.warm_up()
         with self._patched():
-            self.draw(self.request.prompts[0], self.request.seed, steps)
+            self.warm_up()
 
     def _single(self, prompt: str, seed: int) -> Result:
         shot = self.draw(prompt, seed)

@@ -137,19 +137,19 @@ class Trial:
         self._studio.on_step = on_step
         for number in range(self.rounds):
             for method in self.methods:
-                if number == 0:
-                    self._draw(method, min(2, self.request.steps))
-                shot = self._draw(method)
+                shot = self._draw(method, warm_up=number == 0)
                 self._calls = len(self.pipe.scheduler.timesteps)
                 self._pictures.setdefault(method, shot.picture)
                 self._times.setdefault(method, []).append(shot.seconds)
                 label = "untouched" if method == UNTOUCHED else method
                 yield Drawn(f"{label}, round {number + 1} of {self.rounds}", shot.picture, shot.seconds)
 
-    def _draw(self, method: str, steps: int | None = None) -> Shot:
+    def _draw(self, method: str, warm_up: bool) -> Shot:
         config = self._configs[method]
         with patched(self.pipe, config) if config.active else nullcontext():
-            return self._studio.draw(self.request.prompts[0], self.request.seed, steps)
+            if warm_up:
+                self._studio.warm_up()
+            return self._studio.draw(self.request.prompts[0], self.request.seed)
 
     @property
     def rows(self) -> list[Row]:

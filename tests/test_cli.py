@@ -304,7 +304,16 @@ GENERATE_ERRORS = {
     "prompt file": (["--prompt-file", "nowhere.txt"], "prompt_file='nowhere.txt' cannot be read"),
     "empty prompt": ([" "], "empty prompt"),
     "option": (["--fast"], "--fast"),
+    "scheduler": (["--scheduler", "fast"], "scheduler='fast' is not known; accepted: ddim, ddpm"),
+    "ratio of a method that does not merge": (
+        ["--method", "elfatt-fast", "--ratio", ".5"],
+        "method 'elfatt-fast'",
+    ),
 }
+
+
+# What only PyTorch, or the loaded model, can tell.
+LATE = (["--steps", "1001"], ["--device", "cuda:77"])
 
 
 @pytest.mark.parametrize(("words", "says"), GENERATE_ERRORS.values(), ids=list(GENERATE_ERRORS))
@@ -425,7 +434,7 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(model: Path, tmp_path: 
     monkeypatch.setattr(Image.Image, "save", full)
     result = call("generate", PROMPT, "--model", model, "--steps", 1, "--out", tmp_path)
     assert result.exit_code == 1
-    assert "No space left on device" in result.stderr
+    assert result.stderr.startswith(f"error: {tmp_path / '0001-a-red-star.png'}: No space left on device")
     assert files(tmp_path) == []
 
 
@@ -548,16 +557,42 @@ def test_control_c_is_one_line_and_finished_pictures_stay(model: Path, tmp_path:
     assert not [path for path in tmp_path.iterdir() if path.suffix not in (".png", ".json")]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["generate", "--help"], ["bench", "--help"]])
-def test_help_is_quick_because_torch_stays_out(words: list[str]) -> None:
-    code = (
-        "import sys; from elfatt_sd.cli import main\n"
-        "try: main()\n"
-        "finally: assert not {'torch', 'diffusers', 'transformers', 'matplotlib'} & set(sys.modules)"
+EARLY = [
+    ["--help"],
+    ["--version"],
+    ["generate", "--help"],
+    ["try", "--help"],
+    ["bench", "--help"],
+    ["eval", "--help"],
+    ["paint"],
+    ["generate"],
+    ["generate", "--fast"],
+    *(["generate", PROMPT, *words] for words, _ in GENERATE_ERRORS.values() if words[:2] not in LATE),
+    ["generate", PROMPT, "--out", __file__],
+    ["generate", PROMPT, "--model", __file__],
+    ["generate", PROMPT, "--scheduler", "fast"],
+    ["generate", PROMPT, "--negative-prompt"],
+    ["try", "toy", PROMPT, "--rounds", "0"],
+    ["try", "toy", PROMPT, "--seed", "-1"],
+    ["try", "nowhere/to/be/found"],
+    ["patch", "toy", "--height", "12"],
+    ["patch", "nowhere/to/be/found"],
+]
+
+
+def test_help_and_wrong_use_are_told_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    script = (
+        "import json, sys\nfrom elfatt_sd.cli import app\n"
+        "for words in json.load(open(sys.argv[1])):\n"
+        "    try: app(words, prog_name='elfatt-sd')\n"
+        "    except SystemExit as end: assert end.code == (0 if words[-1] in ('--help', '--version') else 2), words\n"
+        "    heavy = {'torch', 'diffusers', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "    assert not heavy, (words, heavy)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    (tmp_path / "words.json").write_text(json.dumps(EARLY))
+    command = [sys.executable, "-c", script, str(tmp_path / "words.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_version_is_the_package_s() -> None:
@@ -566,3 +601,134 @@ def test_the_version_is_the_package_s() -> None:
 
 def test_unknown_commands_are_one_line() -> None:
     check_error(call("paint"), "No such command 'paint'")
+
+
+def test_words_without_quotes_are_pointed_out(model: Path, tmp_path: Path) -> None:
+    result = call("generate", "a", "red", "star", "--model", model, "--steps", 1, "--out", tmp_path)
+    assert result.exit_code == 0
+    assert result.stderr.startswith(
+        "note: 3 prompts, 'a', 'red', 'star': each is drawn; quote a prompt of several words"
+    )
+    assert len(list(tmp_path.glob("*.png"))) == 3
+    assert draw(model, tmp_path / "one").stderr == ""
+
+
+def test_settings_without_effect_are_warned_of(model: Path, tmp_path: Path) -> None:
+    result = draw(model, tmp_path, "--method", "tome", "--agents", 7)
+    assert result.stderr == "warning: agents=7 has no effect on method 'tome'\n"
+
+
+def test_a_negative_prompt_and_a_scheduler(model: Path, tmp_path: Path) -> None:
+    draw(model, tmp_path, "--device", "cpu", "--method", "sd", "--negative-prompt", "blue", "--scheduler", "ddim")
+    path = tmp_path / "0001-a-red-star.png"
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert (record["negative_prompt"], record["scheduler"]) == ("blue", "DDIMScheduler")
+    pipe = elfatt_sd.load_pipeline(model, device="cpu")
+    pipe.scheduler = generation.make_scheduler("ddim", pipe.scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    given = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(0)}
+    assert pixels(path) == pipe(PROMPT, negative_prompt="blue", **given).images[0].tobytes()
+
+
+def test_a_negative_prompt_without_guidance_has_no_effect(model: Path, tmp_path: Path) -> None:
+    result = draw(model, tmp_path, "--guidance", 1, "--negative-prompt", "blue")
+    assert "warning: negative_prompt has no effect with guidance=1" in result.stderr
+
+
+def test_a_scheduler_that_does_not_fit_lists_those_that_do(model: Path) -> None:
+    from diffusers import DDIMScheduler, DDPMWuerstchenScheduler
+
+    with pytest.raises(elfatt_sd.ElfattError, match="scheduler='ddim' does not fit the model's DDPMWuer"):
+        generation.make_scheduler("ddim", DDPMWuerstchenScheduler())
+    made = generation.make_scheduler("dpm++", DDIMScheduler(prediction_type="v_prediction"))
+    assert (type(made).__name__, made.config.prediction_type) == ("DPMSolverMultistepScheduler", "v_prediction")
+
+
+def test_what_is_cut_off_a_long_prompt_is_named(model: Path, tmp_path: Path) -> None:
+    result = call("generate", "x" * 80, "--model", model, "--steps", 1, "--out", tmp_path)
+    assert "warning: the text encoder takes 75 tokens, and the prompt has 80; cut off: 'x" in result.stderr
+
+
+def test_a_size_that_cannot_fit_is_refused_and_can_be_forced(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("elfatt_sd.budget.memory_of", lambda device: (1000.0, 500.0))
+    result = call("generate", PROMPT, "--model", model, "--steps", 1, "--out", tmp_path / "out")
+    check_error(result, "an image of 32x32 needs about 0.0 GiB of memory (estimated), and cpu has 0.0 GiB")
+    assert files(tmp_path) == []
+    draw(model, tmp_path / "out", "--force")
+
+
+def test_a_comparison_of_identical_images_says_so(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(generation, "psnr", lambda *_: float("inf"))
+    result = draw(model, tmp_path, "--compare", "--method", "elfatt-fast", "--active-fraction", 0.01)
+    assert "identical: elfatt-fast changed nothing in this run, as every call of the UNet" in result.stdout
+    assert "times as fast" not in result.stdout
+    assert json.loads((tmp_path / "0001-a-red-star.json").read_text())["identical"] is True
+
+
+def test_models_for_other_inputs_are_refused_before_a_run(folder: Path) -> None:
+    for channels in (5, 7, 8, 9):
+        with pytest.raises(elfatt_sd.ElfattError, match=f"the UNet takes {channels} channels, and a StableDiffusion"):
+            check_text_to_image(tiny.sd15(folder, in_channels=channels))
+    check_text_to_image(tiny.sd15(folder))
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError(), "error: out of memory; give a smaller height and width"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes"),
+            "error: out of memory: 4.0 GiB more were asked for; give a smaller",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0"), "memory: 2.5 GiB more were"),
+        (elfatt_sd.config.ElfattFailure("the hub is away."), "error: the hub is away.\n"),
+    ],
+)
+def test_failures_are_told_in_plain_words(model: Path, monkeypatch: Any, error: Exception, says: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("elfatt_sd.pipelines.load_pipeline", fail)
+    result = call("patch", model)
+    assert result.exit_code == 1
+    assert says in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_lines_tell_of_progress_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(Heartbeat, "FIRST", 0.01)
+    with Heartbeat(3) as heartbeat:
+        heartbeat.finished, heartbeat.step = 1, "step 2 of 9"
+        while "image 2 of 3, step 2 of 9" not in capfd.readouterr().err:
+            pass
+    with Heartbeat(3, silent=True):
+        pass
+
+
+def test_completion_is_offered() -> None:
+    assert "--install-completion" in call("--help").stdout
+
+
+def test_try_draws_every_method_and_recommends(model: Path, tmp_path: Path) -> None:
+    result = call("try", model, "a", "red", "star", "--steps", 6, "--rounds", 1, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    for method in elfatt_sd.METHODS[1:]:
+        assert f"{method}, round 1 of 1" in result.stdout
+    assert "PSNR to untouched, dB" in result.stdout
+    assert files(tmp_path) == ["0001-a-red-star.json", "0001-a-red-star.png"]
+
+
+def test_try_keeps_what_is_finished_when_it_is_stopped(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    drawn, calls = Studio.draw, []
+
+    def fifth_is_interrupted(self: Studio, *given: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return drawn(self, *given, **named)
+
+    monkeypatch.setattr(Studio, "draw", fifth_is_interrupted)
+    result = call("try", model, PROMPT, "--steps", 2, "--out", tmp_path)
+    assert result.exit_code == 130
+    assert result.stderr == "error: stopped; what was finished stays\n"
+    record = json.loads((tmp_path / "0001-a-red-star.json").read_text())
+    assert [row["method"] for row in record["methods"]] == ["sd", "tome"]

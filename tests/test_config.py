@@ -270,3 +270,27 @@ def test_a_file_from_an_editor_that_marks_utf8(tmp_path: Path) -> None:
     config = PatchConfig.preset("elfatt")
     (tmp_path / "c.json").write_text(json.dumps(config.to_dict()), encoding="utf-8-sig")
     assert PatchConfig.load(tmp_path / "c.json") == config
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "idle"),
+    [
+        ("tome", {"agents": 7, "ratio": 0.4, "block_size": 64, "seed": 3}, ["agents", "block_size"]),
+        ("sd", {"ratio": 0.3, "active_fraction": 0.5, "seed": 1}, ["ratio", "active_fraction", "seed"]),
+        ("sd", {"attention_backend": "native"}, []),
+        ("elfatt", {"agents": 7, "block_size": 64, "groups": 2, "agent_ratio": 0.9}, ["groups", "agent_ratio"]),
+        ("agent", {"agents": 7, "agent_ratio": 0.9, "split": "heads"}, ["agents", "split"]),
+        ("elfatt-fast", {"block_size": 64, "stride": 3, "use_rand": False}, ["stride", "use_rand"]),
+        ("tome", {"levels": 2, "max_downsample": 2}, ["levels"]),
+        ("tome", {"levels": 2}, []),
+    ],
+)
+def test_settings_without_effect_are_found(method: str, settings: dict[str, Any], idle: list[str]) -> None:
+    assert PatchConfig.preset(method, **settings).without_effect(settings) == idle
+
+
+@pytest.mark.parametrize("method", ["elfatt-fast", "elfatt-quality"])
+def test_a_ratio_is_refused_in_the_words_of_the_method(method: str) -> None:
+    with pytest.raises(ElfattError, match=f"ratio=0.5 is not accepted with method '{method}'.*tome, agent, elfatt"):
+        PatchConfig.preset(method, ratio=0.5)
+    assert PatchConfig.preset(method, ratio=0) == PatchConfig.preset(method)

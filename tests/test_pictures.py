@@ -54,6 +54,20 @@ def test_long_texts_stay_inside_their_column() -> None:
     assert (sheet[:, -10:] == 255).all()
 
 
+def test_a_long_title_takes_two_lines() -> None:
+    pictures = [Image.new("RGB", (120, 60), PAPER)] * 2
+    two, many = (side_by_side(pictures, [("", ""), ("", "")], title="word " * words) for words in (9, 500))
+    assert two.height == many.height
+
+
+def test_pictures_stand_in_rows() -> None:
+    pictures = [noise(seed) for seed in range(3)]
+    sheet = side_by_side(pictures, [("a", "b")] * 3, columns=2)
+    (left, top), (right, beside), (under, below) = (find(picture, sheet) for picture in pictures)
+    assert (top, left) == (beside, under)
+    assert right > left and below > top + 48
+
+
 def test_captions_must_match() -> None:
     with pytest.raises(ValueError, match="2 pictures and 1 captions"):
         side_by_side([noise(0), noise(1)], [("a", "b")])

@@ -1,0 +1,37 @@
+"""What is asked for, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import pytest
+
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.request import SCHEDULERS, Request, scheduler_class, unquoted
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [["a", "red", "star"], ["red", "star"], ["a red", "star", "here"]],
+)
+def test_a_prompt_without_quotes_is_pointed_out(prompts: list[str]) -> None:
+    note = unquoted(prompts)
+    assert note.startswith(f"{len(prompts)} prompts, 'a") or note.startswith("2 prompts, 'red', 'star'")
+    assert f'"{" ".join(prompts)}"' in note
+
+
+@pytest.mark.parametrize("prompts", [[], ["star"], ["a red star", "a blue moon"], ["a red star", "moon"]])
+def test_quoted_prompts_are_left_alone(prompts: list[str]) -> None:
+    assert unquoted(prompts) == ""
+
+
+def test_schedulers_by_short_name_and_by_class() -> None:
+    assert scheduler_class("DDIM") == scheduler_class("ddim") == scheduler_class("DDIMScheduler") == "DDIMScheduler"
+    with pytest.raises(ElfattError, match=r"scheduler='fast' is not known; accepted: ddim, ddpm, .*, lcm, tcd, or one"):
+        scheduler_class("fast")
+    with pytest.raises(ElfattError, match="scheduler='fast'"):
+        Request(("a",), PatchConfig.preset("sd"), scheduler="fast")
+
+
+def test_every_scheduler_is_in_diffusers() -> None:
+    import diffusers
+
+    assert all(hasattr(diffusers, name) for name in SCHEDULERS.values())

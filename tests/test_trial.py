@@ -1,0 +1,101 @@
+"""Every method from one seed: rows, recommendation, strip, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+from PIL import Image
+
+from elfatt_sd.config import METHODS, ElfattError, PatchConfig
+from elfatt_sd.request import Request
+from elfatt_sd.trial import Row, Trial, try_methods
+
+PROMPT = "a red star"
+PICTURE = Image.new("RGB", (8, 8))
+
+
+def request(**settings: Any) -> Request:
+    return Request((PROMPT,), PatchConfig.preset("sd"), **{"steps": 2, **settings})
+
+
+def test_all_methods_are_drawn_interleaved_and_written(pipe: Any, tmp_path: Path) -> None:
+    before = dict(pipe.unet.attn_processors)
+    trial = Trial(pipe, request(steps=6), rounds=2)
+    seen = [drawn.name for drawn in trial.run(lambda step, steps: None)]
+    assert len(seen) == trial.images == 2 * len(METHODS)
+    assert seen[:2] == ["untouched, round 1 of 2", "tome, round 1 of 2"]
+    assert seen[len(METHODS)] == "untouched, round 2 of 2"
+    assert pipe.unet.attn_processors == before
+    assert [row.method for row in trial.rows] == list(METHODS)
+    first, *others = trial.rows
+    assert first.ratios == (1.0, 1.0) and first.psnr_db == math.inf
+    assert all(row.psnr_db > 5 for row in others) and others[0].psnr_db < 100
+    assert others[0].ratios == tuple(a / b for a, b in zip(first.times, others[0].times, strict=True))
+    path = trial.write(tmp_path)
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert [row["method"] for row in record["methods"]] == list(METHODS)
+    assert record["recommendation"] == trial.recommendation()
+    with Image.open(path) as strip:
+        assert strip.width == 3 * 32 + 4 * 16
+
+
+def test_chosen_methods_from_python(pipe: Any) -> None:
+    trial = try_methods(pipe, PROMPT, methods=("tome",), rounds=1, steps=2)
+    assert [row.label for row in trial.rows] == ["untouched", "tome"]
+    with pytest.raises(ElfattError, match="method='faster'"):
+        try_methods(pipe, PROMPT, methods=("faster",), steps=2)
+
+
+def test_an_interruption_keeps_what_is_finished(pipe: Any) -> None:
+    trial = Trial(pipe, request(), rounds=2)
+    drawing = trial.run(lambda step, steps: None)
+    assert trial.rows == []
+    for _ in range(2):
+        next(drawing)
+    drawing.close()
+    assert [row.method for row in trial.rows] == ["sd", "tome"]
+    assert trial.rows[1].speed_text().count(".") == 1
+
+
+@pytest.mark.filterwarnings("ignore:elfatt-sd. elfatt-fast approximates nothing")
+def test_a_method_that_changed_nothing_says_so(pipe: Any) -> None:
+    pipe.scheduler = tiny.ddim()
+    trial = try_methods(pipe, PROMPT, methods=("elfatt-fast",), rounds=1, steps=1)
+    row = trial.rows[1]
+    assert row.unchanged == (
+        "identical: elfatt-fast changed nothing in this run, as every call of the UNet (1) was in an exact "
+        "phase; give more steps"
+    )
+    assert "identical" in row.caption()[1]
+    assert trial.recommendation().startswith("No method changed the image")
+
+
+UNTOUCHED = Row("sd", PICTURE, (2.0,), (1.0,), math.inf)
+CLOSE = Row("elfatt", PICTURE, (1.5,), (1.3,), 35.0)
+FAST = Row("elfatt-fast", PICTURE, (1.0,), (2.0,), 25.0)
+SLOW = Row("tome", PICTURE, (2.5,), (0.8, 1.4), 40.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([UNTOUCHED, CLOSE, FAST, SLOW], "Use elfatt (1.30 times as fast, PSNR 35.0 dB): the closest to untouched of"),
+        ([UNTOUCHED, FAST], "those that were faster, and the fastest."),
+        ([UNTOUCHED, SLOW], "Leave the pipeline untouched at this size"),
+        ([UNTOUCHED, dataclasses.replace(CLOSE, unchanged="identical")], "No method changed the image in this run"),
+    ],
+)
+def test_recommendations(monkeypatch: pytest.MonkeyPatch, pipe: Any, rows: list[Row], says: str) -> None:
+    monkeypatch.setattr(Trial, "rows", rows)
+    assert says in Trial(pipe, request()).recommendation()
+
+
+def test_captions() -> None:
+    assert UNTOUCHED.caption() == ("untouched, 2.00 s", "")
+    assert SLOW.caption() == ("tome, 2.50 s", "1.10 (0.80 to 1.40) times as fast, PSNR 40.0 dB")
