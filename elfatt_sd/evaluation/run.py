@@ -32,7 +32,13 @@ from elfatt_sd.evaluation.measure import (
 )
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes, process_state
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, unreadable_references, write_results
+from elfatt_sd.evaluation.results import (
+    RESULTS_FILE,
+    SCORES_FILE,
+    left_out_of_references,
+    unreadable_references,
+    write_results,
+)
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 
 STAGES_FILE = "stages.json"
@@ -221,8 +227,11 @@ def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:
         score_run(run_dir, extractors, progress=every_minute(report))
 
     _once(run_dir, "score", inputs, SCORES_FILE, work, report)
-    for name in unreadable_references(folder.read_json(run_dir / SCORES_FILE)["references"]):
+    references = folder.read_json(run_dir / SCORES_FILE)["references"]
+    for name in unreadable_references(references):
         report(f"score: reference picture not readable: {name}")
+    for words in left_out_of_references(references):
+        report(f"score: reference: {words}")
 
 
 def write_page(run_dir: Path, report: _Report = print) -> None:

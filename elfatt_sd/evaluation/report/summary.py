@@ -12,7 +12,7 @@ from pathlib import PurePath
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.evaluation.report.data import PARTS, Estimate, Results, Row, dig, number
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, join_names, plural, span
-from elfatt_sd.evaluation.results import unreadable_references
+from elfatt_sd.evaluation.results import left_out_of_references, unreadable_references
 from elfatt_sd.evaluation.statistics import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 
 _COUNTED = (
@@ -215,4 +215,5 @@ def _gaps(results: Results) -> Iterable[str]:
         rest = f", and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
         names = "; ".join(unreadable[:_NAMED])
         yield f"{plural(len(unreadable), 'reference picture')} could not be read: {names}{rest}."
+    yield from (f"Reference: {words}." for words in left_out_of_references(results.data.get("reference")))
     yield from (f"Failed: {row.name} ({row.failed})." for row in results.rows if row.failed)
