@@ -22,6 +22,7 @@ from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, Progress, 
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.folder import read_json
 from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
+from elfatt_sd.evaluation.protocols import Reference as Settings
 from elfatt_sd.evaluation.sources import left_out_words, open_source
 from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, load_moments
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
@@ -150,6 +151,25 @@ def check_given(source: str | Path) -> None:
     if not str(source):
         accepted = "a folder, tar, zip, shards, parquet or .npz"
         raise ElfattError(f"reference.source is missing; give --reference with {accepted}.")
+
+
+def check_source(wanted: Settings) -> None:
+    """Check what of a reference can be checked without an extractor.
+
+    Raises:
+        ElfattError: it is missing or of another kind, or the number of pictures is not the expected one.
+    """
+    check_given(wanted.source)
+    if _is_moments(wanted.source):
+        _check_moments(Path(wanted.source))
+    elif not _is_rendered(wanted.source):
+        found = open_source(wanted.source, wanted.per_class)
+        _check_count(wanted.source, len(found.entries), wanted.count, wanted.allow_count, found.left_out)
+
+
+def _check_moments(path: Path) -> None:
+    if not path.is_file():
+        raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")
 
 
 def _check_same(source: str, identity: str) -> None:
@@ -300,8 +320,7 @@ def _load(folder: Path, source: str, expected: int, allow_count: bool) -> Refere
 
 def _from_moments(path: Path, extractor: Extractor, expected: int, allow_count: bool) -> Reference:
     """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
-    if not path.is_file():
-        raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")
+    _check_moments(path)
     mean, covariance, count = load_moments(path)
     if len(mean) != extractor.dimension:
         raise ElfattError(
