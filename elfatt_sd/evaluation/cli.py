@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.console import FAILURE, adds_options, complain, output, quiet_libraries
+from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, output, quiet_libraries
 from elfatt_sd.evaluation.folder import RunFailure, load_run
 from elfatt_sd.evaluation.protocols import Protocol, load_protocol
-from elfatt_sd.files import nearest_existing
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -36,7 +34,12 @@ PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Change a value, as in time.repeats=10.")],
         None,
     ),
-    "limit": (Annotated[int | None, typer.Option(min=1, help="So many images a row, for a quick look.")], None),
+    "limit": (
+        Annotated[
+            int | None, typer.Option(min=1, help="A quick look: so many images a row, and short timing and memory.")
+        ],
+        None,
+    ),
     "model": (Annotated[str | None, typer.Option(help="In place of the protocol's model.")], None),
     "device": (Annotated[str | None, typer.Option(help="In place of the protocol's device.")], None),
     "dtype": (Annotated[str | None, typer.Option(help="In place of the protocol's dtype.")], None),
@@ -59,7 +62,9 @@ PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
 _KEYS = {"reference": "reference.source", "allow_count": "reference.allow_count"}
 
 
-def build_protocol(protocol_file: str, set: list[str] | None = None, **options: Any) -> Protocol:
+def build_protocol(
+    protocol_file: str, set: list[str] | None = None, limit: int | None = None, **options: Any
+) -> Protocol:
     """Load a protocol with what the options change; None is not given.
 
     Raises:
@@ -67,7 +72,7 @@ def build_protocol(protocol_file: str, set: list[str] | None = None, **options: 
     """
     given = {_KEYS.get(name, name): value for name, value in options.items() if value is not None}
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
-    return load_protocol(protocol_file, [*(set or ()), *overrides])
+    return load_protocol(protocol_file, [*(set or ()), *overrides], limit)
 
 
 takes_protocol = adds_options("protocol", PROTOCOL_OPTIONS, build_protocol)
@@ -93,12 +98,16 @@ def reports_failure(command: Callable[..., Any]) -> Callable[..., Any]:
 def run_command(
     protocol: Protocol,
     out: Out,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print rows, images, disk and time, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print rows, images, disk, time and all obstacles, and stop.")
+    ] = False,
     reuse: Reuse = None,
     quiet: Quiet = False,
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
     from elfatt_sd.evaluation.processes import is_first
+    from elfatt_sd.evaluation.report.data import load_results
+    from elfatt_sd.evaluation.report.terminal import terminal_summary
     from elfatt_sd.evaluation.run import run
 
     quiet_libraries()
@@ -107,7 +116,8 @@ def run_command(
         return
     failed = run(protocol, out, _reporter(quiet), reuse=reuse or (), show_progress=not quiet)
     if is_first():
-        typer.echo(out / "report" / "index.html")
+        typer.echo(terminal_summary(load_results(out)))
+        typer.echo(f"\n{out / 'report' / 'index.html'}")
         _name_failures(failed)
 
 
@@ -140,6 +150,8 @@ def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
     quiet_libraries()
     for reference in build_references(protocol, progress=every_minute(_reporter(quiet))):
         typer.echo(json.dumps({**reference.description, "unreadable": len(reference.unreadable)}, ensure_ascii=False))
+        if "left_out" in reference.description:
+            complain(f"reference: {reference.description['left_out']}", "warning")
         for name in reference.unreadable:
             complain(f"not readable: {name}", "warning")
 
@@ -238,39 +250,42 @@ def page_command(
 
 
 def _print_estimate(protocol: Protocol, out: Path, reuse: Sequence[Path]) -> None:
-    """Print what a run would do and take; what needs the model comes last."""
+    """Print what a run would do and take, and every obstacle.
+
+    Raises:
+        typer.Exit: there is an obstacle.
+    """
     from rich.table import Table
 
-    from elfatt_sd.evaluation.folder import load_run
     from elfatt_sd.evaluation.generate import run_prompts
-    from elfatt_sd.evaluation.run import check_inputs, count_images, disk_gib, estimate
-    from elfatt_sd.files import check_writable
+    from elfatt_sd.evaluation.run import count_images, disk_gib, estimate, free_gib, obstacles
 
-    count = len(run_prompts(protocol))
-    table = Table("cell", "label", "role", "settings", "images", title=f"{protocol.name} {protocol.identity[:12]}")
+    table = Table("cell", "label", "role", "settings", title=f"{protocol.name} {protocol.identity[:12]}")
     for cell in protocol.cells:
         settings = ", ".join(f"{key} {value}" for key, value in cell.shown.items())
-        table.add_row(cell.name, cell.label, cell.role, settings, str(count))
+        table.add_row(cell.name, cell.label, cell.role, settings)
     console = output()
     console.print(table)
-    free = shutil.disk_usage(nearest_existing(out)).free / 2**30
-    console.print(
-        f"{count_images(protocol)} images, about {disk_gib(protocol):.2g} GiB of disk ({free:.3g} GiB are free)"
-    )
+    found = obstacles(protocol, out, reuse)
     try:
-        check_writable(out)
-        for other in reuse:
-            load_run(other)
-        check_inputs(protocol)
-        found = estimate(protocol)
-    except ElfattError as error:
-        complain(f"the run would stop at once: {error}", "warning")
-        return
-    console.print(
-        f"about {_duration(found.generation_hours)} to generate, {_duration(found.timing_hours)} to time and "
-        f"{_duration(found.memory_hours)} for the memory, at {found.seconds_per_image:.3g} s an image "
-        "(untouched, one at a time); the scores come on top"
-    )
+        each = len(run_prompts(protocol))
+        console.print(
+            f"{count_images(protocol)} images, {each} a row, about {disk_gib(protocol):.2g} GiB of disk "
+            f"({free_gib(out):.3g} GiB are free)"
+        )
+        took = estimate(protocol, out)
+    except ElfattError:  # it is among the obstacles
+        took = None
+    if took is not None:
+        console.print(
+            f"to do: about {_duration(took.generation_hours)} to generate, {_duration(took.timing_hours)} to time and "
+            f"{_duration(took.memory_hours)} for the memory, at {took.seconds_per_image:.3g} s an image "
+            "(untouched, one at a time); the scores come on top"
+        )
+    for line in found:
+        complain(line)
+    if found:
+        raise typer.Exit(WRONG_USE)
 
 
 def _duration(hours: float) -> str:

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.decoding import decode
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
-from elfatt_sd.evaluation.sources import Entry, Source, decode
+from elfatt_sd.evaluation.sources import Entry, Source
 from elfatt_sd.files import atomic_file
 
 CHUNK = 1024  # pictures that are committed together
@@ -121,6 +122,7 @@ class SourcePictures:
     def __init__(self, source: Source, preprocessing: Preprocessing, threads: int = 4) -> None:
         """Take a source and what happens to its pictures."""
         self.source, self.preprocessing, self.threads = source, preprocessing, threads
+        self.left_out = source.left_out
 
     def __len__(self) -> int:
         """Return the number of entries."""

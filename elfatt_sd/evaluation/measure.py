@@ -260,7 +260,7 @@ def measure_memory(run_dir: Path, protocol: Protocol, report: _Report = print) -
     for name in list(errors):
         del rows[name], errors[name]
     for cell in protocol.cells:
-        program = sha256_of_data([cell.config().to_dict(), cell.peer, dict(cell.settings) if cell.peer else {}])
+        program = program_of(cell)
         if cell.name in rows:
             continue
         twin = programs.get(program)
@@ -275,6 +275,11 @@ def measure_memory(run_dir: Path, protocol: Protocol, report: _Report = print) -
                 rows[cell.name] = summarize_memory([], [], str(error))
         write_json(path, data)
     return data
+
+
+def program_of(cell: Cell) -> str:
+    """Return a hash of what a row runs; rows of one program take the same memory."""
+    return sha256_of_data([cell.config().to_dict(), cell.peer, dict(cell.settings) if cell.peer else {}])
 
 
 def _present_environment(protocol: Protocol) -> dict[str, Any]:

@@ -25,6 +25,7 @@ ROLES = ("baseline", "null", "method")
 SCOPES = ("end_to_end", "unet")
 PEERS = ("tomesd",)
 FEW_REPEATS = 5  # rounds of timing; with fewer the results say so, and claim no gain
+QUICK_STEPS = 2  # of each call that measures memory, in a quick look
 NULL_SEED_OFFSET = 1_000_000  # the null row's seeds start here, past those of every image of a run
 _PEER_SETTINGS = ("max_downsample", "ratio", "stride", "use_rand")
 PRINTED = ("FID", "seconds_per_image", "gb_per_image")  # the figures of a published row
@@ -321,11 +322,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Protocol:
+def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit: int | None = None) -> Protocol:
     """Read a protocol and change some of its values.
 
     Args:
         path_or_name: a TOML file, or the name of one under `eval/`.
+        limit: a quick look: so many images a row, and as little of time and memory; overrides go before it.
         overrides: `key=value` or `table.key=value`, the value as TOML writes it; what is no TOML is text.
 
     Raises:
@@ -338,6 +340,8 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Pr
         raise ElfattError(f"{path} is not valid TOML: {error}.") from error
     except OSError as error:
         raise ElfattError(f"{path} cannot be read: {error.strerror}.") from error
+    if limit is not None:
+        _make_quick(data, limit)
     for override in overrides:
         _override(data, override)
     _leave_out_unmeasured(data)
@@ -404,6 +408,25 @@ def _override(data: dict[str, Any], override: str) -> None:
         if not isinstance(target, dict):
             raise ElfattError(f"override {override!r} is not accepted; {table!r} is not a table.")
     target[last] = value
+
+
+def _make_quick(data: dict[str, Any], limit: int) -> None:
+    """Limit the images of a row, the rounds and batch of the timing, and the batch sizes and steps of the memory."""
+    data["limit"] = limit
+    timing, memory = data.get("time"), data.get("memory")
+    if isinstance(timing, dict):
+        batch = timing.get("batch") or data.get("batch", 1)
+        timing["repeats"] = _at_most(timing.get("repeats", Time.repeats), limit)
+        timing["batch"] = _at_most(batch, limit)
+    if isinstance(memory, dict):
+        batches = memory.get("batches", list(Memory.batches))
+        if isinstance(batches, list) and all(isinstance(batch, int) for batch in batches):
+            memory["batches"] = sorted(set(batches))[:2]
+        memory["steps"] = _at_most(memory.get("steps") or data.get("steps", QUICK_STEPS), QUICK_STEPS)
+
+
+def _at_most(value: Any, most: int) -> Any:
+    return min(value, most) if isinstance(value, int) else value  # what is no number is refused later
 
 
 def _leave_out_unmeasured(data: dict[str, Any]) -> None:

@@ -17,11 +17,13 @@ import numpy as np
 import torch
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.decoding import DECODING
 from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, Progress, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.folder import read_json
 from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
-from elfatt_sd.evaluation.sources import open_source
+from elfatt_sd.evaluation.protocols import Reference as Settings
+from elfatt_sd.evaluation.sources import left_out_words, open_source
 from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, load_moments
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 
@@ -106,7 +108,9 @@ def build_reference(
             )
             description = {"source": str(source), "identity": identity, **_plain(preprocessing)}
             by_first(lambda: _finish(folder, chunks, extractor, description))
-    return _load(folder, str(source), expected, allow_count)
+    found = _load(folder, str(source), expected, allow_count)
+    words = left_out_words(pictures.left_out)  # not in the cache: these files are no part of the identity
+    return dataclasses.replace(found, description={**found.description, "left_out": words}) if words else found
 
 
 def check_reference(
@@ -147,6 +151,25 @@ def check_given(source: str | Path) -> None:
     if not str(source):
         accepted = "a folder, tar, zip, shards, parquet or .npz"
         raise ElfattError(f"reference.source is missing; give --reference with {accepted}.")
+
+
+def check_source(wanted: Settings) -> None:
+    """Check what of a reference can be checked without an extractor.
+
+    Raises:
+        ElfattError: it is missing or of another kind, or the number of pictures is not the expected one.
+    """
+    check_given(wanted.source)
+    if _is_moments(wanted.source):
+        _check_moments(Path(wanted.source))
+    elif not _is_rendered(wanted.source):
+        found = open_source(wanted.source, wanted.per_class)
+        _check_count(wanted.source, len(found.entries), wanted.count, wanted.allow_count, found.left_out)
+
+
+def _check_moments(path: Path) -> None:
+    if not path.is_file():
+        raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")
 
 
 def _check_same(source: str, identity: str) -> None:
@@ -223,8 +246,8 @@ def _pictures(
     else:
         found = open_source(source, per_class)
         pictures = SourcePictures(found, preprocessing or Preprocessing())
-        fingerprint = [found.fingerprint, per_class, _plain(preprocessing), _pillow_version()]
-    _check_count(source, len(pictures), expected, allow_count)
+        fingerprint = [found.fingerprint, per_class, _plain(preprocessing), _pillow_version(), DECODING]
+    _check_count(source, len(pictures), expected, allow_count, pictures.left_out)
     version = torch.__version__.partition("+")[0]
     return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
 
@@ -243,10 +266,12 @@ def _pillow_version() -> str:
     return PIL.__version__
 
 
-def _check_count(source: str, count: int, expected: int, allow_count: bool) -> None:
+def _check_count(source: str, count: int, expected: int, allow_count: bool, left_out: Sequence[str] = ()) -> None:
     if count != expected and not allow_count:
         remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
-        raise ElfattError(f"reference {source} has {count} pictures; accepted are {expected}, or {remedy}.")
+        words = left_out_words(left_out)
+        said = f"{count} pictures{words and f' ({words})'}"
+        raise ElfattError(f"reference {source} has {said}; accepted are {expected}, or {remedy}.")
 
 
 def _suffix(count: int, full: int = FULL_COUNT) -> str:
@@ -295,8 +320,7 @@ def _load(folder: Path, source: str, expected: int, allow_count: bool) -> Refere
 
 def _from_moments(path: Path, extractor: Extractor, expected: int, allow_count: bool) -> Reference:
     """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
-    if not path.is_file():
-        raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")
+    _check_moments(path)
     mean, covariance, count = load_moments(path)
     if len(mean) != extractor.dimension:
         raise ElfattError(
@@ -338,6 +362,7 @@ class Renders:
                 f"class {wrong[0]} is not accepted; the toy has classes 0 to {len(renderer.CLASSES) - 1}."
             )
         self.wanted = [classes[index % len(classes)] for index in range(count)]
+        self.left_out: Sequence[str] = ()
         source = hashlib.sha256(Path(renderer.__file__).read_bytes()).hexdigest()
         self.fingerprint = ["renders", count, classes[:count], RENDER_SEED, source]
 

@@ -62,6 +62,13 @@ def unreadable_references(references: object) -> list[str]:
     return list(dict.fromkeys(str(name) for names in found if isinstance(names, list) for name in names))
 
 
+def left_out_of_references(references: object) -> list[str]:
+    """Return what the references say of files that are no images, from what `scores.json` holds."""
+    parts = references.values() if isinstance(references, Mapping) else ()
+    found = [part.get("left_out") for part in parts if isinstance(part, Mapping)]
+    return list(dict.fromkeys(str(words) for words in found if words))
+
+
 def _stage(path: Path, identity: str) -> dict[str, Any]:
     """Return what a stage wrote; nothing where it has not run yet, or where the file is of another run.
 

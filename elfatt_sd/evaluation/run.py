@@ -6,6 +6,8 @@ A stage is skipped when it is finished and its inputs did not change.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,20 +22,30 @@ from elfatt_sd.evaluation.generate import (
     generate,
     image_seed,
     load_protocol_pipeline,
+    row_patch,
     run_prompts,
 )
 from elfatt_sd.evaluation.measure import (
     MEMORY_FILE,
     TIME_FILE,
+    WARMUP_STEPS,
+    PeakMeter,
     free_memory,
     measure_memory,
     measure_time,
+    program_of,
     timed_call,
 )
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes, process_state
-from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, unreadable_references, write_results
-from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.results import (
+    RESULTS_FILE,
+    SCORES_FILE,
+    left_out_of_references,
+    unreadable_references,
+    write_results,
+)
+from elfatt_sd.files import check_writable, nearest_existing, sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.optional import REPORT, need
 
 STAGES_FILE = "stages.json"
@@ -44,13 +56,14 @@ _Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long a run will take, as if every row were the untouched pipeline.
+    """How long the rest of a run will take, as if every row were the untouched pipeline.
 
     Attributes:
         seconds_per_image: of the untouched pipeline on this machine, one image at a time.
         generation_hours: to make the images, the exact first steps that rows have in common once.
-        timing_hours: to time all rows.
-        memory_hours: to measure the memory of all rows, without the start of each process.
+        timing_hours: to time all rows, warm-up included; 0 where that is done.
+        memory_hours: to measure the memory of all rows that are not measured, each program once, with the start of
+            each process.
     """
 
     seconds_per_image: float
@@ -59,23 +72,66 @@ class Estimate:
     memory_hours: float
 
 
-def estimate(protocol: Protocol) -> Estimate:
+def estimate(protocol: Protocol, run_dir: Path | None = None) -> Estimate:
     """Estimate the time of a run, from one image with two steps.
 
     Args:
         protocol: what to run.
+        run_dir: its folder, where what is finished does not count.
 
     Raises:
         ElfattError: the model or the labels cannot be loaded.
     """
-    seconds, rows = probe_seconds(protocol), len(protocol.cells)
-    timing, memory = protocol.time, protocol.memory
-    timed = timing.repeats * (timing.batch or protocol.batch) if timing else 0
-    weighed = sum(memory.batches) * (memory.steps or protocol.steps) / protocol.steps if memory else 0
-    kept = [kept_calls(protocol, cell) for cell in protocol.cells]
-    saved = (sum(kept) - max(kept)) / protocol.steps
-    images = (len(run_prompts(protocol)) * (rows - saved), rows * timed, rows * weighed)
-    return Estimate(seconds, *(count * seconds / 3600 for count in images))
+    begun = time.perf_counter()
+    seconds = probe_seconds(protocol)
+    starting = time.perf_counter() - begun  # a process imports more, but draws no image
+    timing = 0.0 if _is_done(run_dir, TIME_FILE) else _images_to_time(protocol)
+    weighed, processes = _memory_to_measure(protocol, run_dir)
+    hours = (count * seconds / 3600 for count in (_images_to_make(protocol, run_dir), timing, weighed))
+    generation, timed, memory = hours
+    return Estimate(seconds, generation, timed, memory + processes * starting / 3600)
+
+
+def _is_done(run_dir: Path | None, name: str) -> bool:
+    data = folder.read_json(run_dir / name) if run_dir else None
+    return data is not None and bool(data) and not data.get("errors")
+
+
+def _images_to_make(protocol: Protocol, run_dir: Path | None) -> float:
+    """Count images, of those that share their exact first steps what is left of each."""
+    left = {cell.name: _missing_images(protocol, cell, run_dir) for cell in protocol.cells}
+    kept = {cell.name: left[cell.name] * kept_calls(protocol, cell) / protocol.steps for cell in protocol.cells}
+    return sum(left.values()) - sum(kept.values()) + max(kept.values())
+
+
+def _missing_images(protocol: Protocol, cell: Cell, run_dir: Path | None) -> int:
+    count = len(run_prompts(protocol))
+    if run_dir is None:
+        return count
+    if folder.manifest_path(run_dir, cell).is_file():
+        return 0
+    done = len(list(folder.batches_dir(run_dir, cell).glob("*.jsonl")))
+    return max(count - done * protocol.batch, 0)
+
+
+def _images_to_time(protocol: Protocol) -> float:
+    if protocol.time is None:
+        return 0.0
+    rounds = protocol.time.repeats + protocol.time.warmup * min(WARMUP_STEPS, protocol.steps) / protocol.steps
+    return len(protocol.cells) * (protocol.time.batch or protocol.batch) * rounds
+
+
+def _memory_to_measure(protocol: Protocol, run_dir: Path | None) -> tuple[float, int]:
+    """Return the images that the memory takes, counted by their steps, and the number of processes."""
+    memory = protocol.memory
+    if memory is None:
+        return 0.0, 0
+    data = (folder.read_json(run_dir / MEMORY_FILE) if run_dir else None) or {}
+    known = data.get("programs", {})
+    programs = {program_of(cell) for cell in protocol.cells if cell.name not in data.get("rows", {})} - known.keys()
+    batches = set(memory.batches)
+    weighed = sum(batches) * (memory.steps or protocol.steps) / protocol.steps
+    return len(programs) * weighed, len(programs) * len(batches)
 
 
 def count_images(protocol: Protocol) -> int:
@@ -140,6 +196,7 @@ def run(
     with writing(run_dir, protocol.device) as first:
         by_first(lambda: _check(run_dir, protocol))
         tell = report if first else _say_nothing
+        tell("reference: begun")
         build_references(protocol, progress=every_minute(tell))  # first: what is wrong with it should cost no images
         free_memory()
         failed = generate(run_dir, protocol, reuse=reuse, show_progress=show_progress)
@@ -184,22 +241,101 @@ def writing(run_dir: Path, device: str) -> Iterator[bool]:
             yield False
 
 
+def free_gib(run_dir: Path) -> float:
+    """Return the free space of the disk that a run's folder is or will be on, in GiB."""
+    return shutil.disk_usage(nearest_existing(run_dir)).free / 2**30
+
+
 def check_inputs(protocol: Protocol) -> None:
     """Try what can fail before hours of work: packages, device, prompts, extractors, and what the reference is.
 
     Raises:
         ElfattError: one of them is missing or wrong.
     """
-    from elfatt_sd.evaluation.reference import check_given
     from elfatt_sd.evaluation.score import load_extractors, score_inputs
+
+    for check in _first_checks(protocol):
+        check()
+    score_inputs(protocol, load_extractors(protocol))
+
+
+def _first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
+    """Return what is to be tried before an extractor is fetched; each raises an `ElfattError`."""
+    from elfatt_sd.evaluation.reference import check_given
     from elfatt_sd.pipelines import pick_device, pick_dtype
 
-    need("an evaluation", "torchmetrics", *REPORT, *sorted(protocol.peers))
-    pick_dtype(protocol.dtype, pick_device(protocol.device))
+    return [
+        lambda: need("an evaluation", "torchmetrics", *REPORT, *sorted(protocol.peers)),
+        lambda: pick_dtype(protocol.dtype, pick_device(protocol.device)),
+        lambda: _check_prompts(protocol),
+        lambda: check_given(protocol.reference.source),
+    ]
+
+
+def _check_prompts(protocol: Protocol) -> None:
     if len(run_prompts(protocol)) < 2:
         raise ElfattError("1 image a row has no distance; give at least 2 (limit, or classes and images_per_class).")
-    check_given(protocol.reference.source)  # before an extractor is fetched
-    score_inputs(protocol, load_extractors(protocol))
+
+
+def obstacles(protocol: Protocol, run_dir: Path, reuse: Sequence[Path] = ()) -> list[str]:
+    """Try everything that a run needs, and return a line for each thing that would stop it or a row.
+
+    Args:
+        protocol: what to run.
+        run_dir: its folder.
+        reuse: folders of other runs.
+    """
+    from elfatt_sd.evaluation.reference import check_source
+    from elfatt_sd.evaluation.score import load_extractors, score_inputs
+
+    def each_extractor(spec: str) -> None:
+        part = dataclasses.replace(protocol, extractors=(spec,))
+        score_inputs(part, load_extractors(part))
+
+    checks: list[Callable[[], Any]] = [
+        lambda: check_writable(run_dir),
+        lambda: folder.check_run(run_dir, protocol),
+        *(functools.partial(folder.load_run, other) for other in reuse),
+        *_first_checks(protocol),
+        lambda: check_source(protocol.reference),
+        *(functools.partial(each_extractor, spec) for spec in protocol.extractors),
+        lambda: load_extractors(protocol),
+        lambda: _check_disk(protocol, run_dir),
+    ]
+    found = [reason for check in checks if (reason := _reason_against(check))]
+    return list(dict.fromkeys([*found, *_obstacles_of_rows(protocol)]))
+
+
+def _reason_against(check: Callable[[], Any]) -> str:
+    try:
+        check()
+    except (ElfattError, folder.RunFailure) as error:
+        return str(error)
+    return ""
+
+
+def _check_disk(protocol: Protocol, run_dir: Path) -> None:
+    needed, free = disk_gib(protocol), free_gib(run_dir)
+    if needed > free:
+        raise ElfattError(f"{run_dir}: about {needed:.3g} GiB of disk are needed and {free:.3g} are free; make room.")
+
+
+def _obstacles_of_rows(protocol: Protocol) -> list[str]:
+    """Load the pipeline and patch it with each row's method."""
+    loaded: list[Any] = []
+    missing = _reason_against(lambda: loaded.append(load_protocol_pipeline(protocol)))
+    if missing:
+        return [missing]
+    (pipe,) = loaded
+
+    def patch(cell: Cell) -> None:
+        with row_patch(pipe, cell):
+            pass
+
+    found = [(cell, _reason_against(functools.partial(patch, cell))) for cell in protocol.cells]
+    rows = [f"row {cell.name!r}: {reason}" for cell, reason in found if reason]
+    memory = _reason_against(lambda: PeakMeter(pipe.unet.device)) if protocol.memory else ""
+    return [*rows, *filter(None, [memory])]
 
 
 def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:
@@ -223,8 +359,11 @@ def score(run_dir: Path, protocol: Protocol, report: _Report = print) -> None:
         score_run(run_dir, extractors, progress=every_minute(report))
 
     _once(run_dir, "score", inputs, SCORES_FILE, work, report)
-    for name in unreadable_references(folder.read_json(run_dir / SCORES_FILE)["references"]):
+    references = folder.read_json(run_dir / SCORES_FILE)["references"]
+    for name in unreadable_references(references):
         report(f"score: reference picture not readable: {name}")
+    for words in left_out_of_references(references):
+        report(f"score: reference: {words}")
 
 
 def write_page(run_dir: Path, report: _Report = print) -> None:
@@ -260,6 +399,7 @@ def _once(
     if by_first(lambda: (folder.read_json(path) or {}).get(stage) == now and (run_dir / output).is_file()):
         report(f"{stage}: done before")
         return {}
+    report(f"{stage}: begun")
     started = time.perf_counter()
     found = action()
     errors: dict[str, str] = found.get("errors", {}) if isinstance(found, dict) else {}

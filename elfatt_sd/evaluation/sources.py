@@ -14,20 +14,30 @@ import re
 import tarfile
 import threading
 import zipfile
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any, TypeVar
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.decoding import decode as decode
+from elfatt_sd.evaluation.decoding import is_image
 from elfatt_sd.optional import need
 
-SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
+# Of what is meant as an image, whether it can be read or not; of what never is one; and what systems leave behind.
+SUFFIXES = re.compile(
+    r"\.(apng|avif|bmp|dib|gif|hei[cf]|j2k|jfif|jp2|jpe?g?|jpf|jpx|jxl|p[bgnp]m|pcx|png|qoi|sgi|tga|tiff?|webp)"
+)
+BESIDE = re.compile(r"\.(caption|cls|csv|jsonl?|md|np[yz]|tsv|txt|xml|ya?ml)")
+_LITTER = frozenset((".ds_store", "thumbs.db", "desktop.ini", "__macosx"))
+_NAMED = 3  # left-out files that a sentence names
 ACCEPTED = (
     "a folder of pictures, an uncompressed .tar, a .zip, a folder of .tar shards or their pattern (val-*.tar, "
     "val-{000..049}.tar), .parquet, or statistics with mu and sigma in an .npz"
 )
+Place = TypeVar("Place")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 
 
@@ -54,11 +64,13 @@ class Source:
         entries: the pictures.
         fingerprint: plain data that changes when the pictures do.
         read: returns the encoded bytes of an entry; safe to call from several threads.
+        left_out: names of files that are no images; without what tells of an image, such as `a.txt` beside `a.png`.
     """
 
     entries: Sequence[Entry]
     fingerprint: Any
     read: Callable[[Entry], bytes]
+    left_out: Sequence[str] = ()
 
 
 def open_source(source: str | Path, per_class: int = 0) -> Source:
@@ -74,16 +86,33 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
     path = Path(source)
     found = _open(path)
     if not found.entries:
-        raise ElfattError(f"reference {path} holds no picture; accepted: {ACCEPTED}.")
+        words = left_out_words(found.left_out)
+        raise ElfattError(f"reference {path} holds no picture{words and f' ({words})'}; accepted: {ACCEPTED}.")
     return _first_of_each_class(path, found, per_class) if per_class else found
+
+
+def left_out_words(names: Sequence[str]) -> str:
+    """Say how many files are left out and name the first; empty where there are none."""
+    if not names:
+        return ""
+    named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return f"{len(names)} file{'s are' if len(names) > 1 else ' is'} left out as no image: {named}"
 
 
 def _open(path: Path) -> Source:
     files = _matching(path)
     if not files and path.is_dir():
         shards = sorted(path.glob("*.tar")) or sorted(path.glob("*.parquet"))
-        return _archives(path, shards) if shards else _folder(path)
+        return _shards(path, shards) if shards else _folder(path)
     return _archives(path, files)
+
+
+def _shards(folder: Path, shards: Sequence[Path]) -> Source:
+    """The shards of a folder; what else lies there is left out."""
+    found = _archives(folder, shards)
+    beside = sorted(item.name for item in folder.iterdir() if item not in shards)
+    left_out = [name for name in beside if not _is_litter(name) and not _ends(name, BESIDE)]
+    return replace(found, left_out=[*left_out, *found.left_out])
 
 
 def _matching(path: Path) -> list[Path]:
@@ -143,9 +172,50 @@ def _stamp(name: str, path: Path) -> list[Any]:
     return [name, status.st_size, status.st_mtime_ns]
 
 
-def _is_picture(name: str) -> bool:
+def _is_litter(name: str) -> bool:
+    """Tell what systems leave behind, which nobody misses."""
     path = PurePosixPath(name)
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith("._") and "__MACOSX" not in path.parts
+    return path.name.startswith("._") or any(part.lower() in _LITTER for part in path.parts)
+
+
+def _sorted_out(
+    files: Iterable[tuple[str, Place]], open_file: Callable[[Place], IO[bytes] | None]
+) -> tuple[list[tuple[str, Place]], list[str]]:
+    """Tell images from other files, by their suffix and otherwise by their content.
+
+    Args:
+        files: names and places.
+        open_file: gives the content at a place; None where there is no plain file.
+
+    Returns:
+        The images by name, and the names of what is left out.
+    """
+    images: list[tuple[str, Place]] = []
+    others: list[str] = []
+    for name, place in sorted(files, key=lambda file: file[0]):
+        if _is_litter(name):
+            continue
+        if _ends(name, SUFFIXES) or (not _ends(name, BESIDE) and _holds_image(place, open_file)):
+            images.append((name, place))
+        else:
+            others.append(name)
+    keys = {_key(name) for name, _ in images}
+    return images, [name for name in others if _key(name) not in keys or not _ends(name, BESIDE)]
+
+
+def _ends(name: str, suffixes: re.Pattern[str]) -> bool:
+    return suffixes.fullmatch(PurePosixPath(name).suffix.lower()) is not None
+
+
+def _holds_image(place: Place, open_file: Callable[[Place], IO[bytes] | None]) -> bool:
+    try:
+        file = open_file(place)
+    except OSError:
+        return False
+    if file is None:
+        return False
+    with file:
+        return is_image(file)
 
 
 def _parent(name: str) -> str:
@@ -154,15 +224,17 @@ def _parent(name: str) -> str:
 
 def _folder(folder: Path) -> Source:
     try:
-        names = sorted(path.relative_to(folder).as_posix() for path in _pictures_below(folder))
+        files = [(path.relative_to(folder).as_posix(), path) for path in _files_below(folder)]
     except OSError as error:
         raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
-    entries = [Entry(name, folder / name, _parent(name)) for name in names]
-    return Source(entries, [_stamp(name, folder / name) for name in names], lambda entry: entry.where.read_bytes())
+    images, left_out = _sorted_out(files, lambda path: path.open("rb") if path.is_file() else None)
+    entries = [Entry(name, path, _parent(name)) for name, path in images]
+    fingerprint = [_stamp(name, path) for name, path in images]
+    return Source(entries, fingerprint, lambda entry: entry.where.read_bytes(), left_out)
 
 
-def _pictures_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
-    """Pictures in a folder and in all below it, linked ones too, except where a link leads back to a folder above."""
+def _files_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
+    """Files in a folder and in all below it, linked ones too, except where a link leads back to a folder above."""
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
     if here in above:
@@ -170,34 +242,42 @@ def _pictures_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset(
     with os.scandir(folder) as found:
         for item in found:
             if item.is_dir():
-                yield from _pictures_below(folder / item.name, above | {here})
-            elif _is_picture(item.name):
+                yield from _files_below(folder / item.name, above | {here})
+            else:
                 yield folder / item.name
 
 
 def _tars(files: Sequence[Path]) -> Source:
     """Pictures of tar archives by their place in the file; a `.cls` beside a picture (WebDataset) names its class."""
-    entries = [
-        entry for file in files for entry in _tar_entries(file, prefix=f"{file.name}/" if len(files) > 1 else "")
-    ]
-    return Source(entries, ["by name", *(_stamp(file.name, file) for file in files)], _read_slice)
+    entries: list[Entry] = []
+    left_out: list[str] = []
+    for file in files:
+        found, others = _tar_entries(file, prefix=f"{file.name}/" if len(files) > 1 else "")
+        entries += found
+        left_out += others
+    return Source(entries, ["by name", *(_stamp(file.name, file) for file in files)], _read_slice, left_out)
 
 
-def _tar_entries(file: Path, prefix: str) -> list[Entry]:
+def _tar_entries(file: Path, prefix: str) -> tuple[list[Entry], list[str]]:
     found: list[tuple[str, tuple[Path, int, int]]] = []
+    links: list[str] = []
     classes: dict[str, str] = {}
     try:
         with tarfile.open(file, "r:") as archive:
             for member in archive:
                 place = (file, member.offset_data, member.size)
-                if member.isfile() and _is_picture(member.name):
+                if member.isfile():
                     found.append((member.name, place))
-                elif member.isfile() and member.name.endswith(".cls"):
-                    classes[_key(member.name)] = _read_slice(Entry(member.name, place)).decode().strip()
+                    if member.name.endswith(".cls"):
+                        classes[_key(member.name)] = _read_slice(Entry(member.name, place)).decode().strip()
+                elif not member.isdir():
+                    links.append(member.name)
     except (tarfile.TarError, OSError) as error:
         raise ElfattError(f"reference {file} cannot be read ({error}); accepted: an uncompressed .tar.") from error
-    found.sort()  # tar keeps files in the order in which it met them
-    return [Entry(prefix + name, place, classes.get(_key(name), _parent(name))) for name, place in found]
+    # tar keeps files in the order in which it met them
+    images, others = _sorted_out(sorted(found), lambda place: io.BytesIO(_read_slice(Entry("", place))))
+    entries = [Entry(prefix + name, place, classes.get(_key(name), _parent(name))) for name, place in images]
+    return entries, [prefix + name for name in (*others, *links)]
 
 
 def _key(name: str) -> str:
@@ -215,12 +295,13 @@ def _read_slice(entry: Entry) -> bytes:
 
 def _zips(files: Sequence[Path]) -> Source:
     archives = {file: _open_zip(file) for file in files}
-    entries = [
-        Entry(name, (file, name), _parent(name))
-        for file, archive in archives.items()
-        for name in sorted(archive.namelist())
-        if _is_picture(name)
-    ]
+    entries: list[Entry] = []
+    left_out: list[str] = []
+    for file, archive in archives.items():
+        members = [(member.filename, member.filename) for member in archive.infolist() if not member.is_dir()]
+        images, others = _sorted_out(members, lambda name, archive=archive: _open_member(archive, name))  # type: ignore[misc]
+        entries += [Entry(name, (file, name), _parent(name)) for name, _ in images]
+        left_out += others
     lock = threading.Lock()
 
     def read(entry: Entry) -> bytes:
@@ -228,7 +309,19 @@ def _zips(files: Sequence[Path]) -> Source:
         with lock:
             return archives[file].read(name)
 
-    return Source(entries, [_stamp(file.name, file) for file in files], read)
+    return Source(entries, [_stamp(file.name, file) for file in files], read, left_out)
+
+
+def _open_member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+    try:
+        return io.BytesIO(archive.read(name))
+    except (
+        RuntimeError,
+        NotImplementedError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:  # a password, a compression, damage
+        raise OSError(str(error)) from error
 
 
 def _open_zip(file: Path) -> zipfile.ZipFile:
@@ -300,31 +393,4 @@ def _first_of_each_class(path: Path, source: Source, per_class: int) -> Source:
         seen[entry.group] += 1
         if seen[entry.group] <= per_class:
             kept.append(entry)
-    return Source(kept, source.fingerprint, source.read)
-
-
-def decode(content: bytes) -> Any:
-    """Decode a picture of any mode to an 8-bit RGB `PIL.Image`, turned upright as its EXIF data says.
-
-    Transparent pixels are laid over white; 16-bit grey keeps its upper 8 bits.
-
-    Raises:
-        OSError: it is no picture or is truncated; errors of other kinds of damage pass as they are.
-    """
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        opened = Image.open(io.BytesIO(content))
-    except UnidentifiedImageError as error:  # whose own words are an address in memory
-        raise OSError("no picture of a known kind" if content else "the file is empty") from error
-    with opened:
-        picture = ImageOps.exif_transpose(opened)
-        if picture.mode == "I;16":
-            picture = picture.point(lambda value: value / 256, "L")
-        elif picture.mode == "I" or picture.mode.startswith("I;16"):
-            picture = picture.convert("I").point(lambda value: value * (1 / 256)).convert("L")
-        if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-            picture = picture.convert("RGBA")
-            white = Image.new("RGBA", picture.size, "white")
-            picture = Image.alpha_composite(white, picture)
-        return picture.convert("RGB")
+    return replace(source, entries=kept)

@@ -330,7 +330,9 @@ def test_pictures_of_different_sizes_need_no_resizing(tmp_path: Path) -> None:
 
 def test_another_count_must_be_allowed_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = flat(tmp_path)
-    with pytest.raises(ElfattError, match="12 pictures; accepted are 50000"):
+    with pytest.raises(
+        ElfattError, match=r"12 pictures \(1 file is left out as no image: notes.txt\); accepted are 50000"
+    ):
         build(source, tmp_path / "cache", expected=50_000)
     assert not (tmp_path / "cache").exists()
     suffixes = [build(source, tmp_path / "cache", expected=50_000, allow_count=True).metric_suffix]
@@ -604,3 +606,61 @@ def test_nothing_readable(tmp_path: Path) -> None:
         (tmp_path / "a" / f"{number}.png").write_bytes(b"rubbish")
     with pytest.raises(ElfattError, match=r"0 readable pictures; accepted are 2 or more; first: 0.png"):
         build(tmp_path / "a", tmp_path / "cache", expected=2)
+
+
+def mixed() -> dict[str, bytes]:
+    """Files of many kinds: images under odd names, what tells of an image, and what is none."""
+    red = Image.new("RGB", (8, 8), "red")
+    return {
+        "a/photo.jfif": encoded(red, "JPEG"),
+        "a/photo.txt": b"a caption",
+        "a/scan.gif": encoded(red, "GIF"),
+        "b/noextension": encoded(red, "PNG"),
+        "b/map.pgm": encoded(red.convert("L"), "PPM"),
+        "b/notes.txt": b"of no image",
+        "b/weights.bin": b"rubbish",
+        "b/.DS_Store": b"",
+        "photo.avif": b"rubbish",
+    }
+
+
+IMAGES = ["a/photo.jfif", "a/scan.gif", "b/map.pgm", "b/noextension", "photo.avif"]
+LEFT_OUT = ["b/notes.txt", "b/weights.bin"]
+
+
+def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+    folder, tar, archive = tmp_path / "folder", tmp_path / "all.tar", tmp_path / "all.zip"
+    for name, content in mixed().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    with tarfile.open(tar, "w") as made:
+        made.add(folder, ".", recursive=False)
+        for name in mixed():
+            made.add(folder / name, name)
+        link = tarfile.TarInfo("b/linked.png")
+        link.type, link.linkname = tarfile.LNKTYPE, "b/map.pgm"
+        made.addfile(link)
+    with zipfile.ZipFile(archive, "w") as packed:
+        for name, content in mixed().items():
+            packed.writestr(name, content)
+    for source, links in ((folder, []), (tar, ["b/linked.png"]), (archive, [])):
+        found = open_source(source)
+        assert [entry.name for entry in found.entries] == IMAGES
+        assert list(found.left_out) == [*LEFT_OUT, *links]
+    with pytest.raises(ElfattError, match=r"has 5 pictures \(2 files are left out as no image: b/notes.txt, b/weights"):
+        build(folder, tmp_path / "cache", expected=7)
+    built = build(folder, tmp_path / "cache", expected=5, allow_count=True)
+    assert built.description["left_out"] == "2 files are left out as no image: b/notes.txt, b/weights.bin"
+    assert built.unreadable == ["photo.avif (no picture of a known kind)"]
+
+
+def test_a_folder_of_shards_names_what_lies_beside(tmp_path: Path) -> None:
+    (tmp_path / "one.png").write_bytes(encoded(Image.new("RGB", (8, 8)), "PNG"))
+    (tmp_path / "index.json").write_text("{}")
+    with tarfile.open(tmp_path / "val-000.tar", "w") as made:
+        made.add(tmp_path / "one.png", "one.png")
+    assert list(open_source(tmp_path).left_out) == ["one.png"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.bin").write_bytes(b"rubbish")
+    with pytest.raises(ElfattError, match=r"holds no picture \(1 file is left out as no image: a.bin\)"):
+        open_source(tmp_path / "empty")

@@ -21,7 +21,7 @@ from elfatt_sd.evaluation.report.pictures import Pictures
 from elfatt_sd.evaluation.report.plots import draw_plots
 from elfatt_sd.evaluation.report.published import comparability, comparable_words
 from elfatt_sd.evaluation.report.scatter import Spot, closeness_over_time, distance_over_time, front
-from elfatt_sd.evaluation.report.summary import findings, headline
+from elfatt_sd.evaluation.report.summary import findings, headline, scope
 from elfatt_sd.evaluation.report.tables import main_table, more_table, study_table
 from elfatt_sd.evaluation.report.text import decimals_for, fixed
 from elfatt_sd.evaluation.report.writers import to_csv, to_latex, to_markdown
@@ -118,7 +118,7 @@ def test_headline_counts_the_verdicts(run):
     said = [row["distances"]["FD-toy"]["difference"]["verdict"] for row in results["rows"][2:] if not row["failed"]]
     worse, same = said.count("worse"), said.count("no difference shown")
     assert worse > 1 and same > 1, "the fake run must show several verdicts"
-    title = headline(Results(results))
+    title = scope(Results(results))
     assert title == (
         "9 settings of ToMe-SD, Agent-SD and ELFATT-SD on 64 pictures each (toy): "
         f"by FD-toy, {worse} are worse than the untouched pipeline, {same} show no difference and 1 failed."
@@ -217,11 +217,11 @@ def test_no_verdict_is_given_from_few_classes(tmp_path, results):
                 distance["difference"]["verdict"] = TOO_FEW
     save(tmp_path, results)
     page = Page(write_report(tmp_path))
-    assert "no verdict, since the classes are too few" in headline(Results(results))
+    assert "no verdict, since the classes are too few" in scope(Results(results))
     told = " ".join(findings(Results(results)))
     assert f"No verdicts from 5 classes: an interval over fewer than {FEWEST_CLASSES} classes" in told
     for word in ("better than", "worse than", "Better:", "Worse:"):
-        assert word not in told + headline(Results(results))
+        assert word not in told + scope(Results(results))
     assert sum(item.get("class") == "few" for item in page.all("td")) == 2 * 9, "distance and kernel distance"
     for name in ("table.csv", "table.md", "table.tex"):
         text = (tmp_path / "report" / name).read_text(encoding="utf-8")
@@ -691,7 +691,7 @@ def test_forty_rows_are_numbered_and_told_apart(sweep):
     assert names[22].startswith("23 · ELFATT") and names[22].endswith("… 0.3, block size 32")
     styles = {Palette(shown).style(row) for row in shown.methods}
     assert len(styles) == len({row.label for row in shown.methods}) == 22, "a style of its own for each method"
-    assert "38 settings of 22 methods on 64 pictures each" in headline(shown)
+    assert "38 settings of 22 methods on 64 pictures each" in scope(shown)
     assert all(len(sentence) < 400 for sentence in findings(shown))
     told = told_of(sweep, "verdicts rest on")
     assert told.startswith("Worse: rows ") and " to " in told and "No difference shown" not in told.split(";")[0]

@@ -86,11 +86,11 @@ def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
 def written_tables(results: Results) -> dict[str, str]:
     """Return the table in its three written forms, by the names of their files."""
     from elfatt_sd.evaluation.report.published import comparable_words
-    from elfatt_sd.evaluation.report.summary import findings, headline
+    from elfatt_sd.evaluation.report.summary import findings, headline, scope
     from elfatt_sd.evaluation.report.tables import main_table, more_table
     from elfatt_sd.evaluation.report.writers import md_escape, to_csv, to_latex, to_markdown
 
-    main, told, words = main_table(results), headline(results), comparable_words(results)
+    main, told, words = main_table(results), f"{headline(results)} {scope(results)}", comparable_words(results)
     bullets = "".join(f"- {md_escape(sentence)}\n" for sentence in findings(results))
     parts = [f"# {md_escape(results.name)}", md_escape(told), bullets, to_markdown(main), md_escape(words)]
     markdown = (

@@ -70,6 +70,11 @@ def estimate(data: Any, value: str = "value", interval: str = "interval") -> Est
     return Estimate(middle, ends[0], ends[-1]) if len(ends) >= 2 else Estimate(middle)
 
 
+def is_kernel(name: str) -> bool:
+    """Tell whether a distance is a kernel distance, by its name."""
+    return name.startswith(("KID", "KD"))
+
+
 def setting_title(name: str) -> str:
     """Write the name of a setting for a reader: `block_size` is "Block size"."""
     return name.replace("_", " ").capitalize()
@@ -371,9 +376,7 @@ class Results:
     @cached_property
     def distance(self) -> str | None:
         """The distance of the main table: the first Frechet distance, or what there is."""
-        return next(
-            (name for name in self.distances if not name.startswith(("KID", "KD"))), next(iter(self.distances), None)
-        )
+        return next((name for name in self.distances if not is_kernel(name)), next(iter(self.distances), None))
 
     def paired_distance(self, row: Row) -> Estimate | None:
         """Return a row's distance of the main table, its interval that of the difference to the baseline."""

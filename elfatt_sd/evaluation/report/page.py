@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import PARTS, Results
+from elfatt_sd.evaluation.report.data import PARTS, Results, is_kernel
 from elfatt_sd.evaluation.report.palette import METHODS, METHODS_DARK, Palette
 from elfatt_sd.evaluation.report.pictures import DETAILS, Detail, Pictures
 from elfatt_sd.evaluation.report.plots import Plot
 from elfatt_sd.evaluation.report.published import comparability, comparable_words, published_source
-from elfatt_sd.evaluation.report.summary import findings, headline
+from elfatt_sd.evaluation.report.summary import findings, headline, recommended, scope
 from elfatt_sd.evaluation.report.tables import main_table, more_table, published_table
 from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
 
@@ -47,6 +47,8 @@ def render_page(
         "results": results,
         "palette": Palette(results),
         "headline": headline(results),
+        "scope": scope(results),
+        "recommended": recommended(results),
         "findings": findings(results),
         "main": main_table(results),
         "more": more_table(results),
@@ -54,6 +56,7 @@ def render_page(
         "source": published_source(results),
         "comparability": comparability(results),
         "comparable": comparable_words(results),
+        "kernels": [name for name in results.distances if is_kernel(name)],
         "too_few": TOO_FEW,
         "fewest": FEWEST_CLASSES,
         "timed": PARTS[results.time_part],

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
-from elfatt_sd.evaluation.report.data import PARTS, Estimate, Results, Row, dig, number
+from elfatt_sd.evaluation.report.data import PARTS, Estimate, Results, Row, dig, is_kernel, number, numbers
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, join_names, plural, span
-from elfatt_sd.evaluation.results import unreadable_references
+from elfatt_sd.evaluation.results import left_out_of_references, unreadable_references
 from elfatt_sd.evaluation.statistics import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 
 _COUNTED = (
@@ -24,9 +24,100 @@ _LISTED = 6  # methods that a headline names; more are counted
 _NAMED = 3  # unreadable pictures that a sentence names
 _MANY = 10  # comparisons from which on chance verdicts are worth a word
 _ERROR_RATE = 0.05  # of a 95 % interval
+_TRIFLE = 0.05  # by which the untouched pipeline may differ from itself before a headline says so
 
 
 def headline(results: Results) -> str:
+    """Say what a user wants to know: the fastest method that is not shown to be worse, and how close it stays."""
+    faster = [row for row in results.methods if not row.failed and _is_faster(results, row)]
+    good = [row for row in faster if _verdict_of(results, row) in (BETTER, NO_DIFFERENCE)]
+    if good:
+        best = _fastest(results, good)
+        said = "better" if _verdict_of(results, best) == BETTER else "not shown to be worse"
+        return f"{_as_fast(results, best)}, {said} in {results.distance}{_closeness(best)}{_beside_null(results)}."
+    if not faster:
+        return _no_gain(results)
+    best = _fastest(results, faster)
+    if _verdict_of(results, best) == WORSE:
+        start = f"No setting is shown to be faster without being worse: {_as_fast(results, best)}"
+        return f"{start}, but worse in {results.distance}{_closeness(best)}."
+    figures = f"{_as_fast(results, best)}{_closeness(best)}{_beside_null(results)}"
+    return f"{figures}. Its quality is not judged: {_no_verdict(results)}."
+
+
+def _no_gain(results: Results) -> str:
+    """Say that no setting is shown to be faster, or why that cannot be told."""
+    timed = [row for row in results.methods if not row.failed and row.speedup(results.time_part)]
+    if not timed:
+        return f"Time was not measured. Quality: {_verdict_counts(results)}."
+    best = _fastest(results, timed)
+    rounds = len(best.time_values(results.time_part))
+    if rounds < FEW_REPEATS:
+        why = f"{plural(rounds, 'round')} of timing {'is' if rounds == 1 else 'are'} too few to claim it"
+        start = f"Fastest measured: {_as_fast(results, best)}{_closeness(best)}{_beside_null(results)}"
+        return f"{start}; {why}. Quality: {_verdict_counts(results)}."
+    start = "No setting is shown to be faster than the untouched pipeline"
+    return f"{start}: highest is {_as_fast(results, best)}{_beside_null(results)}. Quality: {_verdict_counts(results)}."
+
+
+def recommended(results: Results) -> Row | None:
+    """Return the row that a reader should look at first: the fastest that is not worse, otherwise the fastest."""
+    timed = [row for row in results.methods if not row.failed and row.speedup(results.time_part)]
+    good = [row for row in timed if _verdict_of(results, row) != WORSE] or timed
+    known = [row for row in results.methods if not row.failed]
+    return _fastest(results, good) if good else next(iter(known), None)
+
+
+def _verdict_of(results: Results, row: Row) -> str | None:
+    return row.verdict(results.distance) if results.distance else None
+
+
+def _fastest(results: Results, rows: Sequence[Row]) -> Row:
+    return max(rows, key=lambda row: ratio.value if (ratio := row.speedup(results.time_part)) else 0.0)
+
+
+def _is_faster(results: Results, row: Row) -> bool:
+    """Tell whether every one of enough rounds was faster than untouched, and than the null row ever was."""
+    part = results.time_part
+    ratio = row.speedup(part)
+    enough = len(row.time_values(part)) >= FEW_REPEATS
+    return enough and ratio is not None and ratio.ends is not None and ratio.ends[0] > _clock_noise(results, part)[1]
+
+
+def _as_fast(results: Results, row: Row) -> str:
+    ratio = row.speedup(results.time_part)
+    if ratio is None:
+        return row.name
+    alone = "UNet alone" if results.time_part == "unet" else ""
+    small = ", ".join(filter(None, (alone, span(ratio, 2))))
+    fast = f"{row.name}: {fixed(ratio.value, 2)} times as fast as the untouched pipeline"
+    return fast + (f" ({small})" if small else "")
+
+
+def _times(ratio: Estimate) -> str:
+    return f"{fixed(ratio.value, 2)} times{f' ({span(ratio, 2)})' if ratio.ends else ''}"
+
+
+def _closeness(row: Row) -> str:
+    if row.mostly_identical:
+        return ", most images identical"
+    return "" if row.psnr is None else f", PSNR {fixed(row.psnr.value, 1)} dB"
+
+
+def _beside_null(results: Results) -> str:
+    """Say how much faster the untouched pipeline was when timed again, where that is more than a trifle."""
+    ratio = results.null.speedup(results.time_part) if results.null else None
+    if ratio is None or max(abs(ratio.value - 1), *(abs(end - 1) for end in ratio.ends or ())) < _TRIFLE:
+        return ""
+    return f"; untouched timed again: {_times(ratio)}"
+
+
+def _no_verdict(results: Results) -> str:
+    said = {_verdict_of(results, row) for row in results.methods}
+    return "the classes are too few" if TOO_FEW in said else "no paired difference was measured"
+
+
+def scope(results: Results) -> str:
     """Say in one sentence what was compared, on what, and with which verdicts."""
     counts = sorted({row.images for row in results.rows if row.images})
     pictures = f"{counts[0]} to {plural(counts[-1], 'picture')}" if len(counts) > 1 else plural(sum(counts), "picture")
@@ -47,8 +138,7 @@ def _verdict_counts(results: Results) -> str:
     parts += [f"{failed} failed"] if failed else []
     if any(count for _, count in counts):
         return f"by {name}, {join_names(parts)}"
-    why = "the classes are too few" if TOO_FEW in said else "no paired difference was measured"
-    return join_names([f"no verdict, since {why}", *parts])
+    return join_names([f"no verdict, since {_no_verdict(results)}", *parts])
 
 
 def findings(results: Results) -> list[str]:
@@ -121,7 +211,7 @@ def _bias(results: Results) -> str:
     fewest = min((row.images for row in results.rows if row.images), default=None)
     if fewest is None or results.features is None or fewest > results.features:
         return ""
-    unbiased = next((name for name in results.distances if name.startswith(("KID", "KD"))), None)
+    unbiased = next((name for name in results.distances if is_kernel(name)), None)
     other = f"; {unbiased}, among the other measures, is free of it" if unbiased else ""
     return (
         f"{plural(fewest, 'picture')} a row are no more than the {results.features} features of {results.distance}: "
@@ -143,13 +233,15 @@ def _speed(results: Results) -> str:
     rounds = len(row.time_values(part))
     if rounds < FEW_REPEATS:
         return f"Too few rounds of timing{place} to claim a gain ({rounds}): the highest median is that of {figure}."
-    low, high = _clock_noise(results, part)
+    low, _ = _clock_noise(results, part)
+    again = results.null.speedup(part) if results.null else None
+    noise = f" The untouched pipeline timed again (the null row): {_times(again)}." if again else ""
     slower = sum(ratio.ends is not None and ratio.ends[1] < low for _, ratio in known)
     rest = f" {plural(slower, 'setting')} {'is' if slower == 1 else 'are'} slower than untouched." if slower else ""
-    if best.ends is None or best.ends[0] <= high:
+    if not _is_faster(results, row):
         start = f"No setting is shown to be faster than the untouched pipeline{place}"
-        return f"{start}: the highest median is that of {figure}.{rest}"
-    return f"Fastest by the median, {PARTS[part]}{place}: {figure}.{rest}"
+        return f"{start}: the highest median is that of {figure}.{rest}{noise}"
+    return f"Fastest by the median, {PARTS[part]}{place}: {figure}.{rest}{noise}"
 
 
 def _clock_noise(results: Results, part: str) -> tuple[float, float]:
@@ -203,11 +295,23 @@ def _apart(less: Estimate, more: Estimate) -> bool:
     return less.ends is not None and more.ends is not None and less.ends[1] < more.ends[0]
 
 
+def limits(results: Results) -> str:
+    """Say what a quick look limited; empty for a whole run."""
+    limit = number(results.protocol, "limit")
+    if not limit:
+        return ""
+    rounds, batches = number(results.protocol, "time", "repeats"), numbers(results.protocol.get("memory"), "batches")
+    parts = [f"every row was limited to {plural(int(limit), 'picture')}"]
+    parts += [f"time to {plural(int(rounds), 'round')}"] if rounds else []
+    parts += [f"memory to batches of {join_names(f'{batch:g}' for batch in batches)}"] if batches else []
+    return f"A quick look: {join_names(parts)}."
+
+
 def _gaps(results: Results) -> Iterable[str]:
     """Name what limits the run: a limit on the pictures, few rounds of timing, what could not be read, failed cells."""
-    limit, note = number(results.protocol, "limit"), dig(results.environment, "timing", "note")
-    if limit:
-        yield f"A quick look: every row was limited to {plural(int(limit), 'picture')}."
+    note = dig(results.environment, "timing", "note")
+    if words := limits(results):
+        yield words
     if note:
         yield f"Time: {note}."
     unreadable = unreadable_references(results.data.get("reference"))
@@ -215,4 +319,5 @@ def _gaps(results: Results) -> Iterable[str]:
         rest = f", and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
         names = "; ".join(unreadable[:_NAMED])
         yield f"{plural(len(unreadable), 'reference picture')} could not be read: {names}{rest}."
+    yield from (f"Reference: {words}." for words in left_out_of_references(results.data.get("reference")))
     yield from (f"Failed: {row.name} ({row.failed})." for row in results.rows if row.failed)

@@ -15,12 +15,23 @@ from elfatt_sd.evaluation.report.data import (
     Estimate,
     Results,
     Row,
+    is_kernel,
     number,
     setting_text,
     setting_title,
 )
 from elfatt_sd.evaluation.report.published import FIGURES, published_for, published_rows, published_source
-from elfatt_sd.evaluation.report.text import MISSING, TIMES, decimals_for, fixed, interval, span
+from elfatt_sd.evaluation.report.text import (
+    MISSING,
+    TIMES,
+    decimals_for,
+    fixed,
+    in_unit,
+    interval,
+    span,
+    unit_for,
+    unit_text,
+)
 from elfatt_sd.evaluation.statistics import BETTER, TOO_FEW, WORSE
 
 DASH = "—"
@@ -215,11 +226,23 @@ def _count(value: int | None) -> Entry:
 
 
 def _distance_columns(results: Results, name: str) -> list[tuple[str, _Maker]]:
-    values = _estimate_maker(results, lambda row: row.distance(name))
+    power = unit_for(row.distance(name) for row in results.rows)
+    values = _estimate_maker(results, lambda row: in_unit(shown_distance(row, name), power))
+    difference = _difference_maker(results, lambda row: in_unit(row.difference(name), power))
+    verdict, unit = _verdict_maker(lambda row: row.verdict(name)), unit_text(power)
     titles = ("Difference", "Verdict") if name == results.distance else (f"{name} difference", f"{name} verdict")
-    difference = _difference_maker(results, lambda row: row.difference(name))
-    verdict = _verdict_maker(lambda row: row.verdict(name))
-    return [(f"{name} ↓", values), (titles[0], difference), (titles[1], verdict)]
+    return [(f"{name}{unit} ↓", values), (f"{titles[0]}{unit}", difference), (titles[1], verdict)]
+
+
+def shown_distance(row: Row, name: str) -> Estimate | None:
+    """Return a distance as it is printed: the interval of a Frechet distance, which is never below 0, begins there.
+
+    The unbiased estimate of a kernel distance may itself be below 0, so its interval stays as it is.
+    """
+    found = row.distance(name)
+    if found is None or found.ends is None or is_kernel(name):
+        return found
+    return replace(found, low=max(found.ends[0], 0.0))
 
 
 def _accuracy_difference(results: Results) -> list[tuple[str, _Maker]]:

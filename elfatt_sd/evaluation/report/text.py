@@ -9,6 +9,7 @@ from statistics import median
 from elfatt_sd.evaluation.report.data import Estimate
 
 MISSING = "not measured"
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 MINUS, TIMES, TO = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 
 
@@ -28,6 +29,32 @@ def decimals_for(values: Iterable[Estimate | None], default: int = 3) -> int:
     if not math.isfinite(size) or size <= 0:
         return 2
     return min(max(digits - 1 - math.floor(math.log10(size)), 0), 6)
+
+
+def unit_for(values: Iterable[Estimate | None]) -> int:
+    """Return the power of ten, a multiple of 3, in which a column is easy to read: 0 from 0.01 to 10 000.
+
+    Args:
+        values: the column.
+    """
+    sizes = [max(abs(value.value), *map(abs, value.ends or ())) for value in values if value is not None and value.ends]
+    size = median(sizes) if sizes else 1.0
+    if not math.isfinite(size) or size <= 0 or 0.01 <= size < 10_000:
+        return 0
+    return math.floor(math.log10(size) / 3) * 3
+
+
+def in_unit(value: Estimate | None, power: int) -> Estimate | None:
+    """Write a value in units of a power of ten."""
+    if value is None or not power:
+        return value
+    ends = (None, None) if value.ends is None else (value.ends[0] / 10.0**power, value.ends[1] / 10.0**power)
+    return Estimate(value.value / 10.0**power, *ends)
+
+
+def unit_text(power: int) -> str:
+    """Write a power of ten behind a column's name; nothing for 0."""
+    return f" ({TIMES}10{str(power).translate(_RAISED)})" if power else ""
 
 
 def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
