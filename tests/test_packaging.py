@@ -94,7 +94,7 @@ def test_every_import_is_declared() -> None:
 
 
 MATHEMATICS = ("config", "attention", "merging", "ordering", "sampled", "cell_spread", "schedule")
-CORE = (*MATHEMATICS, "layers", "processor", "autotune", "planning", "patch", "standalone")
+CORE = (*MATHEMATICS, "layers", "processor", "autotune", "shapes", "planning", "patch", "standalone")
 
 
 @pytest.mark.parametrize("name", CORE)

@@ -37,7 +37,7 @@ def test_a_layer_that_the_estimate_makes_slower_says_so(pipe: Any) -> None:
         (Phase(1.0, "sampled", block_size=128), (64, 64), "128 sampled keys (2 groups)"),
         (Phase(1.0, "sampled", groups=8, lattice=False), (64, 64), "128 sampled keys (8 groups in columns)"),
         (Phase(1.0, "block", block_size=128), (33, 33), "sequence blocks of 121"),
-        (Phase(1.0, "block", block_size=227), (32, 64), "sequence blocks of 228"),  # the paper's: 227 or 228
+        (Phase(1.0, "block", block_size=227), (32, 64), "sequence blocks of 227"),  # the paper's: 227 or 228
         (Phase(1.0, "block", block_size=128), (8, 8), "sequence blocks of 64"),
         (
             Phase(1.0, "elfatt", ratio=0.5, agents=64),
@@ -59,7 +59,7 @@ def test_a_plan_shows_what_each_level_gets(pipe: Any) -> None:
         (256, "128 sampled keys (2 groups)"),
         (64, "64 sampled keys (1 group)"),
     }
-    assert [phase.what for phase in plan.phases] == ["128 sampled keys (2 groups)"]  # of the method, not of a layer
+    assert [phase.what for phase in plan.phases] == ["64 to 128 sampled keys (128 asked, 1 to 2 groups)"]
 
 
 def test_each_phase_of_a_layer_is_described(pipe: Any) -> None:
