@@ -99,7 +99,7 @@ class PlannedCall:
         """Return it as a line."""
         if self.before is None or self.after is None:
             unknown = ", ".join(name for name, count in self.denoisers.items() if count is None)
-            return f"whole call: not counted ({unknown or 'the denoisers are not known'}), so no speed-up is estimated"
+            return f"whole call: not counted ({unknown}), so no speed-up is estimated"
         names = " and ".join("UNet" if name == "unet" else name for name in self.denoisers)
         return (
             f"whole call ({names}): {giga(self.before)} G multiply-adds before, {giga(self.after)} G after on average. "
@@ -167,7 +167,7 @@ class Plan:
         return f"{self.config.method}: patches {patched} of {len(self.layers)} self-attention layers"
 
     def summary(self) -> list[str]:
-        """Return what happens in each phase, and what it adds up to, as lines."""
+        """Return what happens in each phase and what it adds up to, also of the whole call where that is known."""
         rows = [
             f"{phase.start:.0%} to {phase.until:.0%} of the steps: {phase.what}, "
             f"{giga(phase.multiply_adds)} G multiply-adds"
@@ -178,7 +178,7 @@ class Plan:
             f"self-attention of a call: {giga(self.multiply_adds_before)} G multiply-adds before, "
             f"{giga(self.multiply_adds_after)} G after on average ({fraction:.0%})"
         )
-        return [*rows, str(self.call)]
+        return [*rows, str(self.call)] if self.blueprints else rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
