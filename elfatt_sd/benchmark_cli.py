@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elfatt_sd.config import METHODS, ElfattError
-from elfatt_sd.console import FAILURE, adds_options, quiet_libraries
+from elfatt_sd.console import FAILURE, adds_options, output, quiet_libraries
 from elfatt_sd.optional import need
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
 
 app = typer.Typer(no_args_is_help=True)
+SECONDS_BETWEEN_LINES = 30  # of progress, where the output is no terminal
 
 Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
 Sizes = Annotated[list[int], typer.Option("--size", help="Side of the pictures in pixels; may be given several times.")]
@@ -67,11 +69,15 @@ SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "name": (Annotated[str | None, typer.Option(help="Of those files, if not the benchmark's.")], None),
+    "as_markdown": (
+        Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown, as it stands in the file.")],
+        False,
+    ),
     "again": (Annotated[bool, typer.Option("--again", help="Start over where the folder has such files.")], False),
 }
 
 
-def build_session(out: Path | None, name: str | None, again: bool) -> Session:
+def build_session(out: Path | None, name: str | None, as_markdown: bool, again: bool) -> Session:
     """Check the folder, and return where results go.
 
     Raises:
@@ -84,7 +90,7 @@ def build_session(out: Path | None, name: str | None, again: bool) -> Session:
         raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
     if out is not None:
         check_writable(out)
-    return Session(out, name, again, shlex.join(["elfatt-sd", *sys.argv[1:]]))
+    return Session(out, name, again, markdown=as_markdown, command=shlex.join(["elfatt-sd", *sys.argv[1:]]))
 
 
 takes_session = adds_options("session", SESSION_OPTIONS, build_session)
@@ -266,13 +272,17 @@ def _method(text: str) -> Any:
 
 
 def _show(session: Session) -> None:
-    """Print the rows that there are, and write table and plot beside the JSON file."""
+    """Print the rows that there are and what they say, and write table and plot beside the JSON file."""
     from elfatt_sd.benchmarking.page import save
     from elfatt_sd.benchmarking.tables import markdown
+    from elfatt_sd.benchmarking.terminal import show
 
     if session.results is None:
         return
-    print(markdown(session.results), end="")
+    if session.markdown:
+        print(markdown(session.results), end="")
+    else:
+        show(session.results, output())
     if not session.results["rows"]:
         return
     path = session.path(session.results["kind"])
@@ -282,19 +292,45 @@ def _show(session: Session) -> None:
 
 @contextmanager
 def _progress(session: Session) -> Iterator[None]:
-    """Show a bar on a terminal."""
+    """Show a bar on a terminal; elsewhere print a line for each stage, and now and then within one."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    quiet: Any = {"transient": True, "redirect_stdout": sys.stdout.isatty()}
+    if not console.is_terminal:
+        session.progress = _Lines()
+        yield
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = [TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[calls]}")]
+    quiet: Any = {"transient": True, "redirect_stdout": sys.stdout.isatty(), "expand": True}
     quiet["auto_refresh"] = False  # a thread that draws would take time from what is measured
-    with Progress(*columns, console=console, disable=not console.is_terminal, **quiet) as bar:
-        task = bar.add_task("preparing", total=None)
+    with Progress(*columns, TimeRemainingColumn(), console=console, **quiet) as bar:
+        task = bar.add_task("preparing", total=None, calls="")
 
         def tell(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name, completed=done, total=total, refresh=True)
+            bar.update(task, description=name, completed=done, total=total, calls=f"{done}/{total} calls", refresh=True)
 
         session.progress = tell
         yield
+
+
+class _Lines:
+    """Progress for what is no terminal: a line on stderr."""
+
+    def __init__(self) -> None:
+        self._start = self._said = time.monotonic()
+        self._stage = ""
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Print a line where a stage begins, and where the last one is old."""
+        now = time.monotonic()
+        if name == self._stage and now - self._said < SECONDS_BETWEEN_LINES:
+            return
+        left = f", about {_duration((now - self._start) / done * (total - done))} left" if done else ""
+        print(f"{name}: {done} of {total} calls done{left}", file=sys.stderr, flush=True)
+        self._stage, self._said = name, now
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

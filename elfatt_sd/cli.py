@@ -13,6 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -33,11 +34,11 @@ from elfatt_sd.console import (
     takes_patch,
 )
 from elfatt_sd.files import check_writable
-from elfatt_sd.request import SCHEDULERS, Request, check_sizes, read_prompts, unquoted
+from elfatt_sd.request import SCHEDULERS, SHAPE_NAMES, Request, check_sizes, read_prompts, unquoted
 
 if TYPE_CHECKING:
     from elfatt_sd.generation import Drawn, Result
-    from elfatt_sd.planning import Plan, PlannedLayer
+    from elfatt_sd.planning import Plan
     from elfatt_sd.trial import Trial
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -218,7 +219,10 @@ def try_methods(
 @takes_patch
 def patch(
     chosen: Chosen,
-    model: Annotated[str, typer.Argument(help="toy, a diffusers directory, a hub id, or a .safetensors file.")] = "toy",
+    model: Annotated[
+        str,
+        typer.Argument(help="toy, a diffusers directory, a hub id, a .safetensors file; sd15 or sdxl load nothing."),
+    ] = "toy",
     height: Height = None,
     width: Width = None,
     as_json: Json = False,
@@ -235,16 +239,20 @@ def patch(
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
     loaded_from = Source(model, device, dtype, allow_pickle, variant)
-    loaded_from.check()
-    pipe = loaded_from.load()
+    known = model in SHAPE_NAMES
+    if not known:
+        loaded_from.check()
+    pipe = _sketch(model, chosen.autotune) if known else loaded_from.load()
 
+    from elfatt_sd.layers import find_denoisers
     from elfatt_sd.patch import plan
 
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
+    planned = planned.counting(find_denoisers(pipe))
     if save is not None:
         chosen.config.save(save)
     saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
-    source = json.dumps(model) + ", allow_pickle=True" * allow_pickle
+    source = json.dumps("path/or/hub-id" if known else model) + ", allow_pickle=True" * allow_pickle
     source += f", variant={json.dumps(variant)}" if variant else ""
     lines = _python_lines(source, saved or chosen.arguments)
     if as_json:
@@ -294,6 +302,19 @@ class Source:
         return load_pipeline(
             self.model, device=self.device, dtype=self.dtype, allow_pickle=self.allow_pickle, variant=self.variant
         )
+
+
+def _sketch(model: str, autotune: bool) -> Any:
+    """Return a shape without weights."""
+    from elfatt_sd.shapes import sketch
+
+    if autotune:
+        raise ElfattError(
+            f"model={model!r} is a shape without weights, which --autotune cannot measure; give a model, or time the "
+            f"shape with elfatt-sd bench unet --model {model} --autotune."
+        )
+    quiet_libraries()
+    return sketch(model)
 
 
 def _own_defaults(model: str) -> tuple[int, float]:
@@ -371,39 +392,26 @@ def _python_lines(source: str, arguments: str) -> list[str]:
 
 
 def _print_plan(planned: Plan) -> None:
-    console, config = output(), planned.config
-    title = f"{config.method}: {sum(layer.patched for layer in planned.layers)} of {len(planned.layers)} layers"
-    table = Table(title=title, title_justify="left")
-    table.add_column("layer", overflow="fold")
-    for name in ("tokens", "heads"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("what happens")
+    from elfatt_sd.planning import giga, places
+
+    console = output()
+    table = Table(title=planned.heading, title_justify="left", box=SIMPLE)
+    table.add_column("layers", overflow="fold")
+    table.add_column("what happens", overflow="fold", min_width=30)
     for name in ("before", "after"):
         table.add_column(name, justify="right", no_wrap=True)
-    for layer in planned.layers:
-        cells = [_short(layer), f"{layer.tokens} ({layer.height}x{layer.width})", str(layer.heads), layer.reason]
-        after = _average(planned, layer)
-        table.add_row(*cells, _giga(layer.multiply_adds), _giga(after), style="" if layer.patched else "dim")
+    for group in planned.groups():
+        layer, number = group[0], len(group)
+        which = [f"{number} layer{'s' * (number > 1)}, {layer.heads} heads"]
+        which += [f"{layer.tokens} tokens ({layer.height}x{layer.width})", *places(group)]
+        work = (sum(each.multiply_adds for each in group), sum(map(planned.average, group)))
+        style = "" if layer.patched else "dim"
+        table.add_row("\n".join(which), layer.reason, *map(giga, work), style=style, end_section=True)
     console.print(table)
-    print("before, after: multiply-adds (G) of one UNet call for one picture; after: averaged over the run.\n")
-    for phase in planned.phases:
-        print(f"{phase.start:4.0%} to {phase.until:4.0%} of the steps: {phase.what}, {_giga(phase.multiply_adds)} G")
-    before, after = planned.multiply_adds_before, planned.multiply_adds_after
-    share = after / before if before else 1.0
-    print(f"all self-attention: {_giga(before)} G before, {_giga(after)} G after ({share:.0%})")
-
-
-def _short(layer: PlannedLayer) -> str:
-    return f"{layer.denoiser}.{layer.name}".replace("transformer_blocks", "blocks").removeprefix("unet.")
-
-
-def _average(planned: Plan, layer: PlannedLayer) -> float:
-    shares = [phase.until - phase.start for phase in planned.phases]
-    return sum(share * work for share, work in zip(shares, layer.multiply_adds_by_phase, strict=True))
-
-
-def _giga(multiply_adds: float) -> str:
-    return f"{multiply_adds / 1e9:.3f}"
+    console.print("before, after: G (10^9) multiply-adds of these layers in one call for one image.")
+    console.print("after is the mean over the run. --json lists every layer.\n")
+    for line in planned.summary():
+        console.print(f"{line[:1].upper()}{line[1:]}.")
 
 
 def _print_findings(sections: dict[str, list[Any]]) -> None:

@@ -1,11 +1,15 @@
-"""What a patch would do: layers, tokens, phases, and multiply-adds before and after."""
+"""What a patch would do: layers, tokens, phases, multiply-adds before and after, and the speed-up these allow."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from elfatt_sd.attention import partition
 from elfatt_sd.autotune import Decision, matching_uses
@@ -13,6 +17,7 @@ from elfatt_sd.cell_spread import cell_blocks
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention, find_denoisers, unwrap
 from elfatt_sd.sampled import sample_counts
+from elfatt_sd.shapes import Blueprint
 
 _ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 
@@ -33,6 +38,7 @@ class PlannedLayer:
         reason: what its grid gets in each phase that is not exact, and whether that pays; or why it is not patched.
         multiply_adds: of one call for one picture, untouched.
         multiply_adds_by_phase: the same in each phase; of a matching that calls share, each has its part.
+        approximated: whether each phase replaces its exact attention.
     """
 
     denoiser: str
@@ -46,6 +52,7 @@ class PlannedLayer:
     reason: str
     multiply_adds: int
     multiply_adds_by_phase: tuple[int, ...]
+    approximated: tuple[bool, ...]
 
     @property
     def tokens(self) -> int:
@@ -55,7 +62,14 @@ class PlannedLayer:
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """A phase in a plan: its share of the run, and the self-attention's multiply-adds of one call in it."""
+    """A phase in a plan.
+
+    Attributes:
+        start: fraction of the run at which it begins.
+        until: fraction of the run at which it ends.
+        what: what the patched layers get in it, and what was asked for where their grids cannot give that.
+        multiply_adds: of the self-attention of one call in it.
+    """
 
     start: float
     until: float
@@ -64,17 +78,49 @@ class PlannedPhase:
 
 
 @dataclass(frozen=True)
+class PlannedCall:
+    """One call of the UNet, and of its ControlNets, by multiply-adds for one image.
+
+    Attributes:
+        denoisers: multiply-adds of each, untouched; None where they could not be counted.
+        before: of all of them, untouched; None where one of them could not be counted.
+        after: with the patch, averaged over the run.
+        speed: `before / after`: how many times as fast the call is if time is in proportion to multiply-adds.
+        limit: the same, if what is approximated cost nothing at all.
+    """
+
+    denoisers: Mapping[str, int | None]
+    before: int | None = None
+    after: int | None = None
+    speed: float | None = None
+    limit: float | None = None
+
+    def __str__(self) -> str:
+        """Return it as a line."""
+        if self.before is None or self.after is None:
+            unknown = ", ".join(name for name, count in self.denoisers.items() if count is None)
+            return f"whole call: not counted ({unknown}), so no speed-up is estimated"
+        names = " and ".join("UNet" if name == "unet" else name for name in self.denoisers)
+        return (
+            f"whole call ({names}): {giga(self.before)} G multiply-adds before, {giga(self.after)} G after on average. "
+            f"By this count it is {self.speed:.2f} times as fast, {self.limit:.2f} if the approximated layers cost "
+            "nothing; measure what it is here with elfatt-sd bench"
+        )
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What a patch does to a pipeline at one picture size.
+    """What a patch does to a pipeline at one image size.
 
     Attributes:
         config: the method.
         height: of the latent.
         width: of the latent.
-        layers: every self-attention layer over picture tokens.
+        layers: every self-attention layer over image tokens.
         phases: in order, up to the end of the run.
-        multiply_adds_before: of all those layers in one call for one picture, untouched.
+        multiply_adds_before: of all those layers in one call for one image, untouched.
         multiply_adds_after: the same with the patch, averaged over the run.
+        blueprints: of the denoisers, for `call`; see `counting`.
     """
 
     config: PatchConfig
@@ -84,30 +130,103 @@ class Plan:
     phases: tuple[PlannedPhase, ...]
     multiply_adds_before: int
     multiply_adds_after: int
+    blueprints: tuple[tuple[str, Blueprint], ...] = ()
+
+    def counting(self, denoisers: Mapping[str, nn.Module]) -> Plan:
+        """Return a plan that knows the denoisers, whose multiply-adds are counted when `call` is asked for."""
+        known = tuple((name, Blueprint.of(denoiser)) for name, denoiser in denoisers.items())
+        return dataclasses.replace(self, blueprints=known)
+
+    @property
+    def call(self) -> PlannedCall:
+        """The whole call that the self-attention is a part of; the first time, it takes a second or a few."""
+        counts = {name: blueprint.multiply_adds(self.height, self.width) for name, blueprint in self.blueprints}
+        known = [count for count in counts.values() if count is not None]
+        if not known or len(known) < len(counts):
+            return PlannedCall(counts)
+        before = sum(known)
+        after = before - self.multiply_adds_before + self.multiply_adds_after
+        least = before - round(sum(map(self._approximated, self.layers)))
+        return PlannedCall(counts, before, after, before / after, before / max(1, least))
+
+    def average(self, layer: PlannedLayer) -> float:
+        """Return a layer's multiply-adds with the patch, averaged over the run."""
+        return sum(part * work for part, work in zip(self._parts, layer.multiply_adds_by_phase, strict=True))
+
+    def groups(self) -> list[tuple[PlannedLayer, ...]]:
+        """Return the layers, those together to which the same happens on the same grid."""
+        alike: dict[PlannedLayer, list[PlannedLayer]] = {}
+        for layer in self.layers:
+            alike.setdefault(dataclasses.replace(layer, name=""), []).append(layer)
+        return [tuple(group) for group in alike.values()]
+
+    @property
+    def heading(self) -> str:
+        """The method, and how many layers it patches."""
+        patched = sum(layer.patched for layer in self.layers)
+        return f"{self.config.method}: patches {patched} of {len(self.layers)} self-attention layers"
+
+    def summary(self) -> list[str]:
+        """Return what happens in each phase and what it adds up to, also of the whole call where that is known."""
+        rows = [
+            f"{phase.start:.0%} to {phase.until:.0%} of the steps: {phase.what}, "
+            f"{giga(phase.multiply_adds)} G multiply-adds"
+            for phase in self.phases
+        ]
+        fraction = self.multiply_adds_after / self.multiply_adds_before if self.multiply_adds_before else 1.0
+        rows.append(
+            f"self-attention of a call: {giga(self.multiply_adds_before)} G multiply-adds before, "
+            f"{giga(self.multiply_adds_after)} G after on average ({fraction:.0%})"
+        )
+        return [*rows, str(self.call)] if self.blueprints else rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         layers = [{**dataclasses.asdict(layer), "tokens": layer.tokens} for layer in self.layers]
-        return {**dataclasses.asdict(self), "config": self.config.to_dict(), "layers": layers}
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del data["blueprints"]
+        data |= {
+            "config": self.config.to_dict(),
+            "layers": layers,
+            "phases": list(map(dataclasses.asdict, self.phases)),
+        }
+        return {**data, "call": dataclasses.asdict(self.call)}
 
     def __str__(self) -> str:
         """Return the plan as text."""
-        rows = [f"{self.config.method}: {sum(layer.patched for layer in self.layers)} of {len(self.layers)} layers"]
-        rows += [
-            f"  {layer.denoiser}.{layer.name}: {layer.tokens} tokens, {layer.heads} heads: {layer.reason}"
-            for layer in self.layers
-        ]
-        rows += [
-            f"  {phase.start:.0%} to {phase.until:.0%} of the steps: {phase.what}, "
-            f"{phase.multiply_adds / 1e9:.2f} G multiply-adds"
-            for phase in self.phases
-        ]
-        share = self.multiply_adds_after / self.multiply_adds_before if self.multiply_adds_before else 1.0
-        rows.append(
-            f"  self-attention of a call: {self.multiply_adds_before / 1e9:.2f} G multiply-adds before, "
-            f"{self.multiply_adds_after / 1e9:.2f} G after on average ({share:.0%})"
-        )
-        return "\n".join(rows)
+        rows = []
+        for group in self.groups():
+            layer, number = group[0], len(group)
+            rows.append(
+                f"{number} layer{'s' * (number > 1)} of {layer.tokens} tokens ({layer.height}x{layer.width}), "
+                f"{layer.heads} heads, in {', '.join(places(group))}: {layer.reason}"
+            )
+        return "\n  ".join([self.heading, *rows, *self.summary()])
+
+    @property
+    def _parts(self) -> list[float]:
+        return [phase.until - phase.start for phase in self.phases]
+
+    def _approximated(self, layer: PlannedLayer) -> float:
+        """Return the exact layer's multiply-adds in the phases that approximate it, averaged over the run."""
+        return layer.multiply_adds * sum(itertools.compress(self._parts, layer.approximated))
+
+
+def giga(multiply_adds: float) -> str:
+    """Return a number of multiply-adds in units of 10^9, with three digits at least."""
+    value = multiply_adds / 1e9
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def places(layers: Sequence[PlannedLayer]) -> list[str]:
+    """Return the blocks that layers are in: `down_blocks.0`, `mid_block`; of a ControlNet with its name before."""
+
+    def place(layer: PlannedLayer) -> str:
+        kind, number, *_ = layer.name.split(".")
+        block = f"{kind}.{number}" if number.isdigit() and kind != "mid_block" else kind
+        return block if layer.denoiser == "unet" else f"{layer.denoiser}.{block}"
+
+    return list(dict.fromkeys(map(place, layers)))
 
 
 def make_plan(
@@ -136,7 +255,10 @@ def make_plan(
     starts = [0.0, *(phase.until for phase in phases[:-1])]
     planned = tuple(
         PlannedPhase(
-            start, phase.until, describe(phase), sum(layer.multiply_adds_by_phase[index] for layer in planned_layers)
+            start,
+            phase.until,
+            describe(phase, _grids(index, planned_layers)),
+            sum(layer.multiply_adds_by_phase[index] for layer in planned_layers),
         )
         for index, (start, phase) in enumerate(zip(starts, phases, strict=True))
     )
@@ -146,42 +268,78 @@ def make_plan(
 
 
 def latent_grid(pipe: Any, height: int | None, width: int | None) -> tuple[int, int]:
-    """Return height and width of the latent for a picture size in pixels (for a bare UNet: of the latent itself).
+    """Return height and width of the latent for an image size in pixels (for a bare UNet: of the latent itself).
 
     Raises:
         ElfattError: the size is not a positive multiple of the VAE's factor.
     """
     scale = int(getattr(pipe, "vae_scale_factor", 1))
-    unet: Any = unwrap(find_denoisers(pipe)["unet"])
-    own = unet.config.sample_size or 64
+    config = getattr(unwrap(find_denoisers(pipe)["unet"]), "config", None)
+    own = getattr(config, "sample_size", None) or 64
     sides = list(own) if isinstance(own, list | tuple) else [own, own]
     for side, (name, pixels) in enumerate((("height", height), ("width", width))):
         if pixels is not None:
-            if pixels <= 0 or pixels % scale:
-                raise ElfattError(f"{name}={pixels} is not accepted; give a positive multiple of {scale}.")
+            if not isinstance(pixels, numbers.Integral) or pixels <= 0 or pixels % scale:
+                raise ElfattError(f"{name}={pixels!r} is not accepted; give a positive multiple of {scale}.")
             sides[side] = pixels // scale
     return int(sides[0]), int(sides[1])
 
 
-def describe(phase: Phase) -> str:
-    """Say in a few words what happens in a phase."""
+def describe(phase: Phase, grids: Sequence[tuple[int, int]] = ()) -> str:
+    """Say in a few words what happens in a phase.
+
+    Args:
+        phase: with the numbers that are asked for.
+        grids: on which it happens; where they cannot give these numbers, both are said.
+    """
     if phase.exact:
         return "exact attention"
-    merge = f"{phase.ratio:.0%} merged (stride {phase.stride}), " if phase.ratio else ""
+    fitted = [fit(phase, *grid) for grid in grids] or [phase]
+    agents = _said(phase, fitted, "agents", "# agents")
+    if phase.agent_source == "merged":
+        agents = _said(phase, fitted, "agent_ratio", "agents merged at #", "{:.0%}")
     second = phase.second_order if phase.attention == "block" else None
-    blocks = f"{phase.block_order}{f' and {second}' if second else ''} blocks of {phase.block_size}"
-    agents = f"{phase.agents} agents" if phase.agent_source == "pooled" else f"agents merged at {phase.agent_ratio:.0%}"
+    blocks = f"{phase.block_order}{f' and {second}' if second else ''} blocks of #"
+    blocks = _said(phase, fitted, "block_size", blocks)
+    groups = _span(fitted, "groups")
+    groups += " group" + "s" * (groups != "1") + " in columns" * (not phase.lattice)
     how = {
         "softmax": "softmax attention",
         "agent": agents,
         "block": blocks,
         "elfatt": f"{agents} and {blocks}",
         "cell_spread": f"own cell and {blocks}",
-        "sampled": f"{phase.block_size} sampled keys ({phase.groups} group{'s' * (phase.groups > 1)}"
-        f"{' in columns' * (not phase.lattice)})",
+        "sampled": _said(phase, fitted, "block_size", "# sampled keys", more=groups),
     }
     corrected = f", exact in 1 of {phase.residual_steps} steps and corrected in between" * (phase.residual_steps > 1)
-    return merge + how[phase.attention] + corrected
+    return _merging(phase, fitted, grids) + how[phase.attention] + corrected
+
+
+def _merging(phase: Phase, fitted: Sequence[Phase], grids: Sequence[tuple[int, int]]) -> str:
+    """Say how much is merged, and how much can be where that is less than asked."""
+    if not phase.ratio:
+        return ""
+    most = max((_most_merged(phase.stride, *grid) / (grid[0] * grid[1]) for grid in grids), default=1.0)
+    stride = f"stride {phase.stride}" if phase.ratio <= most else f"at most {most:.0%} with stride {phase.stride}"
+    return _said(phase, fitted, "ratio", "# merged", "{:.0%}", stride) + ", "
+
+
+def _said(phase: Phase, fitted: Sequence[Phase], name: str, words: str, number: str = "{}", more: str = "") -> str:
+    """Put a field's number into words, and into brackets what was asked for where grids get another one."""
+    span, asked = _span(fitted, name, number), number.format(getattr(phase, name))
+    brackets = ", ".join(filter(None, [f"{asked} asked" * (span != asked), more]))
+    return words.replace("#", span) + f" ({brackets})" * bool(brackets)
+
+
+def _span(fitted: Sequence[Phase], name: str, number: str = "{}") -> str:
+    values = [getattr(each, name) for each in fitted]
+    low, high = number.format(min(values)), number.format(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _grids(index: int, layers: Sequence[PlannedLayer]) -> list[tuple[int, int]]:
+    """Return the grids on which a phase approximates."""
+    return list(dict.fromkeys((layer.height, layer.width) for layer in layers if layer.approximated[index]))
 
 
 def fit(phase: Phase, height: int, width: int) -> Phase:
@@ -201,7 +359,7 @@ def fit(phase: Phase, height: int, width: int) -> Phase:
         size = tokens // cell_blocks(tokens, size)
     elif phase.uses_blocks:
         _, base, larger = partition(kept, size)
-        size = base + (larger > 0)
+        size = size if base <= size <= base + (larger > 0) else base + (larger > 0)
     return dataclasses.replace(
         phase,
         ratio=1 - kept / tokens,
@@ -226,13 +384,13 @@ def _plan_layer(
     attention: Any = layer.attention
     channels = attention.inner_dim
     before = multiply_adds(EXACT, rows, columns, channels)
-    by_phase, reasons, patched = [], [], False
+    by_phase, approximated, reasons = [], [], []
     for phase, decision in zip(phases, decisions, strict=True):
         work = multiply_adds(phase, rows, columns, channels, uses)
         pays = chosen and (decision is None or decision.pays)
         by_phase.append(work if pays else before)
+        approximated.append(pays and not phase.exact)
         if not phase.exact:
-            patched = patched or pays
             verdict = decision or (_ESTIMATED_SLOWER if work > before else None)
             reasons.append(describe(fit(phase, rows, columns)) + (f": {verdict}" if verdict else ""))
     if not reasons:
@@ -249,17 +407,23 @@ def _plan_layer(
         columns,
         attention.heads,
         channels,
-        patched,
+        any(approximated),
         reason,
         before,
         tuple(by_phase),
+        tuple(approximated),
     )
 
 
 def _merged(ratio: float, stride: int, height: int, width: int) -> int:
-    """Tokens of a grid that are merged away: at most all that are no destination."""
+    """Tokens of a grid that are merged away."""
+    return min(_most_merged(stride, height, width), int(height * width * ratio))
+
+
+def _most_merged(stride: int, height: int, width: int) -> int:
+    """Tokens of a grid that can be merged away: all that are no destination; none where there is no destination."""
     destinations = (height // stride) * (width // stride)
-    return min(height * width - destinations, int(height * width * ratio)) if destinations else 0
+    return height * width - destinations if destinations else 0
 
 
 def multiply_adds(phase: Phase, height: int, width: int, channels: int, uses: int = 1) -> int:

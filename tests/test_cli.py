@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -202,8 +203,9 @@ def test_a_saved_configuration_can_be_used(model: Path, tmp_path: Path) -> None:
 def test_patch_prints_the_plan_and_lines_that_run(model: Path) -> None:
     result = call("patch", model, "--ratio", 0.25, "--block-order", "curve")
     assert result.exit_code == 0, result.output
-    assert "elfatt: 3 of 7 layers" in result.stdout
-    assert "256 (16x16)" in result.stdout
+    assert "elfatt: patches 3 of 7 self-attention layers" in result.stdout
+    assert "256 tokens (16x16)" in result.stdout
+    assert "times as fast" in result.stdout
     lines = result.stdout.split("In Python:")[1]
     names: dict[str, Any] = {}
     exec("\n".join(line.strip() for line in lines.splitlines()), names)
@@ -215,7 +217,7 @@ def test_patch_prints_the_plan_and_lines_that_run(model: Path) -> None:
 def test_patch_of_the_default_model() -> None:
     result = call("patch")
     assert result.exit_code == 0, result.output
-    assert "4096 (64x64)" in result.stdout
+    assert "4096 tokens (64x64)" in result.stdout
     assert 'pipe = elfatt_sd.load_pipeline("toy")\n' in result.stdout
 
 
@@ -229,6 +231,33 @@ def test_patch_as_json(model: Path) -> None:
     assert data["python"][-1] == 'elfatt_sd.apply_patch(pipe, "tome")'
     pickles = json.loads(call("patch", model, "--allow-pickle", "--json").stdout)["python"]
     assert f'pipe = elfatt_sd.load_pipeline("{model}", allow_pickle=True)' in pickles
+
+
+@pytest.mark.parametrize("shape", ["sd15", "sdxl"])
+def test_patch_of_a_shape_allocates_nothing(shape: str) -> None:
+    """Its own size is that of bench; equal layers are one row, and the whole call is counted."""
+    result = call("patch", shape, "--json")
+    data = json.loads(result.stdout)
+    patched, layers, tokens = {"sd15": (5, 16, 4096), "sdxl": (10, 70, 4096)}[shape]
+    assert [sum(layer["patched"] for layer in data["layers"]), len(data["layers"])] == [patched, layers]
+    assert max(layer["tokens"] for layer in data["layers"]) == tokens
+    assert data["call"]["before"] == {"sd15": 401_636_720_640, "sdxl": 3_380_618_199_040}[shape]
+    assert 1 < data["call"]["speed"] < data["call"]["limit"]
+    assert data["python"][2] == 'pipe = elfatt_sd.load_pipeline("path/or/hub-id")'
+
+
+def test_patch_of_a_shape_fits_a_terminal(monkeypatch: Any) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    result = call("patch", "sd15")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in result.stdout.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert len(lines) < 45
+    assert "…" not in result.stdout
+
+
+def test_a_shape_has_nothing_to_measure() -> None:
+    check_error(call("patch", "sd15", "--autotune"), "model='sd15' is a shape without weights")
 
 
 def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -490,9 +519,31 @@ def test_peak_memory_on_the_cpu_is_the_high_water_mark() -> None:
 def test_bench_prints_and_saves(tmp_path: Path) -> None:
     result = call("bench", "merging", "--tokens", 64, "--repeats", 1, "--dtype", "float32", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
+    assert "64 tokens, batch 2, float32" in result.stdout
+    assert "|" not in result.stdout and "nbsp" not in result.stdout
+    assert "64 tokens, batch 2, float32: ours is " in result.stdout or "no method is faster than" in result.stdout
+    assert "One round tells little: repeat with more rounds." in result.stdout
+    assert result.stderr.startswith("64 tokens, batch 2, float32: 0 of 6 calls done\n")
+    assert files(tmp_path / "out") == ["merging.json", "merging.md", "merging.png"]
+
+
+def test_bench_prints_markdown_on_request() -> None:
+    result = call("bench", "merging", "--tokens", 64, "--repeats", 1, "--dtype", "float32", "--markdown")
     assert "64 tokens, batch 2, float32:" in result.stdout
     assert "\n| tomesd | " in result.stdout
-    assert files(tmp_path / "out") == ["merging.json", "merging.md", "merging.png"]
+
+
+def test_bench_shows_a_bar_that_counts_calls(monkeypatch: Any) -> None:
+    """Rounds times variants of all sizes, and the warm-up of each."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["--tokens", 64, "--tokens", 256, "--repeats", 2, "--dtype", "float32"]
+    shown = call("bench", "merging", *words)
+    counts = re.findall(r"(\d+)/(\d+) calls", shown.stderr)
+    assert counts[-1] == ("18", "18")
+    assert {total for _, total in counts} == {"15", "18"}  # the second size's warm-up is known when it begins
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.stdout.splitlines()]
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,8 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
             assert not {name.partition(".")[0] for name in found} & optional, path
 
 
-MATHEMATICS = ("files", "config", "attention", "merging", "ordering", "sampled", "cell_spread", "schedule")
-CORE = (*MATHEMATICS, "layers", "processor", "autotune", "planning", "patch", "standalone")
+MATHEMATICS = ("errors", "files", "config", "attention", "merging", "ordering", "sampled", "cell_spread", "schedule")
+CORE = (*MATHEMATICS, "layers", "processor", "autotune", "shapes", "planning", "patch", "standalone")
 
 
 @pytest.mark.parametrize("name", CORE)

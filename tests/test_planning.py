@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+import tiny_pipelines as tiny
+import torch
 
 import elfatt_sd
 from elfatt_sd.config import EXACT, METHODS, PatchConfig, Phase
@@ -37,7 +40,7 @@ def test_a_layer_that_the_estimate_makes_slower_says_so(pipe: Any) -> None:
         (Phase(1.0, "sampled", block_size=128), (64, 64), "128 sampled keys (2 groups)"),
         (Phase(1.0, "sampled", groups=8, lattice=False), (64, 64), "128 sampled keys (8 groups in columns)"),
         (Phase(1.0, "block", block_size=128), (33, 33), "sequence blocks of 121"),
-        (Phase(1.0, "block", block_size=227), (32, 64), "sequence blocks of 228"),  # the paper's: 227 or 228
+        (Phase(1.0, "block", block_size=227), (32, 64), "sequence blocks of 227"),  # the paper's: 227 or 228
         (Phase(1.0, "block", block_size=128), (8, 8), "sequence blocks of 64"),
         (
             Phase(1.0, "elfatt", ratio=0.5, agents=64),
@@ -59,7 +62,7 @@ def test_a_plan_shows_what_each_level_gets(pipe: Any) -> None:
         (256, "128 sampled keys (2 groups)"),
         (64, "64 sampled keys (1 group)"),
     }
-    assert [phase.what for phase in plan.phases] == ["128 sampled keys (2 groups)"]  # of the method, not of a layer
+    assert [phase.what for phase in plan.phases] == ["64 to 128 sampled keys (128 asked, 1 to 2 groups)"]
 
 
 def test_each_phase_of_a_layer_is_described(pipe: Any) -> None:
@@ -105,3 +108,91 @@ def test_agents_that_are_merged_cost_their_matching() -> None:
     work = similarities + 4 * tokens * 8**2 + 32 * 8**2 + 2 * tokens * 2 * 32 * 8
     assert multiply_adds(agents, 8, 8, 8) == work
     assert multiply_adds(EXACT, 8, 8, 8) == 4 * tokens * 8**2 + 2 * tokens**2 * 8
+
+
+@pytest.mark.parametrize(
+    ("phase", "grids", "what"),
+    [
+        (Phase(1.0, ratio=0.9), [(8, 8)], "75% merged (90% asked, at most 75% with stride 2), softmax attention"),
+        (Phase(1.0, ratio=0.75), [(8, 8)], "75% merged (stride 2), softmax attention"),
+        (
+            Phase(1.0, ratio=0.95, stride=4),
+            [(8, 8)],
+            "94% merged (95% asked, at most 94% with stride 4), softmax attention",
+        ),
+        (Phase(1.0, ratio=0.5), [(1, 1)], "0% merged (50% asked, at most 0% with stride 2), softmax attention"),
+        (Phase(1.0, "agent", agents=4096), [(8, 8)], "64 agents (4096 asked)"),
+        (Phase(1.0, "agent", agent_source="merged"), [(8, 8)], "agents merged at 75% (95% asked)"),
+        (Phase(1.0, "block", block_size=128), [(8, 8), (33, 33)], "sequence blocks of 64 to 121 (128 asked)"),
+        (Phase(1.0, "block", block_size=227), [(32, 64)], "sequence blocks of 227"),  # and some of 228
+        (Phase(1.0, "sampled", block_size=128), [(8, 8)], "64 sampled keys (128 asked, 1 group)"),
+        (Phase(1.0, "sampled", block_size=128), [], "128 sampled keys (2 groups)"),
+        (EXACT, [(8, 8)], "exact attention"),
+    ],
+)
+def test_a_phase_says_what_its_grids_cannot_give(phase: Phase, grids: list[tuple[int, int]], what: str) -> None:
+    assert describe(phase, grids) == what
+
+
+def test_the_phases_of_a_plan_say_what_really_happens(pipe: Any) -> None:
+    [phase] = elfatt_sd.plan(pipe, "tome", ratio=0.9).phases
+    assert phase.what == "75% merged (90% asked, at most 75% with stride 2), softmax attention"
+
+
+def test_blocks_of_the_whole_sequence_are_said_where_they_cost_what_exact_attention_does(pipe: Any) -> None:
+    [phase] = elfatt_sd.plan(pipe, PatchConfig("x", (Phase(1.0, "block", block_size=999),))).phases
+    assert phase.what == "sequence blocks of 256 (999 asked)"
+
+
+def test_equal_layers_are_one_row(pipe: Any) -> None:
+    plan = elfatt_sd.plan(pipe, "tome")
+    assert [(len(group), group[0].tokens) for group in plan.groups()] == [(3, 256), (3, 64), (1, 16)]
+    assert "3 layers of 256 tokens (16x16), 2 heads, in down_blocks.0, up_blocks.2: 50% merged" in str(plan)
+    assert len(plan.to_dict()["layers"]) == len(plan.layers) == 7
+
+
+def test_the_whole_call_bounds_the_speed_up_by_arithmetic(pipe: Any) -> None:
+    plan = elfatt_sd.plan(pipe, "tome").counting({"unet": pipe.unet})
+    call = plan.call
+    assert call.before is not None and call.after is not None
+    assert call.before - call.after == plan.multiply_adds_before - plan.multiply_adds_after
+    assert call.speed == call.before / call.after
+    patched = sum(layer.multiply_adds for layer in plan.layers if layer.patched)
+    assert call.limit == call.before / (call.before - patched)
+    assert f"By this count it is {call.speed:.2f} times as fast, {call.limit:.2f} if" in str(plan)
+    assert plan.to_dict()["call"]["denoisers"] == {"unet": call.before}
+    untouched = elfatt_sd.plan(pipe, "sd").counting({"unet": pipe.unet}).call
+    assert untouched.speed == untouched.limit == 1
+
+
+def test_the_exact_phases_count_in_the_limit(pipe: Any) -> None:
+    whole, half = (
+        elfatt_sd.plan(pipe, PatchConfig("x", (Phase(until, ratio=0.5),))).counting({"unet": pipe.unet}).call
+        for until in (1.0, 0.5)
+    )
+    assert whole.before is not None and whole.limit is not None and half.limit is not None
+    assert 1 - 1 / half.limit == pytest.approx((1 - 1 / whole.limit) / 2)
+
+
+def test_a_controlnet_counts_and_what_cannot_be_called_is_said(pipe: Any) -> None:
+    plan = elfatt_sd.plan(pipe, "tome")
+    net = tiny.controlnet(pipe.unet)
+    both = plan.counting({"unet": pipe.unet, "controlnet": net}).call
+    assert both.before is not None
+    assert both.before > (plan.counting({"unet": pipe.unet}).call.before or 0)
+    assert "whole call (UNet and controlnet)" in str(both)
+    unknown = plan.counting({"unet": pipe.unet, "controlnet": torch.nn.Linear(2, 2)}).call
+    assert (unknown.before, unknown.speed) == (None, None)
+    assert "not counted (controlnet)" in str(unknown)
+    json.dumps(plan.counting({"unet": torch.nn.Linear(2, 2)}).to_dict())
+
+
+@pytest.mark.parametrize("size", [-8, 0, 33, "64", 64.0])
+def test_bad_sizes_are_one_line(pipe: Any, size: Any) -> None:
+    with pytest.raises(elfatt_sd.ElfattError, match=r"height=.* is not accepted; give a positive multiple of 2"):
+        elfatt_sd.plan(pipe, "tome", height=size)
+
+
+def test_a_controlnet_alone_has_a_plan(pipe: Any) -> None:
+    assert elfatt_sd.plan(tiny.controlnet(pipe.unet), "tome", height=16, width=16).layers
+    assert elfatt_sd.plan(tiny.controlnet(pipe.unet), "tome").height == 64

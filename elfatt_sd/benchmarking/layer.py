@@ -71,6 +71,10 @@ def layer(
     asked["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
     record = Record(session, kind, place, asked, bases=["softmax", "tomesd 0.5"])
     parts = {"attention": _attention_calls, "layer": _layer_calls}
+    each = repeats + memory  # calls of a variant
+    smallest = min(sides.values())
+    variants = sum(len(make(smallest, batch, block_size, place, precision)) for make in parts.values())
+    record.announce(len(sides) * variants * each)
     for (count, side), part in itertools.product(sides.items(), parts):
         before = [row for row in record.results["rows"] if row["part"] == part and row["tokens"] < count]
         calls = parts[part](side, batch, block_size, place, precision)
@@ -81,6 +85,7 @@ def layer(
             for name, call in calls.items()
             if (name in begun if begun else _expected(before, name, count) <= max_seconds)
         }
+        record.announce((len(kept) - len(calls)) * each)
         if not kept:
             continue
         calls = without_gradients(kept)

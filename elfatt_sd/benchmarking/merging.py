@@ -51,6 +51,7 @@ def merging(
     Phase(ratio=ratio, stride=stride)  # checks them
     asked = {"ratio": ratio, "stride": stride, "channels": channels}
     record = Record(session, "merging", place, asked, bases=["tomesd"])
+    record.announce(3 * repeats * len(dtypes) * len(sides))
     for dtype, (count, side) in itertools.product(dtypes, sides.items()):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(batch, count, channels, generator=generator).to(place, pick_dtype(dtype, place))

@@ -12,30 +12,8 @@ from torch import Tensor, nn
 from elfatt_sd.config import ElfattError
 from elfatt_sd.layers import unwrap
 from elfatt_sd.pipelines import load_pipeline
+from elfatt_sd.shapes import SCALE, SHAPES, call_arguments, empty_unet
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "sd15": {
-        "sample_size": 64,
-        "block_out_channels": (320, 640, 1280, 1280),
-        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-        "attention_head_dim": 8,
-        "cross_attention_dim": 768,
-    },
-    "sdxl": {
-        "sample_size": 128,
-        "block_out_channels": (320, 640, 1280),
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        "transformer_layers_per_block": (1, 2, 10),
-        "attention_head_dim": (5, 10, 20),
-        "cross_attention_dim": 2048,
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 256,
-        "projection_class_embeddings_input_dim": 2816,
-        "use_linear_projection": True,
-    },
-}
 VAE: dict[str, Any] = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -76,7 +54,6 @@ class Model:
             raise ElfattError(
                 f"size={size}, batch={batch} is not accepted; give at least {self.scale} pixels and a batch of 1."
             )
-        config: Any = unwrap(self.unet).config
         parameter = next(self.unet.parameters())
         side = size // self.scale
         generator = torch.Generator().manual_seed(0)
@@ -84,15 +61,7 @@ class Model:
         def noise(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(parameter)
 
-        inputs: dict[str, Any] = {
-            "timestep": torch.arange(1000, device=parameter.device)[STEP],
-            "encoder_hidden_states": noise(batch, 77, config.cross_attention_dim),
-        }
-        if config.addition_embed_type == "text_time":
-            pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-            sizes = torch.tensor([[size, size, 0, 0, size, size]]).to(parameter).expand(batch, -1)
-            inputs["added_cond_kwargs"] = {"text_embeds": noise(batch, pooled), "time_ids": sizes}
-        return {"sample": noise(batch, config.in_channels, side, side), **inputs}
+        return call_arguments(self.unet, side, side, batch, noise)
 
 
 def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:
@@ -109,7 +78,7 @@ def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:
 def make_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
     """Build a UNet with random weights (`sd15`, `sdxl`) or take a pipeline's (`toy`, a path, a hub id)."""
     if name in SHAPES:
-        return Model(random_unet(SHAPES[name], device, dtype), 8)
+        return Model(random_unet(SHAPES[name], device, dtype), SCALE)
     pipe = load_pipeline(name, device=str(device), dtype=dtype)
     return Model(pipe.unet, int(pipe.vae_scale_factor))
 
@@ -144,12 +113,7 @@ def make_pipeline(name: str, device: torch.device, dtype: torch.dtype, batch: in
 
 def random_unet(shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Build a UNet whose weights are drawn on the device, without a copy in float32."""
-    import diffusers
-
-    make: Any = diffusers.UNet2DConditionModel
-    with torch.device("meta"):
-        unet = make(**shape)
-    filled: nn.Module = fill(unet, device, dtype).eval()
+    filled: nn.Module = fill(empty_unet(shape), device, dtype).eval()
     return filled
 
 

@@ -61,13 +61,16 @@ def pipeline(
     asked: dict[str, Any] = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
     asked["variants"] = lineup.described()
     record = Record(session, "pipeline", place, asked, **lineup.details((UNPATCHED, PEER)))
-    for size in sizes or (int(pipe.unet.config.sample_size * pipe.vae_scale_factor),):
+    sizes = sizes or (int(pipe.unet.config.sample_size * pipe.vae_scale_factor),)
+    measured = [name for name, variant in lineup.variants.items() if memory and variant.kind != FLOOR]
+    record.announce(len(sizes) * (repeats * len(twins) + len(measured)))
+    for size in sizes:
         calls = {name: functools.partial(_run, each, inputs, size, steps) for name, each in twins.items()}
         warm_up = {name: functools.partial(_run, each, inputs, size, min(steps, 5)) for name, each in twins.items()}
         key = {"size": size, "batch": batch}
         record.time(key, calls, repeats, warm_up=warm_up)
         lost = record.group(key)["lost"]
-        for name in [name for name in calls if memory and lineup.variants[name].kind != FLOOR and name not in lost]:
+        for name in [name for name in measured if name not in lost]:
             record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
     return record.results
 

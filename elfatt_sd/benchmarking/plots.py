@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elfatt_sd.benchmarking.names import is_reference
-from elfatt_sd.benchmarking.record import title
 from elfatt_sd.benchmarking.rows import Results, own_part
-from elfatt_sd.benchmarking.tables import KEYS
+from elfatt_sd.benchmarking.tables import groups
 from elfatt_sd.optional import need
 
 
@@ -37,9 +36,7 @@ def _figure(results: Results) -> Any:
         return figure
     if results["kind"] in ("layer", "growth"):
         return _growth_figure(rows)
-    panels: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        panels.setdefault(title({key: row[key] for key in KEYS if key in row}), []).append(row)
+    panels = groups(rows)
     columns = min(2, len(panels))
     height = 0.8 + 0.42 * max(len(panel) for panel in panels.values())
     figure = Figure(figsize=(6.5 * columns, height * math.ceil(len(panels) / columns) + 0.8), layout="constrained")

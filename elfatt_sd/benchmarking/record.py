@@ -7,7 +7,6 @@ stand beside each other: ratios are taken within a round.
 from __future__ import annotations
 
 import datetime
-import functools
 import hashlib
 import json
 import math
@@ -30,6 +29,7 @@ _FREE = ("commit",)  # of the machine: the hash of the code says more
 _NOT_TIMED = (
     "benchmark_cli",
     "cli",
+    "conclusion",
     "console",
     "doctor",
     "generation",
@@ -40,6 +40,7 @@ _NOT_TIMED = (
     "plots",
     "rows",
     "tables",
+    "terminal",
 )
 
 
@@ -52,7 +53,8 @@ class Session:
         name: of the file, if not that of the benchmark.
         again: start over where the file holds results.
         command: the words that were typed, for the record.
-        progress: called with a group's name, the number of its calls done, and of all of them.
+        markdown: whether the table is printed as Markdown.
+        progress: called with a group's name, the number of all calls done, and of all that are known to come.
         results: of the benchmark that began last.
     """
 
@@ -60,6 +62,7 @@ class Session:
     name: str | None = None
     again: bool = False
     command: str = ""
+    markdown: bool = False
     progress: Progress = lambda name, done, total: None
     results: Results | None = None
 
@@ -87,6 +90,7 @@ class Record:
     ) -> None:
         self._session = session or Session()
         self._device = device
+        self._done = self._ahead = 0  # calls of stages that are over, and of those that were announced
         self._path = self._session.path(kind)
         machine = {**describe_environment(device), "code_sha256": code_hash()}
         fresh = {"kind": kind, "command": self._session.command, "settings": dict(settings), "machine": machine}
@@ -129,11 +133,23 @@ class Record:
             group["times"][name].clear()  # of earlier sittings, beside which no more rounds will stand
             self.save()
 
-        watch = Watch(functools.partial(self.tell, title(key)), self.sitting(group), lose)
+        self._ahead = max(0, self._ahead - repeats * len(calls))
+        turns = [0]
+
+        def turn(done: int, total: int) -> None:
+            turns.append(done)
+            self.tell(title(key), done, total)
+
+        watch = Watch(turn, self.sitting(group), lose)
         calls = {name: call for name, call in calls.items() if name not in group["lost"]}
         warm_up = warm_up and {name: call for name, call in warm_up.items() if name not in group["lost"]}
+        missing = repeats - min(map(len, group["times"].values()), default=0)
+        if missing > 0:
+            self.tell(title(key), 0, missing * len(calls) + len(calls if warm_up is None else warm_up))
         options: dict[str, Any] = {"seconds": seconds, "warm_up": warm_up, "times": group["times"], "watch": watch}
-        return interleave(calls, repeats, self._device, **options)
+        times = interleave(calls, repeats, self._device, **options)
+        self._done += turns[-1]
+        return times
 
     def sitting(self, group: dict[str, Any]) -> Callable[[], None]:
         """Begin a sitting of a group, and return what writes everything after each of its rounds."""
@@ -152,19 +168,26 @@ class Record:
     def keep_peak(self, key: Mapping[str, Any], variant: str, batch: int, measure: Callable[[], int | None]) -> None:
         """Measure the peak memory of a variant, unless it is known."""
         known = self.group(key)["peaks"].setdefault(variant, {})
+        self._ahead = max(0, self._ahead - 1)
         if str(batch) not in known:
-            self.tell(f"{title(key)}, memory of {variant} at batch {batch}", 0, 1)
+            self.tell(f"{title(key)}, memory at batch {batch}", 0, 1)
             known[str(batch)] = measure()
             self.save()
+            self._done += 1
+            self.tell(f"{title(key)}, memory at batch {batch}", 0, 0)
 
     def keep_errors(self, method: str, rows: list[dict[str, Any]]) -> None:
         """Keep the rows of a method that was compared with exact attention."""
         self.group({"method": method})["errors"] = rows
         self.save()
 
+    def announce(self, calls: int) -> None:
+        """Let the progress count calls that come later: rounds times variants, and measurements of memory."""
+        self._ahead += calls
+
     def tell(self, name: str, done: int, total: int) -> None:
-        """Tell how far a benchmark is."""
-        self._session.progress(name, done, total)
+        """Tell how far a benchmark is, by the calls of a stage that are done and all that it has."""
+        self._session.progress(name, self._done + done, self._done + total + self._ahead)
 
     def begun(self, key: Mapping[str, Any]) -> dict[str, list[float]]:
         """Return the rounds of a group by variant; nothing where it is not begun."""

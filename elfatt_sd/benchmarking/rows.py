@@ -64,6 +64,12 @@ def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return min(own, key=lambda part: part["seconds"], default=None) if len(parts) > 1 else None
 
 
+def beats_its_floor(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row or a part of one is faster than its floor, which nothing can be: it is noise."""
+    floor = row.get("floor")
+    return floor is not None and round(floor["median"], 3) < 1
+
+
 def _total(parts: Sequence[tuple[str, int]], times: Times) -> list[float]:
     """Add up, round by round, the parts of a run, as the mean of its steps."""
     steps = sum(count for _, count in parts)

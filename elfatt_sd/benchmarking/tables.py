@@ -8,7 +8,7 @@ from typing import Any
 
 from elfatt_sd.benchmarking.names import UNPATCHED, legend, plain_name
 from elfatt_sd.benchmarking.record import title
-from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.rows import Results, beats_its_floor
 
 KEYS = ("size", "tokens", "batch", "dtype", "part")
 
@@ -21,9 +21,12 @@ def markdown(results: Results) -> str:
     lines = _table(rows, results["bases"]) if rows else []
     if named := legend({row["method"] for row in rows}):
         lines += ["", named]
-    for group in results["groups"]:
-        if group.get("lost"):
-            lines += ["", f"Did not fit into memory ({title(group['key'])}): {', '.join(group['lost'])}."]
+    noisy = [row["method"] for row in rows if any(map(beats_its_floor, (row, *row.get("parts", ()))))]
+    if noisy:
+        named = ", ".join(f"`{name}`" for name in dict.fromkeys(noisy))
+        lines += ["", f"Faster than its floor, which is noise (repeat with more rounds): {named}."]
+    for line in lost(results):
+        lines += ["", line]
     for part, fitted in results.get("exponents", {}).items():
         own = [row["method"] for row in rows if row["part"] == part]
         sizes = max(map(own.count, own))
@@ -31,6 +34,23 @@ def markdown(results: Results) -> str:
         said = [f"{name} {spread(value)}{few.get(name, '')}" for name, value in fitted.items() if value is not None]
         lines += ["", f"Time of the {part} grows with tokens to the power of: {'; '.join(said)}."]
     return "".join(f"{line}\n" for line in lines)
+
+
+def lost(results: Results) -> list[str]:
+    """Say for each group what did not fit into memory."""
+    return [
+        f"Did not fit into memory ({title(group['key'])}): {', '.join(group['lost'])}."
+        for group in results["groups"]
+        if group.get("lost")
+    ]
+
+
+def groups(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the rows by what was timed together, in words."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(title({key: row[key] for key in KEYS if key in row}), []).append(row)
+    return found
 
 
 def error_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -61,19 +81,19 @@ def _table(rows: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> list[str]
     caption = title(shared)
     lines = [f"{caption[:1].upper()}{caption[1:]}:", ""] * bool(shared) + _start(head)
     for row in rows:
-        for each in (row, *_parts(row)):
+        for each in (row, *parts(row, indent="&nbsp; ")):
             cells = [clock(each["seconds"]), *(spread(each["speed"].get(base)) for base in bases)]
             cells += [spread(each["floor"], 3)] * floors
-            cells += [_scaled(each.get("peak_bytes"), 2**20, 0)] * peaks
-            cells += [_scaled(each.get("bytes_per_picture"), 1e9, 3)] * growth
+            cells += [scaled(each.get("peak_bytes"), 2**20, 0)] * peaks
+            cells += [scaled(each.get("bytes_per_picture"), 1e9, 3)] * growth
             lines.append(_line([*(str(row.get(key, "")) for key in keys), each["method"], *cells]))
     return lines
 
 
-def _parts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def parts(row: Mapping[str, Any], indent: str) -> list[dict[str, Any]]:
     """Return a line for each part of a method's run; what an untouched call is to a floor, says nothing of it."""
     return [
-        {**part, "method": f"&nbsp; {part['steps']} steps: {part['what']}"}
+        {**part, "method": f"{indent}{part['steps']} steps: {part['what']}"}
         | ({"floor": None} if plain_name(part["variant"]) == UNPATCHED else {})
         for part in row.get("parts", ())
     ]
@@ -100,5 +120,6 @@ def spread(ratio: Mapping[str, Any] | None, digits: int = 2) -> str:
     return median if least == greatest else f"{median} ({least} to {greatest})"
 
 
-def _scaled(value: float | None, unit: float, digits: int) -> str:
+def scaled(value: float | None, unit: float, digits: int) -> str:
+    """Return a value in a unit, or nothing."""
     return "" if value is None else f"{value / unit:.{digits}f}"

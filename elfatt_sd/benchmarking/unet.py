@@ -95,6 +95,8 @@ def unet(
     details = lineup.details((UNPATCHED, PEER, UNPATCHED + COMPILED))
     record = Record(session, "unet", place, asked, **details)
     keys = [{"size": size, "batch": batch} for size in sizes]
+    measured = [name for name, variant in lineup.variants.items() if variant.kind != FLOOR]
+    record.announce(len(keys) * (repeats * len(units) + len(measured) * len(batches)))
     for key in keys:
         inputs = made.inputs(key["size"], batch)
         calls = {
@@ -104,7 +106,6 @@ def unet(
         small = made.inputs(min(key["size"], made.least_size), batch)
         warm_up = _warm_up(units, lineup.variants, calls, small) if place.type == "cpu" else None
         record.time(key, calls, repeats, seconds=seconds, warm_up=warm_up)
-    measured = [name for name, variant in lineup.variants.items() if variant.kind != FLOOR]
     for key, name, rows in itertools.product(keys, measured, batches):
         if name in record.group(key)["lost"]:
             continue

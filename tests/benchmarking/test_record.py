@@ -137,7 +137,7 @@ def test_who_is_told(cpu: torch.device) -> None:
     told: list[tuple[str, int, int]] = []
     session = Session(progress=lambda *said: told.append(said))
     Record(session, "unet", cpu, {}, bases=["a"]).time(KEY, calls([]), 1)
-    assert told == [("64 pixels, batch 2", done, 4) for done in (1, 2, 3, 4)]
+    assert told == [("64 pixels, batch 2", done, 4) for done in (0, 1, 2, 3, 4)]
     assert session.results is not None
     assert session.results["rows"][0]["method"] == "a"
 

@@ -1,0 +1,99 @@
+"""Calls are counted without weights, and the count is that of the modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tiny_pipelines as tiny
+import torch
+from diffusers.models.attention_processor import Attention
+from torch import nn
+
+from elfatt_sd.shapes import SHAPES, Blueprint, call_arguments, sketch
+
+
+def by_hand(module: Any, arguments: dict[str, Any]) -> int:
+    """Count what linear layers, convolutions and attention do in a call that is run."""
+    counts: list[int] = []
+
+    def linear(layer: nn.Linear, _: Any, out: torch.Tensor) -> None:
+        counts.append(out.numel() * layer.in_features)
+
+    def convolution(layer: nn.Conv2d, _: Any, out: torch.Tensor) -> None:
+        counts.append(out.numel() * layer.weight[0].numel())
+
+    def attention(layer: Attention, args: Any, kwargs: Any, out: torch.Tensor) -> None:
+        tokens = args[0].flatten(2).shape[2] if args[0].ndim == 4 else args[0].shape[1]
+        text = kwargs.get("encoder_hidden_states")
+        counts.append(2 * len(args[0]) * tokens * (tokens if text is None else text.shape[1]) * layer.inner_dim)
+
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(linear)
+        elif isinstance(layer, nn.Conv2d):
+            layer.register_forward_hook(convolution)
+        elif isinstance(layer, Attention):
+            layer.register_forward_hook(attention, with_kwargs=True)
+    with torch.no_grad():
+        module(**arguments)
+    return sum(counts)
+
+
+def unet2d() -> Any:
+    blocks: dict[str, Any] = {
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
+    return diffusers.UNet2DModel(  # type: ignore[attr-defined]
+        sample_size=16, block_out_channels=(16, 32), norm_num_groups=4, attention_head_dim=8, **blocks
+    ).eval()
+
+
+MODULES = {
+    "sd15": lambda _: tiny.unet(),
+    "inpainting": lambda _: tiny.unet(in_channels=9),
+    "upscaler": lambda _: tiny.unet(in_channels=7, num_class_embeds=10),
+    "projected classes": lambda _: tiny.unet(class_embed_type="projection", projection_class_embeddings_input_dim=24),
+    "sdxl": lambda folder: tiny.sdxl_parts(folder)["unet"],
+    "refiner": lambda folder: tiny.sdxl_parts(folder, refiner=True)["unet"],
+    "controlnet": lambda _: tiny.controlnet(tiny.unet()),
+    "unconditional": lambda _: unet2d(),
+}
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_a_call_is_counted(name: str, folder: Path) -> None:
+    module = MODULES[name](folder)
+    arguments = call_arguments(module, 16, 24, 1, torch.zeros)
+    assert Blueprint.of(module).multiply_adds(16, 24) == by_hand(module, arguments)
+
+
+def test_a_patch_an_adapter_and_a_wrapper_change_nothing() -> None:
+    """What is counted is the untouched module; nothing is taken from the weights."""
+    plain = tiny.unet()
+    count = Blueprint.of(plain).multiply_adds(16, 16)
+    assert Blueprint.of(nn.DataParallel(tiny.unet())).multiply_adds(16, 16) == count
+    plain.set_attention_slice(1)
+    assert Blueprint.of(plain).multiply_adds(16, 16) == count
+    assert Blueprint.of(plain.to("meta")).multiply_adds(16, 16) == count
+
+
+def test_what_cannot_be_called_is_not_counted() -> None:
+    assert Blueprint.of(nn.Linear(2, 2)).multiply_adds(8, 8) is None
+    text = tiny.unet(encoder_hid_dim=24, encoder_hid_dim_type="image_proj", addition_embed_type="image")
+    assert Blueprint.of(text).multiply_adds(8, 8) is None
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_a_sketch_holds_no_weights(name: str) -> None:
+    drawn = sketch(name)
+    assert {parameter.device.type for parameter in drawn.unet.parameters()} == {"meta"}
+
+
+def test_names_are_known_without_pytorch() -> None:
+    from elfatt_sd.request import SHAPE_NAMES
+
+    assert tuple(SHAPES) == SHAPE_NAMES
