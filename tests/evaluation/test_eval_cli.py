@@ -58,6 +58,8 @@ def test_run_prints_the_page_and_the_other_commands_work_on_it(
     page = Path(done.out.strip().replace("\n", ""))
     assert page == run_dir / "report" / "index.html"
     assert page.is_file()
+    assert "Difference" in done.out and "(null row)" in done.out and "A quick look" in done.out
+    assert all(len(line) <= 80 for line in done.out.splitlines()[:-1])
     assert folder.load_run(run_dir).limit == 3
     assert len(folder.read_manifest(run_dir, folder.load_run(run_dir).baseline)) == 3
     assert call("score", run_dir, "--quiet").code == 0
@@ -77,17 +79,24 @@ def test_dry_run_prints_and_makes_nothing(call: Any, workplace: Path, tmp_path: 
     protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     done = call("run", protocol, "--out", tmp_path / "run", "--dry-run", *sets(full_overrides(workplace)))
     assert done.code == 0, done.err
-    for word in ("tomesd-ratio0.5", "20 images", "GiB of disk", "are free", "minutes to generate", "for the memory"):
+    for word in (
+        "tomesd-ratio0.5",
+        "20 images",
+        "5 a row",
+        "GiB of disk",
+        "are free",
+        "minutes to generate",
+        "for the memory",
+    ):
         assert word in done.out
     assert done.err == ""
     done = call("run", "toy", "--out", tmp_path / "run", "--dry-run", *sets(["reference.source=none.npz"]))
-    assert (done.code, "would stop at once: reference none.npz does not exist" in " ".join(done.err.split())) == (
-        0,
-        True,
-    )
-    done = call("run", "paper_table", "--out", tmp_path / "run", "--dry-run", "--model", "/nowhere/sd")
-    assert (done.code, "34000 images" in done.out, "to generate" in done.out) == (0, True, False)
-    assert done.err
+    assert (done.code, "reference none.npz does not exist" in " ".join(done.err.split())) == (2, True)
+    given = ["--model", "/nowhere/sd", "--inception-weights", "/nowhere/weights", "--reference", "/nowhere/val"]
+    done = call("run", "paper_table", "--out", tmp_path / "run", "--dry-run", *given, "--dtype", "int3")
+    assert (done.code, "34000 images" in done.out, "to generate" in done.out) == (2, True, False)
+    for obstacle in ("/nowhere/sd", "/nowhere/weights", "/nowhere/val", "int3"):
+        assert sum(obstacle in line for line in done.err.splitlines()) >= 1, obstacle
     assert not (tmp_path / "run").exists()
 
 
@@ -97,8 +106,7 @@ def test_dry_run_names_folders_that_will_not_do(call: Any, tmp_path: Path, optio
     wrong.touch()
     given = {"--out": tmp_path / "run", option: wrong}
     done = call("run", "toy", "--dry-run", *(word for pair in given.items() for word in pair))
-    assert done.code == 0
-    assert "would stop at once: " in done.err
+    assert done.code == 2
     assert said in " ".join(done.err.split())
 
 

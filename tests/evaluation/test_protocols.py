@@ -265,3 +265,17 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 def test_printed_figures_may_come_from_another_protocol() -> None:
     assert load_protocol("toy_full").published == load_protocol("paper_table").published
+
+
+def test_a_limit_is_a_quick_look_at_time_and_memory_too() -> None:
+    quick = load_protocol("toy", limit=2)
+    assert quick.time is not None and quick.memory is not None
+    assert (quick.limit, quick.time.repeats, quick.time.batch) == (2, 2, 1)
+    assert (quick.memory.batches, quick.memory.steps) == ((1, 2), 2)
+    paper = load_protocol("paper_table", limit=2)
+    assert paper.time is not None and paper.memory is not None
+    assert (paper.time.batch, len(paper.memory.batches), paper.memory.steps) == (2, 2, 2)
+    asked = load_protocol("toy", ["time.repeats=7", "memory.batches=[]"], limit=2)
+    assert asked.time is not None and (asked.time.repeats, asked.memory) == (7, None)
+    with pytest.raises(ElfattError, match=r"time\.repeats='few'"):
+        load_protocol("toy", ["time.repeats=few"], limit=2)

@@ -23,7 +23,8 @@ from elfatt_sd.evaluation.report.published import comparability, comparable_word
 from elfatt_sd.evaluation.report.scatter import Spot, closeness_over_time, distance_over_time, front
 from elfatt_sd.evaluation.report.summary import findings, headline, scope
 from elfatt_sd.evaluation.report.tables import main_table, more_table, study_table
-from elfatt_sd.evaluation.report.text import decimals_for, fixed
+from elfatt_sd.evaluation.report.terminal import terminal_summary
+from elfatt_sd.evaluation.report.text import decimals_for, fixed, unit_for
 from elfatt_sd.evaluation.report.writers import to_csv, to_latex, to_markdown
 from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
 
@@ -118,12 +119,76 @@ def test_headline_counts_the_verdicts(run):
     said = [row["distances"]["FD-toy"]["difference"]["verdict"] for row in results["rows"][2:] if not row["failed"]]
     worse, same = said.count("worse"), said.count("no difference shown")
     assert worse > 1 and same > 1, "the fake run must show several verdicts"
-    title = scope(Results(results))
-    assert title == (
+    told = scope(Results(results))
+    assert told == (
         "9 settings of ToMe-SD, Agent-SD and ELFATT-SD on 64 pictures each (toy): "
         f"by FD-toy, {worse} are worse than the untouched pipeline, {same} show no difference and 1 failed."
     )
-    assert title in page.text
+    assert told in page.text and headline(Results(results)) in page.text
+
+
+def verdicts(results, *said):
+    """Give the methods these verdicts, in order."""
+    methods = [row for row in results["rows"] if row["role"] == "method" and not row["failed"]]
+    for row, verdict in zip(methods, said, strict=False):
+        row["distances"]["FD-toy"]["difference"]["verdict"] = verdict
+    return Results(results)
+
+
+def test_headline_names_the_fastest_that_is_not_worse(results):
+    none, too_few = "no difference shown", "too few classes to tell"
+    speed(results, [(1.4, 1.5, 1.6), (1.8, 1.9, 2.0)] + [(0.7, 0.8, 0.9)] * 7)
+    shown = verdicts(results, none, "worse", *[none] * 7)
+    start = "ToMe-SD 0.1: 1.50 times as fast as the untouched pipeline (1.40–1.60)"  # noqa: RUF001
+    assert headline(shown).startswith(f"{start}, not shown to be worse in FD-toy, PSNR")
+    assert recommended(shown).name == "ToMe-SD 0.1"
+    assert len(headline(shown)) < 160
+    assert ", better in FD-toy," in headline(verdicts(results, "better"))
+    assert headline(verdicts(results, "worse")).startswith("No setting is shown to be faster without being worse: ToMe")
+    told = headline(verdicts(results, *[too_few] * 9))
+    assert told.startswith("ToMe-SD 0.3: 1.90 times") and "not judged: the classes are too few" in told
+    speed(results, [(0.7, 0.8, 0.9)] * 9)
+    assert headline(Results(results)).startswith("No setting is shown to be faster than the untouched pipeline: ")
+
+
+def test_headline_says_the_noise_and_what_is_missing(results):
+    speed(results, [(2.0, 2.1, 2.2)] * 9, null=(1.1, 1.2, 1.3))
+    assert headline(verdicts(results, *["no difference shown"] * 9)).endswith(
+        "; untouched timed again: 1.20 times (1.10–1.30)."  # noqa: RUF001
+    )
+    assert "timed again (the null row): 1.20 times" in told_of(results, "Fastest")
+    told = headline(Results(speed(results, [(2.0, 2.1, 2.2)] * 9, rounds=2)))
+    assert told.startswith("Fastest measured: ") and "2 rounds of timing are too few to claim it" in told
+    for row in results["rows"]:
+        row["time"] = None
+    assert headline(Results(results)).startswith("Time was not measured. Quality: by FD-toy")
+    assert recommended(Results(results)).role == "method"
+
+
+def test_terminal_has_headline_limits_and_table(results):
+    results["protocol"] |= {"limit": 2, "time": {"repeats": 2}, "memory": {"batches": [1, 2]}}
+    results["rows"][3]["label"] = "a method with a name that is as long as a line of the terminal, or nearly so"
+    text = terminal_summary(Results(results))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert text.startswith(headline(Results(results))[:60])
+    flat = " ".join(text.split())
+    assert "limited to 2 pictures, time to 2 rounds and memory to batches of 1 and 2." in flat
+    assert "failed: picture 7 is black" in text and "(null row)" in text and "worse" in text
+    assert terminal_summary(Results({**results, "rows": []}))
+
+
+def test_distances_begin_at_zero_and_have_a_readable_unit(results):
+    for row in filter(lambda row: row["distances"], results["rows"]):
+        row["distances"]["FD-toy"] |= {"value": 7.0, "interval": [-5.0, 19.0]}
+        row["distances"]["KD-toy"] |= {"value": -123_922.0, "interval": [-400_000.0, 150_000.0]}
+    shown = Results(results)
+    texts = {column.title: [line.entries for line in main_table(shown).lines] for column in main_table(shown).columns}
+    assert any(entry.note == "[0.0, 19.0]" for line in texts["FD-toy ↓"] for entry in line)
+    more = more_table(shown)
+    place = [column.title for column in more.columns].index("KD-toy (×10³) ↓") - more.heads  # noqa: RUF001
+    entry = more.lines[0].entries[place]
+    assert (entry.text, entry.note) == ("−124", "[−400, 150]")  # noqa: RUF001
+    assert unit_for([Estimate(0.0004, 0.0002, 0.0006)]) == -6 and unit_for([Estimate(30.0, 29.0, 31.0)]) == 0
 
 
 def test_findings_name_the_fastest_the_null_row_and_failures(results):

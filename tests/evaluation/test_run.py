@@ -20,6 +20,7 @@ from elfatt_sd.evaluation import folder, generate, measure, sources
 from elfatt_sd.evaluation import run as stages
 from elfatt_sd.evaluation import score as scoring
 from elfatt_sd.evaluation.features import load_extractor
+from elfatt_sd.evaluation.measure import program_of
 from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
 from elfatt_sd.evaluation.verify import unequal
 from elfatt_sd.files import sha256_of_file
@@ -394,11 +395,40 @@ def test_the_estimate_counts_images_and_extrapolates_steps(
     assert stages.disk_gib(full_protocol) == pytest.approx(20 * 32 * 32 * 1.6 / 2**30)
     assert found.seconds_per_image == pytest.approx(1.0 + 5 * 0.5)  # 4 steps of PLMS are 5 calls
     assert found.generation_hours == pytest.approx(20 * 3.5 / 3600)
-    assert found.timing_hours == pytest.approx(4 * 2 * 1 * 3.5 / 3600)
+    assert found.timing_hours == pytest.approx(4 * (2 + 1) * 1 * 3.5 / 3600)  # a warm-up has all four steps
     memory = full_protocol.memory
     assert memory is not None
     weighed = sum(memory.batches) * (memory.steps or 4) / 4
-    assert found.memory_hours == pytest.approx(4 * weighed * 3.5 / 3600)
+    programs = len({program_of(cell) for cell in full_protocol.cells})
+    assert programs == 3  # the untouched one for baseline and null row
+    least = programs * weighed * 3.5 / 3600
+    assert least < found.memory_hours  # each process has to start
+    assert found.memory_hours < least + 0.2
+
+
+def test_the_estimate_leaves_out_what_is_done(
+    full_protocol: Protocol, finished_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "probe_seconds", lambda _: 3.5)
+    found = stages.estimate(full_protocol, finished_run)
+    assert (found.generation_hours, found.timing_hours, found.memory_hours) == (0, 0, 0)
+
+
+def test_every_obstacle_is_named_at_once(
+    full_protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stages.obstacles(full_protocol, tmp_path / "new") == []
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(stages, "free_gib", lambda _: 0.0)
+    wrong = dataclasses.replace(
+        full_protocol,
+        model="/nowhere/sd",
+        extractors=("clip:/nowhere/clip", "dinov2:/nowhere/dino"),
+        reference=dataclasses.replace(full_protocol.reference, source="/nowhere/val"),
+    )
+    told = stages.obstacles(wrong, tmp_path / "new", [tmp_path / "lost"])
+    for part in ("/nowhere/sd", "/nowhere/clip", "/nowhere/dino", "/nowhere/val", "lost", "GiB of disk are needed"):
+        assert sum(part in line for line in told) == 1, (part, told)
 
 
 def test_the_estimate_counts_steps_that_rows_share_once(
