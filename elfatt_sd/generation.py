@@ -147,10 +147,7 @@ class Studio:
             self.pipe.scheduler = make_scheduler(request.scheduler, self.pipe.scheduler)
         if request.negative_prompt is not None:
             self._check_negative_prompt()
-        given = [*request.prompts, *([request.negative_prompt] if request.negative_prompt else [])]
-        for text in [cut_off(self.pipe, prompt) for prompt in given]:
-            if text:
-                warnings.warn(text, stacklevel=2)
+        self._warn_of_cut_prompts()
         if not request.force:
             images = len(request.prompts) * request.num_images * (1 + request.compare)
             sizes = {"height": request.height, "width": request.width}
@@ -162,6 +159,11 @@ class Studio:
             raise ElfattError(f"negative_prompt is not accepted; {type(self.pipe).__name__} has none.")
         if self.request.guidance <= 1:
             warnings.warn(f"negative_prompt has no effect with guidance={self.request.guidance:g}.", stacklevel=3)
+
+    def _warn_of_cut_prompts(self) -> None:
+        for prompt in (*self.request.prompts, self.request.negative_prompt or ""):
+            if text := cut_off(self.pipe, prompt):
+                warnings.warn(text, stacklevel=4)
 
     def results(self) -> Iterator[Result]:
         """Draw, write and yield one picture after the other; what is written stays, whatever happens later."""
@@ -210,7 +212,7 @@ class Studio:
         if not math.isfinite(decibel):
             calls = len(self.pipe.scheduler.timesteps)
             unchanged = why_unchanged(self.request.config, calls)
-            details = "identical: nothing was approximated"
+            details = "identical: it changed nothing in this run"
         method = self.request.config.method
         captions = [(f"untouched, {before.seconds:.2f} s", ""), (f"{method}, {after.seconds:.2f} s", details)]
         sheet = side_by_side([before.picture, after.picture], captions, title=prompt)

@@ -15,7 +15,7 @@ from PIL import Image
 
 from elfatt_sd.config import METHODS, PatchConfig, known_method
 from elfatt_sd.generation import OnStep, Shot, Studio, free_name, why_unchanged, write_picture
-from elfatt_sd.patch import patched
+from elfatt_sd.patch import patched, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.request import Request
 
@@ -135,6 +135,7 @@ class Trial:
             on_step: as for `Studio`.
         """
         self._studio.on_step = on_step
+        remove_patch(self.pipe)
         for number in range(self.rounds):
             for method in self.methods:
                 shot = self._draw(method, warm_up=number == 0)
@@ -211,7 +212,7 @@ def try_methods(pipe: Any, prompt: str, *, methods: Sequence[str] = METHODS, rou
     """Draw one prompt with every method from one seed.
 
     Args:
-        pipe: a text-to-image pipeline; it is as before afterwards.
+        pipe: a text-to-image pipeline; it has no patch afterwards.
         prompt: what is drawn.
         methods: names of presets; the untouched pipeline is always the first.
         rounds: how often each is timed, interleaved.

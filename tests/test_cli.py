@@ -681,6 +681,7 @@ def test_a_negative_prompt_and_a_scheduler(model: Path, tmp_path: Path) -> None:
     assert pixels(path) == pipe(PROMPT, negative_prompt="blue", **given).images[0].tobytes()
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
 def test_a_negative_prompt_without_guidance_has_no_effect(model: Path, tmp_path: Path) -> None:
     result = draw(model, tmp_path, "--guidance", 1, "--negative-prompt", "blue")
     assert "warning: negative_prompt has no effect with guidance=1" in result.stderr
@@ -695,6 +696,7 @@ def test_a_scheduler_that_does_not_fit_lists_those_that_do(model: Path) -> None:
     assert (type(made).__name__, made.config.prediction_type) == ("DPMSolverMultistepScheduler", "v_prediction")
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
 def test_what_is_cut_off_a_long_prompt_is_named(model: Path, tmp_path: Path) -> None:
     result = call("generate", "x" * 80, "--model", model, "--steps", 1, "--out", tmp_path)
     assert "warning: the text encoder takes 75 tokens, and the prompt has 80; cut off: 'x" in result.stderr
@@ -708,6 +710,7 @@ def test_a_size_that_cannot_fit_is_refused_and_can_be_forced(model: Path, tmp_pa
     draw(model, tmp_path / "out", "--force")
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
 def test_a_comparison_of_identical_images_says_so(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(generation, "psnr", lambda *_: float("inf"))
     result = draw(model, tmp_path, "--compare", "--method", "elfatt-fast", "--active-fraction", 0.01)
