@@ -130,16 +130,16 @@ class TrainingAttention:
         cos, sin = image_rotary_emb if image_rotary_emb is not None else (None, None)
         image = hidden_states if joint else hidden_states[:, text:]
         split = (attn.heads, -1)
-        query = attn.norm_q(attn.to_q(hidden_states).unflatten(2, split))
+        query = normalize(attn.norm_q, attn.to_q(hidden_states).unflatten(2, split))
         seen = image if kept is None else image[:, kept]
         if not joint:
             seen = torch.cat([hidden_states[:, :text], seen], 1)
-        key = attn.norm_k(attn.to_k(seen).unflatten(2, split))
+        key = normalize(attn.norm_k, attn.to_k(seen).unflatten(2, split))
         value = attn.to_v(seen).unflatten(2, split)
         if joint:
-            added = attn.norm_added_q(attn.add_q_proj(encoder_hidden_states).unflatten(2, split))
+            added = normalize(attn.norm_added_q, attn.add_q_proj(encoder_hidden_states).unflatten(2, split))
             query = torch.cat([added, query], 1)
-            added = attn.norm_added_k(attn.add_k_proj(encoder_hidden_states).unflatten(2, split))
+            added = normalize(attn.norm_added_k, attn.add_k_proj(encoder_hidden_states).unflatten(2, split))
             key = torch.cat([added, key], 1)
             value = torch.cat([attn.add_v_proj(encoder_hidden_states).unflatten(2, split), value], 1)
         if cos is not None and sin is not None:
@@ -169,11 +169,16 @@ def choose_keys(
     return places[row::stride, column::stride].flatten(), stride
 
 
+def normalize(norm: Any, x: Tensor) -> Tensor:
+    """Apply an RMS normalisation in the type of `x`, which is much faster than in a mixture of types."""
+    return functional.rms_norm(x, norm.weight.shape, norm.weight.to(x.dtype), norm.eps)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embeddings `[k, d]` to pairs of neighbouring channels of `x` `[n, k, h, d]`."""
     even, odd = x.unflatten(3, (-1, 2)).unbind(4)
     turned = torch.stack([-odd, even], 4).flatten(3)
-    return x * cos[:, None] + turned * sin[:, None]
+    return torch.addcmul(x * cos.to(x.dtype)[:, None], turned, sin.to(x.dtype)[:, None])
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
@@ -181,8 +186,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     bias = bias.to(query.dtype)
     if key.shape[2] <= MATRIX_KEYS:
-        scores = (query * query.shape[3] ** -0.5) @ key.transpose(2, 3)
-        mixed = (scores + bias).softmax(3).to(value.dtype) @ value
+        shape = (*query.shape[:2], query.shape[2], key.shape[2])
+        query, key = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
+        scores = torch.baddbmm(bias, query, key, alpha=query.shape[2] ** -0.5)
+        mixed = scores.softmax(2).to(value.dtype).view(shape) @ value
     else:
         mask = bias.expand(1, 1, query.shape[2], -1)
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
