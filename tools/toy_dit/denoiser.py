@@ -78,7 +78,7 @@ def pack(latents: Tensor) -> Tensor:
 def unpack(tokens: Tensor) -> Tensor:
     """The inverse of `pack`, for a square grid."""
     rows = math.isqrt(tokens.shape[1])
-    return functional.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (rows, rows)), 2)
+    return functional.pixel_shuffle(tokens.transpose(1, 2).reshape(len(tokens), -1, rows, rows), 2)
 
 
 def positions(rows: int, finest: int, device: torch.device | None = None) -> Tensor:
@@ -176,7 +176,7 @@ def normalize(norm: Any, x: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embeddings `[k, d]` to pairs of neighbouring channels of `x` `[n, k, h, d]`."""
-    even, odd = x.unflatten(3, (-1, 2)).unbind(4)
+    even, odd = x.view(*x.shape[:3], -1, 2).unbind(4)
     turned = torch.stack([-odd, even], 4).flatten(3)
     return torch.addcmul(x * cos.to(x.dtype)[:, None], turned, sin.to(x.dtype)[:, None])
 

@@ -54,9 +54,7 @@ def save_networks(sizes: models.Sizes, denoiser: Denoiser, folder: Path) -> None
     encoder = {"architectures": ["T5EncoderModel"], "model_type": "t5", "torch_dtype": "float32"}
     write_json(folder / "text_encoder_2" / "config.json", {**encoder, **settings["text_encoder_2"]})
     models.look_back(denoiser.text_encoder_2)
-    state = denoiser.text_encoder_2.state_dict()
-    state.pop("encoder.embed_tokens.weight")  # the same tensor as `shared.weight`
-    save_half(state, folder / "text_encoder_2" / "model.safetensors")
+    save_half(denoiser.text_encoder_2.state_dict(), folder / "text_encoder_2" / "model.safetensors")
 
 
 def copy_first(folder: Path) -> None:

@@ -96,11 +96,11 @@ def build(component: str, sizes: Sizes) -> Any:
         encoder = transformers.T5EncoderModel(transformers.T5Config(**arguments))
         look_back(encoder)
         return encoder
-    if component == "scheduler":
-        return diffusers.FlowMatchEulerDiscreteScheduler(**arguments)
-    transformer = diffusers.FluxTransformer2DModel(**arguments)
-    start_as_identity(transformer)
-    return transformer
+    kinds = {"transformer": "FluxTransformer2DModel", "scheduler": "FlowMatchEulerDiscreteScheduler"}
+    built = getattr(diffusers, kinds[component])(**arguments)
+    if component == "transformer":
+        start_as_identity(built)
+    return built
 
 
 def start_as_identity(transformer: nn.Module) -> None:

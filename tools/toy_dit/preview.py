@@ -1,4 +1,4 @@
-"""Look at a model in training: `python -m tools.toy_dit.preview CHECKPOINT --coarse 4` draws, classifies, writes a sheet.
+"""Look at a model in training: `python -m tools.toy_dit.preview CHECKPOINT --out DIR` draws and classifies.
 
 It draws on the grid that a stage trains on, which no call of `FluxPipeline` can do: tokens of a coarse grid carry the
 coordinates of the finest.
@@ -28,7 +28,14 @@ CLASSIFIER_SIDE = 128  # of the images that the classifier's convolutions see
 
 @torch.no_grad()
 def sample(
-    denoiser: Denoiser, words: Words, labels: Tensor, coarse: int, steps: int, seed: int, factor: float, keys: int | None
+    denoiser: Denoiser,
+    words: Words,
+    labels: Tensor,
+    coarse: int,
+    steps: int,
+    seed: int,
+    factor: float,
+    keys: int | None,
 ) -> Tensor:
     """Draw latents `[n, 4, side, side]` of `labels` `[n, 4]` with Euler steps, on a grid of 1/`coarse` of the side.
 
@@ -59,10 +66,11 @@ def sample(
 @torch.no_grad()
 def decode(latents: Tensor) -> Tensor:
     """Images `[n, 3, 4 side, 4 side]` in [0, 1] of latents `[n, 4, side, side]`."""
-    from diffusers import AutoencoderKL
+    import diffusers
 
-    vae: Any = AutoencoderKL.from_pretrained(FIRST_WEIGHTS / "vae")
-    images = torch.cat([vae.decode(part / SCALING).sample for part in latents.split(4)])
+    loader: Any = diffusers.AutoencoderKL
+    vae = loader.from_pretrained(FIRST_WEIGHTS / "vae")
+    images = torch.cat([vae.decode(part / SCALING).sample for part in torch.split(latents, 4)])
     return (images / 2 + 0.5).clamp(0, 1)
 
 
@@ -92,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     labels = class_labels(draw_classes(options.count, options.seed))
     parts = [
         sample(denoiser, words, part, options.coarse, options.steps, options.seed + i, options.shift, options.keys)
-        for i, part in enumerate(labels.split(16))
+        for i, part in enumerate(torch.split(labels, 16))
     ]
     images = decode(torch.cat(parts))
     path = options.out / f"{options.checkpoint.stem}-{options.coarse}.png"

@@ -180,7 +180,8 @@ def denoising_loss(
         )
     error = (velocity.float() - (noise - clean)).square()
     error = (error * first.object_weights(geometry, clean.shape[-1])).mean((1, 2, 3))
-    return (error * importance(told)).mean()
+    weighted: Tensor = error * importance(told)
+    return weighted.mean()
 
 
 def shift(times: Tensor, factor: float) -> Tensor:
@@ -195,7 +196,8 @@ def importance(told: Tensor) -> Tensor:
     """
     times = shift(told, 0.5)
     signal = ((1 - times).square() / ((1 - times).square() + times.square())).clamp(1e-4, 1)
-    return (first.SNR_LIMIT * (1 - signal)).clamp_max(1) / first.surprise(signal)
+    limit: Tensor = (first.SNR_LIMIT * (1 - signal)).clamp_max(1)
+    return limit / first.surprise(signal)
 
 
 def draw_padding(generator: torch.Generator) -> int:
@@ -228,7 +230,7 @@ class Workshop:
         stage, folder = getattr(self.recipe, name), self.out / "checkpoints"
         record = train(stage, self.denoiser, loss, folder, self.seed, self.device, self.save_every)
         number = sum(key.split(" ")[0] == name for key in self.records)
-        self.records[name if not number else f"{name} {number + 1}"] = record
+        self.records[name if not number else f"{name} ({number + 1})"] = record
 
     def export(self) -> Path:
         """Write the pipeline; see `tools.toy_dit.export`."""
@@ -241,8 +243,9 @@ def load_words(sizes: models.Sizes, tokenizer: Path, device: torch.device) -> Wo
     import transformers
 
     models.save_tokenizer(tokenizer)
+    t5_tokenizer: Any = getattr(transformers, "T5TokenizerFast")  # noqa: B009 - newer releases make it on demand
     return Words(
-        transformers.T5TokenizerFast.from_pretrained(tokenizer),
+        t5_tokenizer.from_pretrained(tokenizer),
         first.load_tokenizer(FIRST_WEIGHTS / "tokenizer"),
         transformers.CLIPTextModel.from_pretrained(FIRST_WEIGHTS / "text_encoder"),
         sizes.layers,
