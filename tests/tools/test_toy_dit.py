@@ -172,13 +172,23 @@ def test_positions_are_the_cells_centres():
     torch.testing.assert_close(denoiser.positions(2, 8), coarse)
 
 
-def test_a_coarse_grid_of_keys_weighs_as_much_as_all():
-    places, stride = denoiser.choose_keys(64, 4, torch.Generator().manual_seed(0), torch.device("cpu"))
-    assert places is not None and stride == 2
-    row, column = places // 8, places % 8
-    assert sorted({*row.tolist()}) in ([0, 2, 4, 6], [1, 3, 5, 7])
-    assert len(places) == 16 and len({*column.tolist()}) == 4
-    assert denoiser.choose_keys(64, 8, None, torch.device("cpu")) == (None, 1)
+def test_coarse_grids_have_all_text_and_share_the_image():
+    grids = denoiser.coarse_grids(3, 8, 4, torch.Generator().manual_seed(0))
+    assert grids.shape == (4, 3 + 16)
+    assert grids[:, :3].tolist() == [[0, 1, 2]] * 4
+    assert sorted(grids[:, 3:].flatten().tolist()) == list(range(3, 67))
+    rows = (grids[:, 3:] - 3) // 8
+    assert all(len(set(row.tolist())) == 4 for row in rows)
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_a_bias_counts_a_key_several_times(monkeypatch, most):
+    monkeypatch.setattr(denoiser, "MATRIX_KEYS", most)
+    query, key, value = torch.randn(3, 2, 5, 4, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    counts = torch.tensor([1, 3, 1, 7, 2])
+    many = [x.repeat_interleave(counts, 1) for x in (key, value)]
+    found = denoiser.attend(query, key, value, counts.log())
+    torch.testing.assert_close(found, denoiser.attend(query, *many, None))
 
 
 def test_a_time_means_the_same_noise_on_all_grids():
