@@ -31,7 +31,7 @@ class Sizes:
     """Sizes of the networks.
 
     Attributes:
-        heads: attention heads of the transformer, of `HEAD` channels each.
+        heads: attention heads of the transformer, of `HEAD` channels each; an even number, as real ones have.
         joint: blocks with separate weights for text and image.
         single: blocks with common weights.
         text: width of the text encoder.
@@ -39,16 +39,16 @@ class Sizes:
         grid: rows and columns of image tokens; the latent side is twice that, the image's side 8 times.
     """
 
-    heads: int = 5
+    heads: int = 4
     joint: int = 2
-    single: int = 5
+    single: int = 6
     text: int = 128
     layers: int = 2
     grid: int = 64
 
 
 FULL = Sizes()
-TINY = Sizes(heads=1, joint=1, single=1, text=32, layers=1, grid=8)
+TINY = Sizes(heads=2, joint=1, single=1, text=32, layers=1, grid=8)
 
 
 def configurations(sizes: Sizes) -> dict[str, dict[str, Any]]:

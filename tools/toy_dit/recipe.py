@@ -85,10 +85,10 @@ def full_recipe(minutes: float) -> Recipe:
     steps = {name: round(60 * minutes * share * SPEEDS[name]) for name, share in shares.items()}
     return Recipe(
         models.FULL,
-        Stage("layout", 1, 1.5e-3, steps=steps["layout"], hold=0.6),
-        Stage("outline", 1, 1e-3, steps=steps["outline"], hold=0.6),
-        Stage("detail", 1, 7e-4, steps=steps["detail"], hold=0.6),
-        Stage("finish", 1, 4e-4, steps=steps["finish"]),
+        Stage("layout", 1, 2e-3, steps=steps["layout"], hold=0.6),
+        Stage("outline", 1, 1.5e-3, steps=steps["outline"], hold=0.6),
+        Stage("detail", 1, 1e-3, steps=steps["detail"], hold=0.6),
+        Stage("finish", 1, 5e-4, steps=steps["finish"]),
     )
 
 
