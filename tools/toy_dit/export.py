@@ -11,10 +11,10 @@ import elfatt_sd.toy
 from elfatt_sd.toy.export import DIFFUSERS_VERSION, environment, save_half
 from elfatt_sd.toy.models import write_json
 from tools.toy_dit import models
+from tools.toy_dit.card import RECORD, write_card
 from tools.toy_dit.denoiser import Denoiser
 
 FIRST_WEIGHTS = Path(elfatt_sd.toy.__file__).parent / "weights"
-RECORD = "training.json"
 COMMON = {"_diffusers_version": DIFFUSERS_VERSION}
 
 
@@ -40,8 +40,9 @@ def export(sizes: models.Sizes, denoiser: Denoiser, training: dict[str, Any], ou
     write_json(folder / "model_index.json", {**pipeline_index(), **COMMON})
     parts = {"transformer": denoiser.transformer, "text_encoder_2": denoiser.text_encoder_2}
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
-    record = {**environment(), "parameters": counts, **training}
+    record = {**environment(), "parameters": counts, "grid": sizes.grid, "reach": models.REACH, **training}
     (folder / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")  # long curves, in one line
+    write_card(folder)
     return folder
 
 

@@ -229,8 +229,10 @@ class Workshop:
         loss = functools.partial(denoising_loss, self.denoiser, self.words, VIEWS[name])
         stage, folder = getattr(self.recipe, name), self.out / "checkpoints"
         record = train(stage, self.denoiser, loss, folder, self.seed, self.device, self.save_every)
-        number = sum(key.split(" ")[0] == name for key in self.records)
-        self.records[name if not number else f"{name} ({number + 1})"] = record
+        times = 1 + sum(title.split()[0] == name for title in self.records)
+        images = sorted({stage.batch * view.images for view in VIEWS[name]})
+        title = name if times == 1 else f"{name} ({times})"
+        self.records[title] = {**record, "images": " or ".join(map(str, images))}
 
     def export(self) -> Path:
         """Write the pipeline; see `tools.toy_dit.export`."""
