@@ -128,11 +128,10 @@ def look_back(encoder: Any) -> None:
 
 def save_tokenizer(folder: Path) -> None:
     """Write the files that `T5TokenizerFast.from_pretrained(folder)` reads; every word of `VOCABULARY` is one token."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     scores = [(piece, -1.0 if piece.startswith("▁") else 0.0) for piece in PIECES]
     tokenizer = Tokenizer(models.Unigram(scores, unk_id=PIECES.index(UNKNOWN)))
-    tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
     )
