@@ -48,7 +48,7 @@ def tokenizer(tmp_path_factory) -> Any:
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    files = [path for name in ("transformer", "text_encoder_2") for path in out.glob(f"pipeline/{name}/*.safetensors")]
+    files = [path for name in export.PARTS for path in out.glob(f"pipeline/{name}/*.safetensors")]
     return {f"{path.parent.name}.{name}": value for path in files for name, value in load_file(path).items()}
 
 
@@ -73,9 +73,10 @@ def test_a_plain_call_has_4096_image_tokens(pipeline):
 
 def test_the_loaded_weights_are_the_trained_ones(trained, pipeline):
     saved = weights(trained)
-    for name in ("transformer", "text_encoder_2"):
+    for name in export.PARTS:
         for key, value in getattr(pipeline, name).state_dict().items():
-            assert torch.equal(value, saved[f"{name}.{key}"].float()), key
+            prefix = "text_model." if name == "text_encoder" and not key.startswith("text_model.") else ""
+            assert torch.equal(value, saved[f"{name}.{prefix}{key}"].float()), key
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(trained, tmp_path):
@@ -142,19 +143,20 @@ def test_padding_changes_no_prompt_token_and_is_constant(pipeline):
 def test_one_padding_token_stands_for_all_in_training(pipeline, length):
     """Training attention equals that of the pipeline on all its text tokens."""
     trainer, grid = denoiser.Denoiser(models.TINY).eval(), models.TINY.grid
-    trainer.transformer.load_state_dict(pipeline.transformer.state_dict())
-    trainer.text_encoder_2.load_state_dict(pipeline.text_encoder_2.state_dict())
+    for name in export.PARTS:
+        getattr(trainer, name).load_state_dict(getattr(pipeline, name).state_dict())
     context, pooled, text_ids = pipeline.encode_prompt(PROMPT, max_sequence_length=length)
     latents, times = (
         torch.randn(1, 4, 2 * grid, 2 * grid, generator=torch.Generator().manual_seed(0)),
         torch.tensor([0.6]),
     )
     tokens = pipeline.tokenizer_2([PROMPT], padding="max_length", max_length=denoiser.SLOTS, return_tensors="pt")
+    clip_tokens = pipeline.tokenizer([PROMPT], padding="max_length", return_tensors="pt").input_ids
     with torch.no_grad():
         expected = pipeline.transformer(
             denoiser.pack(latents), context, pooled, times, denoiser.positions(grid, grid), text_ids, return_dict=False
         )[0]
-        found = trainer(latents, times, tokens.input_ids, pooled, length - denoiser.SLOTS)
+        found = trainer(latents, times, tokens.input_ids, clip_tokens, length - denoiser.SLOTS)
     assert expected.std() > 1e-3
     torch.testing.assert_close(found, denoiser.unpack(expected), rtol=1e-4, atol=1e-5)
 

@@ -36,8 +36,8 @@ pipe("a red star on a striped blue background").images[0]
 
 The transformer has {joint} joint and {single} single blocks with {heads} heads of {head} channels. It is not distilled:
 `guidance_scale` has no effect, and `true_cfg_scale` with an empty negative prompt is possible but not needed. The
-autoencoder and the CLIP text encoder are those of the first pipeline. The T5 text encoder was trained with the
-transformer; each of its layers sees only the {reach} tokens before a token, so that padding changes no prompt.
+autoencoder is that of the first pipeline. The text encoders were trained with the transformer. Each layer of the T5
+text encoder sees only the {reach} tokens before a token, so that padding changes no prompt.
 
 ## Training
 By `python -m tools.toy_dit.recipe`, on endless renders of `elfatt_sd.toy.renderer`; no other data. On {machine}.

@@ -20,13 +20,14 @@ MATRIX_KEYS = 512  # up to which attention is computed as plain matrix products
 
 
 class Denoiser(nn.Module):
-    """The transformer with the text encoder that is trained along."""
+    """The transformer with the text encoders that are trained along."""
 
     def __init__(self, sizes: models.Sizes) -> None:
-        """Build both with random weights."""
+        """Build all with random weights."""
         super().__init__()
         self.grid = sizes.grid
         self.transformer = models.build("transformer", sizes)
+        self.text_encoder = models.build("text_encoder", sizes)
         self.text_encoder_2 = models.build("text_encoder_2", sizes)
         names = self.transformer.attn_processors
         self.transformer.set_attn_processor({name: TrainingAttention(layer) for layer, name in enumerate(names)})
@@ -41,7 +42,7 @@ class Denoiser(nn.Module):
         latents: Tensor,
         times: Tensor,
         tokens: Tensor,
-        pooled: Tensor,
+        clip_tokens: Tensor,
         padding: int = models.LENGTH - SLOTS,
         keys: int | None = None,
         generator: torch.Generator | None = None,
@@ -51,8 +52,8 @@ class Denoiser(nn.Module):
         Args:
             latents: noisy latents of a square grid, `[n, 4, 2 rows, 2 rows]`.
             times: from 0 (clean) to 1 (noise), `[n]`.
-            tokens: prompts, `[n, SLOTS]`.
-            pooled: prompts as the CLIP text encoder sums them up, `[n, width]`.
+            tokens: prompts for the T5 text encoder, `[n, SLOTS]`.
+            clip_tokens: prompts for the CLIP text encoder, `[n, TOKENS]`.
             padding: text tokens beyond `SLOTS`; all are equal, so one token with their number stands for them.
             keys: rows and columns of image keys in attention, or all.
             generator: chooses those rows and columns.
@@ -68,7 +69,7 @@ class Denoiser(nn.Module):
         velocity = self.transformer(
             hidden_states=pack(latents),
             encoder_hidden_states=self.text_encoder_2(tokens)[0],
-            pooled_projections=pooled,
+            pooled_projections=self.text_encoder(clip_tokens).pooler_output,
             timestep=times,
             img_ids=positions(rows, self.grid, latents.device),
             txt_ids=torch.zeros(text, 3, device=latents.device),

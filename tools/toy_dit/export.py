@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import elfatt_sd.toy
-from elfatt_sd.toy.export import DIFFUSERS_VERSION, environment, save_half
+from elfatt_sd.toy.export import DIFFUSERS_VERSION, environment, save_half, save_text_encoder
 from elfatt_sd.toy.models import write_json
 from tools.toy_dit import models
 from tools.toy_dit.card import RECORD, write_card
 from tools.toy_dit.denoiser import Denoiser
 
 FIRST_WEIGHTS = Path(elfatt_sd.toy.__file__).parent / "weights"
+PARTS = ("transformer", "text_encoder", "text_encoder_2")  # that are trained
 COMMON = {"_diffusers_version": DIFFUSERS_VERSION}
 
 
@@ -38,8 +39,7 @@ def export(sizes: models.Sizes, denoiser: Denoiser, training: dict[str, Any], ou
     models.save_tokenizer(folder / "tokenizer_2")
     copy_first(folder)
     write_json(folder / "model_index.json", {**pipeline_index(), **COMMON})
-    parts = {"transformer": denoiser.transformer, "text_encoder_2": denoiser.text_encoder_2}
-    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+    counts = {name: sum(p.numel() for p in getattr(denoiser, name).parameters()) for name in PARTS}
     record = {**environment(), "parameters": counts, "grid": sizes.grid, "reach": models.REACH, **training}
     (folder / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")  # long curves, in one line
     write_card(folder)
@@ -47,8 +47,9 @@ def export(sizes: models.Sizes, denoiser: Denoiser, training: dict[str, Any], ou
 
 
 def save_networks(sizes: models.Sizes, denoiser: Denoiser, folder: Path) -> None:
-    """Write the transformer and the T5 text encoder, in float16."""
+    """Write the transformer and the text encoders, in float16."""
     settings = models.configurations(sizes)
+    save_text_encoder(denoiser.text_encoder, settings["text_encoder"], folder / "text_encoder")
     transformer = {"_class_name": "FluxTransformer2DModel", **COMMON, **settings["transformer"]}
     write_json(folder / "transformer" / "config.json", transformer)
     save_half(denoiser.transformer.state_dict(), folder / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -59,8 +60,8 @@ def save_networks(sizes: models.Sizes, denoiser: Denoiser, folder: Path) -> None
 
 
 def copy_first(folder: Path) -> None:
-    """Copy the autoencoder, the CLIP text encoder and its tokenizer of the first pipeline."""
-    for name in ("vae", "text_encoder", "tokenizer"):
+    """Copy the autoencoder and the CLIP tokenizer of the first pipeline."""
+    for name in ("vae", "tokenizer"):
         shutil.copytree(FIRST_WEIGHTS / name, folder / name, dirs_exist_ok=True)
     config = json.loads((FIRST_WEIGHTS / "vae" / "config.json").read_text(encoding="utf-8"))
     write_json(folder / "vae" / "config.json", {**config, "shift_factor": 0.0})  # which FluxPipeline adds

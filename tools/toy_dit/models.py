@@ -1,6 +1,6 @@
 """What the embedded diffusion transformer consists of: sizes, networks, and a T5 tokenizer for the renderer's words.
 
-The autoencoder and the CLIP text encoder are those of the first embedded pipeline, unchanged.
+The autoencoder and the CLIP tokenizer are those of the first embedded pipeline. So is the CLIP text encoder's size.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from elfatt_sd.toy.models import FULL as FIRST
-from elfatt_sd.toy.models import write_json
+from elfatt_sd.toy import models as first
 from elfatt_sd.toy.renderer import VOCABULARY
 
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 PIECES = (PAD, END, UNKNOWN, "▁", *(f"▁{word}" for word in VOCABULARY), ".", ",")
 LENGTH = 512  # text tokens of a plain call of FluxPipeline
-HEAD = 32  # channels of an attention head
+HEAD = 40  # channels of an attention head, as in Stable Diffusion 1.5
+ROTARY = (8, 16, 16)  # of them for a token's index, row and column
+TEXT_HEAD = 32  # channels of an attention head of the text encoder
 BUCKETS = 32  # of relative positions in T5; it tells distances up to BUCKETS / 4 - 1 apart
 REACH = BUCKETS // 4 - 1  # how many tokens back one layer of the text encoder looks
 FORBIDDEN = -10_000.0  # added to a score: its weight underflows to exactly 0
@@ -41,7 +42,7 @@ class Sizes:
 
     heads: int = 4
     joint: int = 2
-    single: int = 6
+    single: int = 5
     text: int = 128
     layers: int = 2
     grid: int = 64
@@ -52,8 +53,9 @@ TINY = Sizes(heads=2, joint=1, single=1, text=32, layers=1, grid=8)
 
 
 def configurations(sizes: Sizes) -> dict[str, dict[str, Any]]:
-    """The arguments of the transformer, the T5 configuration and the scheduler, by component."""
+    """The arguments of the transformer, the text encoders' configurations and the scheduler, by component."""
     return {
+        "text_encoder": first.configurations(first.FULL)["text_encoder"],
         "transformer": {
             "patch_size": 1,
             "in_channels": 16,
@@ -62,17 +64,17 @@ def configurations(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "attention_head_dim": HEAD,
             "num_attention_heads": sizes.heads,
             "joint_attention_dim": sizes.text,
-            "pooled_projection_dim": FIRST.text,
+            "pooled_projection_dim": first.FULL.text,
             "guidance_embeds": False,
-            "axes_dims_rope": [8, 12, 12],
+            "axes_dims_rope": list(ROTARY),
         },
         "text_encoder_2": {
             "vocab_size": len(PIECES),
             "d_model": sizes.text,
-            "d_kv": HEAD,
+            "d_kv": TEXT_HEAD,
             "d_ff": 2 * sizes.text,
             "num_layers": sizes.layers,
-            "num_heads": sizes.text // HEAD,
+            "num_heads": sizes.text // TEXT_HEAD,
             "relative_attention_num_buckets": BUCKETS,
             "feed_forward_proj": "gated-gelu",
             "dropout_rate": 0.0,
@@ -91,6 +93,8 @@ def build(component: str, sizes: Sizes) -> Any:
     import diffusers
     import transformers
 
+    if component == "text_encoder":
+        return first.build(component, first.FULL)
     arguments = configurations(sizes)[component]
     if component == "text_encoder_2":
         encoder = transformers.T5EncoderModel(transformers.T5Config(**arguments))
@@ -144,5 +148,5 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"eos_token": END, "unk_token": UNKNOWN, "pad_token": PAD}
     settings = {**special, "tokenizer_class": "T5TokenizerFast", "model_max_length": LENGTH, "extra_ids": 0}
-    write_json(folder / "special_tokens_map.json", special)
-    write_json(folder / "tokenizer_config.json", settings)
+    first.write_json(folder / "special_tokens_map.json", special)
+    first.write_json(folder / "tokenizer_config.json", settings)

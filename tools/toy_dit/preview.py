@@ -52,13 +52,13 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     side = 2 * denoiser.grid // coarse
     latents = torch.randn(len(labels), 4, side, side, generator=generator)
-    tokens, pooled = words.full(labels)
+    tokens, clip_tokens = words.full(labels)
     told = shift(torch.linspace(1, 0, steps + 1), factor)
     times = shift(told, 1 / coarse)
     for i in range(steps):
         with torch.autocast("cpu", torch.bfloat16):
             time = told[i].expand(len(labels))
-            velocity = denoiser(latents, time, tokens, pooled, keys=keys, generator=generator)
+            velocity = denoiser(latents, time, tokens, clip_tokens, keys=keys, generator=generator)
         latents = latents + (times[i + 1] - times[i]) * velocity.float()
     return latents
 

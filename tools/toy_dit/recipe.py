@@ -1,7 +1,7 @@
 """The recipe of the embedded diffusion transformer: `python -m tools.toy_dit.recipe --out DIR` trains and exports it.
 
-Stages train the transformer with its text encoder on ever finer grids. The autoencoder and the CLIP text encoder are
-those of the first embedded pipeline. Each finished or interrupted stage is kept under `DIR/checkpoints`; the same
+Stages train the transformer with its text encoders on ever finer grids. The autoencoder is that of the first embedded
+pipeline. Each finished or interrupted stage is kept under `DIR/checkpoints`; the same
 command goes on from there after a kill.
 """
 
@@ -24,7 +24,7 @@ from elfatt_sd.toy.renderer import ATTRIBUTES, render_parameters, sample_paramet
 from elfatt_sd.toy.training import Stage, train
 from tools.toy_dit import models
 from tools.toy_dit.denoiser import SLOTS, Denoiser
-from tools.toy_dit.export import FIRST_WEIGHTS, export, load_record
+from tools.toy_dit.export import FIRST_WEIGHTS, PARTS, export, load_record
 
 COPIES = 0.5  # fraction of the steps with the padding of a plain call; the others draw a length
 UNKNOWN = 0.01  # fraction of the text tokens that are hidden
@@ -81,13 +81,13 @@ def full_recipe(minutes: float) -> Recipe:
 
     Steps are counted, so that a slower or busier machine makes the same steps in a longer time.
     """
-    shares = {"layout": 0.3, "outline": 0.33, "detail": 0.27, "finish": 0.1}
+    shares = {"layout": 0.2, "outline": 0.3, "detail": 0.3, "finish": 0.2}
     steps = {name: round(60 * minutes * share * SPEEDS[name]) for name, share in shares.items()}
     return Recipe(
         models.FULL,
-        Stage("layout", 1, 2e-3, steps=steps["layout"], hold=0.6),
-        Stage("outline", 1, 1.5e-3, steps=steps["outline"], hold=0.6),
-        Stage("detail", 1, 1e-3, steps=steps["detail"], hold=0.6),
+        Stage("layout", 1, 1.5e-3, steps=steps["layout"], hold=0.6),
+        Stage("outline", 1, 1e-3, steps=steps["outline"], hold=0.6),
+        Stage("detail", 1, 8e-4, steps=steps["detail"], hold=0.6),
         Stage("finish", 1, 5e-4, steps=steps["finish"]),
     )
 
@@ -98,15 +98,14 @@ def tiny_recipe() -> Recipe:
 
 
 class Words:
-    """Text tokens and pooled embeddings of every wording of every combination of labels, on the training device."""
+    """Tokens of every wording of every combination of labels for both text encoders, on the training device."""
 
-    def __init__(self, tokenizer: Any, clip_tokenizer: Any, clip: Any, layers: int, device: torch.device) -> None:
-        """Encode all prompts once.
+    def __init__(self, tokenizer: Any, clip_tokenizer: Any, layers: int, device: torch.device) -> None:
+        """Tokenise all prompts once.
 
         Args:
             tokenizer: the T5 tokenizer.
             clip_tokenizer: the CLIP tokenizer.
-            clip: the CLIP text encoder.
             layers: layers of the T5 text encoder.
             device: where the tables are kept.
 
@@ -119,25 +118,25 @@ class Words:
         longest = int((ids != tokenizer.pad_token_id).sum(1).max())
         if longest + layers * models.REACH >= SLOTS:
             raise ValueError(f"prompts have up to {longest} tokens, too many for SLOTS={SLOTS}")
+        clip_ids = clip_tokenizer(prompts, padding="max_length", return_tensors="pt").input_ids
         shape = (len(combinations), len(first.CAPTION_SHARES), -1)
-        self.tokens = ids.view(shape).to(device)
-        self.pooled = pool(clip_tokenizer, clip, prompts).view(shape).to(device)
+        self.tokens, self.clip_tokens = ids.view(shape).to(device), clip_ids.view(shape).to(device)
         self.shares = torch.tensor(first.CAPTION_SHARES, device=device)
         self.counts = [len(values) for values in ATTRIBUTES.values()]
 
     def draw(self, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Tokens `[n, SLOTS]`, a few of them hidden, and pooled embeddings of random wordings of `labels` `[n, 4]`."""
+        """T5 tokens `[n, SLOTS]`, a few of them hidden, and CLIP tokens of random wordings of `labels` `[n, 4]`."""
         wording = torch.multinomial(self.shares, len(labels), replacement=True, generator=generator)
         index = self.index(labels)
         tokens = self.tokens[index, wording]
         hidden = torch.rand(tokens.shape, generator=generator, device=tokens.device) < UNKNOWN
         words = tokens > models.PIECES.index(models.UNKNOWN)
-        return tokens.where(~(hidden & words), models.PIECES.index(models.UNKNOWN)), self.pooled[index, wording]
+        return tokens.where(~(hidden & words), models.PIECES.index(models.UNKNOWN)), self.clip_tokens[index, wording]
 
     def full(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and pooled embeddings of the full description of `labels` `[n, 4]`."""
+        """T5 and CLIP tokens of the full description of `labels` `[n, 4]`."""
         index = self.index(labels)
-        return self.tokens[index, 0], self.pooled[index, 0]
+        return self.tokens[index, 0], self.clip_tokens[index, 0]
 
     def index(self, labels: Tensor) -> Tensor:
         """Row of each combination of `labels` `[n, 4]` in the tables."""
@@ -145,13 +144,6 @@ class Words:
         for i, count in enumerate(self.counts[1:], 1):
             index = index * count + labels[:, i]
         return index
-
-
-@torch.no_grad()
-def pool(tokenizer: Any, clip: Any, prompts: list[str]) -> Tensor:
-    """The CLIP text encoder's pooled outputs `[len(prompts), width]`."""
-    ids = tokenizer(prompts, padding="max_length", return_tensors="pt").input_ids
-    return torch.cat([clip(part).pooler_output for part in ids.split(512)])
 
 
 def denoising_loss(
@@ -173,10 +165,10 @@ def denoising_loss(
     told = shift(uniform, models.SHIFT)
     times = shift(told, 1 / view.coarse)
     mix = times[:, None, None, None]
-    tokens, pooled = words.draw(labels, generator)
+    tokens, clip_tokens = words.draw(labels, generator)
     with torch.autocast(device.type, torch.bfloat16):
         velocity = model(
-            (1 - mix) * clean + mix * noise, told, tokens, pooled, draw_padding(generator), view.keys, generator
+            (1 - mix) * clean + mix * noise, told, tokens, clip_tokens, draw_padding(generator), view.keys, generator
         )
     error = (velocity.float() - (noise - clean)).square()
     error = (error * first.object_weights(geometry, clean.shape[-1])).mean((1, 2, 3))
@@ -220,8 +212,8 @@ class Workshop:
 
     def load(self, folder: Path) -> None:
         """Start from the exported weights in a pipeline's folder; its training record goes on."""
-        load_half(self.denoiser.transformer, folder / "transformer")
-        load_half(self.denoiser.text_encoder_2, folder / "text_encoder_2")
+        for name in PARTS:
+            load_half(getattr(self.denoiser, name), folder / name)
         self.records = dict(load_record(folder).get("stages", {}))
 
     def run(self, name: str) -> None:
@@ -241,7 +233,7 @@ class Workshop:
 
 
 def load_words(sizes: models.Sizes, tokenizer: Path, device: torch.device) -> Words:
-    """`Words` from the first pipeline's CLIP text encoder and a T5 tokenizer that is written to `tokenizer`."""
+    """`Words` from the first pipeline's CLIP tokenizer and a T5 tokenizer that is written to `tokenizer`."""
     import transformers
 
     models.save_tokenizer(tokenizer)
@@ -249,7 +241,6 @@ def load_words(sizes: models.Sizes, tokenizer: Path, device: torch.device) -> Wo
     return Words(
         t5_tokenizer.from_pretrained(tokenizer),
         first.load_tokenizer(FIRST_WEIGHTS / "tokenizer"),
-        transformers.CLIPTextModel.from_pretrained(FIRST_WEIGHTS / "text_encoder"),
         sizes.layers,
         device,
     )
