@@ -18,7 +18,7 @@ from diffusers import FluxPipeline
 from safetensors.torch import load_file
 
 from elfatt_sd.toy import recipe as first
-from elfatt_sd.toy import training
+from elfatt_sd.toy import quality, training
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASS_PROMPTS
 from tools.toy_dit import denoiser, export, models, preview, recipe
 
@@ -214,3 +214,11 @@ def test_a_preview_classifies_a_checkpoint(trained, tmp_path, capsys, monkeypatc
     preview.main([str(checkpoint), "--out", str(tmp_path), "--coarse", "2", "--count", "2", "--steps", "2"])
     assert (tmp_path / "layout-2.png").is_file()
     assert "'shape'" in capsys.readouterr().out
+
+
+def test_large_images_are_averaged_for_the_classifier():
+    images = torch.randint(256, (1, 3, 512, 512), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    shrunk = quality.shrink(images)
+    assert shrunk.shape == (1, 3, 256, 256)
+    assert abs(int(shrunk[0, 1, 2, 3]) - images[0, 1, 4:6, 6:8].double().mean()) <= 0.5
+    assert quality.shrink(shrunk) is shrunk
