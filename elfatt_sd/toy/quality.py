@@ -17,12 +17,14 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
+from torch.nn import functional
 
 from elfatt_sd.toy.features import ToyClassifier, load_feature_extractor
 from elfatt_sd.toy.models import GUIDANCE, write_json
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES, describe, render, sample_scenes, scene_labels
 
 WEIGHTS = Path(__file__).parent / "weights"
+SIDE = 256  # of the pictures that the classifier was made for
 REFERENCE_SEED, FLOOR_SEED = 9_000_001, 9_000_002
 
 
@@ -55,6 +57,12 @@ def renders(count: int, seed: int, size: int) -> Iterator[Tensor]:
     scenes = sample_scenes(count, seed)
     for start in range(0, count, 32):
         yield to_bytes(render(scenes[start : start + 32], size))
+
+
+def shrink(images: Tensor) -> Tensor:
+    """Pictures `[n, 3, s, s]` (uint8), averaged down to `SIDE` if they are larger."""
+    factor = max(1, images.shape[-1] // SIDE)
+    return images if factor == 1 else functional.avg_pool2d(images.float(), factor).round().byte()
 
 
 def class_labels(classes: Sequence[tuple[str, str, str, str]]) -> Tensor:
@@ -94,7 +102,7 @@ def measure(
     """Generate and measure.
 
     Args:
-        pipeline: a loaded `StableDiffusionPipeline` of the toy.
+        pipeline: one of the embedded pipelines; larger pictures than the classifier's are averaged down for it.
         count: pictures to generate.
         steps: denoising steps.
         guidance: guidance scale.
@@ -112,11 +120,12 @@ def measure(
     batches = -(-count // batch)
     images = torch.cat(list(track(made, "generating", total=batches, console=Console(stderr=True))))
     seconds = time.monotonic() - began
-    classifier, size = load_feature_extractor(), images.shape[-1]
-    hits = torch.cat([predicted(classifier, part) for part in torch.split(images, 32)]) == truth
+    read = torch.cat([shrink(part) for part in torch.split(images, 32)])
+    classifier, size = load_feature_extractor(), read.shape[-1]
+    hits = torch.cat([predicted(classifier, part) for part in torch.split(read, 32)]) == truth
     target = torch.cat([classifier(part) for part in renders(reference, REFERENCE_SEED, size)])
     floor = torch.cat([classifier(part) for part in renders(count, FLOOR_SEED, size)])
-    features = torch.cat([classifier(part) for part in torch.split(images, 32)])
+    features = torch.cat([classifier(part) for part in torch.split(read, 32)])
     figures = {
         "count": count,
         "steps": steps,
@@ -150,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse the command line, measure, and print the figures."""
     import json
 
-    from diffusers import StableDiffusionPipeline
+    from diffusers import DiffusionPipeline
 
     parser = argparse.ArgumentParser(prog="python -m elfatt_sd.toy.quality", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for quality.json and sheet.png")
@@ -162,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
-    loader: Any = StableDiffusionPipeline
+    loader: Any = DiffusionPipeline
     pipeline = loader.from_pretrained(options.pipeline).to(options.device)
     figures, images = measure(pipeline, options.count, options.steps, options.guidance, options.seed, options.batch)
     write_json(options.out / "quality.json", figures)

@@ -1,0 +1,1 @@
+"""The recipe of the embedded diffusion transformer; only maintainers use it."""
