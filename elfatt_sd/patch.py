@@ -322,6 +322,7 @@ class _Patch:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step and tell the layers."""
+        self._direct.pop(threading.get_ident(), None)
         sample = args[0] if args else kwargs["sample"]
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
         self._begin(sample, timestep)
@@ -334,20 +335,20 @@ class _Patch:
             self._compare_with_plan(call)
 
     def _before_time(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the first thing that a UNet computes: see whether it was called by `forward`."""
+        """Forward pre-hook of the first thing that a UNet computes: keep the timestep, if `forward` was called."""
         if torch.compiler.is_compiling():
             return
         call = self._shared.call
         if call is None or call.entered:
-            self._direct[threading.get_ident()] = args[0]
-        else:
-            call.entered = True
+            self._direct.setdefault(threading.get_ident(), args[0])  # the second is of class labels
 
     def _before_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the UNet's first convolution: begin a call of `forward`."""
-        if torch.compiler.is_compiling() or threading.get_ident() not in self._direct:
+        """Forward pre-hook of the UNet's first convolution: begin a call of `forward`, which no other hook sees."""
+        if torch.compiler.is_compiling():
             return
-        self._begin(args[0], self._direct.pop(threading.get_ident()))
+        timestep = self._direct.pop(threading.get_ident(), None)
+        if timestep is not None:
+            self._begin(args[0], timestep)
         if self._shared.call is not None:
             self._shared.call.entered = True
 

@@ -52,7 +52,7 @@ class Call:
         shares: whether a difference measured in this call is of use in a later step.
         last: whether the run ends with this step.
         states: of the patched layers, by the layer's index.
-        entered: whether the denoiser has begun to compute.
+        entered: whether the denoiser has come to its first convolution.
     """
 
     def __init__(self, config: PatchConfig, phase: Phase = EXACT, step: int = 0) -> None:

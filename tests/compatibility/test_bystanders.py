@@ -138,3 +138,18 @@ def test_a_controlnet_called_by_forward() -> None:
         elfatt_sd.remove_patch(net)
         exact = net(sample, 500, text, **given)[1]
     assert torch.equal(hooked, named) and not torch.equal(hooked, exact)
+
+
+def test_class_labels_that_are_embedded_like_timesteps() -> None:
+    """They go through the module that the timestep goes through, in the same call."""
+    unet = tiny.unet(class_embed_type="timestep")
+    elfatt_sd.apply_patch(unet, "elfatt")
+    sample, text = torch.randn(1, 4, 16, 16), torch.randn(1, 7, tiny.TEXT_WIDTH)
+    labels = torch.tensor([990])
+    with torch.no_grad():
+        hooked = [unet(sample, timestep, text, class_labels=labels).sample for timestep in (999, 10)]
+        named = [unet.forward(sample, timestep, text, class_labels=labels).sample for timestep in (999, 10)]
+        elfatt_sd.apply_patch(unet, "tome")
+        late = unet(sample, 10, text, class_labels=labels).sample
+    assert torch.equal(hooked[0], named[0]) and torch.equal(hooked[1], named[1])
+    assert torch.equal(hooked[1], late), "in the second phase"
