@@ -73,6 +73,7 @@ class Decision:
 
 _COMPILED = Decision(obstacle="not measured, because torch.compile was applied")
 _OFFLOADED = Decision(obstacle="not measured, because its weights are offloaded")
+_NO_WEIGHTS = Decision(obstacle="not measured, because the model has no weights")
 _NO_MEMORY = Decision(obstacle="memory ran out in the measurement")
 
 
@@ -164,6 +165,8 @@ class Tuner:
         brought = any(hasattr(attention.to_q, name) for name in ("_hf_hook", "_diffusers_hook"))  # for each call of it
         if attention.to_q.weight.device != sample.device and not brought:
             return _OFFLOADED
+        if sample.device.type == "meta":
+            return _NO_WEIGHTS
         size = (_batch(sample), state.grid[0] * state.grid[1], attention.query_dim)
         tokens = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu").to(sample)
         block_input = tokens.mT.contiguous().mT if state.layer.channels_first else tokens

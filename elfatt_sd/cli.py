@@ -244,11 +244,9 @@ def patch(
         loaded_from.check()
     pipe = _sketch(model, chosen.autotune) if known else loaded_from.load()
 
-    from elfatt_sd.layers import find_denoisers
     from elfatt_sd.patch import plan
 
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
-    planned = planned.counting(find_denoisers(pipe))
     if save is not None:
         chosen.config.save(save)
     saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune

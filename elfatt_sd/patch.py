@@ -145,7 +145,7 @@ def plan(
             shared.layers = _patched_layers(shared, chosen[name])
             for layer in shared.layers:
                 decisions[name, layer.layer.name] = measure_phases(layer, net, rows, columns)
-    return make_plan(config, chosen, decisions, rows, columns)
+    return make_plan(config, chosen, decisions, rows, columns).counting(denoisers)
 
 
 def is_patched(pipe: Any) -> bool:
