@@ -373,7 +373,7 @@ def _print_trial(trial: Trial, path: Path) -> None:
     for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for row in trial.rows:
-        table.add_row(row.method, f"{row.seconds:.2f}", row.speed_text(), row.psnr_text())
+        table.add_row(row.label, f"{row.seconds:.2f}", row.speed_text(), row.psnr_text())
     console.print(table)
     print(trial.recommendation())
     print(path)

@@ -171,6 +171,11 @@ class Trial:
         faster = [row for row in others if min(row.ratios) >= WORTH]
         if not others:
             return "No method changed the image in this run: give more steps, or a larger image."
+        if not faster and any(row.speed >= WORTH for row in others):
+            return (
+                "No recommendation: no method was faster in every round, as the times vary too much. Close what else "
+                "runs on this machine, or give more rounds."
+            )
         if not faster:
             return (
                 "Leave the pipeline untouched at this size on this machine: no method was faster in every round; "
