@@ -93,8 +93,8 @@ def estimate(protocol: Protocol, run_dir: Path | None = None) -> Estimate:
 
 
 def _is_done(run_dir: Path | None, name: str) -> bool:
-    data = folder.read_json(run_dir / name) if run_dir else None
-    return data is not None and bool(data) and not data.get("errors")
+    data = (folder.read_json(run_dir / name) if run_dir else None) or {"errors": "not begun"}
+    return not data.get("errors")
 
 
 def _images_to_make(protocol: Protocol, run_dir: Path | None) -> float:
@@ -288,8 +288,12 @@ def obstacles(protocol: Protocol, run_dir: Path, reuse: Sequence[Path] = ()) -> 
     from elfatt_sd.evaluation.reference import check_source
     from elfatt_sd.evaluation.score import load_extractors, score_inputs
 
+    runnable, wrong = protocol, _reason_against(_first_checks(protocol)[0])
+    if wrong:  # go on to the other obstacles where there is neither the device nor the dtype
+        runnable = dataclasses.replace(protocol, device="cpu", dtype="float32")
+
     def each_extractor(spec: str) -> None:
-        part = dataclasses.replace(protocol, extractors=(spec,))
+        part = dataclasses.replace(runnable, extractors=(spec,))
         score_inputs(part, load_extractors(part))
 
     checks: list[Callable[[], Any]] = [
@@ -299,11 +303,11 @@ def obstacles(protocol: Protocol, run_dir: Path, reuse: Sequence[Path] = ()) -> 
         *_first_checks(protocol),
         lambda: check_source(protocol.reference),
         *(functools.partial(each_extractor, spec) for spec in protocol.extractors),
-        lambda: load_extractors(protocol),
+        lambda: load_extractors(runnable),
         lambda: _check_disk(protocol, run_dir),
     ]
     found = [reason for check in checks if (reason := _reason_against(check))]
-    return list(dict.fromkeys([*found, *_obstacles_of_rows(protocol)]))
+    return list(dict.fromkeys([*found, *_obstacles_of_rows(runnable)]))
 
 
 def _reason_against(check: Callable[[], Any]) -> str:

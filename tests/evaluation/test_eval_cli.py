@@ -55,11 +55,12 @@ def test_run_prints_the_page_and_the_other_commands_work_on_it(
     run_dir = tmp_path / "run"
     done = call("run", protocol, "--out", run_dir, "--limit", 3, "--quiet", *sets(full_overrides(workplace)))
     assert done.code == 0, done.err
-    page = Path(done.out.strip().replace("\n", ""))
+    table, _, path = done.out.strip().rpartition("\n\n")
+    page = Path(path)
     assert page == run_dir / "report" / "index.html"
     assert page.is_file()
-    assert "Difference" in done.out and "(null row)" in done.out and "A quick look" in done.out
-    assert all(len(line) <= 80 for line in done.out.splitlines()[:-1])
+    assert "Difference" in table and "(null row)" in table and "A quick look" in table
+    assert all(len(line) <= 80 for line in table.splitlines())
     assert folder.load_run(run_dir).limit == 3
     assert len(folder.read_manifest(run_dir, folder.load_run(run_dir).baseline)) == 3
     assert call("score", run_dir, "--quiet").code == 0

@@ -39,7 +39,7 @@ def headline(results: Results) -> str:
         return _no_gain(results)
     best = _fastest(results, faster)
     if _verdict_of(results, best) == WORSE:
-        start = f"No setting is shown to be faster without being worse: {_as_fast(results, best)}"
+        start = f"No setting is shown to be faster without being worse. {_as_fast(results, best)}"
         return f"{start}, but worse in {results.distance}{_closeness(best)}."
     figures = f"{_as_fast(results, best)}{_closeness(best)}{_beside_null(results)}"
     return f"{figures}. Its quality is not judged: {_no_verdict(results)}."
@@ -51,13 +51,12 @@ def _no_gain(results: Results) -> str:
     if not timed:
         return f"Time was not measured. Quality: {_verdict_counts(results)}."
     best = _fastest(results, timed)
-    rounds = len(best.time_values(results.time_part))
-    if rounds < FEW_REPEATS:
+    figures = f"{_as_fast(results, best)}{_closeness(best)}{_beside_null(results)}"
+    rounds, ratio = len(best.time_values(results.time_part)), best.speedup(results.time_part)
+    if rounds < FEW_REPEATS and ratio is not None and ratio.value > 1:
         why = f"{plural(rounds, 'round')} of timing {'is' if rounds == 1 else 'are'} too few to claim it"
-        start = f"Fastest measured: {_as_fast(results, best)}{_closeness(best)}{_beside_null(results)}"
-        return f"{start}; {why}. Quality: {_verdict_counts(results)}."
-    start = "No setting is shown to be faster than the untouched pipeline"
-    return f"{start}: highest is {_as_fast(results, best)}{_beside_null(results)}. Quality: {_verdict_counts(results)}."
+        return f"{figures}; {why}. Quality: {_verdict_counts(results)}."
+    return f"No setting is shown to be faster. {figures}. Quality: {_verdict_counts(results)}."
 
 
 def recommended(results: Results) -> Row | None:
