@@ -79,6 +79,11 @@ def run(name: str, keeps: bool) -> dict[str, float]:
     return {key: float(value) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
+def tell(name: str, done: int, total: int) -> None:
+    """Print how far a comparison is."""
+    print(f"{name}: {done} of {total}")
+
+
 def main() -> None:
     """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,9 +98,7 @@ def main() -> None:
         print(json.dumps(measure(chosen.child, chosen.keep)))
         return
     words = shlex.join(["python", "benchmarks/freed_memory.py", *sys.argv[1:]])
-    session = Session(
-        chosen.out, None, chosen.again, words, lambda name, done, total: print(f"{name}: {done} of {total}")
-    )
+    session = Session(chosen.out, again=chosen.again, command=words, progress=tell)
     dtypes = ", ".join(str(MODELS[name][1]).removeprefix("torch.") for name in chosen.models)
     bases = [UNTOUCHED.kind, UNTOUCHED.kind + KEPT, FAST]
     record = Record(session, "freed_memory", torch.device("cpu"), {"dtype": dtypes}, bases=bases)

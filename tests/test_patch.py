@@ -481,7 +481,7 @@ def test_plan_tells_what_happens_and_changes_nothing(pipe: Any) -> None:
     half = 128 * 384 * 16 + 4 * 256 * 16**2 + 2 * 256 * 16 * (0.5 * 2 * 64 + 0.5 * 128)
     assert patched[0].multiply_adds_by_phase[0] == half
     assert json.loads(json.dumps(plan.to_dict()))["layers"][0]["tokens"] == 512
-    assert "elfatt: 3 of 7 layers" in str(plan)
+    assert "elfatt: patches 3 of 7 self-attention layers" in str(plan)
     with pytest.raises(ElfattError, match="height=33"):
         elfatt_sd.plan(pipe, "elfatt", height=33)
 

@@ -196,7 +196,8 @@ def run(
     with writing(run_dir, protocol.device) as first:
         by_first(lambda: _check(run_dir, protocol))
         tell = report if first else _say_nothing
-        tell("reference: begun")
+        if not (run_dir / SCORES_FILE).exists():
+            tell("reference: begun")
         build_references(protocol, progress=every_minute(tell))  # first: what is wrong with it should cost no images
         free_memory()
         failed = generate(run_dir, protocol, reuse=reuse, show_progress=show_progress)
@@ -262,14 +263,19 @@ def check_inputs(protocol: Protocol) -> None:
 def _first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
     """Return what is to be tried before an extractor is fetched; each raises an `ElfattError`."""
     from elfatt_sd.evaluation.reference import check_given
-    from elfatt_sd.pipelines import pick_device, pick_dtype
 
     return [
         lambda: need("an evaluation", "torchmetrics", *REPORT, *sorted(protocol.peers)),
-        lambda: pick_dtype(protocol.dtype, pick_device(protocol.device)),
+        lambda: _check_device(protocol),
         lambda: _check_prompts(protocol),
         lambda: check_given(protocol.reference.source),
     ]
+
+
+def _check_device(protocol: Protocol) -> None:
+    from elfatt_sd.pipelines import pick_device, pick_dtype
+
+    pick_dtype(protocol.dtype, pick_device(protocol.device))
 
 
 def _check_prompts(protocol: Protocol) -> None:
@@ -288,7 +294,7 @@ def obstacles(protocol: Protocol, run_dir: Path, reuse: Sequence[Path] = ()) -> 
     from elfatt_sd.evaluation.reference import check_source
     from elfatt_sd.evaluation.score import load_extractors, score_inputs
 
-    runnable, wrong = protocol, _reason_against(_first_checks(protocol)[0])
+    runnable, wrong = protocol, _reason_against(lambda: _check_device(protocol))
     if wrong:  # go on to the other obstacles where there is neither the device nor the dtype
         runnable = dataclasses.replace(protocol, device="cpu", dtype="float32")
 

@@ -21,6 +21,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
+import elfatt_sd
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder, generate
 from elfatt_sd.evaluation.generate import BadImage, check_images, row_patch, spread, start_noise
@@ -345,7 +346,7 @@ def test_other_code_is_no_matter_where_it_has_made_none(
 def test_the_hashed_modules_are_all_that_a_patch_imports() -> None:
     """A module that a patch comes to use has to be added, or named here as one that changes no image."""
     package, images = ROOT / "elfatt_sd", {*generate._METHOD}
-    idle = {"autotune", "files", "planning"}
+    idle = {"autotune", "devices", "errors", "files", "planning"}
     for name in images:
         for node in ast.walk(ast.parse((package / f"{name}.py").read_text())):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("elfatt_sd."):
@@ -411,7 +412,7 @@ def test_the_untouched_pipeline_takes_another_backend(protocol: Protocol) -> Non
     pipe = generate.load_protocol_pipeline(protocol)
     cell = Cell("sd", "SD", "sd", role="baseline", settings={"attention_backend": "native"})
     with row_patch(pipe, cell):
-        assert "ElfattProcessor" in {type(processor).__name__ for processor in pipe.unet.attn_processors.values()}
+        assert elfatt_sd.is_patched(pipe)
     with row_patch(pipe, protocol.baseline):
         assert "ElfattProcessor" not in {type(each).__name__ for each in pipe.unet.attn_processors.values()}
 

@@ -53,7 +53,8 @@ def test_the_finest_grid_has_4096_tokens_and_even_heads(pipeline):
 
 def test_parts_are_float32_unless_asked_otherwise(pipeline):
     assert {part.dtype for part in (pipeline.unet, pipeline.vae, pipeline.text_encoder)} == {torch.float32}
-    half = elfatt_sd.load_pipeline("toy", device="cpu", dtype="float16")
+    with pytest.warns(UserWarning, match="many times slower"):
+        half = elfatt_sd.load_pipeline("toy", device="cpu", dtype="float16")
     assert {part.dtype for part in (half.unet, half.vae, half.text_encoder)} == {torch.float16}
 
 
