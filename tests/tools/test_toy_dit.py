@@ -58,7 +58,7 @@ def test_a_tiny_run_exports_a_pipeline_that_draws(trained, pipeline):
     assert image.shape == (1, side, side, 3)
     assert {value.dtype for value in weights(trained).values()} == {torch.float16}
     assert list(export.load_record(trained / "pipeline")["stages"]) == list(recipe.STAGES)
-    assert "| finish | 6 | 2 |" in (trained / "pipeline" / "README.md").read_text()
+    assert "| finish | 6 | 4 |" in (trained / "pipeline" / "README.md").read_text()
 
 
 def test_a_plain_call_has_4096_image_tokens(pipeline):
