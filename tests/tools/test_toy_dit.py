@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from elfatt_sd.toy import quality, training
 from elfatt_sd.toy import recipe as first
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASS_PROMPTS
-from tools.toy_dit import denoiser, export, models, preview, recipe
+from tools.toy_dit import denoiser, export, models, preview, recipe, snapshot
 
 TINY = ["--config", "tiny", "--device", "cpu"]
 PROMPT = "a red star on a striped blue background"
@@ -214,6 +214,17 @@ def test_a_preview_classifies_a_checkpoint(trained, tmp_path, capsys, monkeypatc
     preview.main([str(checkpoint), "--out", str(tmp_path), "--coarse", "2", "--count", "2", "--steps", "2"])
     assert (tmp_path / "layout-2.png").is_file()
     assert "'shape'" in capsys.readouterr().out
+
+
+def test_training_goes_on_from_a_snapshot(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "FULL", models.TINY)
+    snapshot.main([str(trained / "checkpoints" / "outline.pt"), "--out", str(tmp_path / "snapshot")])
+    saved = torch.load(trained / "checkpoints" / "outline.pt", weights_only=True)["average"]
+    found = load_file(tmp_path / "snapshot" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(value, saved[f"transformer.{name}"].half()) for name, value in found.items())
+    resumed = ["--resume-from", str(tmp_path / "snapshot"), "--stages", "outline"]
+    recipe.main(["--out", str(tmp_path / "run"), *TINY, *resumed])
+    assert list(export.load_record(tmp_path / "run" / "pipeline")["stages"]) == ["outline", "outline (2)"]
 
 
 def test_large_images_are_averaged_for_the_classifier():

@@ -222,14 +222,18 @@ class Workshop:
         stage, folder = getattr(self.recipe, name), self.out / "checkpoints"
         record = train(stage, self.denoiser, loss, folder, self.seed, self.device, self.save_every)
         times = 1 + sum(title.split()[0] == name for title in self.records)
-        images = sorted({stage.batch * view.images for view in VIEWS[name]})
         title = name if times == 1 else f"{name} ({times})"
-        self.records[title] = {**record, "images": " or ".join(map(str, images))}
+        self.records[title] = {**record, "images": describe_images(name, stage.batch)}
 
     def export(self) -> Path:
         """Write the pipeline; see `tools.toy_dit.export`."""
         training = {"device": str(self.device), "seed": self.seed, "stages": self.records}
         return export(self.recipe.sizes, self.denoiser, training, self.out)
+
+
+def describe_images(name: str, batch: int) -> str:
+    """How many images a step of a stage has, in words."""
+    return " or ".join(map(str, sorted({batch * view.images for view in VIEWS[name]})))
 
 
 def load_words(sizes: models.Sizes, tokenizer: Path, device: torch.device) -> Words:
