@@ -145,7 +145,7 @@ def test_one_padding_token_stands_for_all_in_training(pipeline, length):
     trainer, grid = denoiser.Denoiser(models.TINY).eval(), models.TINY.grid
     for name in export.PARTS:
         getattr(trainer, name).load_state_dict(getattr(pipeline, name).state_dict())
-    context, pooled, text_ids = pipeline.encode_prompt(PROMPT, max_sequence_length=length)
+    context, pooled, text_ids = pipeline.encode_prompt(PROMPT, None, max_sequence_length=length)
     latents, times = (
         torch.randn(1, 4, 2 * grid, 2 * grid, generator=torch.Generator().manual_seed(0)),
         torch.tensor([0.6]),
