@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from elfatt_sd.toy import quality, training
 from elfatt_sd.toy import recipe as first
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASS_PROMPTS
-from tools.toy_dit import denoiser, export, models, preview, recipe
+from tools.toy_dit import denoiser, export, models, preview, recipe, snapshot
 
 TINY = ["--config", "tiny", "--device", "cpu"]
 PROMPT = "a red star on a striped blue background"
@@ -58,7 +58,7 @@ def test_a_tiny_run_exports_a_pipeline_that_draws(trained, pipeline):
     assert image.shape == (1, side, side, 3)
     assert {value.dtype for value in weights(trained).values()} == {torch.float16}
     assert list(export.load_record(trained / "pipeline")["stages"]) == list(recipe.STAGES)
-    assert "| finish | 6 | 2 |" in (trained / "pipeline" / "README.md").read_text()
+    assert "| finish | 6 | 4 |" in (trained / "pipeline" / "README.md").read_text()
 
 
 def test_a_plain_call_has_4096_image_tokens(pipeline):
@@ -145,7 +145,7 @@ def test_one_padding_token_stands_for_all_in_training(pipeline, length):
     trainer, grid = denoiser.Denoiser(models.TINY).eval(), models.TINY.grid
     for name in export.PARTS:
         getattr(trainer, name).load_state_dict(getattr(pipeline, name).state_dict())
-    context, pooled, text_ids = pipeline.encode_prompt(PROMPT, max_sequence_length=length)
+    context, pooled, text_ids = pipeline.encode_prompt(PROMPT, prompt_2=None, max_sequence_length=length)
     latents, times = (
         torch.randn(1, 4, 2 * grid, 2 * grid, generator=torch.Generator().manual_seed(0)),
         torch.tensor([0.6]),
@@ -214,6 +214,17 @@ def test_a_preview_classifies_a_checkpoint(trained, tmp_path, capsys, monkeypatc
     preview.main([str(checkpoint), "--out", str(tmp_path), "--coarse", "2", "--count", "2", "--steps", "2"])
     assert (tmp_path / "layout-2.png").is_file()
     assert "'shape'" in capsys.readouterr().out
+
+
+def test_training_goes_on_from_a_snapshot(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "FULL", models.TINY)
+    snapshot.main([str(trained / "checkpoints" / "outline.pt"), "--out", str(tmp_path / "snapshot")])
+    saved = torch.load(trained / "checkpoints" / "outline.pt", weights_only=True)["average"]
+    found = load_file(tmp_path / "snapshot" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(value, saved[f"transformer.{name}"].half()) for name, value in found.items())
+    resumed = ["--resume-from", str(tmp_path / "snapshot"), "--stages", "outline"]
+    recipe.main(["--out", str(tmp_path / "run"), *TINY, *resumed])
+    assert list(export.load_record(tmp_path / "run" / "pipeline")["stages"]) == ["outline", "outline (2)"]
 
 
 def test_large_images_are_averaged_for_the_classifier():

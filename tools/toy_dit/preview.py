@@ -22,6 +22,7 @@ from tools.toy_dit import models
 from tools.toy_dit.denoiser import Denoiser
 from tools.toy_dit.export import FIRST_WEIGHTS
 from tools.toy_dit.recipe import Words, load_words, shift
+from tools.toy_dit.snapshot import load_checkpoint
 
 CLASSIFIER_SIDE = 128  # of the images that the classifier's convolutions see
 
@@ -93,9 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shift", type=float, default=models.SHIFT)
     parser.add_argument("--keys", type=int, help="rows and columns of image keys (default: all)")
     options = parser.parse_args(arguments)
-    denoiser = Denoiser(models.FULL)
-    saved = torch.load(options.checkpoint, map_location="cpu", weights_only=True)
-    denoiser.load_state_dict(saved["average"])
+    denoiser, state = load_checkpoint(options.checkpoint, models.FULL)
     words = load_words(models.FULL, options.out / "tokenizer_2", torch.device("cpu"))
     labels = class_labels(draw_classes(options.count, options.seed))
     parts = [
@@ -105,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     images = decode(torch.cat(parts))
     path = options.out / f"{options.checkpoint.stem}-{options.coarse}.png"
     save_sheet(to_bytes(images), path)
-    print(saved["state"]["step"], accuracy(images, labels), path)
+    print(state["step"], accuracy(images, labels), path)
 
 
 if __name__ == "__main__":

@@ -69,11 +69,11 @@ STAGES = tuple(field.name for field in dataclasses.fields(Recipe))[1:]
 VIEWS = {
     "layout": (View(4, 16),),
     "outline": (View(2, 4), View(2, 4, 16), View(4, 16)),
-    "detail": (View(1, 1, 16), View(1, 1, 32), View(2, 4)),
-    "finish": (View(1, 1),),
+    "detail": (View(1, 2, 16), View(1, 2, 32), View(2, 4)),
+    "finish": (View(1, 2),),
 }
 # Steps a second on one core of the machine that trained the published weights, compiled.
-SPEEDS = {"layout": 1.9, "outline": 1.5, "detail": 1.35, "finish": 0.4}
+SPEEDS = {"layout": 1.9, "outline": 1.5, "detail": 0.85, "finish": 0.2}
 
 
 def full_recipe(minutes: float) -> Recipe:
@@ -87,8 +87,8 @@ def full_recipe(minutes: float) -> Recipe:
         models.FULL,
         Stage("layout", 1, 1.5e-3, steps=steps["layout"], hold=0.6),
         Stage("outline", 1, 1e-3, steps=steps["outline"], hold=0.6),
-        Stage("detail", 1, 8e-4, steps=steps["detail"], hold=0.6),
-        Stage("finish", 1, 5e-4, steps=steps["finish"]),
+        Stage("detail", 1, 6e-4, steps=steps["detail"], hold=0.6),
+        Stage("finish", 1, 4e-4, steps=steps["finish"]),
     )
 
 
@@ -222,14 +222,18 @@ class Workshop:
         stage, folder = getattr(self.recipe, name), self.out / "checkpoints"
         record = train(stage, self.denoiser, loss, folder, self.seed, self.device, self.save_every)
         times = 1 + sum(title.split()[0] == name for title in self.records)
-        images = sorted({stage.batch * view.images for view in VIEWS[name]})
         title = name if times == 1 else f"{name} ({times})"
-        self.records[title] = {**record, "images": " or ".join(map(str, images))}
+        self.records[title] = {**record, "images": describe_images(name, stage.batch)}
 
     def export(self) -> Path:
         """Write the pipeline; see `tools.toy_dit.export`."""
         training = {"device": str(self.device), "seed": self.seed, "stages": self.records}
         return export(self.recipe.sizes, self.denoiser, training, self.out)
+
+
+def describe_images(name: str, batch: int) -> str:
+    """How many images a step of a stage has, in words."""
+    return " or ".join(map(str, sorted({batch * view.images for view in VIEWS[name]})))
 
 
 def load_words(sizes: models.Sizes, tokenizer: Path, device: torch.device) -> Words:
@@ -252,7 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints and results")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--config", choices=("full", "tiny"), default="full")
-    parser.add_argument("--minutes", type=float, default=600.0, help="time to train on one core with --config full")
+    parser.add_argument("--minutes", type=float, default=240.0, help="time to train on one core with --config full")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="stages to run, in this order")
     parser.add_argument("--resume-from", type=Path, help="pipeline folder to start from instead of random weights")
