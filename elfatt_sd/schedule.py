@@ -187,7 +187,7 @@ class Schedule:
 
     def _from_value(self, value: float, timesteps: torch.Tensor | None, scheduler: Any) -> Position | None:
         if timesteps is None:
-            return None if self._noise_levels else _place(value, TRAIN_STEPS)
+            return _place(value, TRAIN_STEPS) if value.is_integer() and not self._noise_levels else None
         known = self._on_host(timesteps)
         run, others = self._run_over(timesteps), list(_parametrisations(scheduler, known))
         if run.parametrisation is not None:
@@ -198,14 +198,15 @@ class Schedule:
             live = getattr(scheduler, "num_inference_steps", len(known)) is not None
             return Position(step, len(known), scheduled=live)
         place = _place(value, _train_steps(scheduler)) if max(known) > 1 else None
-        if place is not None and value == int(value):  # on no schedule, as in training
+        if place is not None and value.is_integer():  # on no schedule, as in training
             return place
         for number, levels in enumerate(others):
             step = self._match(levels, value, timesteps)
             if step is not None:
                 run.parametrisation = number
                 return Position(step, len(known))
-        return _from_counter(scheduler, timesteps) or place
+        counted = _from_counter(scheduler, timesteps)
+        return place or counted if getattr(scheduler, "step_index", None) is None else counted or place
 
     def _match(self, levels: Sequence[float], value: float, timesteps: torch.Tensor) -> int | None:
         """Return the step of a value, of several the one that follows the latest call of the run."""
@@ -254,8 +255,7 @@ def _train_steps(scheduler: Any) -> int:
 
 def _place(value: float, train_steps: int) -> Position | None:
     """Return the place of a timestep among all that a model was trained on; None for what can be no timestep."""
-    whole = value == int(value) if math.isfinite(value) else False
-    if not 0 <= value < train_steps or not (whole or value > 1):
+    if not 0 <= value < train_steps or not (value.is_integer() or value > 1):
         return None
     return Position(int(train_steps - 1 - value), train_steps, scheduled=False)
 

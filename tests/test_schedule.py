@@ -241,7 +241,7 @@ def test_a_timestep_on_no_schedule_has_the_place_of_its_noise_level() -> None:
             assert index == 3 or schedule.locate(5000) in (BEYOND, Position(0, 10))
 
 
-@pytest.mark.parametrize("value", [0.3, -1.25, 1000, 1e9, math.nan])
+@pytest.mark.parametrize("value", [0.3, -1.25, 1.15, 14.6, 1000, 1e9, math.nan, math.inf])
 def test_a_value_in_an_unknown_unit_is_beyond_the_last_phase(value: float) -> None:
     assert Schedule(lambda: None).locate(value) == BEYOND
     assert Schedule(lambda: None, trained_on_noise_levels=True).locate(437) == BEYOND
@@ -264,6 +264,18 @@ def test_other_parametrisations_are_known(unit: Any) -> None:
     schedule = Schedule(lambda: chosen)
     for _ in range(2):
         assert [schedule.locate(unit(chosen, i)) for i in range(20)] == [Position(i, 20) for i in range(20)]
+
+
+def test_timesteps_between_those_of_a_scheduler_that_does_not_count() -> None:
+    """As k-diffusion's samplers work them out of noise levels."""
+    chosen = scheduler("LMSDiscreteScheduler", {})
+    chosen.set_timesteps(10)
+    schedule = Schedule(lambda: chosen)
+    assert [schedule.locate(value) for value in (910.3, 437.26)] == [
+        Position(88, 1000, False),
+        Position(561, 1000, False),
+    ]
+    assert schedule.locate(-0.7) == Position(0, 10), "its first step"
 
 
 def test_pipelines_that_hand_over_noise_levels(recorded: Any) -> None:
