@@ -388,7 +388,7 @@ class _Patch:
                 "the timestep of this call is on no schedule and in a unit that is not known (a noise level?), so that "
                 "its attention is exact; iterate over a tensor of all timesteps, such as scheduler.timesteps.",
             )
-        run = self._schedule.run
+        run = self._schedule.run if position.scheduled else Run()
         self._warn_if_displaced()
         self._warn_if_idle(position, run)
         if compiled:

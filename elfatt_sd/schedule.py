@@ -131,7 +131,7 @@ class Schedule:
 
     @property
     def run(self) -> Run:
-        """The run that the latest call of this thread belongs to."""
+        """The run that the latest call of this thread on a schedule belongs to."""
         return self._runs.setdefault(threading.current_thread(), Run())
 
     def locate(self, timestep: torch.Tensor | float) -> Position | None:
@@ -206,6 +206,7 @@ class Schedule:
                 run.parametrisation = number
                 return Position(step, len(known))
         counted = _from_counter(scheduler, timesteps)
+        counted = counted and counted._replace(scheduled=False)  # it may be that of a run which was broken off
         return place or counted if getattr(scheduler, "step_index", None) is None else counted or place
 
     def _match(self, levels: Sequence[float], value: float, timesteps: torch.Tensor) -> int | None:
@@ -223,9 +224,9 @@ class Schedule:
     def _follow(self, position: Position | None, schedule: torch.Tensor | None) -> None:
         """Let the run of this thread go on with a call, or begin another one."""
         run = self.run
-        if position is None or not position.scheduled:
-            self._runs[threading.current_thread()] = Run()
-        elif run.goes_on(schedule, position.step):
+        if position is None or not position.scheduled:  # a preview between two steps does not end their run
+            return
+        if run.goes_on(schedule, position.step):
             run.step = position.step
             run.first = position.step if run.first < 0 else run.first
         else:

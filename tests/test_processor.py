@@ -378,6 +378,17 @@ def test_calls_on_no_schedule_share_nothing() -> None:
 
 
 @torch.no_grad()
+def test_a_preview_between_two_steps_does_not_end_their_run() -> None:
+    unet, timesteps = corrected(CORRECTED[0])
+    sample, text = inputs(torch.float32)
+    alone = [unet(sample, timestep, text).sample for timestep in timesteps]
+    with pytest.warns(UserWarning, match="on no schedule"):
+        for timestep, expected in zip(timesteps, alone, strict=True):
+            assert torch.equal(unet(sample, timestep, text).sample, expected)
+            unet(sample + 1, 500, text)
+
+
+@torch.no_grad()
 def test_nothing_is_computed_for_steps_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The difference of a step without a follower in its group is of no use."""
     unet, timesteps = corrected(CORRECTED[0], steps=7)
