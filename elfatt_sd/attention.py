@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.tiling import partition
 
 GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
 GRID_FREE = ("cpu",)  # devices without such a limit
@@ -24,21 +25,6 @@ PACKAGES = {  # of the dispatcher's backends: module, and how it is installed
     "sage": ("sageattention", "pip install sageattention"),
     "xformers": ("xformers", "pip install xformers"),
 }
-
-
-def partition(tokens: int, block_size: int) -> tuple[int, int, int]:
-    """Cut a sequence in blocks of nearly equal size, none dropped.
-
-    Args:
-        tokens: length of the sequence.
-        block_size: wanted tokens in a block.
-
-    Returns:
-        The number of blocks, their base size, and how many (the first ones) have one token more.
-    """
-    blocks = max(1, round(tokens / block_size))
-    base, larger = tokens // blocks, tokens % blocks  # not divmod, which torch.compile does not trace
-    return blocks, base, larger
 
 
 def softmax_attention(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.attention import GRID_FREE, GRID_LIMIT, block_attention
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 
 
 def cell_spread_attention(
@@ -55,18 +55,6 @@ def cell_spread_attention(
     far, far_sum = _attend([x.reshape(as_blocks) for x in (q, k, v)], scale, own)
     weight = torch.sigmoid(far_sum.view(q.shape[:3]) + math.log(blocks) - near_sum.view(q.shape[:3]))
     return torch.lerp(near.reshape(q.shape), far.reshape(q.shape), weight.unsqueeze(3).to(q.dtype)).to(dtype)
-
-
-def cell_blocks(tokens: int, block_size: int) -> int:
-    """Return the number of blocks that divides the tokens and comes closest to the wanted size.
-
-    Args:
-        tokens: of the grid.
-        block_size: wanted tokens in a block.
-    """
-    lower = [divisor for divisor in range(1, math.isqrt(tokens) + 1) if tokens % divisor == 0]
-    divisors = [*lower, *(tokens // divisor for divisor in reversed(lower))]
-    return min(divisors, key=lambda blocks: abs(math.log(tokens / blocks / block_size)))
 
 
 def _attend(qkv: list[Tensor], scale: float | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What is approximated when: phases of the denoising run, presets of the published methods, validation.
+"""What is approximated when: phases of the denoising run, and a method made of them.
 
 A configuration is data: frozen, comparable, and equal to itself after a round trip through JSON.
 """
@@ -8,51 +8,46 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 
+from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError as ElfattError
 from elfatt_sd.errors import ElfattFailure as ElfattFailure
 from elfatt_sd.files import write_json
+from elfatt_sd.methods import Attention, AttentionName, Merge, attention_named, attentions
+from elfatt_sd.methods.agents import AgentSource
+from elfatt_sd.methods.elfatt import Split
+from elfatt_sd.tiling import BlockOrder
+
+if TYPE_CHECKING:
+    from elfatt_sd.presets import Method
 
 # The accepted values, once for type checkers and editors, and once to check what comes at run time.
-Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]
-Attention = Literal["softmax", "agent", "block", "elfatt", "cell_spread", "sampled"]
-BlockOrder = Literal["sequence", "raster", "windows", "curve", "strided", "spread"]
-AgentSource = Literal["pooled", "merged"]
-Split = Literal["auto", "heads", "channels"]
 Downsample = Literal[1, 2, 4, 8]
 Backend = Literal["auto", "native", "flash", "flash_hub", "_flash_3", "flex", "sage", "xformers"]
-METHODS: tuple[Method, ...] = get_args(Method)
-ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
-BLOCK_ORDERS: tuple[BlockOrder, ...] = get_args(BlockOrder)
-AGENT_SOURCES: tuple[AgentSource, ...] = get_args(AgentSource)
-SPLITS: tuple[Split, ...] = get_args(Split)
 DOWNSAMPLES: tuple[Downsample, ...] = get_args(Downsample)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
-class Settings(TypedDict, total=False):
-    """Changes to a method by keyword, as `apply_patch` and `PatchConfig.preset` take them; no key is required.
+class AttentionSettings(TypedDict, total=False):
+    """Settings of merging and of the package's attentions, by keyword; the classes in `elfatt_sd.methods` explain them.
 
-    The fields of `Phase` but `until` and `attention` and of `PatchConfig` but `method` and `phases`, which say what
-    each means, and `active_fraction`: the fraction of the run in which the method's own attention is active.
+    An attention that has no such setting ignores it.
     """
 
-    active_fraction: float
     ratio: float
     stride: int
+    keys: int
     block_size: int
     block_order: BlockOrder
     second_order: BlockOrder | None
     groups: int
     lattice: bool
     redraw: bool
-    residual_steps: int
     agents: int
     agent_source: AgentSource
     agent_ratio: float
@@ -60,6 +55,18 @@ class Settings(TypedDict, total=False):
     value_shortcut: float
     agent_share: float
     split: Split
+
+
+class Settings(AttentionSettings, total=False):
+    """Changes to a method by keyword, as `apply_patch` and `PatchConfig.preset` take them; no key is required.
+
+    Those of `AttentionSettings`, `residual_steps` of `Phase`, those of `PatchConfig` but `method` and `phases`, and
+    `active_fraction`: the fraction of the run in which the method's own attention is active. An attention of your own
+    adds its fields.
+    """
+
+    active_fraction: float
+    residual_steps: int
     levels: int
     max_downsample: Downsample | None
     seed: int
@@ -70,169 +77,109 @@ class Settings(TypedDict, total=False):
     fp32_logits: bool
 
 
-_UNMERGED = ("cell_spread", "sampled")  # attentions that see every token as it is
-SETTINGS = frozenset(Settings.__annotations__)
+_MERGE_SETTINGS = frozenset(field.name for field in dataclasses.fields(Merge))
 
 
-def _choice(name: str, value: object, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        raise ElfattError(f"{name}={value!r} is not known; accepted: {', '.join(accepted)}.")
-
-
-def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
-    valid = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-    if not valid:
-        span = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ElfattError(f"{name}={value!r} is not accepted; give a whole number {span}.")
-
-
-def _real(name: str, value: object, low: float, high: float, *, open_high: bool = False) -> None:
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not valid or not low <= value <= high or (open_high and value == high):  # type: ignore[operator]
-        span = f"from {low:g} to less than {high:g}" if open_high else f"from {low:g} to {high:g}"
-        raise ElfattError(f"{name}={value!r} is not accepted; give a number {span}.")
-
-
-def _flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ElfattError(f"{name}={value!r} is not accepted; give True or False.")
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Phase:
     """One stretch of the denoising run and the self-attention used in it.
 
     Attributes:
-        until: share of the denoising steps at which the phase ends, in (0, 1].
-        attention: `softmax` (exact), `agent`, `block`, `elfatt` (agents and blocks, half of the heads each),
-            `cell_spread` (the own compact cell exactly, and a `spread` block that stands for all other cells; without
-            merging), or `sampled` (every query sees a stratified random sample of the picture; without merging).
-        ratio: share of the tokens that are merged before attention (ToMe); 0 merges nothing.
-        stride: one destination token for each `stride x stride` cell of the grid.
-        block_size: tokens in a block, to the nearest size that tiles the sequence; for `sampled` the keys that every
-            query sees.
-        block_order: which tokens share a block, or are pooled to an agent: `sequence` (as they come: after merging, by
-            similarity), `raster`, `windows` (rectangles, as square as the size allows), `curve` (Hilbert curve),
-            `strided` (every n-th token) or `spread` (stratified random sample of the picture, drawn from seed, step
-            and layer).
-        second_order: for `block`, another such order for the second half of the heads; None is the same for all heads.
-        groups: for `sampled`, the number of groups of queries that have a sample of their own.
-        lattice: whether a group's queries lie on a lattice of the picture, far from each other, so that what the groups
-            get wrong averages out among neighbours; else in columns, where it can show as streaks.
-        redraw: whether what is random in blocks and samples is drawn anew in every step, or once for a run.
+        until: fraction of the denoising steps at which the phase ends, in (0, 1].
+        attention: which attention, with its settings.
+        merge: what is merged before it.
         residual_steps: number of steps that share the difference between exact attention and the approximation. The
             first of them computes both, and its output is exact; the others add the difference to their approximation
             (residual sharing of DiTFastAttn, arXiv:2406.08552). What is random is drawn once for them. 1 adds nothing.
-        agents: number of agent tokens when they are pooled.
-        agent_source: `pooled` averages neighbouring queries (ELFATT); `merged` projects tokens that are merged at
-            `agent_ratio` (Agent-SD).
-        agent_ratio: share of tokens merged away to form the agents, for `agent_source="merged"`.
-        agent_scale: the second softmax has scale `head_dim ** (-0.5 * agent_scale)`; 1 is the usual scale.
-        value_shortcut: share of the values that is added to the output of agent attention.
-        agent_share: share of the heads (or channels) that attend through agents in `elfatt`.
-        split: `heads` gives each half its own heads (eq. lepe2sd), `channels` half of every head's channels
-            (eq. lepe1sd), `auto` splits heads where their number allows it.
     """
 
-    until: float = 1.0
-    attention: Attention = "softmax"
-    ratio: float = 0.0
-    stride: int = 2
-    block_size: int = 128
-    block_order: BlockOrder = "sequence"
-    second_order: BlockOrder | None = None
-    groups: int = 2
-    lattice: bool = True
-    redraw: bool = True
-    residual_steps: int = 1
-    agents: int = 64
-    agent_source: AgentSource = "pooled"
-    agent_ratio: float = 0.95
-    agent_scale: float = 1.0
-    value_shortcut: float = 0.0
-    agent_share: float = 0.5
-    split: Split = "auto"
+    until: float
+    attention: Attention
+    merge: Merge
+    residual_steps: int
 
-    def __post_init__(self) -> None:
-        """Check every field.
+    def __init__(
+        self,
+        until: float = 1.0,
+        attention: Attention | AttentionName = "softmax",
+        *,
+        merge: Merge | None = None,
+        residual_steps: int = 1,
+        **settings: Unpack[AttentionSettings],
+    ) -> None:
+        """Put a phase together, of objects or of flat settings: `Phase(0.2, "elfatt", ratio=0.5)`.
+
+        Args:
+            until: see the attributes.
+            attention: an attention, or its name.
+            merge: see the attributes; nothing is merged by default.
+            residual_steps: see the attributes.
+            **settings: changes to `merge` and `attention`; those that the attention does not have are ignored.
 
         Raises:
-            ElfattError: a field is out of range; the message says what is accepted.
+            ElfattError: a setting is unknown, or a value out of range.
         """
-        _real("until", self.until, 0.0, 1.0)
-        if self.until == 0:
+        check_settings(settings)
+        merge = Merge() if merge is None else merge
+        if not isinstance(merge, Merge):
+            raise ElfattError(f"merge={merge!r} is not accepted; give a Merge.")
+        kind = attention if isinstance(attention, Attention) else attention_named(attention)()
+        values = {
+            "until": until,
+            "attention": kind.with_settings(settings),
+            "merge": dataclasses.replace(merge, **{k: v for k, v in settings.items() if k in _MERGE_SETTINGS}),
+            "residual_steps": residual_steps,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        checks.real("until", until, 0.0, 1.0)
+        if until == 0:
             raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
-        _choice("attention", self.attention, ATTENTIONS)
-        _real("ratio", self.ratio, 0.0, 1.0, open_high=True)
-        _whole("stride", self.stride, 2, 64)
-        _whole("block_size", self.block_size, 1)
-        _choice("block_order", self.block_order, BLOCK_ORDERS)
-        if self.second_order is not None:
-            _choice("second_order", self.second_order, BLOCK_ORDERS)
-        _whole("groups", self.groups, 1)
-        _flag("lattice", self.lattice)
-        _flag("redraw", self.redraw)
-        _whole("residual_steps", self.residual_steps, 1)
-        _whole("agents", self.agents, 1)
-        _choice("agent_source", self.agent_source, AGENT_SOURCES)
-        _real("agent_ratio", self.agent_ratio, 0.0, 1.0, open_high=True)
-        _real("agent_scale", self.agent_scale, 0.0, 2.0)
-        _real("value_shortcut", self.value_shortcut, 0.0, 1.0)
-        _real("agent_share", self.agent_share, 0.0, 1.0)
-        _choice("split", self.split, SPLITS)
-        if self.attention == "cell_spread" and (self.block_order != "spread" or self.ratio > 0):
-            raise ElfattError(
-                f"block_order={self.block_order!r} and ratio={self.ratio!r} are not accepted with "
-                "attention='cell_spread'; give block_order='spread' and ratio=0."
-            )
-        if self.attention == "sampled" and self.ratio > 0:
-            raise ElfattError(f"ratio={self.ratio!r} is not accepted with attention='sampled'; give ratio=0.")
-        if self.attention == "block" and self.second_order is not None and self.ratio > 0:
-            raise ElfattError(f"ratio={self.ratio!r} is not accepted with a second_order; give ratio=0.")
+        checks.whole("residual_steps", residual_steps, 1)
+        self.attention.accepts(self.merge)
 
     @property
     def exact(self) -> bool:
         """Whether the untouched attention runs in this phase."""
-        return self.attention == "softmax" and self.ratio == 0
+        return self.attention.exact and self.merge.ratio == 0
 
     @property
-    def uses_blocks(self) -> bool:
-        """Whether any head attends inside blocks."""
-        return self.attention in ("block", "cell_spread") or (self.attention == "elfatt" and self.agent_share < 1)
-
-    @property
-    def uses_agents(self) -> bool:
-        """Whether any head attends through agents."""
-        return self.attention == "agent" or (self.attention == "elfatt" and self.agent_share > 0)
-
-    @property
-    def uses_matching(self) -> bool:
+    def matches(self) -> bool:
         """Whether similar tokens are looked for: to merge them, or to form agents."""
-        return self.ratio > 0 or (self.uses_agents and self.agent_source == "merged")
+        return self.merge.ratio > 0 or self.attention.matches
 
     @property
     def used_settings(self) -> frozenset[str]:
-        """The fields that change what the phase does."""
-        groups = {
-            "ratio": self.attention not in _UNMERGED,
-            "stride": self.uses_matching,
-            "block_size": self.uses_blocks or self.attention == "sampled",
-            "block_order": self.uses_order,
-            "second_order": self.attention == "block",
-            "groups lattice": self.attention == "sampled",
-            "redraw": self.uses_blocks or self.attention == "sampled",
-            "residual_steps": not self.exact,
-            "agents": self.uses_agents and self.agent_source == "pooled",
-            "agent_source agent_scale value_shortcut": self.uses_agents,
-            "agent_ratio": self.uses_agents and self.agent_source == "merged",
-            "agent_share split": self.attention == "elfatt",
-        }
-        return frozenset(name for names, used in groups.items() if used for name in names.split())
+        """The settings that change what the phase does."""
+        used = set(self.attention.used_settings)
+        used |= {"ratio"} if self.attention.merges else set()
+        used |= {"stride"} if self.matches else set()
+        return frozenset(used | (set() if self.exact else {"residual_steps"}))
 
-    @property
-    def uses_order(self) -> bool:
-        """Whether the order of the tokens matters: to blocks, and to agents that are pooled."""
-        return self.uses_blocks or (self.uses_agents and self.agent_source == "pooled")
+    def with_settings(self, settings: Mapping[str, Any]) -> Phase:
+        """Return a copy with settings changed; those that it does not have are ignored.
+
+        Raises:
+            ElfattError: a value is out of range.
+        """
+        own = {"residual_steps": self.residual_steps, **settings}
+        return Phase(self.until, self.attention, merge=self.merge, **own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, flat: the settings of merging and attention stand beside the phase's own."""
+        data: dict[str, Any] = {"until": self.until, "attention": self.attention.name}
+        data |= dataclasses.asdict(self.merge) | {"residual_steps": self.residual_steps}
+        return data | dataclasses.asdict(self.attention)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Phase:
+        """Build a phase from what `to_dict` gave, also in earlier versions, where every phase had all settings.
+
+        Raises:
+            ElfattError: a key is unknown, or a value is out of range.
+        """
+        _known_keys("phase", data, ["until", "attention", *phase_settings()])
+        return cls(**data)
 
 
 @dataclass(frozen=True)
@@ -283,16 +230,17 @@ class PatchConfig:
             isinstance(self.max_downsample, bool) or self.max_downsample not in DOWNSAMPLES
         ):
             raise ElfattError(f"max_downsample={self.max_downsample!r} is not accepted; give 1, 2, 4, 8 or None.")
-        _whole("seed", self.seed, 0, 2**63 - 1)
-        _whole("levels", self.levels, 1)
-        _flag("use_rand", self.use_rand)
-        _flag("reuse_layers", self.reuse_layers)
-        _whole("reuse_steps", self.reuse_steps, 1)
-        _choice("attention_backend", self.attention_backend, BACKENDS)
-        _flag("fp32_logits", self.fp32_logits)
-        if self.attention_backend not in ("auto", "native") and any(p.attention == "cell_spread" for p in self.phases):
+        checks.whole("seed", self.seed, 0, 2**63 - 1)
+        checks.whole("levels", self.levels, 1)
+        checks.flag("use_rand", self.use_rand)
+        checks.flag("reuse_layers", self.reuse_layers)
+        checks.whole("reuse_steps", self.reuse_steps, 1)
+        checks.choice("attention_backend", self.attention_backend, BACKENDS)
+        checks.flag("fp32_logits", self.fp32_logits)
+        needing = [phase.attention.name for phase in self.phases if phase.attention.needs_sums]
+        if needing and self.attention_backend not in ("auto", "native"):
             raise ElfattError(
-                f"attention_backend={self.attention_backend!r} is not accepted with attention='cell_spread', which "
+                f"attention_backend={self.attention_backend!r} is not accepted with attention={needing[0]!r}, which "
                 "needs log-sum-exps that the dispatcher does not hand out; give 'auto' or 'native'."
             )
 
@@ -315,7 +263,9 @@ class PatchConfig:
         Raises:
             ElfattError: unknown method or setting, or a value out of range.
         """
-        return PRESETS[known_method(method)].with_settings(**settings)
+        from elfatt_sd.presets import method_named
+
+        return method_named(method).with_settings(**settings)
 
     def with_settings(self, /, **settings: Unpack[Settings]) -> PatchConfig:
         """Return a copy with some settings changed.
@@ -326,24 +276,22 @@ class PatchConfig:
         Raises:
             ElfattError: unknown setting, or a value out of range.
         """
-        unknown = sorted(settings.keys() - SETTINGS)
-        if unknown:
-            raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(sorted(SETTINGS))}.")
-        own: dict[str, Any] = {name: value for name, value in settings.items() if name in _RUN_SETTINGS}
-        per_phase: dict[str, Any] = {name: value for name, value in settings.items() if name in _PHASE_SETTINGS}
-        Phase(**per_phase)  # a setting that no phase of this method uses is still checked
+        own: dict[str, Any] = {name: value for name, value in settings.items() if name in RUN_SETTINGS}
+        others = RUN_SETTINGS | {"active_fraction"}
+        per_phase: dict[str, Any] = {name: value for name, value in settings.items() if name not in others}
+        check_settings(per_phase, others)
         self._check_merging(per_phase.get("ratio", 0))
-        phases = tuple(phase if phase.exact else dataclasses.replace(phase, **per_phase) for phase in self.phases)
+        phases = tuple(phase if phase.exact else phase.with_settings(per_phase) for phase in self.phases)
         if "active_fraction" in settings:
-            _real("active_fraction", settings["active_fraction"], 0.0, 1.0)
+            checks.real("active_fraction", settings["active_fraction"], 0.0, 1.0)
             phases = _with_active_fraction(phases, float(settings["active_fraction"]))
         return dataclasses.replace(self, phases=phases, **own)
 
     def without_effect(self, settings: Iterable[str]) -> list[str]:
         """Return those of some settings that change nothing in this configuration, which has them already."""
         approximating = [phase for phase in self.phases if not phase.exact]
-        used = {name for phase in approximating for name in phase.used_settings} | _RUN_SETTINGS | {"active_fraction"}
-        if not any(phase.uses_matching for phase in approximating):
+        used = {name for phase in approximating for name in phase.used_settings} | RUN_SETTINGS | {"active_fraction"}
+        if not any(phase.matches for phase in approximating):
             used -= {"use_rand", "reuse_steps", "reuse_layers"}
         if self.max_downsample is not None:
             used -= {"levels"}
@@ -351,8 +299,10 @@ class PatchConfig:
 
     def _check_merging(self, ratio: float) -> None:
         """Check a ratio that a user gave, in the words of the method."""
-        if ratio > 0 and any(phase.attention in _UNMERGED for phase in self.phases):
-            merging = [name for name, config in PRESETS.items() if any(phase.ratio > 0 for phase in config.phases)]
+        from elfatt_sd.presets import PRESETS
+
+        if ratio > 0 and not all(phase.attention.merges for phase in self.phases):
+            merging = [name for name, config in PRESETS.items() if any(phase.merge.ratio for phase in config.phases)]
             raise ElfattError(
                 f"ratio={ratio!r} is not accepted with method {self.method!r}, which does not merge tokens; leave "
                 f"ratio away, or take a method that merges: {', '.join(merging)}."
@@ -360,9 +310,8 @@ class PatchConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
-        data = dataclasses.asdict(self)
-        data["phases"] = list(data["phases"])
-        return data
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return data | {"phases": [phase.to_dict() for phase in self.phases]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:
@@ -373,13 +322,11 @@ class PatchConfig:
         """
         if not isinstance(data, Mapping):
             raise ElfattError(f"{type(data).__name__} is not a configuration; give an object as `to_dict` returns it.")
-        _known_keys("configuration", data, cls)
+        _known_keys("configuration", data, [field.name for field in dataclasses.fields(cls)])
         phases = data.get("phases", ())
         if not isinstance(phases, list | tuple) or not all(isinstance(phase, Mapping) for phase in phases):
             raise ElfattError(f"phases={phases!r} is not accepted; give a list of objects.")
-        for phase in phases:
-            _known_keys("phase", phase, Phase)
-        return cls(**{**data, "phases": tuple(Phase(**phase) for phase in phases)})
+        return cls(**{**data, "phases": tuple(Phase.from_dict(phase) for phase in phases)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the configuration as JSON; a file that is there is replaced, as a whole or not at all.
@@ -465,24 +412,37 @@ class PatchConfig:
         return "it approximates earlier steps only. Give a phase that ends later."
 
 
-EXACT = Phase()
 
-_PHASE_SETTINGS = frozenset(field.name for field in dataclasses.fields(Phase)) - {"until", "attention"}
-_RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(PatchConfig)) - {"method", "phases"}
+RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(PatchConfig)) - {"method", "phases"}
 _SAVED = "a file that `PatchConfig.save` or `elfatt-sd patch --save` wrote"
 
 
-def known_method(name: object) -> Method:
-    """Return the name of a method that came from outside, such as a command line, as one that type checkers know.
+def phase_settings() -> list[str]:
+    """Return the names of all settings of phases: of merging, and of every attention that is known."""
+    own = [name for kind in attentions().values() for name in kind.settings()]
+    return list(dict.fromkeys([*_MERGE_SETTINGS, "residual_steps", *own]))
+
+
+def check_settings(settings: Mapping[str, Any], others: Iterable[str] = ()) -> None:
+    """Check settings of phases, also those that a phase ignores.
 
     Args:
-        name: one of `METHODS`.
+        settings: by name.
+        others: what else would have been accepted, for the message.
 
     Raises:
-        ElfattError: it is not.
+        ElfattError: a name is not known, or a value out of range.
     """
-    _choice("method", name, METHODS)
-    return cast(Method, name)
+    known = [*phase_settings(), *others]
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(sorted(known))}.")
+    Merge(**{name: value for name, value in settings.items() if name in _MERGE_SETTINGS})
+    checks.whole("residual_steps", settings.get("residual_steps", 1), 1)
+    for name, value in settings.items():
+        kind = next((kind for kind in attentions().values() if name in kind.settings()), None)
+        if kind is not None:
+            kind().with_settings({name: value})
 
 
 def _shown(path: object) -> str:
@@ -495,8 +455,7 @@ def _file_error(path: object, what: str, error: Exception, accepted: str) -> Elf
     return ElfattError(f"config={_shown(path)} {what} ({reason}); give {accepted}.")
 
 
-def _known_keys(what: str, data: Mapping[str, Any], kind: type) -> None:
-    accepted = [field.name for field in dataclasses.fields(kind)]
+def _known_keys(what: str, data: Mapping[str, Any], accepted: Iterable[str]) -> None:
     unknown = sorted(set(data) - set(accepted), key=str)
     if unknown:
         raise ElfattError(f"{what} key {unknown[0]!r} is not known; accepted: {', '.join(accepted)}.")
@@ -513,29 +472,4 @@ def _with_active_fraction(phases: tuple[Phase, ...], fraction: float) -> tuple[P
     return (dataclasses.replace(first, until=border), *(phase for phase in rest if phase.until > border))
 
 
-_TOME = Phase(1.0, "softmax", ratio=0.5, stride=2)
-
-PRESETS: dict[Method, PatchConfig] = {
-    "sd": PatchConfig("sd"),
-    "tome": PatchConfig("tome", (_TOME,)),
-    # Agent-SD as published: agents in steps 0-19 of 50, then ToMe.
-    "agent": PatchConfig(
-        "agent",
-        (
-            Phase(0.4, "agent", ratio=0.4, stride=4, agent_source="merged", agent_scale=0.3, value_shortcut=0.075),
-            dataclasses.replace(_TOME, ratio=0.4),
-        ),
-    ),
-    # The paper: ELFATT in the first 20 % of the steps, blocks of 128 (its table tabSDa1), then ToMe. On the toy
-    # the block size is not shown to matter: docs/quality.md, `study_block_size`; 512 of its pictures: `study_presets`.
-    "elfatt": PatchConfig("elfatt", (Phase(0.2, "elfatt", ratio=0.5), _TOME)),
-    # Beyond the paper: exact early steps, then stratified random samples of keys, without merging. Of all ways to see
-    # 128 keys that keep nothing from step to step the closest to untouched: docs/quality.md, `study_blocks`. 128 keys
-    # on one level from the first step on, with a difference shared by 8 steps, are 3.4 dB closer at about its speed
-    # (`study_residual`) and 1.19 times the memory: docs/performance.md. Without exact early steps some pictures become
-    # others: `study_steps`. The second level costs 0.7 dB: `study_residual`. 512 of its pictures: `study_presets`.
-    "elfatt-fast": PatchConfig("elfatt-fast", (Phase(0.2), Phase(1.0, "sampled", block_size=128)), levels=2),
-    # More keys, from the first step on; one step of four is exact, and its difference corrects the other three. No row
-    # of its speed is closer to untouched: docs/quality.md, `study_residual`; 512 of its pictures: `study_presets`.
-    "elfatt-quality": PatchConfig("elfatt-quality", (Phase(1.0, "sampled", block_size=512, residual_steps=4),)),
-}
+EXACT = Phase()

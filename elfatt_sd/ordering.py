@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from elfatt_sd.attention import partition
-from elfatt_sd.config import BLOCK_ORDERS, ElfattError
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.tiling import BLOCK_ORDERS, partition
 
 
 def block_permutation(

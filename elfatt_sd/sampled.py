@@ -40,18 +40,6 @@ def sampled_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, **kernel: An
     return mixed[:, :tokens]
 
 
-def sample_counts(tokens: int, samples: int, groups: int) -> tuple[int, int]:
-    """Return how many keys each query sees, and the number of groups.
-
-    Args:
-        tokens: of the grid.
-        samples: wanted keys for each query.
-        groups: wanted groups; together they use no token twice as a key.
-    """
-    samples = min(samples, tokens)
-    return samples, min(groups, tokens // samples)
-
-
 def stratified_samples(height: int, width: int, samples: int, groups: int, noise: Tensor) -> Tensor:
     """Draw the keys of all groups: one token of every compact cell for each, spaced evenly along the cell.
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from elfatt_sd.layers import unwrap
+from elfatt_sd.families import family_of, unwrap
+from elfatt_sd.families.base import Fill
+from elfatt_sd.families.unet import SCALE
 
 SHAPES: dict[str, dict[str, Any]] = {
     "sd15": {
@@ -38,10 +39,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "use_linear_projection": True,
     },
 }
-SCALE = 8  # pixels of their images to one of the latent, on each side
-TEXT_TOKENS, TIME_IDS = 77, 6
-STEP = 720  # of 1000: the first of those that share something, whether 2, 3, 4, 5, 6 or 8 do
-Fill = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -68,52 +65,9 @@ def empty_unet(shape: Mapping[str, Any]) -> nn.Module:
 
 
 def call_arguments(denoiser: nn.Module, height: int, width: int, batch: int, fill: Fill) -> dict[str, Any]:
-    """Return keyword arguments that a diffusers UNet or ControlNet can be called with.
-
-    Args:
-        denoiser: the module.
-        height: of the latent.
-        width: of the latent.
-        batch: rows.
-        fill: returns a tensor of a shape, given as numbers.
-    """
-    config: Any = unwrap(denoiser).config
-    names = inspect.signature(unwrap(denoiser).forward).parameters
-    if "added_time_ids" in names:  # Stable Video Diffusion: frames before channels
-        sample = fill(batch, 1, config.in_channels, height, width)
-    else:
-        frames = [1] * hasattr(unwrap(denoiser), "transformer_in") or [1] * ("motion_num_attention_heads" in config)
-        sample = fill(batch, config.in_channels, *frames, height, width)
-    timestep = torch.arange(1000, device=sample.device)[STEP]
-    arguments: dict[str, Any] = {"sample": sample, "timestep": timestep}
-    if "encoder_hidden_states" in names:
-        arguments["encoder_hidden_states"] = fill(batch, TEXT_TOKENS, _text_width(config))
-    if "added_time_ids" in names:
-        arguments["added_time_ids"] = fill(batch, 3)
-    if "controlnet_cond" in names:
-        pixels = 2 ** (len(config.conditioning_embedding_out_channels) - 1)
-        channels = config.get("conditioning_channels", 3)
-        arguments["controlnet_cond"] = fill(batch, channels, height * pixels, width * pixels)
-    if getattr(unwrap(denoiser), "class_embedding", None) is not None:
-        arguments["class_labels"] = _class_labels(config, batch, fill)
-    if config.get("addition_embed_type") == "text_time":
-        pooled = config.projection_class_embeddings_input_dim - TIME_IDS * config.addition_time_embed_dim
-        sides = (height * SCALE, width * SCALE)
-        sizes = torch.tensor([[*sides, 0, 0, *sides]]).to(sample).expand(batch, -1)
-        arguments["added_cond_kwargs"] = {"text_embeds": fill(batch, pooled), "time_ids": sizes}
-    return arguments
-
-
-def _text_width(config: Any) -> int:
-    width = config.get("encoder_hid_dim") or config.cross_attention_dim
-    return int(max(width) if isinstance(width, list | tuple) else width)
-
-
-def _class_labels(config: Any, batch: int, fill: Fill) -> Tensor:
-    kind = config.get("class_embed_type")
-    if kind in ("projection", "simple_projection"):
-        return fill(batch, config.projection_class_embeddings_input_dim)
-    return fill(batch, 4 * config.block_out_channels[0]) if kind == "identity" else fill(batch).long()
+    """Return keyword arguments that a denoiser can be called with; see `families.base.Family.arguments`."""
+    module = unwrap(denoiser)
+    return family_of(module).arguments(module, height, width, batch, fill)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""The denoisers that can be patched: one file for each family, and how they are found in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families.base import Family, SelfAttention, copy_structure, is_plain, unwrap
+from elfatt_sd.families.pixart import PixArt
+from elfatt_sd.families.unet import UNet
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "SelfAttention",
+    "copy_structure",
+    "family_of",
+    "find_denoisers",
+    "find_layers",
+    "is_denoiser",
+    "is_plain",
+    "levels_of",
+    "main_denoiser",
+    "select_layers",
+    "unwrap",
+]
+
+FAMILIES: tuple[Family, ...] = (UNet(), PixArt())
+
+
+def is_denoiser(module: object) -> bool:
+    """Tell whether a module, wrapped or not, is of a known family."""
+    return isinstance(module, nn.Module) and any(family.matches(unwrap(module)) for family in FAMILIES)
+
+
+def family_of(module: nn.Module) -> Family:
+    """Return the family of a denoiser, wrapped or not.
+
+    Raises:
+        ElfattError: it is of none.
+    """
+    inner = unwrap(module)
+    for family in FAMILIES:
+        if family.matches(inner):
+            return family
+    known = ", or ".join(family.what for family in FAMILIES)
+    raise ElfattError(
+        f"{type(inner).__name__} is not a denoiser whose layers are known; give a diffusers pipeline with {known}; or "
+        "such a module."
+    )
+
+
+def find_denoisers(target: Any) -> dict[str, nn.Module]:
+    """Return the denoiser of a pipeline and its ControlNets, by name: the denoiser first.
+
+    Args:
+        target: a diffusers pipeline, or a bare denoiser.
+
+    Raises:
+        ElfattError: there is none, or it is of no known family.
+    """
+    if isinstance(target, nn.Module):
+        return {family_of(target).part: target}
+    parts = dict.fromkeys(family.part for family in FAMILIES)
+    held = {part: module for part in parts if isinstance(module := getattr(target, part, None), nn.Module)}
+    if not held:
+        components = ", ".join(getattr(target, "components", {})) or "none"
+        raise ElfattError(
+            f"{type(target).__name__} has no UNet and no transformer (its parts: {components}); give a diffusers "
+            "pipeline with one, or a UNet or transformer."
+        )
+    name, denoiser = next(iter(held.items()))
+    family_of(denoiser)
+    controlnet = getattr(target, "controlnet", None)
+    nets = list(controlnet) if isinstance(controlnet, list | tuple) else list(getattr(controlnet, "nets", [controlnet]))
+    nets = list({id(unwrap(net)): net for net in nets if is_denoiser(net)}.values())  # one may take several images
+    names = [f"controlnet.{index}" for index in range(len(nets))] if len(nets) > 1 else ["controlnet"]
+    return {name: denoiser, **dict(zip(names, nets, strict=False))}
+
+
+def main_denoiser(target: Any) -> Any:
+    """Return the denoiser of a pipeline, without its ControlNets; arguments and errors as for `find_denoisers`."""
+    return next(iter(find_denoisers(target).values()))
+
+
+def find_layers(denoiser: nn.Module) -> list[SelfAttention]:
+    """Return the self-attention layers over image tokens, in the order of the modules."""
+    return family_of(denoiser).layers(unwrap(denoiser))
+
+
+def levels_of(layers: Iterable[SelfAttention]) -> list[int]:
+    """Return the downsampling factors at which there are layers, rising."""
+    return sorted({layer.downsample for layer in layers})
+
+
+def select_layers(layers: list[SelfAttention], config: PatchConfig, levels: Sequence[int]) -> list[SelfAttention]:
+    """Return the layers that a configuration patches.
+
+    Args:
+        layers: of one denoiser.
+        config: its `levels` or `max_downsample` decide.
+        levels: of the pipeline's denoiser, as `levels_of` gives them.
+    """
+    limit: int | None = config.max_downsample
+    if limit is None:
+        limit = levels[: config.levels][-1] if levels else 0
+    return [layer for layer in layers if layer.downsample <= limit]

@@ -1,0 +1,174 @@
+"""What a denoiser is to a method: its self-attention layers, their grids, and what its calls are given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from diffusers.models import attention_processor
+from torch import Tensor, nn
+
+from elfatt_sd.families.plain import PlainProjections
+from elfatt_sd.methods import Grid
+
+Module = TypeVar("Module", bound=nn.Module)
+Fill = Callable[..., Tensor]
+STEP = 720  # of 1000: the first of those that share something, whether 2, 3, 4, 5, 6 or 8 do
+
+
+class Projections(Protocol):
+    """What a layer does around attention, in one call: from what it is given to tokens, and back."""
+
+    tokens: Tensor  # of the image, `[batch, tokens, channels]`
+
+    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, `[batch, tokens, heads, head_dim]`; k and v of the tokens at the places `keys` alone."""
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        """Return q."""
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Project what attention returned, to `[batch, tokens, channels]`."""
+
+    def close(self, tokens: Tensor) -> Tensor:
+        """Return what the layer's processor returns."""
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    """A self-attention layer over the tokens of an image.
+
+    Attributes:
+        name: its path in the denoiser, `down_blocks.0.attentions.0.transformer_blocks.0.attn1`.
+        attention: the module.
+        norm: the normalisation before it, whose input is the block's input; None where the layer normalises itself.
+        downsample: how many times smaller than the latent its grid is, on each side.
+        channels_first: whether the block's input lies channels first in memory, as a convolution left it.
+        transformer: the module around it that is given the grid as `[batch, channels, rows, columns]`; None where the
+            layer itself is, or no module is.
+        rounding: of each halving of the grid on the way down to it, whether odd sides are rounded up.
+        projections: what it does around attention.
+    """
+
+    name: str
+    attention: Any
+    norm: nn.Module | None
+    downsample: int
+    channels_first: bool = False
+    transformer: nn.Module | None = None
+    rounding: tuple[bool, ...] = ()
+    projections: type[PlainProjections] = PlainProjections
+
+    def grid(self, height: int, width: int) -> Grid:
+        """Return the layer's grid for a latent of `height x width`."""
+        halvings = self.downsample.bit_length() - 1
+        for up in (*self.rounding, *[True] * halvings)[:halvings]:
+            height, width = (height + up) // 2, (width + up) // 2
+        return Grid(height, width)
+
+    @property
+    def processor(self) -> Any:
+        """Its own attention processor, also while it is patched."""
+        return self.attention.get_processor()
+
+    @property
+    def processor_name(self) -> str:
+        """Class of its own attention processor."""
+        return type(self.processor).__name__
+
+    @property
+    def obstacle(self) -> str:
+        """Why its processor is left alone; empty if it is plain attention, which a method may take the place of."""
+        return (
+            ""
+            if is_plain(self.processor)
+            else f"its processor, {self.processor_name}, is not known to be plain attention"
+        )
+
+
+class Family(Protocol):
+    """A kind of denoiser: one file each.
+
+    Attributes:
+        part: where a pipeline holds it.
+        title: how it is called in sentences.
+        what: which classes are meant, for error messages.
+    """
+
+    part: str
+    title: str
+    what: str
+
+    def matches(self, module: object) -> bool:
+        """Tell whether a module, without wrappers, is of this family."""
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        """Return the self-attention layers over image tokens, in the order of the modules."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Return the sample `[batch, ..., height, width]` and the timestep that a call was given."""
+
+    def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+        """Return the modules that are given `sample` and `timestep` first, in the order in which they are called."""
+
+    def takes_noise_levels(self, module: nn.Module) -> bool:
+        """Tell whether it takes noise levels in place of timesteps."""
+
+    def arguments(self, module: nn.Module, height: int, width: int, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return keyword arguments that it can be called with.
+
+        Args:
+            module: the denoiser.
+            height: of the latent.
+            width: of the latent.
+            batch: rows.
+            fill: returns a tensor of a shape, given as numbers.
+        """
+
+
+# Processors that compute softmax attention of a layer's own projections, and nothing else.
+_PLAIN = (
+    "AttnProcessor",
+    "AttnProcessor2_0",
+    "AttnProcessorNPU",
+    "FusedAttnProcessor2_0",
+    "LoRAAttnProcessor",
+    "LoRAAttnProcessor2_0",
+    "LoRAXFormersAttnProcessor",
+    "SlicedAttnProcessor",
+    "XFormersAttnProcessor",
+    "XLAFlashAttnProcessor2_0",
+)
+
+
+def is_plain(processor: object) -> bool:
+    """Tell whether an attention processor is one of diffusers' own for plain softmax attention."""
+    kind = type(processor)
+    return kind.__name__ in _PLAIN and getattr(attention_processor, kind.__name__, None) is kind
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of `torch.compile`, of PEFT, and of data-parallel training."""
+    while True:
+        if hasattr(module, "_orig_mod"):
+            module = module._orig_mod  # type: ignore[assignment]
+        elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif hasattr(module, "get_base_model") and hasattr(module, "peft_config"):
+            module = module.get_base_model()  # type: ignore[operator]
+        else:
+            return module
+
+
+def copy_structure(module: Module) -> Module:
+    """Copy a module without its weights: both have the same parameters and buffers."""
+    shared = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+
+
+def some_timestep(device: torch.device) -> Tensor:
+    """Return a timestep of which the run that it belongs to is known."""
+    return torch.arange(1000, device=device)[STEP]

@@ -1,0 +1,144 @@
+"""The attentions that a configuration can name: one file each, and those that others register."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from typing import Literal, TypeVar
+
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.methods.agents import Agents
+from elfatt_sd.methods.base import Attention, Draws, Grid, Layer, Merge, Prepared, Size
+from elfatt_sd.methods.blocks import Blocks
+from elfatt_sd.methods.cell_spread import CellSpread
+from elfatt_sd.methods.elfatt import Elfatt
+from elfatt_sd.methods.sampled import Sampled
+from elfatt_sd.methods.softmax import Softmax
+
+__all__ = [
+    "Agents",
+    "Attention",
+    "AttentionName",
+    "Blocks",
+    "CellSpread",
+    "Draws",
+    "Elfatt",
+    "Grid",
+    "Layer",
+    "Merge",
+    "Prepared",
+    "Sampled",
+    "Size",
+    "Softmax",
+    "attention_named",
+    "attentions",
+    "is_own",
+    "register",
+]
+
+Kind = TypeVar("Kind", bound=type[Attention])
+AttentionName = Literal["softmax", "agent", "block", "elfatt", "cell_spread", "sampled"]
+_OWN: tuple[type[Attention], ...] = (Softmax, Agents, Blocks, Elfatt, CellSpread, Sampled)
+_known: dict[str, type[Attention]] = {kind.name: kind for kind in _OWN}
+_RESERVED = ("until", "attention", "residual_steps", "active_fraction", *(f.name for f in dataclasses.fields(Merge)))
+
+
+def attentions() -> dict[str, type[Attention]]:
+    """Return all known attentions by name, the package's own first."""
+    return dict(_known)
+
+
+def is_own(kind: type[Attention]) -> bool:
+    """Tell whether an attention is one of the package's own."""
+    return kind in _OWN
+
+
+def register(kind: Kind) -> Kind:
+    """Make an attention of your own known by its name, wherever a method is named; also usable as a decorator.
+
+    A class of the same module and name takes the place of the one before, as when a cell of a notebook is run again.
+
+    Args:
+        kind: a frozen dataclass derived from `elfatt_sd.methods.Attention`; see there.
+
+    Returns:
+        The class.
+
+    Raises:
+        ElfattError: the class has no name or one that is taken, or a field that does not fit in.
+    """
+    check_declaration(kind)
+    _known[kind.name] = kind
+    return kind
+
+
+def attention_named(name: object) -> type[Attention]:
+    """Return an attention by its name; `package.module:Class` is imported and registered first.
+
+    Raises:
+        ElfattError: there is none of that name.
+    """
+    if isinstance(name, str) and ":" in name:
+        return _imported(name)
+    if not isinstance(name, str) or name not in _known:
+        raise ElfattError(
+            f"attention={name!r} is not known; accepted: {', '.join(_known)}. For one of your own, call "
+            "elfatt_sd.register first."
+        )
+    return _known[name]
+
+
+def check_declaration(kind: type[Attention]) -> None:
+    """Check what a class declares, before any of it is run.
+
+    Raises:
+        ElfattError: the rule that it breaks.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Attention)):
+        raise ElfattError(f"{kind!r} cannot be registered; give a class derived from elfatt_sd.methods.Attention.")
+    where = f"{kind.__module__}:{kind.__qualname__} cannot be registered"
+    if not isinstance(kind.__dict__.get("name"), str) or not kind.name.replace("-", "_").isidentifier():
+        raise ElfattError(f"{where}: its name is {kind.name!r}; give a `name` of letters, digits and underscores.")
+    other = _known.get(kind.name)
+    if other is not None and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise ElfattError(f"{where}: the name {kind.name!r} is taken by {other.__module__}:{other.__qualname__}.")
+    if "__dataclass_params__" not in kind.__dict__ or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise ElfattError(f"{where}: it is no frozen dataclass; put @dataclass(frozen=True) above it.")
+    for missing in ("attend", "cost"):
+        if getattr(kind, missing) is getattr(Attention, missing):
+            raise ElfattError(f"{where}: it has no method {missing}; see elfatt_sd.methods.Attention.{missing}.")
+    for field in dataclasses.fields(kind):
+        _check_field(where, field)
+
+
+def _check_field(where: str, field: dataclasses.Field[object]) -> None:
+    from elfatt_sd.config import RUN_SETTINGS
+
+    if field.name in _RESERVED or field.name in RUN_SETTINGS:
+        raise ElfattError(f"{where}: its field {field.name!r} means something else in every method; rename it.")
+    value = field.default
+    if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    try:
+        same = value is not dataclasses.MISSING and json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ElfattError(
+            f"{where}: the default of its field {field.name!r} is not one that JSON can hold; give a number, a text, "
+            "True, False or None."
+        )
+
+
+def _imported(name: str) -> type[Attention]:
+    """Import `package.module:Class` and register it."""
+    module, _, attribute = name.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ElfattError(f"method={name!r} cannot be imported ({reason}); give package.module:Class.") from error
+    if kind in _known.values():
+        return kind  # type: ignore[no-any-return]
+    return register(kind)

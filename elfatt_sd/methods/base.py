@@ -1,0 +1,296 @@
+"""What an attention is: its own settings, what it draws, what it computes, what that costs, and how it is told.
+
+Shapes: `tokens` is `[batch, tokens, channels]`; q, k, v and what `attend` returns are `[batch, tokens, heads, head_dim]`.
+PyTorch is imported where tensors are made, so that settings can be checked without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+
+from elfatt_sd import checks
+from elfatt_sd.errors import ElfattError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class Grid(NamedTuple):
+    """The image tokens of a layer: row after row."""
+
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Token merging before attention (ToMe, Bolya and Hoffman, 2023).
+
+    Attributes:
+        ratio: fraction of the tokens that are merged; 0 merges nothing.
+        stride: one destination token for each `stride x stride` cell of the grid.
+    """
+
+    ratio: float = 0.0
+    stride: int = 2
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ElfattError: a field is out of range.
+        """
+        checks.real("ratio", self.ratio, 0.0, 1.0, open_high=True)
+        checks.whole("stride", self.stride, 2, 64)
+
+    def most(self, grid: Grid) -> int:
+        """Return how many tokens can be merged at most: all but the destinations; none where there is none."""
+        destinations = self.destinations(grid)
+        return grid.tokens - destinations if destinations else 0
+
+    def destinations(self, grid: Grid) -> int:
+        """Return the number of destination tokens."""
+        return (grid.rows // self.stride) * (grid.columns // self.stride)
+
+    def merged(self, grid: Grid, ratio: float | None = None) -> int:
+        """Return how many tokens are merged away, at its own ratio or at another one."""
+        return min(self.most(grid), int(grid.tokens * (self.ratio if ratio is None else ratio)))
+
+    def kept(self, grid: Grid) -> int:
+        """Return how many tokens attention sees."""
+        return grid.tokens - self.merged(grid)
+
+
+class Size(NamedTuple):
+    """A layer's size, for its cost.
+
+    Attributes:
+        grid: of all its tokens.
+        tokens: those that attention sees, after merging.
+        channels: over all heads.
+    """
+
+    grid: Grid
+    tokens: int
+    channels: int
+
+    def projections(self, queries: float, keys: float) -> float:
+        """Return the multiply-adds of four projections: of queries and outputs, of keys and values."""
+        return 2 * (queries + keys) * self.channels**2
+
+
+class Draws:
+    """Random numbers of one layer in one step. They depend on `(seed, step, layer)` alone and move no global state.
+
+    Args:
+        seed: of the method.
+        step: of the run.
+        layer: the layer's number.
+        device: where the layer works.
+    """
+
+    def __init__(self, seed: int, step: int, layer: int, device: torch.device) -> None:
+        self.seed = seed
+        self.step = step
+        self.layer = layer
+        self.device = device
+
+    @property
+    def once(self) -> Draws:
+        """The same numbers in all steps of a run."""
+        return Draws(self.seed, 0, self.layer, self.device)
+
+    def uniform(self, what: str, count: int) -> Tensor:
+        """Return `count` numbers in [0, 1), on the CPU.
+
+        Args:
+            what: what they are for; other words give other numbers.
+            count: how many.
+        """
+        import torch
+
+        key = f"{self.seed}/{self.step}/{self.layer}/{what}".encode()
+        seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
+        return torch.rand(count, generator=torch.Generator().manual_seed(seed), device="cpu")
+
+    def upload(self, drawn: Tensor) -> Tensor:
+        """Move a tensor from the CPU to the layer's device, without waiting for it."""
+        if self.device.type == "cuda":
+            return drawn.pin_memory().to(self.device, non_blocking=True)
+        return drawn.to(self.device)
+
+
+@dataclass
+class Prepared:
+    """What an attention works out once for a step and a layer; subclasses add what they need.
+
+    Attributes:
+        order: grid positions `[tokens]`: `attend` is given the tokens in this order; None leaves them as they are.
+        inverse: the place of every token in that order.
+        sorts_merged: whether merged tokens are sorted by the place of their position in that order, and otherwise
+            left in the order of the merge, by similarity.
+    """
+
+    order: Tensor | None = None
+    inverse: Tensor | None = None
+    sorts_merged: bool = False
+
+
+class Layer(Protocol):
+    """A layer in one call, as an attention sees it."""
+
+    @property
+    def kernel(self) -> dict[str, Any]:
+        """Options of `elfatt_sd.attention.softmax_attention`: `fp32_logits` and `backend`, as the user chose."""
+
+    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v; k and v of the tokens at the places `keys` `[keys]` alone, where they are given."""
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        """Return q."""
+
+    def merged(self, ratio: float) -> Tensor:
+        """Return all tokens of the layer, merged at a ratio of the attention's own."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention: a frozen dataclass whose fields are its settings, each with a default value that JSON can hold.
+
+    A subclass gives `name`, `attend` and `cost`; `prepare` if it draws or orders anything. `docs/your-own-attention.md`
+    shows one, `elfatt_sd.register` makes it known, and `elfatt_sd.methods.conformance.check` tells what it breaks.
+
+    Attributes:
+        name: how it is called in configurations, on the command line and in tables.
+        exact: whether it is the untouched model's attention.
+        merges: whether tokens may be merged before it.
+        needs_sums: whether it needs log-sum-exps, which backends of diffusers' dispatcher do not hand out.
+        aliases: other names of its fields as settings.
+    """
+
+    name: ClassVar[str] = ""
+    exact: ClassVar[bool] = False
+    merges: ClassVar[bool] = True
+    needs_sums: ClassVar[bool] = False
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+    def prepare(self, grid: Grid, draws: Draws) -> Prepared | None:
+        """Work out what holds for a whole step of a layer.
+
+        Args:
+            grid: of the layer's tokens, before merging.
+            draws: the only source of what is random.
+        """
+        return None
+
+    def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
+        """Return every token's mix of values, `[batch, tokens, heads, head_dim]`, in the dtype of the queries.
+
+        Args:
+            layer: projects the tokens.
+            tokens: `[batch, tokens, channels]`, merged and in the order that `prepare` asked for.
+            prepared: what `prepare` returned.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.attend is missing")
+
+    def cost(self, size: Size) -> float:
+        """Return the multiply-adds for one image: of the projections, and of attention itself."""
+        raise NotImplementedError(f"{type(self).__name__}.cost is missing")
+
+    def fit(self, grid: Grid, merge: Merge) -> Self:
+        """Return it with the numbers that a grid really gets, for plans and costs.
+
+        Args:
+            grid: of the layer's tokens.
+            merge: what is merged before.
+        """
+        return self
+
+    def words(self, fitted: Sequence[Self]) -> str:
+        """Say what it does, in a few words.
+
+        Args:
+            fitted: what `fit` returned for the grids that it works on; where they cannot give what was asked for, both
+                are said.
+        """
+        settings = [self.said(fitted, field.name, f"{field.name} #") for field in dataclasses.fields(self)]
+        return f"{self.name} ({', '.join(settings)})" if settings else self.name
+
+    @property
+    def family(self) -> str:
+        """What plots group it with."""
+        return self.name
+
+    @property
+    def matches(self) -> bool:
+        """Whether it looks for similar tokens of its own, besides those that are merged before it."""
+        return False
+
+    @property
+    def used_settings(self) -> frozenset[str]:
+        """The settings that change what it does."""
+        return frozenset(self.settings())
+
+    def accepts(self, merge: Merge) -> None:
+        """Check what is merged before it.
+
+        Raises:
+            ElfattError: it does not go with that.
+        """
+        if merge.ratio > 0 and not self.merges:
+            raise ElfattError(f"ratio={merge.ratio!r} is not accepted with attention={self.name!r}; give ratio=0.")
+
+    @classmethod
+    def settings(cls) -> list[str]:
+        """Return the names of its settings, and their aliases."""
+        return [*(field.name for field in dataclasses.fields(cls)), *cls.aliases]
+
+    @classmethod
+    def known(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of some settings that are its own, by the names of its fields."""
+        own = {field.name for field in dataclasses.fields(cls)}
+        by_alias = {cls.aliases[name]: value for name, value in settings.items() if name in cls.aliases}
+        return by_alias | {name: value for name, value in settings.items() if name in own}
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        """Return a copy with those of some settings changed that are its own.
+
+        Raises:
+            ElfattError: a value is out of range.
+        """
+        return dataclasses.replace(self, **self.known(settings))
+
+    def said(self, fitted: Sequence[Self], name: str, words: str, number: str = "{}", more: str = "") -> str:
+        """Put a setting's number into words.
+
+        Args:
+            fitted: see `words`.
+            name: of the setting.
+            words: with `#` where the number goes.
+            number: its format.
+            more: to be said in brackets, after the number that was asked for if grids get another one.
+        """
+        asked, got = number.format(getattr(self, name)), span(fitted, name, number)
+        brackets = ", ".join(filter(None, [f"{asked} asked" * (got != asked), more]))
+        return words.replace("#", got) + f" ({brackets})" * bool(brackets)
+
+    def __str__(self) -> str:
+        """Say what it does, in a few words."""
+        return self.words([self])
+
+
+def span(fitted: Sequence[Any], name: str, number: str = "{}") -> str:
+    """Return the smallest and the largest value of an attribute as text; one of them where they are equal."""
+    values = [getattr(each, name) for each in fitted]
+    low, high = number.format(min(values)), number.format(max(values))
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,130 @@
+"""Try an attention on small random layers, and tell which rule of its contract it breaks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.methods.base import Attention, Draws, Grid, Merge, Size
+
+_GRIDS = (Grid(8, 8), Grid(5, 7))
+_HEADS, _HEAD_DIM, _BATCH = 2, 8, 2
+
+
+class TrialLayer:
+    """A layer with random projections; see `elfatt_sd.methods.Layer`."""
+
+    def __init__(self, tokens: Tensor, device: str = "cpu") -> None:
+        generator = torch.Generator().manual_seed(0)
+        channels = _HEADS * _HEAD_DIM
+        self._weights = torch.randn(3, channels, channels, generator=generator).div(channels**0.5).to(device)
+        self._tokens = tokens
+        self.kernel: dict[str, Any] = {"fp32_logits": False, "backend": "native"}
+
+    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v."""
+        source = tokens if keys is None else tokens.index_select(1, keys)
+        return self.queries(tokens), self._split(source, 1), self._split(source, 2)
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        """Return q."""
+        return self._split(tokens, 0)
+
+    def merged(self, ratio: float) -> Tensor:
+        """Return the first tokens, in place of merged ones."""
+        return self._tokens[:, : max(1, round(self._tokens.shape[1] * (1 - ratio)))]
+
+    def _split(self, tokens: Tensor, index: int) -> Tensor:
+        return (tokens @ self._weights[index].to(tokens)).unflatten(2, (_HEADS, _HEAD_DIM))
+
+
+@functools.lru_cache(maxsize=64)
+def check(attention: Attention) -> None:
+    """Try an attention with its settings on small grids.
+
+    Args:
+        attention: to be tried.
+
+    Raises:
+        ElfattError: it raises, returns another shape or dtype, draws from the global random state, is not the same
+            twice, changes the tokens that it is given, reads values of tensors on the host, or has no cost.
+    """
+    for grid in _GRIDS:
+        tokens = torch.randn(_BATCH, grid.tokens, _HEADS * _HEAD_DIM, generator=torch.Generator().manual_seed(1))
+        before, state = tokens.clone(), torch.get_rng_state()
+        first, second = (_attend(attention, grid, tokens) for _ in range(2))
+        if not torch.equal(state, torch.get_rng_state()):
+            raise broken(attention, "draws from the global random state; draw with `draws.uniform`")
+        if not torch.equal(tokens, before):
+            raise broken(attention, "changes the tokens that it is given")
+        check_result(attention, first, (_BATCH, grid.tokens, _HEADS, _HEAD_DIM), tokens.dtype)
+        if not torch.equal(first, second):
+            raise broken(attention, "gives another result the second time")
+        with raises_in_one_line(attention, "cost"):
+            cost = attention.fit(grid, Merge()).cost(Size(grid, grid.tokens, _HEADS * _HEAD_DIM))
+        if not isinstance(cost, int | float) or not cost > 0:
+            raise broken(attention, f"has cost {cost!r}; return a number of multiply-adds")
+        _check_without_values(attention, grid)
+
+
+def check_result(attention: Attention, result: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Check what `attend` returned.
+
+    Raises:
+        ElfattError: it has another shape or dtype.
+    """
+    if not isinstance(result, Tensor):
+        raise broken(attention, f"returns {type(result).__name__}; return a tensor")
+    if tuple(result.shape) != shape:
+        raise broken(attention, f"returns shape {list(result.shape)}; return {list(shape)}, as the queries")
+    if result.dtype != dtype:
+        raise broken(attention, f"returns {result.dtype}; return the queries' {dtype}")
+
+
+@contextmanager
+def raises_in_one_line(attention: Attention, what: str) -> Iterator[None]:
+    """Turn what a class raises, but ours and what memory raises, into an error that names it."""
+    from elfatt_sd.devices import is_out_of_memory
+
+    try:
+        yield
+    except ElfattError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise broken(attention, f"raises in {what} ({reason})") from error
+
+
+def broken(attention: Attention, rule: str) -> ElfattError:
+    """Return the error that names a class and the rule that it breaks."""
+    kind = type(attention)
+    return ElfattError(f"attention {kind.name!r} ({kind.__module__}:{kind.__qualname__}) {rule}.")
+
+
+def _attend(attention: Attention, grid: Grid, tokens: Tensor) -> Tensor:
+    with raises_in_one_line(attention, "prepare"):
+        prepared = attention.prepare(grid, Draws(0, 0, 0, torch.device("cpu")))
+    order = getattr(prepared, "order", None)
+    ordered = tokens if order is None else tokens.index_select(1, order)
+    with raises_in_one_line(attention, "attend"), torch.no_grad():
+        return attention.attend(TrialLayer(tokens), ordered, prepared)
+
+
+def _check_without_values(attention: Attention, grid: Grid) -> None:
+    """Run it on tensors without values: what reads one waits for the device."""
+    prepared = attention.prepare(grid, Draws(0, 0, 0, torch.device("meta")))
+    tokens = torch.empty(_BATCH, grid.tokens, _HEADS * _HEAD_DIM, device="meta")
+    try:
+        attention.attend(TrialLayer(tokens, "meta"), tokens, prepared)
+    except Exception as error:
+        if "meta" in str(error) or "item" in str(error):
+            raise broken(attention, "reads values of tensors on the host, which waits for the device") from error
+        raise broken(attention, f"raises without values ({type(error).__name__})") from error

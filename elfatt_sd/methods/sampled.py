@@ -1,0 +1,98 @@
+"""Attention to a stratified random sample of the image."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from elfatt_sd import checks
+from elfatt_sd.methods.base import Attention, Draws, Grid, Layer, Merge, Prepared, Size, span
+from elfatt_sd.tiling import sample_counts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class _Sample(Prepared):
+    """The order of the queries, the places of the keys in it, and the number of groups that a grid allows."""
+
+    keys: Tensor | None = None
+    groups: int = 1
+
+
+@dataclass(frozen=True)
+class Sampled(Attention):
+    """Every query sees the same number of keys, one of every compact cell of the image; it does not merge.
+
+    Attributes:
+        keys: that every query sees; as a setting also called `block_size`.
+        groups: number of groups of queries that have a sample of their own.
+        lattice: whether a group's queries lie on a lattice of the image, far from each other, so that what the groups
+            get wrong averages out among neighbours; otherwise in columns, where it can show as streaks.
+        redraw: whether the samples are drawn anew in every step, or once for a run.
+    """
+
+    name: ClassVar[str] = "sampled"
+    merges: ClassVar[bool] = False
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({"block_size": "keys"})
+
+    keys: int = 128
+    groups: int = 2
+    lattice: bool = True
+    redraw: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ElfattError: a field is out of range.
+        """
+        checks.whole("keys", self.keys, 1)
+        checks.whole("groups", self.groups, 1)
+        checks.flag("lattice", self.lattice)
+        checks.flag("redraw", self.redraw)
+
+    def prepare(self, grid: Grid, draws: Draws) -> Prepared:
+        """Draw the keys of every group, and put the queries in the order of their groups."""
+        from elfatt_sd.ordering import lattice_order
+        from elfatt_sd.sampled import stratified_samples
+
+        count, groups = sample_counts(grid.tokens, self.keys, self.groups)
+        draws = draws if self.redraw else draws.once
+        keys = draws.upload(stratified_samples(*grid, count, groups, draws.uniform("samples", count)))
+        moved = lattice_order(*grid, groups, draws.device) if self.lattice else None
+        if moved is None:
+            return _Sample(keys=keys, groups=groups)
+        order, inverse = moved
+        return _Sample(order, inverse, keys=inverse[keys], groups=groups)
+
+    def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
+        """Attend to the sample of one's group; keys and values are projected for sampled tokens alone."""
+        from elfatt_sd.sampled import sampled_attention
+
+        return sampled_attention(*layer.project(tokens, prepared.keys), prepared.groups, **layer.kernel)
+
+    def cost(self, size: Size) -> float:
+        """Every query meets its sample."""
+        projected = size.projections(size.tokens, self.keys * self.groups)
+        return projected + round(2 * size.tokens * float(self.keys) * size.channels)
+
+    def fit(self, grid: Grid, merge: Merge) -> Self:
+        """At most as many keys as tokens, and no token in two groups."""
+        keys, groups = sample_counts(grid.tokens, self.keys, self.groups)
+        return dataclasses.replace(self, keys=keys, groups=groups)
+
+    def words(self, fitted: Sequence[Self]) -> str:
+        """Say how many keys, and how many groups."""
+        groups = span(fitted, "groups")
+        groups += " group" + "s" * (groups != "1") + " in columns" * (not self.lattice)
+        return self.said(fitted, "keys", "# sampled keys", more=groups)
+
+    @property
+    def family(self) -> str:
+        """What plots group it with."""
+        return "sampled keys"

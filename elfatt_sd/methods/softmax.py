@@ -1,0 +1,39 @@
+"""Exact attention: `softmax(s Q K^T) V`, as the untouched model has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from elfatt_sd.methods.base import Attention, Layer, Size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Softmax(Attention):
+    """Exact attention among the tokens that merging leaves: ToMe."""
+
+    name: ClassVar[str] = "softmax"
+    exact: ClassVar[bool] = True
+
+    def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
+        """Attend through a fused kernel."""
+        from elfatt_sd.attention import softmax_attention
+
+        return softmax_attention(*layer.project(tokens), **layer.kernel)
+
+    def cost(self, size: Size) -> float:
+        """Every query meets every key."""
+        return size.projections(size.tokens, size.tokens) + 2 * size.tokens**2 * size.channels
+
+    def words(self, fitted: Sequence[Self]) -> str:
+        """Name it."""
+        return "softmax attention"
+
+    @property
+    def family(self) -> str:
+        """What is left when tokens are merged before it."""
+        return "token merging"

@@ -1,0 +1,48 @@
+"""How a sequence is cut in blocks, and a grid in cells: names and numbers, without tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+BlockOrder = Literal["sequence", "raster", "windows", "curve", "strided", "spread"]
+BLOCK_ORDERS: tuple[BlockOrder, ...] = get_args(BlockOrder)
+
+
+def partition(tokens: int, block_size: int) -> tuple[int, int, int]:
+    """Cut a sequence in blocks of nearly equal size, none dropped.
+
+    Args:
+        tokens: length of the sequence.
+        block_size: wanted tokens in a block.
+
+    Returns:
+        The number of blocks, their base size, and how many (the first ones) have one token more.
+    """
+    blocks = max(1, round(tokens / block_size))
+    base, larger = tokens // blocks, tokens % blocks  # not divmod, which torch.compile does not trace
+    return blocks, base, larger
+
+
+def cell_blocks(tokens: int, block_size: int) -> int:
+    """Return the number of blocks that divides the tokens and comes closest to the wanted size.
+
+    Args:
+        tokens: of the grid.
+        block_size: wanted tokens in a block.
+    """
+    lower = [divisor for divisor in range(1, math.isqrt(tokens) + 1) if tokens % divisor == 0]
+    divisors = [*lower, *(tokens // divisor for divisor in reversed(lower))]
+    return min(divisors, key=lambda blocks: abs(math.log(tokens / blocks / block_size)))
+
+
+def sample_counts(tokens: int, samples: int, groups: int) -> tuple[int, int]:
+    """Return how many keys each query sees, and the number of groups.
+
+    Args:
+        tokens: of the grid.
+        samples: wanted keys for each query.
+        groups: wanted groups; together they use no token twice as a key.
+    """
+    samples = min(samples, tokens)
+    return samples, min(groups, tokens // samples)
