@@ -29,7 +29,7 @@ from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, single_phases
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.console import quiet_libraries
 from elfatt_sd.evaluation.environment import read_high_water_mark
-from elfatt_sd.layers import copy_structure
+from elfatt_sd.families import copy_structure
 
 MODELS = {"toy": (256, torch.float32), "sd15": (512, torch.bfloat16)}
 FAST = "elfatt-fast"

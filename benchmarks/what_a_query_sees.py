@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elfatt_sd.attention import partition
 from elfatt_sd.ordering import block_permutation, compact_path, lattice_order
 from elfatt_sd.sampled import stratified_samples
+from elfatt_sd.tiling import partition
 
 SIDE, SIZE, QUERY = 32, 32, 12 * 32 + 13
 CPU = torch.device("cpu")

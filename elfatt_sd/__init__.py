@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elfatt_sd.allocation import keep_freed_memory
-    from elfatt_sd.config import METHODS, ElfattError, Method, PatchConfig, Phase, Settings, known_method
+    from elfatt_sd.config import ElfattError, PatchConfig, Phase, Settings
+    from elfatt_sd.methods import Attention, Merge, register
     from elfatt_sd.patch import apply_patch, is_patched, patched, plan, remove_patch
     from elfatt_sd.pipelines import load_pipeline
+    from elfatt_sd.presets import METHODS, Method, known_method
 
 __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "Attention",
     "ElfattError",
+    "Merge",
     "Method",
     "PatchConfig",
     "Phase",
@@ -31,24 +35,28 @@ __all__ = [
     "load_pipeline",
     "patched",
     "plan",
+    "register",
     "remove_patch",
 ]
 
 if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every name
     _HOMES = {
+        "Attention": "methods",
         "ElfattError": "config",
-        "METHODS": "config",
-        "Method": "config",
+        "METHODS": "presets",
+        "Merge": "methods",
+        "Method": "presets",
         "PatchConfig": "config",
         "Phase": "config",
         "Settings": "config",
         "apply_patch": "patch",
         "is_patched": "patch",
         "keep_freed_memory": "allocation",
-        "known_method": "config",
+        "known_method": "presets",
         "load_pipeline": "pipelines",
         "patched": "patch",
         "plan": "patch",
+        "register": "methods",
         "remove_patch": "patch",
     }
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 import elfatt_sd
 from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.devices import device_name, is_out_of_memory, synchronize
+from elfatt_sd.families import SelfAttention, family_of, unwrap
 from elfatt_sd.files import cache_folder, write_json
-from elfatt_sd.layers import SelfAttention, unwrap
 from elfatt_sd.processor import Call, LayerState, PatchedLayer, approximate
 
 ROUNDS, MOST_ROUNDS, WARM_UP = 7, 21, 2
@@ -171,18 +171,19 @@ class Tuner:
         tokens = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu").to(sample)
         block_input = tokens.mT.contiguous().mT if state.layer.channels_first else tokens
         twin = copy.copy(state)
+        given = state.layer.projections(attention, tokens, fused=state.fused)
         twin.call = Call(state.call.config)  # so that the matchings of the real call stay
 
         def untouched() -> None:
             if twin.call.config.attention_backend == "auto":
                 state.exact(attention, tokens)
             else:
-                approximate(attention, twin, EXACT, tokens)
+                approximate(given, twin, EXACT, given.tokens)
 
         def reusing() -> None:
             twin.begin(phase, 0, sample.device)  # what is drawn in every step is part of the price
             twin.block_input = block_input
-            approximate(attention, twin, phase, tokens)
+            approximate(given, twin, phase, given.tokens)
 
         def matching() -> None:
             twin.call.matchings.clear()
@@ -210,7 +211,9 @@ def measure_phases(layer: PatchedLayer, denoiser: Any, height: int, width: int) 
         A decision for each phase of the configuration; None for exact ones.
     """
     device = _execution_device(denoiser)
-    sample = torch.zeros(2, denoiser.config.in_channels, height, width, device=device, dtype=denoiser.dtype)
+    fill = functools.partial(torch.zeros, device=device, dtype=denoiser.dtype)
+    module = unwrap(denoiser)
+    sample, _ = family_of(module).call((), family_of(module).arguments(module, height, width, 2, fill))
     tuner, decisions = Tuner(denoiser), []
     config = layer.denoiser.config
     state = LayerState(layer, Call(config), layer.layer.grid(height, width))
@@ -242,9 +245,9 @@ def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
     """
     attention: Any = state.layer.attention
     config, device = state.call.config, sample.device
-    settings = {**dataclasses.asdict(phase), "until": 1.0, "uses": _uses(state, phase)}
+    settings = {**phase.to_dict(), "until": 1.0, "uses": _uses(state, phase)}
     settings |= {name: getattr(config, name) for name in ("attention_backend", "fp32_logits", "use_rand")}
-    settings |= {"channels_first": state.layer.channels_first and phase.uses_matching}
+    settings |= {"channels_first": state.layer.channels_first and phase.matches}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     shape = "x".join(map(str, (_batch(sample), *state.grid, attention.inner_dim)))
     dtype = str(sample.dtype)
@@ -253,7 +256,7 @@ def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
     exact = type(state.original).__qualname__ + ", fused projections" * state.fused
     versions = f"torch {torch.__version__}, diffusers {diffusers.__version__}, elfatt-sd {elfatt_sd.__version__}"
     parts = [_device_key(device), versions, f"{shape}, {attention.heads} heads, {dtype}", exact]
-    return "; ".join([*parts, f"{phase.attention} {digest}"])
+    return "; ".join([*parts, f"{phase.attention.name} {digest}"])
 
 
 def measure(
@@ -306,7 +309,7 @@ def _batch(sample: Tensor) -> int:
 
 def _uses(state: LayerState, phase: Phase) -> int:
     layers = (other.layer for other in state.patched.denoiser.layers)
-    return matching_uses(state.call.config, state.layer, layers) if phase.uses_matching else 1
+    return matching_uses(state.call.config, state.layer, layers) if phase.matches else 1
 
 
 def _is_compiled(denoiser: nn.Module, layer: str) -> bool:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elfatt_sd.config import METHODS, ElfattError
+from elfatt_sd.config import ElfattError
 from elfatt_sd.console import FAILURE, adds_options, output, quiet_libraries
 from elfatt_sd.optional import need
+from elfatt_sd.presets import METHODS
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session

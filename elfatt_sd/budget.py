@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.layers import find_denoisers, find_layers, unwrap
+from elfatt_sd.families import find_layers, main_denoiser, unwrap
 
 UNET_FACTOR = 40  # tensors of the UNet's first level that are held at once, skip connections and feed-forward included
 VAE_FACTOR = 4.5  # tensors of the decoder's second level, at the size of the image
@@ -68,7 +68,7 @@ def check_fits(pipe: Any, height: int | None, width: int | None, *, steps: int, 
 
 def estimate(pipe: Any, height: int | None, width: int | None, *, steps: int, guided: bool = True) -> Need:
     """Estimate what one image takes; arguments as for `check_fits`."""
-    unet: Any = unwrap(find_denoisers(pipe)["unet"])
+    unet: Any = unwrap(main_denoiser(pipe))
     pixels = _size(pipe, height) * _size(pipe, width, 1)
     rows, columns = (_size(pipe, side, axis) // _factor(pipe) for axis, side in enumerate((height, width)))
     batch, size = 1 + guided, pipe.dtype.itemsize
@@ -116,8 +116,9 @@ def _size(pipe: Any, given: int | None, axis: int = 0) -> int:
     """Return a side in pixels: as it was given, or the model's own."""
     if given is not None:
         return given
-    own = find_denoisers(pipe)["unet"].config.sample_size  # type: ignore[union-attr]
-    return int(own[axis] if isinstance(own, list | tuple) else own) * _factor(pipe)  # type: ignore[arg-type]
+    denoiser: Any = unwrap(main_denoiser(pipe))
+    own = denoiser.config.sample_size
+    return int(own[axis] if isinstance(own, list | tuple) else own) * _factor(pipe)
 
 
 def _convolved(blocks: Any, positions: int) -> float:

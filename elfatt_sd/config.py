@@ -127,7 +127,7 @@ class Phase:
         values = {
             "until": until,
             "attention": kind.with_settings(settings),
-            "merge": dataclasses.replace(merge, **{k: v for k, v in settings.items() if k in _MERGE_SETTINGS}),
+            "merge": dataclasses.replace(merge, **_of_merging(settings)),
             "residual_steps": residual_steps,
         }
         for name, value in values.items():
@@ -137,6 +137,15 @@ class Phase:
             raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
         checks.whole("residual_steps", residual_steps, 1)
         self.attention.accepts(self.merge)
+
+    if not TYPE_CHECKING:  # a type checker that saw it would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Read a setting of merging or attention flat, as it is given: `phase.ratio`, `phase.keys`."""
+            if name not in phase_settings():
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            holder = self.merge if name in _MERGE_SETTINGS else self.attention
+            return getattr(holder, type(holder).aliases.get(name, name) if holder is self.attention else name)
 
     @property
     def exact(self) -> bool:
@@ -279,7 +288,7 @@ class PatchConfig:
         own: dict[str, Any] = {name: value for name, value in settings.items() if name in RUN_SETTINGS}
         others = RUN_SETTINGS | {"active_fraction"}
         per_phase: dict[str, Any] = {name: value for name, value in settings.items() if name not in others}
-        check_settings(per_phase, others)
+        check_settings(per_phase)
         self._check_merging(per_phase.get("ratio", 0))
         phases = tuple(phase if phase.exact else phase.with_settings(per_phase) for phase in self.phases)
         if "active_fraction" in settings:
@@ -412,7 +421,6 @@ class PatchConfig:
         return "it approximates earlier steps only. Give a phase that ends later."
 
 
-
 RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(PatchConfig)) - {"method", "phases"}
 _SAVED = "a file that `PatchConfig.save` or `elfatt-sd patch --save` wrote"
 
@@ -423,21 +431,25 @@ def phase_settings() -> list[str]:
     return list(dict.fromkeys([*_MERGE_SETTINGS, "residual_steps", *own]))
 
 
-def check_settings(settings: Mapping[str, Any], others: Iterable[str] = ()) -> None:
-    """Check settings of phases, also those that a phase ignores.
+def _of_merging(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name in _MERGE_SETTINGS}
 
-    Args:
-        settings: by name.
-        others: what else would have been accepted, for the message.
+
+def setting_names() -> list[str]:
+    """Return the names of all settings that a method can be given."""
+    return sorted({*phase_settings(), *RUN_SETTINGS, "active_fraction"})
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check settings of phases, also those that a phase ignores.
 
     Raises:
         ElfattError: a name is not known, or a value out of range.
     """
-    known = [*phase_settings(), *others]
-    unknown = sorted(settings.keys() - set(known))
+    unknown = sorted(settings.keys() - set(phase_settings()))
     if unknown:
-        raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(sorted(known))}.")
-    Merge(**{name: value for name, value in settings.items() if name in _MERGE_SETTINGS})
+        raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(setting_names())}.")
+    Merge(**_of_merging(settings))
     checks.whole("residual_steps", settings.get("residual_steps", 1), 1)
     for name, value in settings.items():
         kind = next((kind for kind in attentions().values() if name in kind.settings()), None)

@@ -25,8 +25,8 @@ import elfatt_sd
 from elfatt_sd.budget import check_fits
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.environment import read_high_water_mark
+from elfatt_sd.families import main_denoiser, unwrap
 from elfatt_sd.files import atomic_file, write_json
-from elfatt_sd.layers import find_denoisers, unwrap
 from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.request import SCHEDULERS, Request, scheduler_class
@@ -329,7 +329,7 @@ def check_text_to_image(pipe: Any) -> None:
     Raises:
         ElfattError: it does not, it has no UNet, or one that is made for other inputs.
     """
-    unet: Any = unwrap(find_denoisers(pipe)["unet"])
+    unet: Any = unwrap(main_denoiser(pipe))
     takes = set(inspect.signature(pipe.__call__).parameters)
     alone = {"prompt", "height", "width", "callback_on_step_end"} <= takes
     if not alone or takes & {"image", "control_image", "mask_image", "num_frames"}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import warnings
@@ -13,10 +14,13 @@ import torch
 from torch import nn
 
 from elfatt_sd.autotune import Tuner, measure_phases
-from elfatt_sd.config import EXACT, ElfattError, Method, PatchConfig, Settings
+from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase, Settings
 from elfatt_sd.devices import in_optimized_module
-from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, levels_of, select_layers, unwrap
+from elfatt_sd.families import SelfAttention, family_of, find_denoisers, find_layers, levels_of, select_layers, unwrap
+from elfatt_sd.methods import Attention, is_own
+from elfatt_sd.methods.conformance import check
 from elfatt_sd.planning import Plan, latent_grid, make_plan
+from elfatt_sd.presets import Method
 from elfatt_sd.processor import Call, Denoiser, PatchedLayer, is_recomputing
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, SchedulerFinder, unknown_position
 
@@ -27,7 +31,7 @@ _PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
 
 def apply_patch(
     pipe: Pipeline,
-    method: Method | PatchConfig = "elfatt",
+    method: Method | PatchConfig | Attention = "elfatt",
     *,
     autotune: bool = False,
     take_over: Sequence[str] = (),
@@ -36,8 +40,9 @@ def apply_patch(
     """Make a pipeline use a method's self-attention; a patch that is there already is replaced.
 
     Args:
-        pipe: a diffusers pipeline with a UNet, or a bare UNet. Its ControlNets are patched too.
-        method: the name of a preset, or a configuration.
+        pipe: a diffusers pipeline with a UNet or a transformer of a known family, or such a module. Its ControlNets
+            are patched too.
+        method: the name of a preset or of a registered attention, a configuration, or an attention for the whole run.
         autotune: measure, at the first call of each size, which layers the method makes faster on this device, and
             leave the others alone; with them, and a warning, those that `torch.compile` serves, which cannot be timed.
         take_over: names of classes of attention processors that are not plain attention (cross-frame, shared style,
@@ -55,7 +60,8 @@ def apply_patch(
     chosen = choose_layers(denoisers, config, take_over)
     remove_patch(pipe)
     if config.active:
-        schedule = Schedule(SchedulerFinder(pipe), _takes_noise_levels(denoisers["unet"]))
+        main = next(iter(denoisers.values()))
+        schedule = Schedule(SchedulerFinder(pipe), family_of(main).takes_noise_levels(unwrap(main)))
         for name, denoiser in denoisers.items():
             _Patch(config, autotune, tuple(take_over), schedule, denoiser, chosen[name]).install()
         _tell_left_alone(chosen, config)
@@ -82,7 +88,7 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
 @contextmanager
 def patched(
     pipe: Any,
-    method: Method | PatchConfig = "elfatt",
+    method: Method | PatchConfig | Attention = "elfatt",
     *,
     autotune: bool = False,
     take_over: Sequence[str] = (),
@@ -111,7 +117,7 @@ def patched(
 
 def plan(
     pipe: Any,
-    method: Method | PatchConfig = "elfatt",
+    method: Method | PatchConfig | Attention = "elfatt",
     *,
     height: int | None = None,
     width: int | None = None,
@@ -172,15 +178,21 @@ def _patches(pipe: Any) -> dict[str, _Patch]:
     return {name: patch for name, patch in found.items() if patch is not None}
 
 
-def resolve(method: Method | PatchConfig, settings: Settings) -> PatchConfig:
+def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> PatchConfig:
     """Return the configuration that a method and settings stand for.
 
     Raises:
-        ElfattError: unknown method or setting, or a value out of range.
+        ElfattError: unknown method or setting, a value out of range, or an attention of somebody else's that breaks
+            the contract of `methods.Attention`.
     """
-    if isinstance(method, PatchConfig):
-        return method.with_settings(**settings)
-    return PatchConfig.preset(method, **settings)
+    if isinstance(method, Attention):
+        method = PatchConfig(method.name, (Phase(1.0, method),))
+    config = method if isinstance(method, PatchConfig) else PatchConfig.preset(method)
+    config = config.with_settings(**settings)
+    for phase in config.phases:
+        if not is_own(type(phase.attention)):
+            check(phase.attention)
+    return config
 
 
 def choose_layers(
@@ -197,13 +209,14 @@ def choose_layers(
         ElfattError: the UNet has none that the method could patch.
     """
     found = {name: find_layers(denoiser) for name, denoiser in denoisers.items()}
-    levels = levels_of(found["unet"])
+    main, title = next(iter(found)), family_of(next(iter(denoisers.values()))).title
+    levels = levels_of(found[main])
     chosen = {name: select_layers(layers, config, levels) for name, layers in found.items()}
-    if config.active and not found["unet"]:
-        raise ElfattError("the UNet has no self-attention layer over the image; there is nothing to patch.")
-    if config.active and not chosen["unet"]:
+    if config.active and not found[main]:
+        raise ElfattError(f"the {title} has no self-attention layer over the image; there is nothing to patch.")
+    if config.active and not chosen[main]:
         raise ElfattError(
-            f"no self-attention layer matches max_downsample={config.max_downsample}; this UNet has some at "
+            f"no self-attention layer matches max_downsample={config.max_downsample}; this {title} has some at "
             f"{', '.join(map(str, levels))}. Give max_downsample=None to take the finest level of them."
         )
     return {
@@ -214,7 +227,7 @@ def choose_layers(
 
 def _tell_left_alone(chosen: dict[str, _Layers], config: PatchConfig) -> None:
     """Warn of layers whose processors do something else than plain attention."""
-    levels = levels_of(chosen["unet"][0])
+    levels = levels_of(next(iter(chosen.values()))[0])
     left = [
         layer
         for found, patched in chosen.values()
@@ -228,11 +241,6 @@ def _tell_left_alone(chosen: dict[str, _Layers], config: PatchConfig) -> None:
             f"take_over=[...] with the class names ({names}) to replace them in approximated steps.",
             stacklevel=3,
         )
-
-
-def _takes_noise_levels(unet: nn.Module) -> bool:
-    """Tell whether a UNet takes noise levels in place of timesteps, as those of VE-SDE do."""
-    return getattr(getattr(unwrap(unet), "config", None), "time_embedding_type", None) == "fourier"
 
 
 def _patched_layers(shared: Denoiser, layers: _Layers, taken_over: tuple[str, ...] = ()) -> list[PatchedLayer]:
@@ -279,13 +287,14 @@ class _Patch:
         self._schedule = schedule
         self._layers = layers
         self._module = unwrap(denoiser)
+        self._family = family_of(self._module)
         self._tuner = Tuner(self._module) if autotune else None
         self._shared = Denoiser(config, None if self._tuner is None else self._tuner.pays)
         self._shared.layers = _patched_layers(self._shared, layers, taken_over)
         self._handles: list[Any] = []
         self._told: set[str] = set()
         self._around = _modules_around(self._module, self._shared.layers)
-        self._direct: dict[int, Any] = {}  # by thread: the timestep of a call of `forward`, which no hook sees
+        self._direct: dict[int, dict[str, Any]] = {}  # by thread: what a call of `forward` was given, so far
 
     def renewed(self) -> _Patch:
         """Return its like, to be installed after it was removed."""
@@ -305,10 +314,13 @@ class _Patch:
             module.register_forward_pre_hook(self._before_call, with_kwargs=True),
             module.register_forward_hook(self._after_call, always_call=True),
         ]
-        if hasattr(module, "time_proj"):
-            self._handles.append(module.time_proj.register_forward_pre_hook(self._before_time))
-            self._handles.append(module.conv_in.register_forward_pre_hook(self._before_input))
-        self._handles.append(module.conv_in.register_state_dict_pre_hook(self._before_copy))
+        entrances = self._family.entrances(module)
+        for what, entrance in entrances if len(entrances) > 1 else ():
+            last = entrance is entrances[-1][1]
+            hook = functools.partial(self._before_entrance, what, last)
+            self._handles.append(entrance.register_forward_pre_hook(hook))
+        stem = dict(entrances)["sample"]
+        self._handles.append(stem.register_state_dict_pre_hook(self._before_copy))  # type: ignore[no-untyped-call]
         setattr(module, _PATCH, self)
 
     def remove(self) -> None:
@@ -323,9 +335,7 @@ class _Patch:
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step and tell the layers."""
         self._direct.pop(threading.get_ident(), None)
-        sample = args[0] if args else kwargs["sample"]
-        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
-        self._begin(sample, timestep)
+        self._begin(*self._family.call(args, kwargs))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -334,23 +344,20 @@ class _Patch:
         if call is not None and output is not None:
             self._compare_with_plan(call)
 
-    def _before_time(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the first thing that a UNet computes: keep the timestep, if `forward` was called."""
+    def _before_entrance(self, what: str, last: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of what is given sample and timestep: begin a call of `forward`, which has no hooks."""
         if torch.compiler.is_compiling():
             return
-        call = self._shared.call
-        if call is None or call.entered:
-            self._direct.setdefault(threading.get_ident(), args[0])  # the second is of class labels
-
-    def _before_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the UNet's first convolution: begin a call of `forward`, which no other hook sees."""
-        if torch.compiler.is_compiling():
-            return
-        timestep = self._direct.pop(threading.get_ident(), None)
-        if timestep is not None:
-            self._begin(args[0], timestep)
-        if self._shared.call is not None:
-            self._shared.call.entered = True
+        thread, call = threading.get_ident(), self._shared.call
+        if last:
+            given = self._direct.pop(thread, {})
+            if given:
+                given.setdefault(what, args[0])
+                self._begin(given["sample"], given["timestep"])
+            if self._shared.call is not None:
+                self._shared.call.entered = True
+        elif call is None or call.entered:
+            self._direct.setdefault(thread, {}).setdefault(what, args[0])  # a second one is of class labels
 
     def _before_copy(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Pre-hook of the state of the first convolution alone, which is asked for to build another model of it."""

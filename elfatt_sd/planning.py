@@ -11,14 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from elfatt_sd.attention import partition
 from elfatt_sd.autotune import Decision, matching_uses
-from elfatt_sd.cell_spread import cell_blocks
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import SelfAttention, find_denoisers, unwrap
-from elfatt_sd.sampled import sample_counts
+from elfatt_sd.families import SelfAttention, main_denoiser, unwrap
+from elfatt_sd.methods import Grid, Size
 from elfatt_sd.shapes import Blueprint
 
+_MOST_PLACES = 8  # that a plan lists one by one; a UNet has fewer blocks on a level
 _ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 
 
@@ -224,9 +223,10 @@ def places(layers: Sequence[PlannedLayer]) -> list[str]:
     def place(layer: PlannedLayer) -> str:
         kind, number, *_ = layer.name.split(".")
         block = f"{kind}.{number}" if number.isdigit() and kind != "mid_block" else kind
-        return block if layer.denoiser == "unet" else f"{layer.denoiser}.{block}"
+        return f"{layer.denoiser}.{block}" if layer.denoiser.startswith("controlnet") else block
 
-    return list(dict.fromkeys(map(place, layers)))
+    found = list(dict.fromkeys(map(place, layers)))
+    return found if len(found) <= _MOST_PLACES else [f"{found[0]} to {found[-1].rpartition('.')[2]}"]
 
 
 def make_plan(
@@ -274,7 +274,7 @@ def latent_grid(pipe: Any, height: int | None, width: int | None) -> tuple[int, 
         ElfattError: the size is not a positive multiple of the VAE's factor.
     """
     scale = int(getattr(pipe, "vae_scale_factor", 1))
-    config = getattr(unwrap(find_denoisers(pipe)["unet"]), "config", None)
+    config = getattr(unwrap(main_denoiser(pipe)), "config", None)
     own = getattr(config, "sample_size", None) or 64
     sides = list(own) if isinstance(own, list | tuple) else [own, own]
     for side, (name, pixels) in enumerate((("height", height), ("width", width))):
@@ -285,7 +285,7 @@ def latent_grid(pipe: Any, height: int | None, width: int | None) -> tuple[int, 
     return int(sides[0]), int(sides[1])
 
 
-def describe(phase: Phase, grids: Sequence[tuple[int, int]] = ()) -> str:
+def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:
     """Say in a few words what happens in a phase.
 
     Args:
@@ -294,80 +294,33 @@ def describe(phase: Phase, grids: Sequence[tuple[int, int]] = ()) -> str:
     """
     if phase.exact:
         return "exact attention"
-    fitted = [fit(phase, *grid) for grid in grids] or [phase]
-    agents = _said(phase, fitted, "agents", "# agents")
-    if phase.agent_source == "merged":
-        agents = _said(phase, fitted, "agent_ratio", "agents merged at #", "{:.0%}")
-    second = phase.second_order if phase.attention == "block" else None
-    blocks = f"{phase.block_order}{f' and {second}' if second else ''} blocks of #"
-    blocks = _said(phase, fitted, "block_size", blocks)
-    groups = _span(fitted, "groups")
-    groups += " group" + "s" * (groups != "1") + " in columns" * (not phase.lattice)
-    how = {
-        "softmax": "softmax attention",
-        "agent": agents,
-        "block": blocks,
-        "elfatt": f"{agents} and {blocks}",
-        "cell_spread": f"own cell and {blocks}",
-        "sampled": _said(phase, fitted, "block_size", "# sampled keys", more=groups),
-    }
+    fitted = [phase.attention.fit(grid, phase.merge) for grid in grids] or [phase.attention]
     corrected = f", exact in 1 of {phase.residual_steps} steps and corrected in between" * (phase.residual_steps > 1)
-    return _merging(phase, fitted, grids) + how[phase.attention] + corrected
+    return _merging(phase, grids) + phase.attention.words(fitted) + corrected
 
 
-def _merging(phase: Phase, fitted: Sequence[Phase], grids: Sequence[tuple[int, int]]) -> str:
+def _fitted(phase: Phase, grid: Grid) -> Phase:
+    """Return a phase with the numbers that a grid really gets."""
+    merge = dataclasses.replace(phase.merge, ratio=phase.merge.merged(grid) / grid.tokens)
+    return dataclasses.replace(phase, attention=phase.attention.fit(grid, phase.merge), merge=merge)
+
+
+def _merging(phase: Phase, grids: Sequence[Grid]) -> str:
     """Say how much is merged, and how much can be where that is less than asked."""
-    if not phase.ratio:
+    merge = phase.merge
+    if not merge.ratio:
         return ""
-    most = max((_most_merged(phase.stride, *grid) / (grid[0] * grid[1]) for grid in grids), default=1.0)
-    stride = f"stride {phase.stride}" if phase.ratio <= most else f"at most {most:.0%} with stride {phase.stride}"
-    return _said(phase, fitted, "ratio", "# merged", "{:.0%}", stride) + ", "
+    most = max((merge.most(grid) / grid.tokens for grid in grids), default=1.0)
+    got = [merge.merged(grid) / grid.tokens for grid in grids] or [merge.ratio]
+    asked, low, high = (f"{ratio:.0%}" for ratio in (merge.ratio, min(got), max(got)))
+    span = low if low == high else f"{low} to {high}"
+    stride = f"stride {merge.stride}" if merge.ratio <= most else f"at most {most:.0%} with stride {merge.stride}"
+    return f"{span} merged ({f'{asked} asked, ' * (span != asked)}{stride}), "
 
 
-def _said(phase: Phase, fitted: Sequence[Phase], name: str, words: str, number: str = "{}", more: str = "") -> str:
-    """Put a field's number into words, and into brackets what was asked for where grids get another one."""
-    span, asked = _span(fitted, name, number), number.format(getattr(phase, name))
-    brackets = ", ".join(filter(None, [f"{asked} asked" * (span != asked), more]))
-    return words.replace("#", span) + f" ({brackets})" * bool(brackets)
-
-
-def _span(fitted: Sequence[Phase], name: str, number: str = "{}") -> str:
-    values = [getattr(each, name) for each in fitted]
-    low, high = number.format(min(values)), number.format(max(values))
-    return low if low == high else f"{low} to {high}"
-
-
-def _grids(index: int, layers: Sequence[PlannedLayer]) -> list[tuple[int, int]]:
+def _grids(index: int, layers: Sequence[PlannedLayer]) -> list[Grid]:
     """Return the grids on which a phase approximates."""
-    return list(dict.fromkeys((layer.height, layer.width) for layer in layers if layer.approximated[index]))
-
-
-def fit(phase: Phase, height: int, width: int) -> Phase:
-    """Return a phase with the numbers that a grid really gets: tokens merged, agents, largest block, samples, groups.
-
-    Args:
-        phase: with the numbers that are wanted.
-        height: rows of the grid.
-        width: columns of the grid.
-    """
-    tokens = height * width
-    kept = tokens - _merged(phase.ratio, phase.stride, height, width)
-    size, groups = phase.block_size, phase.groups
-    if phase.attention == "sampled":
-        size, groups = sample_counts(tokens, size, groups)
-    elif phase.attention == "cell_spread":
-        size = tokens // cell_blocks(tokens, size)
-    elif phase.uses_blocks:
-        _, base, larger = partition(kept, size)
-        size = size if base <= size <= base + (larger > 0) else base + (larger > 0)
-    return dataclasses.replace(
-        phase,
-        ratio=1 - kept / tokens,
-        agents=min(phase.agents, kept),
-        agent_ratio=_merged(phase.agent_ratio, phase.stride, height, width) / tokens,
-        block_size=size,
-        groups=groups,
-    )
+    return list(dict.fromkeys(Grid(layer.height, layer.width) for layer in layers if layer.approximated[index]))
 
 
 def _plan_layer(
@@ -380,19 +333,19 @@ def _plan_layer(
     decisions: Sequence[Decision | None],
     uses: int,
 ) -> PlannedLayer:
-    rows, columns = layer.grid(height, width)
+    grid = layer.grid(height, width)
     attention: Any = layer.attention
     channels = attention.inner_dim
-    before = multiply_adds(EXACT, rows, columns, channels)
+    before = multiply_adds(EXACT, grid, channels)
     by_phase, approximated, reasons = [], [], []
     for phase, decision in zip(phases, decisions, strict=True):
-        work = multiply_adds(phase, rows, columns, channels, uses)
+        work = multiply_adds(phase, grid, channels, uses)
         pays = chosen and (decision is None or decision.pays)
         by_phase.append(work if pays else before)
         approximated.append(pays and not phase.exact)
         if not phase.exact:
             verdict = decision or (_ESTIMATED_SLOWER if work > before else None)
-            reasons.append(describe(fit(phase, rows, columns)) + (f": {verdict}" if verdict else ""))
+            reasons.append(describe(_fitted(phase, grid)) + (f": {verdict}" if verdict else ""))
     if not reasons:
         reason = describe(EXACT)
     elif not chosen:
@@ -403,8 +356,7 @@ def _plan_layer(
         denoiser,
         layer.name,
         layer.downsample,
-        rows,
-        columns,
+        *grid,
         attention.heads,
         channels,
         any(approximated),
@@ -415,47 +367,20 @@ def _plan_layer(
     )
 
 
-def _merged(ratio: float, stride: int, height: int, width: int) -> int:
-    """Tokens of a grid that are merged away."""
-    return min(_most_merged(stride, height, width), int(height * width * ratio))
-
-
-def _most_merged(stride: int, height: int, width: int) -> int:
-    """Tokens of a grid that can be merged away: all that are no destination; none where there is no destination."""
-    destinations = (height // stride) * (width // stride)
-    return height * width - destinations if destinations else 0
-
-
-def multiply_adds(phase: Phase, height: int, width: int, channels: int, uses: int = 1) -> int:
-    """Multiply-adds of a self-attention layer for one picture: matching, projections and attention, a mean over steps.
+def multiply_adds(phase: Phase, grid: Grid, channels: int, uses: int = 1) -> int:
+    """Multiply-adds of a self-attention layer for one image: matching, projections and attention, a mean over steps.
 
     Args:
         phase: what it does.
-        height: rows of its grid.
-        width: columns of its grid.
+        grid: of its tokens.
         channels: over all heads.
         uses: number of calls that share one matching.
     """
-    tokens = height * width
-    destinations = (height // phase.stride) * (width // phase.stride)
-    kept = tokens - _merged(phase.ratio, phase.stride, height, width)
-    fitted = fit(phase, height, width)
-    matching = (tokens - destinations) * destinations * channels // uses if fitted.uses_matching else 0
-    size, agents = fitted.block_size, fitted.agents
-    keys = size * fitted.groups if phase.attention == "sampled" else kept
-    projections = 2 * (kept + keys) * channels**2
-    if phase.agent_source == "merged" and phase.uses_agents:
-        agents = tokens - _merged(phase.agent_ratio, phase.stride, height, width)
-        projections += agents * channels**2
-    pairs = {
-        "softmax": float(kept),
-        "agent": 2.0 * agents,
-        "block": float(size),
-        "cell_spread": size + tokens / size,
-        "sampled": float(size),
-        "elfatt": phase.agent_share * 2 * agents + (1 - phase.agent_share) * size,
-    }[phase.attention]
+    merge = phase.merge
+    destinations = merge.destinations(grid)
+    matching = (grid.tokens - destinations) * destinations * channels // uses if phase.matches else 0
+    attention = phase.attention.fit(grid, merge).cost(Size(grid, merge.kept(grid), channels))
     exact = 0
     if phase.residual_steps > 1 and not phase.exact:
-        exact = multiply_adds(EXACT, height, width, channels) // phase.residual_steps
-    return matching + projections + round(2 * kept * pairs * channels) + exact
+        exact = multiply_adds(EXACT, grid, channels) // phase.residual_steps
+    return matching + round(attention) + exact

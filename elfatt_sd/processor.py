@@ -1,6 +1,6 @@
 """The attention processor: one page that shows the method.
 
-    tokens -> merge -> block order -> q, k, v -> attention -> output projection -> order back -> unmerge
+    tokens -> merge -> order -> q, k, v -> attention -> output projection -> order back -> unmerge
 
 The processor itself holds nothing: diffusers rebuilds processors without arguments when an IP-Adapter is loaded, and
 `torch.compile` specialises on every processor object. What stays the same from call to call is kept on the attention
@@ -11,7 +11,6 @@ threads can share a UNet.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import threading
 from collections import Counter
@@ -19,19 +18,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0, FusedAttnProcessor2_0
+from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
-from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import SelfAttention, is_plain
+from elfatt_sd.families.base import Projections, SelfAttention, is_plain
 from elfatt_sd.merging import Candidates, Matching, find_candidates, match_candidates
-from elfatt_sd.ordering import block_permutation, inverse_permutation, lattice_order, order_merged
-from elfatt_sd.sampled import sample_counts, sampled_attention, stratified_samples
+from elfatt_sd.methods import Draws, Grid, Prepared, is_own
+from elfatt_sd.methods.conformance import check_result, raises_in_one_line
+from elfatt_sd.ordering import order_merged
 from elfatt_sd.schedule import Position, Run
 
+_NO_GRID = Grid(0, 0)
 STATE = "elfatt_state"  # attribute of a patched attention module
 KEPT_CALLS = 32  # of one step, that keep something for the next steps; it bounds the memory of calls without a schedule
 _DEFAULT: Any = AttnProcessor2_0
@@ -122,7 +121,7 @@ class Denoiser:
         self.config = config
         self.pays = pays
         self.layers: list[PatchedLayer] = []
-        self.grids: dict[tuple[int, int, int], tuple[int, int]] = {}  # measured, by layer and size of the input
+        self.grids: dict[tuple[int, int, int], Grid] = {}  # measured, by layer and size of the input
         self.latest: Call | None = None  # of any thread
         self._live: dict[int, Call] = {}  # by thread
         self._inputs: dict[tuple[int, int], tuple[Any, Any]] = {}  # of what a checkpoint may compute once more
@@ -315,7 +314,7 @@ class PatchedLayer:
             elif self.state is not None:
                 self.denoiser.remember(block_input, self.state)
         state = self.state
-        if state is not None and state.phase.uses_matching:
+        if state is not None and state.phase.matches:
             state.block_input = block_input
 
     def before_transformer(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -328,9 +327,9 @@ class PatchedLayer:
             return
         state, (rows, columns) = self.state, map(int, hidden_states.shape[-2:])
         if state is not None and state.grid != (rows, columns):
-            state.grid = rows, columns
+            state.grid = Grid(rows, columns)
             state.begin(state.phase, state.call.step, hidden_states.device)
-            self.denoiser.grids[self.index, *state.call.sample_size] = rows, columns
+            self.denoiser.grids[self.index, *state.call.sample_size] = state.grid
 
 
 class LayerState:
@@ -342,20 +341,15 @@ class LayerState:
         grid: rows and columns of its tokens.
     """
 
-    def __init__(self, patched: PatchedLayer, call: Call, grid: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, patched: PatchedLayer, call: Call, grid: Grid = _NO_GRID) -> None:
         self.patched = patched
         self.call = call
         self.grid = grid
         self.phase: Phase = EXACT
         self.block_input: Tensor | None = None  # of the transformer block, before its normalisation: ToMe's metric
-        self.choice: Tensor | None = None
+        self.choice: Tensor | None = None  # of the merge destinations
         self.candidates: Candidates | None = None  # of this call
-        self.permutation: Tensor | None = None
-        self.inverse: Tensor | None = None
-        self.second: tuple[Tensor, Tensor] | None = None  # the second half of the heads: from the first order, and back
-        self.blocks = 1  # of `cell_spread`
-        self.samples: Tensor | None = None  # of `sampled`: positions of the keys
-        self.groups = 1
+        self.prepared: Prepared | None = None  # by the phase's attention
         self.calls = 0  # of the layer in this call of the denoiser: several, where that splits its input
         self.residuals: dict[int, Tensor] = {}  # of each: exact minus approximated output; see `residual_steps`
         self.added: dict[int, Tensor | None] = {}  # of each: the difference that was added, None where it was measured
@@ -382,55 +376,27 @@ class LayerState:
         return self.patched.fused
 
     def begin(self, phase: Phase, step: int, device: torch.device) -> None:
-        """Set the phase, and draw the merge destinations, the blocks and the sampled keys of this step on the grid."""
+        """Set the phase, and draw the merge destinations and what its attention prepares for this step on the grid."""
         config = self.call.config
         self.phase = phase
-        self.block_input = self.choice = self.permutation = self.inverse = self.samples = None
-        self.candidates = self.second = None
+        self.block_input = self.choice = self.candidates = self.prepared = None
         self.calls, self.added = 0, {}
         if phase.exact:
             return
-        rows, columns = self.grid
-        if phase.uses_matching and config.use_rand:
-            cells = (rows // phase.stride) * (columns // phase.stride)
-            steps = max(config.reuse_steps, phase.residual_steps)
-            draws = self._uniform("destinations", step // steps * steps, cells)
-            self.choice = _upload((draws * phase.stride**2).long(), device)
-        drawn = step // phase.residual_steps * phase.residual_steps if phase.redraw else 0
-        if phase.attention == "sampled":
-            count, self.groups = sample_counts(rows * columns, phase.block_size, phase.groups)
-            places = self._uniform("samples", drawn, count)
-            self.samples = _upload(stratified_samples(rows, columns, count, self.groups, places), device)
-            moved = lattice_order(rows, columns, self.groups, device) if phase.lattice else None
-            if moved is not None:
-                self.permutation, self.inverse = moved
-                self.samples = self.inverse[self.samples]
-        if phase.uses_order:
-            size = phase.block_size if phase.uses_blocks else max(1, rows * columns // phase.agents)
-            if phase.attention == "cell_spread":
-                self.blocks = cell_blocks(rows * columns, size)
-                size = rows * columns // self.blocks
-            self.permutation = self._block_order(phase.block_order, "blocks", drawn, size, device)
-            self.inverse = None if self.permutation is None else inverse_permutation(self.permutation)
-        if phase.attention == "block" and phase.second_order is not None:
-            order = self._block_order(phase.second_order, "second blocks", drawn, phase.block_size, device)
-            order = torch.arange(rows * columns, device=device) if order is None else order
-            there = order if self.inverse is None else self.inverse[order]
-            self.second = there, inverse_permutation(there)
+        if phase.matches and config.use_rand:
+            draws = self._draws(step, max(config.reuse_steps, phase.residual_steps), device)
+            chosen = draws.uniform("destinations", phase.merge.destinations(self.grid)) * phase.merge.stride**2
+            self.choice = draws.upload(chosen.long())
+        draws = self._draws(step, phase.residual_steps, device)
+        if is_own(type(phase.attention)):
+            self.prepared = phase.attention.prepare(self.grid, draws)
+        else:
+            with raises_in_one_line(phase.attention, "prepare"):
+                self.prepared = phase.attention.prepare(self.grid, draws)
 
-    def _block_order(self, order: str, what: str, step: int, size: int, device: torch.device) -> Tensor | None:
-        rows, columns = self.grid
-        noise = _upload(self._uniform(what, step, rows * columns), device) if order == "spread" else None
-        return block_permutation(order, rows, columns, size, noise=noise, device=device)
-
-    def _uniform(self, what: str, step: int, count: int) -> Tensor:
-        """Draw `count` numbers in [0, 1) that depend on seed, step and layer alone, without moving any global RNG.
-
-        They lie on the CPU, as does what is worked out from few of them: every kernel is one more to launch.
-        """
-        key = f"{self.call.config.seed}/{step}/{self.index}/{what}".encode()
-        seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
-        return torch.rand(count, generator=torch.Generator().manual_seed(seed), device="cpu")
+    def _draws(self, step: int, shared: int, device: torch.device) -> Draws:
+        """Return the random numbers of a step; those of a group of steps are the same."""
+        return Draws(self.call.config.seed, step // shared * shared, self.index, device)
 
     @property
     def turn(self) -> int:
@@ -439,7 +405,7 @@ class LayerState:
 
     def exact(
         self,
-        attn: Attention,
+        attn: Any,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -485,7 +451,7 @@ class LayerState:
         """
         if int(tokens.shape[1] * ratio) == 0:
             return None
-        config, stride = self.call.config, self.phase.stride
+        config, stride = self.call.config, self.phase.merge.stride
         reused = config.reuse_layers or config.reuse_steps > 1
         key = (self.grid if config.reuse_layers else self.index, self.turn, tokens.shape[0], ratio, stride)
         if reused and key in self.call.matchings:
@@ -506,7 +472,7 @@ class ElfattProcessor:
 
     def __call__(
         self,
-        attn: Attention,
+        attn: Any,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -522,35 +488,25 @@ class ElfattProcessor:
         if state is None:  # outside of any call of the denoiser
             state = LayerState(patched, Call(patched.denoiser.config))
         phase = state.phase
-        obstacle = _obstacle(state, hidden_states, encoder_hidden_states, attention_mask)
+        projections = state.layer.projections
+        obstacle = projections.obstacle(state.grid, hidden_states, encoder_hidden_states, attention_mask)
         if obstacle or (phase.exact and state.call.config.attention_backend == "auto"):
             state.outcome = obstacle
             return state.exact(attn, hidden_states, encoder_hidden_states, attention_mask, temb=temb, **others)
-        residual = hidden_states
-        if attn.spatial_norm is not None:
-            hidden_states = attn.spatial_norm(hidden_states, temb)
-        image_like = hidden_states.ndim == 4
-        if image_like:
-            hidden_states = hidden_states.flatten(2).transpose(1, 2)
-        if attn.group_norm is not None:
-            hidden_states = attn.group_norm(hidden_states.transpose(1, 2)).transpose(1, 2)
-        tokens = hidden_states
+        given = projections(attn, hidden_states, temb, state.fused)
         try:
             if phase.residual_steps > 1 and not phase.exact:
-                hidden_states = state.correct(
-                    lambda: approximate(attn, state, phase, tokens), lambda: approximate(attn, state, EXACT, tokens)
+                output = state.correct(
+                    lambda: approximate(given, state, phase, given.tokens),
+                    lambda: approximate(given, state, EXACT, given.tokens),
                 )
             else:
-                hidden_states = approximate(attn, state, phase, tokens)
+                output = approximate(given, state, phase, given.tokens)
         finally:  # also where memory ran out
             state.block_input = state.candidates = patched.recomputed = None
             state.calls += 1
         state.outcome = "done"
-        if image_like:
-            hidden_states = hidden_states.transpose(1, 2).reshape(residual.shape)
-        if attn.residual_connection:
-            hidden_states = hidden_states + residual
-        return hidden_states if attn.rescale_output_factor == 1 else hidden_states / attn.rescale_output_factor
+        return given.close(output)
 
 
 def accepted_names(processor: Callable[..., Tensor]) -> frozenset[str]:
@@ -577,125 +533,71 @@ def processor_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
     return ElfattProcessorWithNames
 
 
-def _obstacle(
-    state: LayerState, hidden_states: Tensor, encoder_hidden_states: Tensor | None, attention_mask: Tensor | None
-) -> str:
-    """Return why a layer cannot be approximated in this call; empty if it can."""
-    if encoder_hidden_states is not None:
-        return "it was given other tokens to attend to"
-    if attention_mask is not None:
-        return "it was given an attention mask"
-    tokens = hidden_states.shape[2] * hidden_states.shape[3] if hidden_states.ndim == 4 else hidden_states.shape[1]
-    rows, columns = state.grid
-    return "" if tokens == rows * columns else f"it was given {tokens} tokens in place of {rows}x{columns}"
-
-
 def is_recomputing() -> bool:
     """Tell whether a checkpoint computes a layer once more, for its gradients."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _upload(drawn: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor of the CPU to a device without waiting for it."""
-    return drawn.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else drawn.to(device)
+class LayerInCall:
+    """A layer in one call, as an attention sees it; see `methods.Layer`.
+
+    Args:
+        given: what the layer does around attention.
+        state: of the layer.
+        tokens: of the image, before merging.
+    """
+
+    def __init__(self, given: Projections, state: LayerState, tokens: Tensor) -> None:
+        config = state.call.config
+        self.kernel: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
+        self.heads: tuple[int, ...] = ()  # and their size, once queries are projected
+        self.dtype = tokens.dtype
+        self._given = given
+        self._state = state
+        self._tokens = tokens
+
+    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v; k and v of the tokens at the places `keys` alone."""
+        q, k, v = self._given.project(tokens, keys)
+        self.heads, self.dtype = tuple(q.shape[2:]), q.dtype
+        return q, k, v
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        """Return q."""
+        q = self._given.queries(tokens)
+        self.heads, self.dtype = tuple(q.shape[2:]), q.dtype
+        return q
+
+    def merged(self, ratio: float) -> Tensor:
+        """Return all tokens of the layer, merged at a ratio of the attention's own."""
+        matching = self._state.matching(self._tokens, ratio)
+        return self._tokens if matching is None else matching.merge(self._tokens)
 
 
-def approximate(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor:
+def approximate(given: Projections, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor:
     """Merge, order, attend, project, and put every token back in its place; `[batch, tokens, channels]`."""
-    matching = state.matching(tokens, phase.ratio)
-    permutation, inverse = (None, None) if phase.exact else (state.permutation, state.inverse)
+    prepared = None if phase.exact else state.prepared
+    order = None if prepared is None else prepared.order
+    matching = state.matching(tokens, phase.merge.ratio)
     if matching is not None:
-        if phase.uses_order and phase.block_order != "sequence":
-            matching = matching.reordered(order_merged(permutation, matching.positions))
+        if prepared is not None and prepared.sorts_merged:
+            matching = matching.reordered(order_merged(order, matching.positions))
         merged = matching.merge(tokens)
     else:
-        merged = tokens if permutation is None else tokens.index_select(1, permutation)
-    mixed: Tensor = attn.to_out[1](attn.to_out[0](attend(attn, state, phase, tokens, merged)))
+        merged = tokens if order is None else tokens.index_select(1, order)
+    mixed = _attend(LayerInCall(given, state, tokens), phase, merged, prepared)
+    output = given.output(mixed)
     if matching is not None:
-        return matching.unmerge(mixed)
-    return mixed if inverse is None else mixed.index_select(1, inverse)
+        return matching.unmerge(output)
+    return output if prepared is None or prepared.inverse is None else output.index_select(1, prepared.inverse)
 
 
-def attend(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor, merged: Tensor) -> Tensor:
-    """Self-attention among merged tokens by the phase's approximation, `[batch, merged tokens, channels]`."""
-    config = state.call.config
-    query, key, value = project(attn, merged, state.samples if phase.attention == "sampled" else None, state.fused)
-    options: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
-    query_scale = query.shape[-1] ** (-0.5 * phase.agent_scale) if phase.agent_scale != 1 else None
-    if phase.attention == "softmax":
-        mixed = softmax_attention(query, key, value, **options)
-    elif phase.attention == "block":
-        mixed = _in_blocks(query, key, value, state.second, phase.block_size, options)
-    elif phase.attention == "cell_spread":
-        mixed = cell_spread_attention(query, key, value, state.blocks, fp32_logits=config.fp32_logits)
-    elif phase.attention == "sampled":
-        mixed = sampled_attention(query, key, value, state.groups, **options)
-    elif phase.attention == "agent":
-        agents = _agents(attn, state, phase, tokens)
-        mixed = agent_attention(
-            query,
-            key,
-            value,
-            pool_agents(query, phase.agents) if agents is None else agents,
-            query_scale=query_scale,
-            value_shortcut=phase.value_shortcut,
-            **options,
-        )
-    else:
-        agents = _agents(attn, state, phase, tokens)
-        mixed = elfatt_attention(
-            query,
-            key,
-            value,
-            agents=phase.agents if agents is None else agents,
-            block_size=phase.block_size,
-            agent_share=phase.agent_share,
-            split=phase.split,
-            query_scale=query_scale,
-            value_shortcut=phase.value_shortcut,
-            **options,
-        )
-    return mixed.flatten(2).to(query.dtype)
-
-
-def _in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, second: tuple[Tensor, Tensor] | None, size: int, options: dict[str, Any]
-) -> Tensor:
-    """Attend inside blocks, the second half of the heads in blocks of its own order if it has one."""
-    if second is None:
-        return block_attention(query, key, value, size, **options)
-    there, back = second
-    halves = [query.shape[2] // 2, (query.shape[2] + 1) // 2]
-    (q1, q2), (k1, k2), (v1, v2) = (torch.split(x, halves, dim=2) for x in (query, key, value))
-    mixed = block_attention(q1, k1, v1, size, **options)
-    q2, k2, v2 = (x.index_select(1, there) for x in (q2, k2, v2))
-    return torch.cat([mixed, block_attention(q2, k2, v2, size, **options).index_select(1, back)], dim=2)
-
-
-def _agents(attn: Attention, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor | None:
-    """Agent-SD's agents: the queries of tokens merged at `agent_ratio`; None where queries are pooled."""
-    if phase.agent_source == "pooled":
-        return None
-    matching = state.matching(tokens, phase.agent_ratio)
-    return _heads(attn, attn.to_q(tokens if matching is None else matching.merge(tokens)), attn.norm_q)
-
-
-def project(
-    attn: Attention, tokens: Tensor, samples: Tensor | None = None, fused: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, each `[batch, tokens, heads, head_dim]`; k and v of the tokens at `samples` alone."""
-    if fused:
-        query, key, value = attn.to_qkv(tokens).chunk(3, dim=-1)
-        if samples is not None:
-            key, value = key.index_select(1, samples), value.index_select(1, samples)
-    else:
-        source = tokens if samples is None else tokens.index_select(1, samples)
-        query, key, value = attn.to_q(tokens), attn.to_k(source), attn.to_v(source)
-    return _heads(attn, query, attn.norm_q), _heads(attn, key, attn.norm_k), _heads(attn, value, None)
-
-
-def _heads(attn: Attention, projected: Tensor, norm: torch.nn.Module | None) -> Tensor:
-    split: Tensor = projected.view(*projected.shape[:2], attn.heads, -1)
-    if norm is not None:
-        split = norm(split)
-    return split
+def _attend(layer: LayerInCall, phase: Phase, tokens: Tensor, prepared: Prepared | None) -> Tensor:
+    """Attend; what an attention of somebody else's breaks is said in one line."""
+    attention = phase.attention
+    if is_own(type(attention)):
+        return attention.attend(layer, tokens, prepared)
+    with raises_in_one_line(attention, "attend"):
+        mixed = attention.attend(layer, tokens, prepared)
+    check_result(attention, mixed, (*tokens.shape[:2], *layer.heads), layer.dtype)
+    return mixed

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.layers import SelfAttention, copy_structure
+from elfatt_sd.families import SelfAttention, copy_structure
 from elfatt_sd.processor import Denoiser, PatchedLayer
 from elfatt_sd.schedule import Position, Run
 

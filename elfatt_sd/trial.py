@@ -13,10 +13,11 @@ from typing import Any
 
 from PIL import Image
 
-from elfatt_sd.config import METHODS, PatchConfig, known_method
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.generation import OnStep, Shot, Studio, free_name, why_unchanged, write_picture
 from elfatt_sd.patch import patched, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
+from elfatt_sd.presets import METHODS, known_method
 from elfatt_sd.request import Request
 
 UNTOUCHED = "sd"

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import elfatt_sd
 from elfatt_sd import processor
 from elfatt_sd.config import PatchConfig, Phase
-from elfatt_sd.layers import find_denoisers, find_layers, unwrap
+from elfatt_sd.families import find_denoisers, find_layers, unwrap
 from elfatt_sd.processor import ElfattProcessor
 
 FIRST = Phase(0.5, "elfatt", ratio=0.5, block_size=16, agents=8)

@@ -13,16 +13,10 @@ from checks import Work
 from torch import Tensor
 
 from elfatt_sd import attention
-from elfatt_sd.attention import (
-    agent_attention,
-    block_attention,
-    elfatt_attention,
-    partition,
-    pool_agents,
-    softmax_attention,
-)
+from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.tiling import partition
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LENGTHS = [1, 2, 7, 64, 100, 227, 257]

@@ -22,7 +22,7 @@ import elfatt_sd
 from elfatt_sd import autotune, processor
 from elfatt_sd.autotune import Decision, Decisions, Tuner, decision_key
 from elfatt_sd.config import PatchConfig, Phase
-from elfatt_sd.layers import find_layers
+from elfatt_sd.families import find_layers
 from elfatt_sd.processor import Call, Denoiser, LayerState, PatchedLayer
 
 SAMPLE = torch.zeros(2, 4, 16, 16)
@@ -301,7 +301,7 @@ def test_the_exact_layer_is_timed_as_it_would_run(
     state.patched.original = lambda *given, **named: (calls.append("original"), original(*given, **named))[1]
     approximate = autotune.approximate
     monkeypatch.setattr(
-        autotune, "approximate", lambda *given: (calls.append(given[2].attention), approximate(*given))[1]
+        autotune, "approximate", lambda *given: (calls.append(given[2].attention.name), approximate(*given))[1]
     )
 
     def once(untouched: Any, approximated: Any, device: torch.device) -> Decision:

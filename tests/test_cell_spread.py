@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from elfatt_sd import cell_spread
-from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
+from elfatt_sd.cell_spread import cell_spread_attention
 from elfatt_sd.config import ElfattError
+from elfatt_sd.tiling import cell_blocks
 
 
 def qkv(tokens: int, heads: int = 3, size: int = 8, dtype: torch.dtype = torch.float32) -> Any:

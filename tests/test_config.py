@@ -10,21 +10,12 @@ from typing import Any
 import pytest
 
 from elfatt_sd import config as module
-from elfatt_sd.config import (
-    EXACT,
-    METHODS,
-    PRESETS,
-    SETTINGS,
-    ElfattError,
-    PatchConfig,
-    Phase,
-    Settings,
-    known_method,
-)
+from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase, Settings, setting_names
+from elfatt_sd.presets import METHODS, PRESETS, known_method
 
 
 def shape(config: PatchConfig) -> list[tuple[float, str, float, int]]:
-    return [(phase.until, phase.attention, phase.ratio, phase.stride) for phase in config.phases]
+    return [(phase.until, phase.attention.name, phase.ratio, phase.stride) for phase in config.phases]
 
 
 def test_presets_are_the_published_methods() -> None:
@@ -83,7 +74,7 @@ def test_phase_at_covers_the_run() -> None:
         "softmax",
         "softmax",
     ]
-    assert config.phase_at(0, 1).attention == "elfatt"
+    assert config.phase_at(0, 1).attention.name == "elfatt"
     assert PatchConfig.preset("tome", active_fraction=0.5).phase_at(25, 50) == EXACT
 
 
@@ -180,7 +171,7 @@ def test_settings_have_the_names_and_types_of_the_fields() -> None:
         "active_fraction": float,
     }
     assert typing.get_type_hints(Settings) == fields
-    assert set(fields) == SETTINGS
+    assert set(fields) == set(setting_names())
     assert Settings.__required_keys__ == frozenset()
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import elfatt_sd
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, is_denoiser, select_layers, unwrap
+from elfatt_sd.families import SelfAttention, find_denoisers, find_layers, is_denoiser, select_layers, unwrap
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from elfatt_sd.attention import partition
 from elfatt_sd.config import ElfattError
 from elfatt_sd.ordering import block_permutation, lattice_order, order_merged
+from elfatt_sd.tiling import partition
 
 ORDERS = ["windows", "curve", "strided", "spread"]
 GRIDS = [(1, 1), (1, 37), (41, 1), (2, 3), (5, 7), (8, 8), (16, 24), (33, 25), (65, 49)]

@@ -10,8 +10,9 @@ import tiny_pipelines as tiny
 import torch
 
 import elfatt_sd
-from elfatt_sd.config import EXACT, METHODS, PatchConfig, Phase
+from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.planning import describe, fit, multiply_adds
+from elfatt_sd.presets import METHODS
 
 SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 

@@ -14,14 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
 import elfatt_sd.processor as processor_module
-from elfatt_sd.attention import partition
-from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import find_layers
+from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.families import find_layers
 from elfatt_sd.merging import match_tokens
 from elfatt_sd.ordering import block_permutation
+from elfatt_sd.presets import METHODS
 from elfatt_sd.processor import LayerState
 from elfatt_sd.sampled import stratified_samples
 from elfatt_sd.schedule import Position, Run
+from elfatt_sd.tiling import partition
 
 ROWS = COLUMNS = 16
 

@@ -9,7 +9,8 @@ import torch
 from checks import Work
 from torch import Tensor
 
-from elfatt_sd.sampled import sample_counts, sampled_attention, stratified_samples
+from elfatt_sd.sampled import sampled_attention, stratified_samples
+from elfatt_sd.tiling import sample_counts
 
 GRIDS = [(64, 64, 128, 8), (64, 64, 128, 32), (96, 64, 128, 8), (65, 49, 100, 7), (8, 8, 64, 1), (5, 7, 6, 5)]
 

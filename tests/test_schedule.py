@@ -105,7 +105,7 @@ def test_plms_first_fifth_is_ten_steps() -> None:
     early = {
         int(timestep)
         for index, timestep in enumerate(chosen.timesteps)
-        if config.phase_at(index, len(chosen.timesteps)).attention == "elfatt"
+        if config.phase_at(index, len(chosen.timesteps)).attention.name == "elfatt"
     }
     assert len(early) == 10
 

@@ -11,7 +11,7 @@ import torch
 
 import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase
-from elfatt_sd.layers import find_layers
+from elfatt_sd.families import find_layers
 from elfatt_sd.schedule import Position
 from elfatt_sd.standalone import StandaloneLayer
 

@@ -12,7 +12,8 @@ import pytest
 import tiny_pipelines as tiny
 from PIL import Image
 
-from elfatt_sd.config import METHODS, ElfattError, PatchConfig
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.presets import METHODS
 from elfatt_sd.request import Request
 from elfatt_sd.trial import Row, Trial, try_methods
 

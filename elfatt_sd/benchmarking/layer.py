@@ -17,14 +17,16 @@ from elfatt_sd.benchmarking.models import fill
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import Call, without_gradients
-from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
-from elfatt_sd.config import BLOCK_ORDERS, ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import SelfAttention
+from elfatt_sd.cell_spread import cell_spread_attention
+from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.families import SelfAttention
+from elfatt_sd.methods import Blocks, Sampled
 from elfatt_sd.optional import need
 from elfatt_sd.pipelines import pick_device, pick_dtype
-from elfatt_sd.sampled import sample_counts, sampled_attention
+from elfatt_sd.sampled import sampled_attention
 from elfatt_sd.schedule import Position
 from elfatt_sd.standalone import StandaloneLayer
+from elfatt_sd.tiling import BLOCK_ORDERS, cell_blocks, sample_counts
 
 Move = Callable[[Tensor], Tensor]
 CHANNELS, HEADS = 320, 8  # of the finest level of SD 1.5
@@ -66,7 +68,7 @@ def layer(
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     sides = {count: grid_side(count) for count in sorted(tokens)}
-    Phase(block_size=block_size)  # checks it
+    Blocks(block_size)  # checks it
     asked = {"dtype": str(precision).removeprefix("torch."), "block_size": block_size}
     asked["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
     record = Record(session, kind, place, asked, bases=["softmax", "tomesd 0.5"])
@@ -134,7 +136,7 @@ def _attention_calls(
     shape = (3, batch, side * side, HEADS, CHANNELS // HEADS)
     q, k, v = torch.randn(shape, generator=generator).to(device, dtype)
     blocks = cell_blocks(side * side, block_size)
-    seen, groups = sample_counts(side * side, block_size, Phase().groups)
+    seen, groups = sample_counts(side * side, block_size, Sampled().groups)
     keys, values = (x[:, : seen * groups] for x in (k, v))
     return {
         "softmax": lambda: softmax_attention(q, k, v),

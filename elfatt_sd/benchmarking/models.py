@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.layers import unwrap
+from elfatt_sd.families import unwrap
+from elfatt_sd.families.unet import SCALE
 from elfatt_sd.pipelines import load_pipeline
-from elfatt_sd.shapes import SCALE, SHAPES, call_arguments, empty_unet
+from elfatt_sd.shapes import SHAPES, call_arguments, empty_unet
 
 VAE: dict[str, Any] = {
     "block_out_channels": (128, 256, 512, 512),

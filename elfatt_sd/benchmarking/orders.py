@@ -7,10 +7,12 @@ from typing import Any
 
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.config import BLOCK_ORDERS, Attention, BlockOrder, PatchConfig, Phase
+from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.evaluation.errors import DRAWS, method_errors, record_inputs
 from elfatt_sd.evaluation.generate import weights_sha256
+from elfatt_sd.methods import AttentionName
 from elfatt_sd.pipelines import load_pipeline, pick_device
+from elfatt_sd.tiling import BLOCK_ORDERS, BlockOrder
 
 PROMPTS = ("a red star on a striped blue background", "a green circle on a plain yellow background")
 BLOCK_SIZES = (32, 128, 512)
@@ -39,7 +41,7 @@ def order_configs() -> dict[str, PatchConfig]:
     return {name: PatchConfig(name, (phase,)) for name, phase in phases.items()}
 
 
-def _blocks(attention: Attention, size: int, order: BlockOrder) -> Phase:
+def _blocks(attention: AttentionName, size: int, order: BlockOrder) -> Phase:
     return Phase(1.0, attention, block_size=size, block_order=order)
 
 

@@ -16,7 +16,7 @@ from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.variants import Variant, resolve_methods, whole
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.layers import copy_structure
+from elfatt_sd.families import copy_structure
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
 

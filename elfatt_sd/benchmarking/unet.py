@@ -28,7 +28,7 @@ from elfatt_sd.benchmarking.variants import (
 )
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.devices import synchronize
-from elfatt_sd.layers import copy_structure
+from elfatt_sd.families import copy_structure
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, is_peer
-from elfatt_sd.config import EXACT, METHODS, ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import find_denoisers, find_layers, levels_of, select_layers
+from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
+from elfatt_sd.families import find_layers, levels_of, main_denoiser, select_layers
 from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.planning import describe
+from elfatt_sd.presets import METHODS
 from elfatt_sd.processor import STATE, Call, PatchedLayer
 
 PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
@@ -66,7 +67,7 @@ class Variant:
 
     def install(self, target: Any) -> Any:
         """Put the variant on a pipeline or UNet that is as it was made, and return it."""
-        unet = find_denoisers(target)["unet"]
+        unet = main_denoiser(target)
         layers = find_layers(unet)
         chosen = select_layers(layers, self.config, levels_of(layers))
         if self.kind == "patch":
@@ -80,12 +81,12 @@ class Variant:
             import tomesd
 
             deepest = max(layer.downsample for layer in chosen)
-            merge = self.config.phases[0]
+            merge = self.config.phases[0].merge
             cell = {"sx": merge.stride, "sy": merge.stride, "use_rand": self.config.use_rand}
             tomesd.apply_patch(unet, ratio=merge.ratio, max_downsample=deepest, **cell)
         elif self.kind == FLOOR:
             for layer in chosen:
-                layer.attention.set_processor(NoAttention())  # type: ignore[arg-type]
+                layer.attention.set_processor(NoAttention())
         return target
 
     @property
@@ -206,7 +207,7 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
 
 def _with(settings: Mapping[str, Any], config: PatchConfig, own: Collection[str] = ()) -> PatchConfig:
     """Change a configuration, but for settings of its own, and for the ratio where it does not merge."""
-    kept = {*own} if any(phase.ratio for phase in config.phases) else {*own, "ratio"}
+    kept = {*own} if any(phase.merge.ratio for phase in config.phases) else {*own, "ratio"}
     return config.with_settings(**{name: value for name, value in settings.items() if name not in kept})
 
 
@@ -246,7 +247,7 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
         floor = floor_name(config)
         floors.setdefault(floor, Variant(FLOOR, layers_of(config)))
         peer = is_peer(config.method)
-        if peer or (config.method == "tome" and any(phase.ratio > 0 for phase in config.phases)):
+        if peer or (config.method == "tome" and any(phase.merge.ratio > 0 for phase in config.phases)):
             lineup.add(config.method if peer else PEER, Variant(PEER, config), floor)
             if peer:
                 continue
@@ -301,11 +302,10 @@ def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:
     measured: tuple[Phase, int] | None = None  # likewise, that the last difference to exact attention is of
     for step in range(STEPS):
         phase = config.phase_at(step, STEPS)
-        if phase.attention == "softmax":  # what it does not use makes no difference
-            phase = Phase(1.0, ratio=phase.ratio, stride=phase.stride) if phase.ratio else EXACT
+        phase = EXACT if phase.exact else phase
         phase = dataclasses.replace(phase, until=1.0)
         group = (phase, step // config.reuse_steps)
-        reuses = phase.uses_matching and group == matched
+        reuses = phase.matches and group == matched
         matched = group
         phases = () if phase.exact else (phase,)
         part = dataclasses.replace(config, phases=phases, reuse_steps=config.reuse_steps if reuses else 1)

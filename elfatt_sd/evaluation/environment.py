@@ -148,7 +148,7 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
         pipe: the row's pipeline, patched or not.
         cell: the row.
     """
-    from elfatt_sd.layers import find_denoisers
+    from elfatt_sd.families import find_denoisers
     from elfatt_sd.patch import choose_layers
 
     config = cell.config()
@@ -156,7 +156,7 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
         return ["native"]
     if config.attention_backend != "auto":
         return ["flash-attn" if config.attention_backend == "flash" else config.attention_backend]
-    if all(phase.exact or phase.attention == "cell_spread" for phase in config.phases):
+    if all(phase.exact or phase.attention.needs_sums for phase in config.phases):
         return ["native"]
     dtype = torch.float32 if config.fp32_logits else pipe.unet.dtype
     layers = [layer.attention for _, chosen in choose_layers(find_denoisers(pipe), config).values() for layer in chosen]

@@ -19,7 +19,8 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor, nn
 
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, levels_of, select_layers
+from elfatt_sd.families import SelfAttention, family_of, find_layers, levels_of, main_denoiser, select_layers
+from elfatt_sd.methods import Draws, Grid
 from elfatt_sd.schedule import Position, Schedule
 from elfatt_sd.standalone import StandaloneLayer
 
@@ -88,7 +89,8 @@ def method_errors(
         if not select_layers([inputs.layer], config, list(recording.levels)):
             continue
         phase = config.phase_at(inputs.position.step, inputs.position.steps)
-        seeds = range(config.seed, config.seed + (draws if _draws_at_random(config, phase) else 1))
+        grid = inputs.layer.grid(*inputs.latent[-2:])
+        seeds = range(config.seed, config.seed + (draws if _draws_at_random(config, phase, grid) else 1))
         each = torch.cat([_relative_errors(inputs, dataclasses.replace(config, seed=seed)) for seed in seeds])
         row = {"layer": inputs.layer.name, "step": inputs.position.step, "method": method}
         rows.append(row | {"error": float(each.mean()), "least": float(each.min()), "greatest": float(each.max())})
@@ -119,7 +121,7 @@ def record_inputs(
     Raises:
         ElfattError: a step that the schedule does not have.
     """
-    unet = find_denoisers(pipe)["unet"]
+    unet = main_denoiser(pipe)
     layers = find_layers(unet)
     levels = levels_of(layers)
     wanted = {layer.name for config in configs for layer in select_layers(layers, config, levels)}
@@ -152,7 +154,7 @@ class _Recorder:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step."""
-        sample, timestep = (*args, *(kwargs[name] for name in ("sample", "timestep")[len(args) :]))[:2]
+        sample, timestep = family_of(module).call(args, kwargs)
         position = self._schedule.locate(timestep)
         self._position = position if position is not None and position.step in self._wanted else None
         self._latent = sample.shape
@@ -194,7 +196,24 @@ def _relative_errors(inputs: Inputs, config: PatchConfig) -> Tensor:
     return errors
 
 
-def _draws_at_random(config: PatchConfig, phase: Phase) -> bool:
-    orders = (phase.block_order, phase.second_order if phase.attention == "block" else None)
-    ordered = phase.uses_order and "spread" in orders
-    return ordered or phase.attention == "sampled" or (phase.uses_matching and config.use_rand)
+def _draws_at_random(config: PatchConfig, phase: Phase, grid: Grid) -> bool:
+    """Tell whether a phase draws anything at random on a grid."""
+    draws = _CountedDraws(0, 0, 0, torch.device("cpu"))
+    phase.attention.prepare(grid, draws)
+    return draws.counted or (phase.matches and config.use_rand)
+
+
+class _CountedDraws(Draws):
+    """Draws that tell whether there were any."""
+
+    counted = False
+
+    def uniform(self, what: str, count: int) -> Tensor:
+        """Draw."""
+        self.counted = True
+        return super().uniform(what, count)
+
+    @property
+    def once(self) -> Draws:
+        """The same, as it only counts."""
+        return self

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elfatt_sd.config import SETTINGS, ElfattError, PatchConfig, known_method
+from elfatt_sd.config import ElfattError, PatchConfig, setting_names
 from elfatt_sd.files import sha256_of_data
+from elfatt_sd.presets import known_method
 
 Kind = TypeVar("Kind")
 ROLES = ("baseline", "null", "method")
@@ -387,7 +388,7 @@ def _check_published(published: Mapping[str, Any]) -> None:
     if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) and "label" in row for row in rows):
         raise _error("published.rows", "a list of tables, each with a label")
     for row in rows:
-        _known_keys(f"published.rows[{row['label']}].", row, ("label", *PRINTED, *sorted(SETTINGS)))
+        _known_keys(f"published.rows[{row['label']}].", row, ("label", *PRINTED, *setting_names()))
 
 
 def _override(data: dict[str, Any], override: str) -> None:
@@ -444,9 +445,9 @@ def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for number, cell in enumerate(cells, 1):
         own = {key: value for key, value in cell.items() if key in fields}
         settings = {key: value for key, value in cell.items() if key not in fields}
-        unknown = sorted(settings.keys() - SETTINGS)
+        unknown = sorted(settings.keys() - set(setting_names()))
         if unknown:
-            accepted = ", ".join(sorted(fields | SETTINGS))
+            accepted = ", ".join(sorted(fields.union(setting_names())))
             raise ElfattError(f"key {unknown[0]!r} of cell {number} is not known; accepted: {accepted}.")
         for chosen in _choices(settings, f"cell {number}"):
             expanded += [_row({**own, **swept}, chosen) for swept in _expand_phases(own.get("phases"), number)]

@@ -24,7 +24,7 @@ class PixArt:
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         """Return `attn1` of every block; their grid is the latent's, divided by the patch size."""
-        patch: int = module.config.patch_size  # type: ignore[union-attr,assignment]
+        patch: int = module.config.patch_size  # type: ignore[assignment]
         rounding = (False,) * (patch.bit_length() - 1)
         return [
             SelfAttention(f"transformer_blocks.{index}.attn1", block.attn1, block.norm1, patch, rounding=rounding)

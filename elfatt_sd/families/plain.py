@@ -77,4 +77,4 @@ class PlainProjections:
 
     def _heads(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
         split: Tensor = projected.view(*projected.shape[:2], self._attention.heads, -1)
-        return split if norm is None else norm(split)  # type: ignore[no-any-return]
+        return split if norm is None else norm(split)

@@ -49,7 +49,9 @@ class UNet:
                         _norm_before(name, modules),
                         2 ** len(rounding),
                         _follows_convolution(name, modules),
-                        modules.get(name.partition(".transformer_blocks.")[0]) if ".transformer_blocks." in name else None,
+                        modules.get(name.partition(".transformer_blocks.")[0])
+                        if ".transformer_blocks." in name
+                        else None,
                         rounding,
                     )
                 )

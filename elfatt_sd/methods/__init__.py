@@ -139,6 +139,5 @@ def _imported(name: str) -> type[Attention]:
     except (ImportError, AttributeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ElfattError(f"method={name!r} cannot be imported ({reason}); give package.module:Class.") from error
-    if kind in _known.values():
-        return kind  # type: ignore[no-any-return]
-    return register(kind)
+    known: type[Attention] = kind if kind in _known.values() else register(kind)
+    return known

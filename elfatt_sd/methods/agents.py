@@ -64,9 +64,7 @@ class Agents(Attention):
         agents = merged_agents(self, layer)
         agents = pool_agents(q, self.agents) if agents is None else agents
         scale = query_scale(self, q.shape[-1])
-        return agent_attention(
-            q, k, v, agents, query_scale=scale, value_shortcut=self.value_shortcut, **layer.kernel
-        )
+        return agent_attention(q, k, v, agents, query_scale=scale, value_shortcut=self.value_shortcut, **layer.kernel)
 
     def cost(self, size: Size) -> float:
         """Every agent meets every token twice: as a query, and as a key."""

@@ -1,6 +1,7 @@
 """What an attention is: its own settings, what it draws, what it computes, what that costs, and how it is told.
 
-Shapes: `tokens` is `[batch, tokens, channels]`; q, k, v and what `attend` returns are `[batch, tokens, heads, head_dim]`.
+Shapes: `tokens` is `[batch, tokens, channels]`; q, k, v and what `attend` returns are
+`[batch, tokens, heads, head_dim]`.
 PyTorch is imported where tensors are made, so that settings can be checked without it.
 """
 

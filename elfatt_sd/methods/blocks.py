@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Halves(Prepared):
-    """The order of the first half of the heads, and of the second half: from the first one there, and back."""
+    """The order of the first half of the heads; of the second half, the places from the first one there, and back."""
 
-    there: Tensor | None = None
-    back: Tensor | None = None
+    there: Any = None
+    back: Any = None
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,7 @@ class CellSpread(Attention):
         """Attend to cell and block, joined by their log-sum-exps."""
         from elfatt_sd.cell_spread import cell_spread_attention
 
-        return cell_spread_attention(
-            *layer.project(tokens), prepared.blocks, fp32_logits=layer.kernel["fp32_logits"]
-        )
+        return cell_spread_attention(*layer.project(tokens), prepared.blocks, fp32_logits=layer.kernel["fp32_logits"])
 
     def cost(self, size: Size) -> float:
         """Every token meets those of its block and of its cell."""

@@ -41,7 +41,7 @@ class TrialLayer:
         return self._tokens[:, : max(1, round(self._tokens.shape[1] * (1 - ratio)))]
 
     def _split(self, tokens: Tensor, index: int) -> Tensor:
-        return (tokens @ self._weights[index].to(tokens)).unflatten(2, (_HEADS, _HEAD_DIM))
+        return (tokens @ self._weights[index].to(tokens)).view(*tokens.shape[:2], _HEADS, _HEAD_DIM)
 
 
 @functools.lru_cache(maxsize=64)

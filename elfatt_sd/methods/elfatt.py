@@ -1,4 +1,4 @@
-"""ELFATT: one half of the heads attends through agents, the other inside blocks; eq. lepe2sd and lepe1sd of the paper."""
+"""ELFATT: half of the heads attends through agents, half inside blocks; eq. lepe2sd and lepe1sd of the paper."""
 
 from __future__ import annotations
 

@@ -32,10 +32,12 @@ from elfatt_sd.benchmarking.rows import Results, make_rows
 from elfatt_sd.benchmarking.tables import clock, markdown
 from elfatt_sd.benchmarking.unet import _graphed_call, _peak, unet
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, patched_layers, varied
-from elfatt_sd.config import ATTENTIONS, BLOCK_ORDERS, ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import copy_structure
+from elfatt_sd.methods import attentions
+from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.families import copy_structure
 from elfatt_sd.merging import Matching
 from elfatt_sd.processor import ElfattProcessor, LayerState
+from elfatt_sd.tiling import BLOCK_ORDERS
 
 QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}
 
@@ -278,7 +280,7 @@ def test_what_does_not_fit_costs_its_own_rows_only(
     def make_call(unet: Any, inputs: Any) -> Any:
         call = unet_call(unet, inputs)
         states = [module.elfatt_state for module in unet.modules() if hasattr(module, "elfatt_state")]
-        if not states or states[0].denoiser.config.phases[0].attention != "elfatt":
+        if not states or states[0].denoiser.config.phases[0].attention.name != "elfatt":
             return call
 
         def fail() -> None:
@@ -393,8 +395,8 @@ def test_the_memory_of_a_layer_is_measured_on_request() -> None:
 
 def test_every_order_and_attention_is_timed() -> None:
     phases = layer_phases(128).values()
-    assert {phase.attention for phase in phases} == set(ATTENTIONS)
-    assert {phase.block_order for phase in phases if phase.attention == "block"} == {*BLOCK_ORDERS} - {"sequence"}
+    assert {phase.attention.name for phase in phases} == set(attentions())
+    assert {phase.block_order for phase in phases if phase.attention.name == "block"} == {*BLOCK_ORDERS} - {"sequence"}
 
 
 def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from elfatt_sd.benchmarking import orders as module
 from elfatt_sd.benchmarking.orders import order_configs, orders
 from elfatt_sd.benchmarking.page import save
 from elfatt_sd.benchmarking.record import Session
-from elfatt_sd.config import ATTENTIONS, BLOCK_ORDERS, PatchConfig, Phase
+from elfatt_sd.methods import attentions
+from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.tiling import BLOCK_ORDERS
 
 RUN: dict[str, Any] = {"prompts": ["a"], "steps": 3, "record_at": [0, 2], "device": "cpu", "draws": 2}
 
@@ -33,9 +35,9 @@ def configs(*names: str) -> dict[str, PatchConfig]:
 
 def test_every_order_size_and_attention_is_compared() -> None:
     chosen = [(name, *config.phases) for name, config in order_configs().items()]
-    blocks = {(phase.block_order, phase.block_size) for _, phase in chosen if phase.attention == "block"}
+    blocks = {(phase.block_order, phase.block_size) for _, phase in chosen if phase.attention.name == "block"}
     assert blocks == {(order, size) for order in BLOCK_ORDERS if order != "sequence" for size in (32, 128, 512)}
-    assert {phase.attention for _, phase in chosen} == set(ATTENTIONS)
+    assert {phase.attention.name for _, phase in chosen} == set(attentions())
     assert len({phase for _, phase in chosen}) == len(chosen)
 
 

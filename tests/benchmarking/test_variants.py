@@ -23,8 +23,9 @@ from elfatt_sd.benchmarking.variants import (
     with_autotuned,
     with_compiled,
 )
-from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import copy_structure
+from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.families import copy_structure
+from elfatt_sd.presets import METHODS
 from elfatt_sd.processor import ElfattProcessor
 
 

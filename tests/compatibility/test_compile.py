@@ -12,7 +12,8 @@ import torch
 from checks import TWO_PHASES, generator, processors, runner
 
 import elfatt_sd
-from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
+from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.presets import METHODS
 
 ONE_LEVEL: dict[str, Any] = {
     "sample_size": 8,

@@ -11,7 +11,8 @@ from checks import FIRST, generator
 from torch.utils.checkpoint import checkpoint
 
 import elfatt_sd
-from elfatt_sd.config import METHODS, ElfattError, PatchConfig, Phase
+from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.presets import METHODS
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ import torch
 from checks import generator, like
 
 import elfatt_sd
-from elfatt_sd.config import METHODS, ElfattError
+from elfatt_sd.config import ElfattError
+from elfatt_sd.presets import METHODS
 
 ACTIVE = [method for method in METHODS if method != "sd"]
 SIZES = [(32, 32), (48, 32)]

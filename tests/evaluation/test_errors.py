@@ -13,7 +13,7 @@ from torch import Tensor
 import elfatt_sd
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.evaluation.errors import Recording, method_errors, record_inputs
-from elfatt_sd.layers import find_layers
+from elfatt_sd.families import find_layers
 
 PROMPTS = ["a cat", "a dog"]
 BLOCKS = PatchConfig("blocks", (Phase(1.0, "block", block_size=16),))

@@ -15,7 +15,7 @@ import pytest
 import small_run
 import tiny_pipelines as tiny
 
-from elfatt_sd.config import METHODS, ElfattError
+from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import folder, generate, measure, sources
 from elfatt_sd.evaluation import run as stages
 from elfatt_sd.evaluation import score as scoring
@@ -24,6 +24,7 @@ from elfatt_sd.evaluation.measure import program_of
 from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
 from elfatt_sd.evaluation.verify import unequal
 from elfatt_sd.files import sha256_of_file
+from elfatt_sd.presets import METHODS
 
 
 def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

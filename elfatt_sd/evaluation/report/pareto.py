@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from elfatt_sd.config import METHODS, ElfattError
+from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, legend_above
 from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, check_alike, dig, number, setting_text
 from elfatt_sd.evaluation.report.palette import INK, PAPER
@@ -18,6 +18,7 @@ from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Measure, Spot, d
 from elfatt_sd.evaluation.report.text import MISSING, TIMES, decimals_for, fixed, interval, span
 from elfatt_sd.evaluation.report.writers import md_table
 from elfatt_sd.evaluation.statistics import BETTER, WORSE
+from elfatt_sd.presets import METHODS
 
 _MERGING = "merging (ToMe)"
 # Marker and colour of what a method approximates with.
