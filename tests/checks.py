@@ -77,9 +77,9 @@ def recorded() -> Iterator[Counter[tuple[int, str]]]:
     calls: Counter[Any] = Counter()
     approximate = processor.approximate
 
-    def count(attn: Any, state: Any, phase: Phase, tokens: torch.Tensor) -> torch.Tensor:
-        calls[id(attn), phase.attention] += 1
-        return approximate(attn, state, phase, tokens)
+    def count(given: Any, state: Any, phase: Phase, tokens: torch.Tensor) -> torch.Tensor:
+        calls[id(state.layer.attention), phase.attention.name] += 1
+        return approximate(given, state, phase, tokens)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processor, "approximate", count)

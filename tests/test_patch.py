@@ -42,7 +42,7 @@ EVERY_SETTING = [
     PatchConfig("corrected", (Phase(1.0, "sampled", block_size=20, residual_steps=2),)),
     PatchConfig("corrected", (Phase(1.0, "elfatt", ratio=0.5, block_size=20, residual_steps=2),), reuse_steps=3),
 ]
-EVERY_ID = [f"{config.method}-{config.phases[-1].block_order}-{index}" for index, config in enumerate(EVERY_SETTING)]
+EVERY_ID = [f"{config.method}-{config.phases[-1].attention.name}-{index}" for index, config in enumerate(EVERY_SETTING)]
 
 
 def picture(pipe: Any, steps: int = 3, **options: Any) -> torch.Tensor:

@@ -11,7 +11,8 @@ import torch
 
 import elfatt_sd
 from elfatt_sd.config import EXACT, PatchConfig, Phase
-from elfatt_sd.planning import describe, fit, multiply_adds
+from elfatt_sd.methods import Grid
+from elfatt_sd.planning import _fitted, describe, multiply_adds
 from elfatt_sd.presets import METHODS
 
 SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
@@ -54,7 +55,7 @@ def test_a_layer_that_the_estimate_makes_slower_says_so(pipe: Any) -> None:
     ],
 )
 def test_the_numbers_that_a_grid_gets(phase: Phase, grid: tuple[int, int], what: str) -> None:
-    assert describe(fit(phase, *grid)) == what
+    assert describe(_fitted(phase, Grid(*grid))) == what
 
 
 def test_a_plan_shows_what_each_level_gets(pipe: Any) -> None:
@@ -77,9 +78,9 @@ def test_each_phase_of_a_layer_is_described(pipe: Any) -> None:
 @pytest.mark.parametrize("grid", [(1, 1), (1, 7), (3, 5), (33, 33), (64, 64)])
 def test_every_method_fits_every_grid(method: str, grid: tuple[int, int]) -> None:
     for phase in PatchConfig.preset(method).phases:
-        fitted = fit(phase, *grid)
-        assert describe(fit(fitted, *grid)) == describe(fitted)
-        assert multiply_adds(phase, *grid, channels=8) > 0
+        fitted = _fitted(phase, Grid(*grid))
+        assert describe(_fitted(fitted, Grid(*grid))) == describe(fitted)
+        assert multiply_adds(phase, Grid(*grid), channels=8) > 0
 
 
 @pytest.mark.parametrize(
@@ -96,9 +97,9 @@ def test_a_shared_matching_costs_each_layer_its_part(pipe: Any, settings: dict[s
 def test_steps_share_what_exact_attention_costs() -> None:
     approximated = Phase(1.0, "sampled", block_size=16, groups=2)
     corrected = Phase(1.0, "sampled", block_size=16, groups=2, residual_steps=4)
-    plain, exact = multiply_adds(approximated, 8, 8, 8), multiply_adds(EXACT, 8, 8, 8)
-    assert multiply_adds(corrected, 8, 8, 8) == plain + exact // 4
-    assert multiply_adds(Phase(residual_steps=4), 8, 8, 8) == exact
+    plain, exact = multiply_adds(approximated, Grid(8, 8), 8), multiply_adds(EXACT, Grid(8, 8), 8)
+    assert multiply_adds(corrected, Grid(8, 8), 8) == plain + exact // 4
+    assert multiply_adds(Phase(residual_steps=4), Grid(8, 8), 8) == exact
     assert describe(corrected) == "16 sampled keys (2 groups), exact in 1 of 4 steps and corrected in between"
 
 
@@ -107,8 +108,8 @@ def test_agents_that_are_merged_cost_their_matching() -> None:
     agents = Phase(1.0, "agent", agent_source="merged", agent_ratio=0.5)
     similarities, tokens = 16 * 48 * 8, 64
     work = similarities + 4 * tokens * 8**2 + 32 * 8**2 + 2 * tokens * 2 * 32 * 8
-    assert multiply_adds(agents, 8, 8, 8) == work
-    assert multiply_adds(EXACT, 8, 8, 8) == 4 * tokens * 8**2 + 2 * tokens**2 * 8
+    assert multiply_adds(agents, Grid(8, 8), 8) == work
+    assert multiply_adds(EXACT, Grid(8, 8), 8) == 4 * tokens * 8**2 + 2 * tokens**2 * 8
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import elfatt_sd
 import elfatt_sd.processor as processor_module
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import find_layers
+from elfatt_sd.families.plain import PlainProjections
 from elfatt_sd.merging import match_tokens
 from elfatt_sd.ordering import block_permutation
 from elfatt_sd.presets import METHODS
@@ -257,6 +258,10 @@ CORRECTED = [
 ]
 
 
+def around(attention: Any, tokens: Tensor) -> PlainProjections:
+    return PlainProjections(attention, tokens)
+
+
 def corrected(phase: Phase, steps: int = 6) -> tuple[Any, Any]:
     """A UNet patched with one phase, and the timesteps of a run."""
     scheduler = tiny.ddim()
@@ -265,7 +270,7 @@ def corrected(phase: Phase, steps: int = 6) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("phase", CORRECTED, ids=lambda phase: phase.attention)
+@pytest.mark.parametrize("phase", CORRECTED, ids=lambda phase: phase.attention.name)
 def test_a_shared_difference_is_that_of_the_first_step(phase: Phase) -> None:
     """A layer is exact in the first step; then its approximation changes with its input, the difference does not."""
     unet, _ = corrected(phase)
@@ -276,12 +281,12 @@ def test_a_shared_difference_is_that_of_the_first_step(phase: Phase) -> None:
         tokens = torch.randn(2, ROWS * COLUMNS, attention.query_dim, generator=noise)
         layer.denoiser.begin(Position(step, 6), run, sample)
         state = layer.state
-        result, own = attention(tokens), processor_module.approximate(attention, state, phase, tokens)
+        result, own = attention(tokens), processor_module.approximate(around(attention, tokens), state, phase, tokens)
         if step == 0:
             difference = AttnProcessor2_0()(attention, tokens) - own
             assert difference.abs().max() > 1e-3, "else this test could not fail"
         torch.testing.assert_close(result, own + difference, atol=1e-5, rtol=0)
-        draws.append((state.samples, state.permutation, state.choice))
+        draws.append([part for part in (state.choice, *vars(state.prepared).values()) if isinstance(part, Tensor)])
     for kinds in zip(*draws, strict=True):
         assert all(drawn is kinds[0] or torch.equal(drawn, kinds[0]) for drawn in kinds)
 
@@ -359,11 +364,11 @@ def test_parts_of_a_layers_input_keep_their_own() -> None:
     for tokens in parts:
         exact = AttnProcessor2_0()(attention, tokens)
         torch.testing.assert_close(attention(tokens), exact, atol=1e-5, rtol=0)
-        differences.append(exact - processor_module.approximate(attention, state, CORRECTED[0], tokens))
+        differences.append(exact - processor_module.approximate(around(attention, tokens), state, CORRECTED[0], tokens))
     layer.denoiser.begin(Position(1, 6), run, sample)
     state = layer.state
     for tokens, difference in zip(parts, differences, strict=True):
-        own = processor_module.approximate(attention, state, CORRECTED[0], tokens)
+        own = processor_module.approximate(around(attention, tokens), state, CORRECTED[0], tokens)
         torch.testing.assert_close(attention(tokens), own + difference, atol=1e-5, rtol=0)
 
 
@@ -397,7 +402,7 @@ def test_nothing_is_computed_for_steps_that_never_come(monkeypatch: pytest.Monke
     approximate = processor_module.approximate
 
     def count(attn: Any, state: Any, phase: Phase, tokens: Tensor) -> Tensor:
-        calls.append(phase.attention)
+        calls.append(phase.attention.name)
         return approximate(attn, state, phase, tokens)
 
     monkeypatch.setattr(processor_module, "approximate", count)

@@ -27,7 +27,7 @@ def pipe(folder: Path) -> Any:
     return tiny.sd15(folder, scheduler=tiny.ddim())
 
 
-@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.attention)
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.attention.name)
 def test_it_does_what_the_patched_layer_does(pipe: Any, phase: Phase) -> None:
     """The same draws, the same metric, the same numbers, in the third of four steps."""
     index = 2

@@ -24,11 +24,11 @@ class PixArt:
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         """Return `attn1` of every block; their grid is the latent's, divided by the patch size."""
-        patch: int = module.config.patch_size  # type: ignore[assignment]
+        patch: int = module.config.patch_size  # type: ignore[assignment,union-attr]
         rounding = (False,) * (patch.bit_length() - 1)
         return [
             SelfAttention(f"transformer_blocks.{index}.attn1", block.attn1, block.norm1, patch, rounding=rounding)
-            for index, block in enumerate(module.transformer_blocks)  # type: ignore[arg-type,union-attr]
+            for index, block in enumerate(module.transformer_blocks)  # type: ignore[arg-type]
         ]
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:

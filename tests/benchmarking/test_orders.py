@@ -12,8 +12,8 @@ from elfatt_sd.benchmarking import orders as module
 from elfatt_sd.benchmarking.orders import order_configs, orders
 from elfatt_sd.benchmarking.page import save
 from elfatt_sd.benchmarking.record import Session
-from elfatt_sd.methods import attentions
 from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.methods import attentions
 from elfatt_sd.tiling import BLOCK_ORDERS
 
 RUN: dict[str, Any] = {"prompts": ["a"], "steps": 3, "record_at": [0, 2], "device": "cpu", "draws": 2}
