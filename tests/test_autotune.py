@@ -23,6 +23,7 @@ from elfatt_sd import autotune, processor
 from elfatt_sd.autotune import Decision, Decisions, Tuner, decision_key
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families import find_layers
+from elfatt_sd.methods import Draws
 from elfatt_sd.processor import Call, Denoiser, LayerState, PatchedLayer
 
 SAMPLE = torch.zeros(2, 4, 16, 16)
@@ -112,14 +113,14 @@ def test_what_is_drawn_in_every_step_is_measured(pipe: Any, monkeypatch: pytest.
     config = PatchConfig("spread", (Phase(1.0, "block", block_size=16, block_order="spread"),))
     state = state_of(pipe, config)
     state.begin(config.phases[0], 7, SAMPLE.device)
-    before = state.permutation
+    before = state.prepared
     drawn: list[int] = []
 
     def count(untouched: Any, approximated: Any, device: torch.device) -> Decision:
         untouched()
         with pytest.MonkeyPatch.context() as patch:
-            draw = LayerState._uniform
-            patch.setattr(LayerState, "_uniform", lambda self, *args: (drawn.append(0), draw(self, *args))[1])
+            draw = Draws.uniform
+            patch.setattr(Draws, "uniform", lambda self, *args: (drawn.append(0), draw(self, *args))[1])
             [(approximate, share)] = approximated
             assert share == 1
             approximate()
@@ -129,7 +130,7 @@ def test_what_is_drawn_in_every_step_is_measured(pipe: Any, monkeypatch: pytest.
     monkeypatch.setattr(autotune, "measure", count)
     assert autotune.Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE).pays
     assert len(drawn) == 2
-    assert state.permutation is before
+    assert state.prepared is before
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, *ratios: float) -> tuple[Decision, int]:

@@ -11,6 +11,7 @@ import pytest
 
 from elfatt_sd import config as module
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase, Settings, setting_names
+from elfatt_sd.methods import Merge, attentions, is_own
 from elfatt_sd.presets import METHODS, PRESETS, known_method
 
 
@@ -63,12 +64,12 @@ def test_settings_reach_every_phase_that_is_not_exact() -> None:
 )
 def test_active_fraction(method: str, fraction: float, expected: list[tuple[float, str]]) -> None:
     config = PatchConfig.preset(method, active_fraction=fraction)
-    assert [(phase.until, phase.attention) for phase in config.phases] == expected
+    assert [(phase.until, phase.attention.name) for phase in config.phases] == expected
 
 
 def test_phase_at_covers_the_run() -> None:
     config = PatchConfig.preset("elfatt")
-    assert [config.phase_at(step, 50).attention for step in (0, 9, 10, 49)] == [
+    assert [config.phase_at(step, 50).attention.name for step in (0, 9, 10, 49)] == [
         "elfatt",
         "elfatt",
         "softmax",
@@ -116,10 +117,10 @@ def test_bad_settings_are_named(method: str, settings: dict[str, Any], named: st
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("settings", [{"block_order": "raster"}, {"block_order": "spread", "ratio": 0.5}])
-def test_cells_need_spread_blocks_of_all_tokens(settings: dict[str, Any]) -> None:
-    with pytest.raises(ElfattError, match="give block_order='spread' and ratio=0"):
-        Phase(1.0, "cell_spread", **settings)
+@pytest.mark.parametrize("attention", ["cell_spread", "sampled"])
+def test_what_sees_every_token_does_not_merge(attention: Any) -> None:
+    with pytest.raises(ElfattError, match=f"ratio=0.5 .* attention='{attention}'; give ratio=0"):
+        Phase(1.0, attention, ratio=0.5)
 
 
 def test_cells_have_no_other_backend() -> None:
@@ -165,8 +166,11 @@ def test_unknown_method_and_keys() -> None:
 
 def test_settings_have_the_names_and_types_of_the_fields() -> None:
     """`Settings` is written out for type checkers, and must say what the fields say."""
+    own = [kind for kind in attentions().values() if is_own(kind)]
+    of_phases = [hint for kind in (Merge, *own) for hint in typing.get_type_hints(kind).items()]
     fields = {
-        **{name: kind for name, kind in typing.get_type_hints(Phase).items() if name not in ("until", "attention")},
+        **{name: kind for name, kind in of_phases if typing.get_origin(kind) is not typing.ClassVar},
+        "residual_steps": int,
         **{name: kind for name, kind in typing.get_type_hints(PatchConfig).items() if name not in ("method", "phases")},
         "active_fraction": float,
     }

@@ -18,6 +18,7 @@ from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import find_layers
 from elfatt_sd.families.plain import PlainProjections
 from elfatt_sd.merging import match_tokens
+from elfatt_sd.methods import Draws
 from elfatt_sd.ordering import block_permutation
 from elfatt_sd.presets import METHODS
 from elfatt_sd.processor import LayerState
@@ -177,7 +178,7 @@ def test_half_of_the_heads_in_blocks_of_another_order(first: str, second: str) -
 def test_every_query_attends_to_the_sample_of_its_group(groups: int, lattice: bool) -> None:
     """Groups are lattices of the picture (a chessboard for two), or columns; each token gets its own result back."""
     layer = Layer(PatchConfig("samples", (Phase(1.0, "sampled", block_size=20, groups=groups, lattice=lattice),)))
-    drawn = layer.attention.elfatt_state.latest._uniform("samples", 0, 20)
+    drawn = Draws(0, 0, 0, torch.device("cpu")).uniform("samples", 20)
     keys = stratified_samples(ROWS, COLUMNS, 20, groups, drawn).view(20, groups).t()
     row, column = torch.arange(256) // COLUMNS, torch.arange(256) % COLUMNS
     slope = {1: 0, 2: 1, 5: 2}[groups]
