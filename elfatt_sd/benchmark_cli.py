@@ -268,8 +268,10 @@ def _method(text: str) -> Any:
     from elfatt_sd.benchmarking.variants import varied
     from elfatt_sd.console import name_and_value
 
-    method, _, settings = text.partition(":")
-    return varied(method, **dict(map(name_and_value, settings.split(",")))) if settings else method
+    method, _, settings = text.rpartition(":")
+    if "=" not in settings:
+        return varied(text)  # a name, or package.module:Class
+    return varied(method, **dict(map(name_and_value, settings.split(","))))
 
 
 def _show(session: Session) -> None:

@@ -12,7 +12,7 @@ import tomesd
 import torch
 
 import elfatt_sd
-from elfatt_sd.processor import LayerState
+from elfatt_sd.methods import Draws
 
 # A UNet of SD 1.5's layout, but narrower and with fewer heads and layers, so that CI has time for it.
 NARROW: dict[str, Any] = {
@@ -119,10 +119,10 @@ def test_the_same_random_destinations(
         expected = peer(unet, size, ratio=0.5, sx=stride, sy=stride)
     assert len(drawn) == layers  # of the finest level, in the order of the calls
 
-    def given(self: LayerState, what: str, step: int, count: int) -> torch.Tensor:
+    def given(self: Draws, what: str, count: int) -> torch.Tensor:
         return (drawn.pop(0).flatten() + 0.5) / stride**2
 
-    monkeypatch.setattr(LayerState, "_uniform", given)
+    monkeypatch.setattr(Draws, "uniform", given)
     check(ours(unet, size, ratio=0.5, stride=stride), expected)
 
 

@@ -414,7 +414,7 @@ def test_a_failed_patch_leaves_the_old_one(pipe: Any) -> None:
 @pytest.mark.parametrize("target", [None, 3, torch.nn.Linear(2, 2)], ids=str)
 def test_targets_without_a_unet(target: Any) -> None:
     for function in (elfatt_sd.apply_patch, elfatt_sd.remove_patch, elfatt_sd.plan):
-        with pytest.raises(ElfattError, match=r"has no UNet|is not a UNet"):
+        with pytest.raises(ElfattError, match=r"has no UNet|is not a denoiser"):
             function(target)
 
 
@@ -524,7 +524,8 @@ def test_blocks_and_samples_are_drawn_in_every_step_or_once(pipe: Any, attention
     drawn = []
 
     def record(*_: Any) -> None:
-        drawn.append(state.latest.samples if attention == "sampled" else state.latest.permutation)
+        prepared = state.latest.prepared
+        drawn.append(prepared.keys if attention == "sampled" else prepared.order)
 
     hook = pipe.unet.register_forward_hook(record)
     try:
@@ -580,7 +581,7 @@ def test_a_call_that_fails_leaves_no_tokens_behind(pipe: Any, monkeypatch: pytes
 
     held: list[Any] = []
     elfatt_sd.apply_patch(pipe, "tome")
-    monkeypatch.setattr(processor_module, "attend", run_out)
+    monkeypatch.setattr(processor_module, "_attend", run_out)
     with pytest.raises(torch.OutOfMemoryError):
         picture(pipe, steps=2)
     [state] = held

@@ -11,7 +11,7 @@ import pytest
 import tiny_pipelines as tiny
 from typer.testing import CliRunner
 
-from elfatt_sd import pipelines
+from elfatt_sd import methods, pipelines
 from elfatt_sd.cli import app
 from elfatt_sd.config import setting_names
 from elfatt_sd.presets import METHODS
@@ -42,6 +42,20 @@ def test_the_python_runs(folder: Path, monkeypatch: Any, tmp_path: Path) -> None
     assert patch is not None
     assert patch.phases[-1] == names["squares"]
     assert names["picture"].size == (32, 32)
+
+
+def test_the_page_on_ones_own_attention_runs(folder: Path, monkeypatch: Any) -> None:
+    """As many lines as it promises, and every block of them."""
+    page = (ROOT / "docs/your-own-attention.md").read_text()
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: tiny.sd15(folder))
+    monkeypatch.setattr(methods, "_known", dict(methods._known))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    found = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len([line for line in found[0].splitlines() if line.strip()]) <= 30
+    for block in found:
+        exec(block, names)
+    assert names["late"].phases[1].attention.height == 8
+    assert names["image"].size == (32, 32)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elfatt_sd import checks
 from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, is_peer
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.families import find_layers, levels_of, main_denoiser, select_layers
 from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.planning import describe
-from elfatt_sd.presets import METHODS
+from elfatt_sd.presets import METHODS, method_named, method_names
 from elfatt_sd.processor import STATE, Call, PatchedLayer
 
 PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
@@ -165,7 +166,7 @@ def varied(method: str, **settings: Any) -> PatchConfig:
         raise ElfattError(f"setting {unknown[0]!r} of {PEER} is not known; accepted: {', '.join(PEER_SETTINGS)}.")
     config = named(method).with_settings(**settings)
     changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
-    return dataclasses.replace(config, method=f"{method}:{changes}" if changes else method)
+    return dataclasses.replace(config, method=f"{config.method}:{changes}" if changes else config.method)
 
 
 def named(method: str) -> PatchConfig:
@@ -178,10 +179,9 @@ def named(method: str) -> PatchConfig:
         return dataclasses.replace(PatchConfig.preset("tome"), method=PEER)
     if method in ATTENTIONS_ALONE:
         return PatchConfig(method, (Phase(0.2), ATTENTIONS_ALONE[method]))
-    if method not in METHODS:
-        accepted = ", ".join([*METHODS, PEER, *ATTENTIONS_ALONE])
-        raise ElfattError(f"method={method!r} is not known; accepted: {accepted}.")
-    return PatchConfig.preset(method)
+    if ":" not in method:
+        checks.choice("method", method, [*method_names(), PEER, *ATTENTIONS_ALONE])
+    return method_named(method)
 
 
 def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any) -> list[PatchConfig]:

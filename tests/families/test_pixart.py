@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,9 +136,6 @@ def test_transformers_of_no_known_family_are_refused_by_name(tmp_path: Path) -> 
 
     other = DiTTransformer2DModel(num_attention_heads=1, attention_head_dim=4, num_layers=1, norm_num_groups=1)
 
-    class Pipeline:
-        transformer = other
-        components = {"transformer": other}
-
+    pipeline = SimpleNamespace(transformer=other, components={"transformer": other})
     with pytest.raises(ElfattError, match="DiTTransformer2DModel is not a denoiser whose layers are known"):
-        elfatt_sd.apply_patch(Pipeline(), "tome")
+        elfatt_sd.apply_patch(pipeline, "tome")
