@@ -188,6 +188,8 @@ class Phase:
             ElfattError: a key is unknown, or a value is out of range.
         """
         _known_keys("phase", data, ["until", "attention", *phase_settings()])
+        if ":" in str(data.get("attention")):  # a file may not name code to import
+            raise ElfattError(f"attention={data['attention']!r} is not accepted here; register it, and give its name.")
         return cls(**data)
 
 

@@ -19,7 +19,8 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor, nn
 
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.families import SelfAttention, family_of, find_layers, levels_of, main_denoiser, select_layers
+from elfatt_sd.evaluation.images import denoiser
+from elfatt_sd.families import SelfAttention, family_of, find_layers, levels_of, select_layers
 from elfatt_sd.methods import Draws, Grid
 from elfatt_sd.schedule import Position, Schedule
 from elfatt_sd.standalone import StandaloneLayer
@@ -121,7 +122,7 @@ def record_inputs(
     Raises:
         ElfattError: a step that the schedule does not have.
     """
-    unet = main_denoiser(pipe)
+    unet = denoiser(pipe)
     layers = find_layers(unet)
     levels = levels_of(layers)
     wanted = {layer.name for config in configs for layer in select_layers(layers, config, levels)}
