@@ -84,7 +84,7 @@ def call_arguments(denoiser: nn.Module, height: int, width: int, batch: int, fil
     else:
         frames = [1] * hasattr(unwrap(denoiser), "transformer_in") or [1] * ("motion_num_attention_heads" in config)
         sample = fill(batch, config.in_channels, *frames, height, width)
-    timestep = torch.arange(1000, device=sample.device)[STEP]
+    timestep = torch.arange(999, -1, -1, device=sample.device)[STEP]
     arguments: dict[str, Any] = {"sample": sample, "timestep": timestep}
     if "encoder_hidden_states" in names:
         arguments["encoder_hidden_states"] = fill(batch, TEXT_TOKENS, _text_width(config))
