@@ -99,11 +99,6 @@ class Run:
         """Tell whether a call belongs to it: of the same schedule, in the same step or the next one."""
         return self.is_over(schedule) and self.step <= step <= self.step + 1
 
-    @property
-    def is_going_on(self) -> bool:
-        """Whether it has come from one step to another, and not to the end."""
-        return self.first < self.step < self.steps - 1
-
     def advance(self, step: int) -> None:
         """Count a call; a run that goes on by itself forgets the one that it has broken into."""
         if step != self.step:
@@ -284,11 +279,11 @@ class Schedule:
             return
         former = run.former
         if not run.goes_on(found.schedule, position.step):
-            if former is not None and former.goes_on(found.schedule, position.step):
+            if former is not None and former.is_over(found.schedule) and former.step + 1 == position.step:
                 run = former
             else:
                 begun = Run(found.schedule, position.step)
-                begun.former = run if run.is_going_on else None
+                begun.former = run if run.step < run.steps - 1 else None  # it is not at its end
                 run.former = None
                 run = begun
             self._runs[threading.current_thread()] = run

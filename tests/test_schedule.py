@@ -556,17 +556,18 @@ def test_rising_timesteps_have_the_place_of_their_noise_level() -> None:
     assert schedule.run.step <= 0 or len({*found}) == 10
 
 
-def test_a_preview_at_another_step_does_not_end_the_run() -> None:
+@pytest.mark.parametrize("first", [0, 4])
+def test_a_preview_at_another_step_does_not_end_the_run(first: int) -> None:
     chosen = scheduler("DDIMScheduler", {})
     chosen.set_timesteps(10)
     schedule = Schedule(lambda: chosen)
     runs = []
-    for timestep in chosen.timesteps:
+    for timestep in chosen.timesteps[first:]:
         schedule.locate(timestep)
         runs.append(schedule.run)
-        if len(runs) > 1:
-            schedule.locate(chosen.timesteps[-1])
+        schedule.locate(chosen.timesteps[-1])
     assert len(set(runs)) == 1
+    assert schedule.run.former is None, "what it kept is let go"
 
 
 def test_a_run_of_the_scheduler_beside_one_of_another() -> None:
