@@ -6,25 +6,23 @@ a step takes two calls, or where image-to-image starts inside the schedule).
 
 What is no such view is looked up by its value: among the timesteps, or among what else pipelines hand over (noise
 levels, their logarithms, fractions of the run). A value that is on no schedule has a place by its noise level, but
-belongs to no run: nothing is carried over from another call.
+belongs to no run: nothing is carried over from another call. The scheduler's own counter places only timesteps that the
+device alone knows, in a run whose beginning was seen.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 
+from elfatt_sd import timesteps as units
 from elfatt_sd.config import ElfattError
-
-TRAIN_STEPS = 1000  # of a schedule that is not known, for timesteps that are plain numbers
-SHORTEST = 3  # steps that make a tensor without a scheduler a schedule
-_CLOSE = 1e-4  # relative difference of two values that are the same
 
 
 class Position(NamedTuple):
@@ -43,13 +41,35 @@ ANYWHERE = Position(0, 1, scheduled=False)  # for a method to which the step doe
 BEYOND = Position(1, 1, scheduled=False)  # of a value in a unit that is not known: past the last phase
 
 
+class _Found(NamedTuple):
+    """A position, and how it was found.
+
+    Attributes:
+        position: of the call.
+        schedule: a tensor in the storage of the schedule.
+        unit: which of `timesteps.other_units` it is in; None for timesteps.
+        copy: the timestep, where the scheduler's counter told its step.
+    """
+
+    position: Position
+    schedule: torch.Tensor | None = None
+    unit: int | None = None
+    copy: torch.Tensor | None = None
+
+
 class Run:
     """A run over a schedule, as far as its steps follow each other one by one.
 
     Attributes:
         first: step that it began with.
         step: its latest step.
-        parametrisation: which of `_parametrisations` its pipeline hands over; None for timesteps.
+        steps: of its schedule.
+        unit: which of `timesteps.other_units` its pipeline hands over; None for timesteps.
+        calls: of its latest step.
+        calls_before: of the step before.
+        copy: its latest timestep, where the scheduler's counter told its step.
+        former: a run that this one has broken into, and that may go on.
+        strange: a schedule on which a value of this thread was in no unit that is known.
         kept: what denoisers keep from step to step, by denoiser.
     """
 
@@ -63,7 +83,12 @@ class Run:
         """
         self.schedule = schedule
         self.first = self.step = first
-        self.parametrisation: int | None = None
+        self.steps = 0
+        self.unit: int | None = None
+        self.calls = self.calls_before = 0
+        self.copy: torch.Tensor | None = None
+        self.former: Run | None = None
+        self.strange: object = None
         self.kept: dict[int, Any] = {}
 
     def is_over(self, schedule: object) -> bool:
@@ -73,6 +98,14 @@ class Run:
     def goes_on(self, schedule: object, step: int) -> bool:
         """Tell whether a call belongs to it: of the same schedule, in the same step or the next one."""
         return self.is_over(schedule) and self.step <= step <= self.step + 1
+
+    def advance(self, step: int) -> None:
+        """Count a call; a run that goes on by itself forgets the one that it has broken into."""
+        if step != self.step:
+            self.former = None
+            self.calls_before, self.calls = self.calls, 0
+        self.step = step
+        self.calls += 1
 
 
 class SchedulerFinder:
@@ -123,7 +156,7 @@ class Schedule:
         self._find_scheduler = find_scheduler
         self._noise_levels = trained_on_noise_levels
         self._runs: weakref.WeakKeyDictionary[threading.Thread, Run] = weakref.WeakKeyDictionary()
-        self._values: tuple[object, list[float]] | None = None  # of a schedule on a device, read once
+        self._values: tuple[torch.Tensor, list[float]] | None = None  # of a schedule on a device, read once
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy without the runs, which are those of this object's threads."""
@@ -146,99 +179,123 @@ class Schedule:
         """
         scheduler = self._find_scheduler()
         timesteps = _timesteps(scheduler)
-        position, schedule = self._from_view(timestep, timesteps)
-        if position is None:
-            value = _host_value(timestep)
-            schedule = timesteps
-            if value is not None:
-                position = self._from_value(value, timesteps, scheduler) or BEYOND
-            elif _may_be_a_copy(timestep):
-                position = _from_counter(scheduler, timesteps)
-        self._follow(position, schedule)
-        return position
+        found = self._from_view(timestep, timesteps, scheduler)
+        if found is None and not _on_device(timestep):
+            found = self._from_value(_value(timestep), timesteps, scheduler)
+        elif found is None and timesteps is not None and not torch.is_grad_enabled():  # in training, it is drawn
+            found = self._from_copy(timestep, timesteps, scheduler)
+        if found is None:
+            return None
+        self._follow(found)
+        return found.position
 
     def _from_view(
-        self, timestep: torch.Tensor | float, timesteps: torch.Tensor | None
-    ) -> tuple[Position | None, torch.Tensor | None]:
-        """Read the index off the storage that a timestep is a view of; return that storage's tensor, too."""
+        self, timestep: torch.Tensor | float, timesteps: torch.Tensor | None, scheduler: Any
+    ) -> _Found | None:
+        """Read the index off the storage that a timestep is a view of."""
         if not isinstance(timestep, torch.Tensor) or (timestep.numel() > 1 and any(timestep.stride())):
-            return None, None
+            return None
+        step, run = int(timestep.storage_offset()), self.run
         if timesteps is not None and _address(timestep) == _address(timesteps):
-            return Position(int(timestep.storage_offset() - timesteps.storage_offset()), len(timesteps)), timesteps
-        size = timestep.untyped_storage().nbytes() // timestep.element_size()
-        if size < SHORTEST or not (self.run.goes_on(timestep, int(timestep.storage_offset())) or self._falls(timestep)):
-            return None, None
-        return Position(int(timestep.storage_offset()), size), timestep
-
-    def _falls(self, timestep: torch.Tensor) -> bool:
-        """Tell whether the tensor that a timestep is a view of is a schedule: its values only fall, or only rise."""
-        if timestep.device.type == "meta":
-            return True
-        values = self._on_host(timestep.new_empty(0).set_(timestep.untyped_storage()))
-        return values in (sorted(values), sorted(values, reverse=True)) and values[0] != values[-1]
+            step, between = divmod(step - int(timesteps.storage_offset()), timesteps.stride(0))
+            if between or not 0 <= step < len(timesteps):
+                return None
+            if run.goes_on(timesteps, step):  # nothing is read any more
+                return _Found(Position(step, len(timesteps)), timesteps, run.unit)
+            return _Found(_position(step, self._on_host(timesteps)), timesteps)
+        if run.goes_on(timestep, step):
+            return _Found(Position(step, run.steps), timestep)
+        length = timestep.untyped_storage().nbytes() // timestep.element_size()
+        if length >= units.SHORTEST and not timestep.is_meta:
+            values = self._on_host(timestep.new_empty(0).set_(timestep.untyped_storage()))
+            length = units.schedule_length(values, scheduler)
+        return _Found(Position(step, length), timestep) if length >= units.SHORTEST and step < length else None
 
     def _on_host(self, timesteps: torch.Tensor) -> list[float]:
         """Return the values of a schedule; one on a device is read once."""
         if timesteps.device.type == "cpu":
             return timesteps.tolist()
-        if self._values is None or self._values[0] is not timesteps:
-            self._values = timesteps, timesteps.tolist()
-        return self._values[1]
+        kept = self._values
+        if kept is None or kept[0].shape != timesteps.shape or _address(kept[0]) != _address(timesteps):
+            self._values = kept = timesteps, timesteps.tolist()
+        return kept[1]
 
-    def _from_value(self, value: float, timesteps: torch.Tensor | None, scheduler: Any) -> Position | None:
-        if timesteps is None:
-            return _place(value, TRAIN_STEPS) if value.is_integer() and not self._noise_levels else None
-        known = self._on_host(timesteps)
-        run, others = self._run_over(timesteps), list(_parametrisations(scheduler, known))
-        if run.parametrisation is not None:
-            step = self._match(others[run.parametrisation], value, timesteps)
-            return Position(_nearest(others[run.parametrisation], value) if step is None else step, len(known))
-        step = self._match(known, value, timesteps)
-        if step is not None:
-            live = getattr(scheduler, "num_inference_steps", len(known)) is not None
-            return Position(step, len(known), scheduled=live)
-        place = _place(value, _train_steps(scheduler)) if max(known) > 1 else None
-        if place is not None and value.is_integer():  # on no schedule, as in training
-            return place
-        for number, levels in enumerate(others):
-            step = self._match(levels, value, timesteps)
+    def _from_value(self, value: float | None, timesteps: torch.Tensor | None, scheduler: Any) -> _Found | None:
+        """Look a value up on the schedule; find the place of one that is not on it."""
+        if value is None:
+            return None
+        found = None if timesteps is None else self._on_schedule(value, timesteps, scheduler)
+        if found is not None:
+            return found
+        place = None if self._noise_levels else units.place(value, scheduler)
+        if place is None:
+            self.run.strange = timesteps
+            return _Found(BEYOND)
+        return _Found(Position(place, units.train_steps(scheduler), scheduled=False))
+
+    def _on_schedule(self, value: float, timesteps: torch.Tensor, scheduler: Any) -> _Found | None:
+        """Look a value up in all units, first in the one of the run that goes on; an `int` is a timestep."""
+        known, run = self._on_host(timesteps), self.run
+        own = run.unit if run.is_over(timesteps) else None
+        others = () if isinstance(value, int) else enumerate(units.other_units(scheduler, known))
+        strange = run.strange is timesteps and own is None  # what now is in one of those, is so by chance
+        levels: dict[int | None, Sequence[float]] = {None: known, **(dict(others) if not strange else {})}
+        for unit in sorted(levels, key=lambda unit: unit != own):
+            step = self._choose(units.matches(levels[unit], value), timesteps)
             if step is not None:
-                run.parametrisation = number
-                return Position(step, len(known))
-        counted = _from_counter(scheduler, timesteps)
-        counted = counted and counted._replace(scheduled=False)  # it may be that of a run which was broken off
-        return place or counted if getattr(scheduler, "step_index", None) is None else counted or place
+                live = getattr(scheduler, "num_inference_steps", len(known)) is not None
+                return _Found(_position(step, known, live), timesteps, unit)
+        near = units.nearest(levels[own], value) if own in levels and own is not None else None
+        return None if near is None else _Found(_position(near, known, live=False))
 
-    def _match(self, levels: Sequence[float], value: float, timesteps: torch.Tensor) -> int | None:
-        """Return the step of a value, of several the one that follows the latest call of the run."""
-        matches = [step for step, level in enumerate(levels) if math.isclose(level, value, rel_tol=_CLOSE)]
-        following = self.run.step + 1 if self.run.is_over(timesteps) else 0
-        return next((step for step in matches if step >= following), matches[0]) if matches else None
-
-    def _run_over(self, schedule: torch.Tensor) -> Run:
-        """Return the run over a schedule that this thread is in, which may be about to begin."""
-        if not self.run.is_over(schedule):
-            self._runs[threading.current_thread()] = Run(schedule)
-        return self.run
-
-    def _follow(self, position: Position | None, schedule: torch.Tensor | None) -> None:
-        """Let the run of this thread go on with a call, or begin another one."""
+    def _choose(self, steps: Sequence[int], timesteps: torch.Tensor) -> int | None:
+        """Return the step of a value that occurs at several: the one that the run is in, or has come to."""
         run = self.run
-        if position is None or not position.scheduled:  # a preview between two steps does not end their run
+        if not steps or not run.is_over(timesteps):
+            return steps[0] if steps else None
+        if run.step in steps and run.calls < run.calls_before:
+            return run.step
+        return next((step for step in steps if step > run.step), steps[0])
+
+    def _from_copy(self, timestep: Any, timesteps: torch.Tensor, scheduler: Any) -> _Found | None:
+        """Return the scheduler's own count of its steps, in a run that began by it; what is not such a step, is read.
+
+        A copy on a device is read where a run begins, and where a step has another copy, as it may be another value.
+        """
+        counted, run = _counted(scheduler, timesteps), self.run
+        if counted is None:
+            return None
+        same = run.copy is not None and _place_in_memory(run.copy) == _place_in_memory(timestep)
+        if run.copy is not None and run.is_over(timesteps) and counted == run.step + (not same):
+            return _Found(Position(counted, len(timesteps)), timesteps, run.unit, timestep)
+        found = self._from_value(_value(timestep), timesteps, scheduler)
+        begins = found is not None and found.position.scheduled and found.position.step == counted
+        return found._replace(copy=timestep) if found is not None and begins else found
+
+    def _follow(self, found: _Found) -> None:
+        """Let the run of this thread go on with a call, go back to the one before it, or begin another one."""
+        position, run = found.position, self.run
+        if not position.scheduled:  # a preview between two steps does not end their run
             return
-        if run.goes_on(schedule, position.step):
-            run.step = position.step
-            run.first = position.step if run.first < 0 else run.first
-        else:
-            begun = Run(schedule, position.step)
-            begun.parametrisation = run.parametrisation if run.is_over(schedule) else None
-            self._runs[threading.current_thread()] = begun
+        former = run.former
+        if not run.goes_on(found.schedule, position.step):
+            if former is not None and former.is_over(found.schedule) and former.step + 1 == position.step:
+                run = former
+            else:
+                begun = Run(found.schedule, position.step)
+                begun.former = run if run.step < run.steps - 1 else None  # it is not at its end
+                run.former = None
+                run = begun
+            self._runs[threading.current_thread()] = run
+        run.advance(position.step)
+        run.steps, run.unit, run.copy = position.steps, found.unit, found.copy
 
 
-def _nearest(levels: Sequence[float], value: float) -> int:
-    """Return the step whose noise level is nearest, by ratio where all are positive."""
-    scale = math.log if min(*levels, value) > 0 else float
-    return min(range(len(levels)), key=lambda step: abs(scale(levels[step]) - scale(value)))
+def _position(step: int, timesteps: Sequence[float], live: bool = True) -> Position:
+    """Return the position of a step; one that leads to the noise has the place of its noise level, in no run."""
+    if units.rises(timesteps):
+        return Position(len(timesteps) - 1 - step, len(timesteps), scheduled=False)
+    return Position(step, len(timesteps), scheduled=live)
 
 
 def _timesteps(scheduler: Any) -> torch.Tensor | None:
@@ -250,55 +307,29 @@ def _address(tensor: Any) -> int:
     return tensor.untyped_storage().data_ptr()  # type: ignore[no-any-return]
 
 
-def _train_steps(scheduler: Any) -> int:
-    return int(getattr(getattr(scheduler, "config", None), "num_train_timesteps", None) or TRAIN_STEPS)
+def _place_in_memory(tensor: torch.Tensor) -> tuple[int, int]:
+    return _address(tensor), int(tensor.storage_offset())
 
 
-def _place(value: float, train_steps: int) -> Position | None:
-    """Return the place of a timestep among all that a model was trained on; None for what can be no timestep."""
-    if not 0 <= value < train_steps or not (value.is_integer() or value > 1):
-        return None
-    return Position(int(train_steps - 1 - value), train_steps, scheduled=False)
+def _on_device(timestep: torch.Tensor | float) -> bool:
+    return isinstance(timestep, torch.Tensor) and timestep.device.type != "cpu"
 
 
-def _parametrisations(scheduler: Any, timesteps: Sequence[float]) -> Iterator[Sequence[float]]:
-    """Yield what some pipelines hand to their models in place of timesteps, each as a sequence over the steps."""
-    steps = _train_steps(scheduler)
-    yield [step / steps for step in timesteps]
-    yield [1 - step / steps for step in timesteps]
-    for name in ("sigmas", "schedule", "discrete_sigmas"):
-        sigmas = getattr(scheduler, name, None)
-        if isinstance(sigmas, torch.Tensor) and sigmas.ndim == 1 and len(sigmas) >= len(timesteps):
-            falling = sorted(sigmas.tolist(), reverse=True)[: len(timesteps)]
-            logarithms = [math.log(sigma) if sigma > 0 else -math.inf for sigma in falling]
-            yield falling
-            yield [sigma / 2 for sigma in falling]  # KarrasVePipeline
-            yield [logarithm / 4 for logarithm in logarithms]  # EDM, and the latent upscaler
-            yield logarithms
-
-
-def _may_be_a_copy(timestep: torch.Tensor | float) -> bool:
-    """Tell whether a timestep that only the device knows can be a copy of the scheduler's: in training it is drawn."""
-    return isinstance(timestep, torch.Tensor) and timestep.device.type != "cpu" and not torch.is_grad_enabled()
-
-
-def _from_counter(scheduler: Any, timesteps: torch.Tensor | None) -> Position | None:
-    """Return the scheduler's own count of its steps, as long as a run is going on."""
-    if timesteps is None or not hasattr(scheduler, "step_index"):
+def _counted(scheduler: Any, timesteps: torch.Tensor) -> int | None:
+    """Return the scheduler's count of its steps; None where it does not count, or a run is over."""
+    if not hasattr(scheduler, "step_index"):
         return None
     begin = getattr(scheduler, "begin_index", None) or 0
     step = begin if scheduler.step_index is None else int(scheduler.step_index)
-    return Position(step, len(timesteps)) if step < len(timesteps) else None
+    return step if step < len(timesteps) else None
 
 
-def _host_value(timestep: torch.Tensor | float) -> float | None:
-    """Return the value of a timestep if the host has it and it is the same for the whole batch."""
-    if not isinstance(timestep, torch.Tensor):
-        return float(timestep)
-    if timestep.device.type != "cpu":
-        return None
-    values = set(timestep.flatten().tolist())
-    return float(values.pop()) if len(values) == 1 else None
+def _value(timestep: torch.Tensor | float) -> float | None:
+    """Return the value of a timestep, an `int` if it is of such a type; None if it is not the same for the batch."""
+    if isinstance(timestep, torch.Tensor):
+        values = set() if timestep.is_meta else set(timestep.flatten().tolist())
+        return values.pop() if len(values) == 1 else None
+    return int(timestep) if isinstance(timestep, Integral) else float(timestep)
 
 
 def unknown_position(phases: int) -> ElfattError:

@@ -430,7 +430,7 @@ def test_a_default_device_is_not_that_of_the_draws(method: str) -> None:
     """As after `torch.set_default_device("cuda")`: what is drawn and worked out on the host stays there."""
     unet = elfatt_sd.apply_patch(tiny.unet(), method)
     sample, text = inputs(torch.float32)
-    timesteps = torch.tensor([999, 998, 100])
+    timesteps = torch.tensor([999, 700, 100])
     expected = [unet(sample, timestep, text).sample for timestep in timesteps]
     with torch.device("meta"):
         found = [unet(sample, timestep, text).sample for timestep in timesteps]
@@ -470,7 +470,7 @@ def test_no_difference_outlives_its_run() -> None:
 def test_a_layer_that_is_left_alone_is_exact(method: str, backend: str) -> None:
     """Nothing that was drawn for the approximation is left in it, whichever kernel serves it."""
     unet, (sample, text) = tiny.unet(), inputs(torch.float32)
-    timestep = torch.arange(1000)[4]
+    timestep = torch.arange(999, -1, -1)[4]
     untouched = unet(sample, timestep, text).sample
     elfatt_sd.apply_patch(unet, method, attention_backend=backend)
     for layer in find_layers(unet):

@@ -24,8 +24,6 @@ VAE: dict[str, Any] = {
     "force_upcast": False,
 }
 
-STEP = 720  # of 1000: the first of those that share something, whether 2, 3, 4, 5, 6 or 8 do
-
 
 @dataclass(frozen=True)
 class Model:

@@ -171,4 +171,4 @@ def copy_structure(module: Module) -> Module:
 
 def some_timestep(device: torch.device) -> Tensor:
     """Return a timestep of which the run that it belongs to is known."""
-    return torch.arange(1000, device=device)[STEP]
+    return torch.arange(999, -1, -1, device=device)[STEP]

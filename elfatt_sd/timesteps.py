@@ -1,0 +1,119 @@
+"""Timesteps as plain numbers: the units that pipelines hand them over in, and what can be a schedule of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+TRAIN_STEPS = 1000  # of a schedule that is not known
+SHORTEST = 3  # steps that make a tensor without a scheduler a schedule
+_LARGEST_NOISE = 100.0  # level of a scheduler that does not tell: more than models of latents are trained on
+_UNEVEN = 12  # times as wide as its neighbour a step of a schedule can be; among diffusers' schedulers it is 10
+_ABOVE = 1.5  # times the first noise level of a schedule that a pipeline may add noise up to (KarrasVePipeline)
+_CLOSE = 1e-4  # relative difference of two values that are the same
+_NOISE_LEVELS = ("sigmas", "schedule", "discrete_sigmas")  # attributes of schedulers
+
+
+def train_steps(scheduler: Any) -> int:
+    """Return the number of timesteps that a model was trained on."""
+    return int(getattr(getattr(scheduler, "config", None), "num_train_timesteps", None) or TRAIN_STEPS)
+
+
+def place(value: float, scheduler: Any) -> int | None:
+    """Return the place of a timestep among all that a model was trained on, from the noisiest one.
+
+    Args:
+        value: the timestep; one that is no `int` may be a noise level, as long as it is not larger than those.
+        scheduler: tells both; or None.
+
+    Returns:
+        The place; None for what can be no timestep, or may be a noise level.
+    """
+    steps = train_steps(scheduler)
+    if not 0 <= value < steps or not (isinstance(value, int) or value > largest_noise(scheduler)):
+        return None
+    return int(steps - 1 - value) if value < steps - 1 else 0
+
+
+def largest_noise(scheduler: Any) -> float:
+    """Return the largest noise level of a scheduler."""
+    levels = [level for sigmas in _noise_levels(scheduler) for level in sigmas]
+    signal = getattr(scheduler, "alphas_cumprod", None)
+    if not levels and isinstance(signal, torch.Tensor):
+        least = float(signal.min())
+        return math.sqrt((1 - least) / least) if least > 0 else math.inf
+    return max(levels, default=_LARGEST_NOISE)
+
+
+def other_units(scheduler: Any, timesteps: Sequence[float]) -> Iterator[Sequence[float]]:
+    """Yield what some pipelines hand to their models in place of timesteps, each as a sequence over the steps."""
+    whole = train_steps(scheduler) if max(timesteps) > 2 else 1
+    yield [step / whole for step in timesteps]
+    yield [1 - step / whole for step in timesteps]
+    for sigmas in _noise_levels(scheduler):
+        if len(sigmas) >= len(timesteps):
+            falling = sorted(sigmas, reverse=True)[: len(timesteps)]
+            logarithms = [math.log(sigma) if sigma > 0 else -math.inf for sigma in falling]
+            yield falling
+            yield [sigma / 2 for sigma in falling]  # KarrasVePipeline
+            yield [logarithm / 4 for logarithm in logarithms]  # EDM, and the latent upscaler
+            yield logarithms
+
+
+def _noise_levels(scheduler: Any) -> Iterator[list[float]]:
+    for name in _NOISE_LEVELS:
+        sigmas = getattr(scheduler, name, None)
+        if isinstance(sigmas, torch.Tensor) and sigmas.ndim == 1:
+            yield sigmas.tolist()
+
+
+def matches(levels: Sequence[float], value: float) -> list[int]:
+    """Return the steps whose level is a value; an `int` may be what is left of a level without its fraction."""
+    whole = isinstance(value, int) and value > 1
+    return [
+        step
+        for step, level in enumerate(levels)
+        if math.isclose(level, value, rel_tol=_CLOSE) or (whole and int(level) == value)
+    ]
+
+
+def nearest(levels: Sequence[float], value: float) -> int | None:
+    """Return the step whose noise level is nearest, by ratio where all are positive; None for a value above them."""
+    if not value <= _ABOVE * max(levels):
+        return None
+    scale = math.log if min(*levels, value) > 0 else float
+    return min(range(len(levels)), key=lambda step: abs(scale(levels[step]) - scale(value)))
+
+
+def rises(values: Sequence[float]) -> bool:
+    """Tell whether a schedule leads to the noise, as for inversion."""
+    return values[0] < values[-1]
+
+
+def schedule_length(values: Sequence[float], scheduler: Any) -> int:
+    """Return the steps of a tensor that is no scheduler's; 0 if it can be no schedule.
+
+    A schedule falls, begins at the top of the noise as nearly as its own steps are wide, and goes down evenly: no step
+    is many times as wide as its neighbour. Timesteps drawn for training do not, unless they happen to be as even. A
+    zero at the end of noise levels or of fractions is where the last step leads, and no step.
+    """
+    whole = train_steps(scheduler)
+    for top in (whole, 1.0, largest_noise(scheduler)):
+        steps = len(values) if top is whole else len(values) - list(values).count(0)
+        levels, slack = list(dict.fromkeys(values[:steps])), top / TRAIN_STEPS
+        if len(levels) < 2 or not _lowest_start(len(levels)) * slack <= levels[0] <= top + slack:
+            continue
+        falls = all(before - after > -slack for before, after in pairwise(values))  # but for rounding
+        widths = [max(before - after, 0) + slack for before, after in pairwise(levels)]
+        even = all(1 / _UNEVEN < one / other < _UNEVEN for one, other in pairwise(widths))
+        return steps if falls and even else 0
+    return 0
+
+
+def _lowest_start(steps: int) -> int:
+    """Return the lowest of 1000 timesteps that so many steps begin at, as of diffusers' "leading" spacing."""
+    return (steps - 1) * (TRAIN_STEPS // steps) - 1
