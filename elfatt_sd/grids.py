@@ -7,6 +7,7 @@ in block order; block i is its i-th run after `attention.partition`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -120,7 +121,7 @@ def cell_order(grid: Grid, cells: int, groups: int, noise: Tensor) -> Tensor:
         grid: of the tokens.
         cells: number of cells.
         groups: number of groups; divides `tokens // cells`.
-        noise: uniform random numbers `[cells]` in [0, 1), which turn the cells' tokens; the result lies on their device.
+        noise: uniform random numbers `[cells]` in [0, 1), which turn the cells; the result lies on their device.
 
     Returns:
         Positions `[tokens]`, int64, the matrix row by row.
@@ -235,7 +236,7 @@ def _bands(grid: Grid, cell: int) -> Iterator[Tensor]:
 def _cut(length: int, parts: int) -> list[slice]:
     """Cut a side in nearly equal parts."""
     edges = [length * part // parts for part in range(parts + 1)]
-    return [slice(*pair) for pair in zip(edges, edges[1:], strict=False)]
+    return [slice(*pair) for pair in itertools.pairwise(edges)]
 
 
 def _rolled(band: Tensor, cell: int) -> Tensor:

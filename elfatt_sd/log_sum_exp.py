@@ -1,7 +1,7 @@
 """Exact attention to one part of the keys, and parts joined by their log-sum-exps. Pure tensors.
 
-`softmax(q [k1; k2]^T) [v1; v2] = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)`, where o is what a part's own softmax gives and l
-the logarithm of the sum of its exponentials, which fused kernels return. No part needs a copy of the others, nor a mask.
+`softmax(q [k1; k2]^T) [v1; v2] = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2)`, where o is what a part's own softmax gives and
+l the logarithm of the sum of its exponentials, which fused kernels return. Parts need no common copy, and no mask.
 
 Shapes: B batch, Q queries, K keys, H heads, D head size. q is `[B, Q, H, D]`, k and v are `[B, K, H, D]`.
 """
@@ -56,11 +56,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, bias:
     for dim in (0, 2):  # CUDA's kernels put batch and heads in grid dimensions that have a limit
         if q.shape[dim] > GRID_LIMIT and q.device.type not in GRID_FREE:
             return _attend_in_turns(q, k, v, scale, bias, dim)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # the kernels' own calls do not check it
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     fused = {"cpu": _fused_cpu, "cuda": _fused_cuda}.get(q.device.type)
     if learning or fused is None or q.dtype == torch.float64:  # the log-sum-exp of fused kernels has no gradient
         fused = _unfused
-    mixed, total = fused(*(x.transpose(1, 2) for x in (q, k, v)), bias, scale)
+    mixed, total = fused(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, scale)
     return Part(mixed.transpose(1, 2), total[:, :, : q.shape[1]].transpose(1, 2).contiguous())
 
 
@@ -81,7 +82,7 @@ def _attend_in_turns(q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias:
     pieces = list(zip(*(torch.split(x, GRID_LIMIT, dim) for x in (q, k, v)), strict=True))
     biases = [bias] * len(pieces)
     if bias is not None and dim == 0:
-        biases = list(bias.expand(len(q), -1, -1, -1).split(GRID_LIMIT))
+        biases = list(torch.split(bias.expand(len(q), -1, -1, -1), GRID_LIMIT))
     parts = [attend(*piece, scale=scale, bias=own) for piece, own in zip(pieces, biases, strict=True)]
     return Part(torch.cat([part.mixed for part in parts], dim), torch.cat([part.total for part in parts], dim))
 
