@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from elfatt_sd.attention import partition
-from elfatt_sd.config import BLOCK_ORDERS
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.tiling import BLOCK_ORDERS, partition
 
 MOST_FRAMES = 4  # in a cell: a latent frame is four frames of the video already, and things move
 

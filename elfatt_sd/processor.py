@@ -256,7 +256,7 @@ class PatchedLayer:
         """Put our processor into the layer."""
         attention: Any = self.layer.attention
         setattr(attention, STATE, self)
-        type(attention).set_processor(attention, processor_for(self.accepted)())
+        self._put(processor_for(self.accepted)())
         for name in _OVERRIDDEN:
             setattr(attention, name, getattr(self, name))
 
@@ -266,8 +266,16 @@ class PatchedLayer:
         for name in _OVERRIDDEN:
             delattr(attention, name)
         if self.installed:
-            attention.set_processor(self.original)
+            self._put(self.original)
         delattr(attention, STATE)
+
+    def _put(self, processor: Any) -> None:
+        """Set the layer's processor; an original that is a module stays a child, whose weights are moved and saved."""
+        attention: Any = self.layer.attention
+        attention._modules.pop("processor", None)
+        type(attention).set_processor(attention, processor)
+        if isinstance(self.original, torch.nn.Module) and processor is not self.original:
+            attention._modules["processor"] = self.original
 
     @property
     def installed(self) -> bool:
@@ -280,12 +288,11 @@ class PatchedLayer:
 
     def set_processor(self, processor: Any) -> None:
         """Replace the original; one that is not plain attention takes our place, until a plain one is back."""
-        attention: Any = self.layer.attention
         if isinstance(processor, ElfattProcessor):
             return
         self.original = processor
         ours = is_plain(processor) or type(processor).__name__ in self.taken_over
-        type(attention).set_processor(attention, processor_for(self.accepted)() if ours else processor)
+        self._put(processor_for(self.accepted)() if ours else processor)
 
     @property
     def state(self) -> LayerState | None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from elfatt_sd import ordering, sampled
-from elfatt_sd.attention import partition
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.grids import (
     MOST_FRAMES,
@@ -23,6 +22,7 @@ from elfatt_sd.grids import (
     order_merged,
     stratified_samples,
 )
+from elfatt_sd.tiling import partition
 
 CPU = torch.device("cpu")
 ORDERS = ["windows", "curve", "strided", "spread"]

@@ -17,7 +17,7 @@ from diffusers.models.attention_processor import Attention
 
 import elfatt_sd.benchmarking.layer as layer_bench
 import elfatt_sd.benchmarking.pipeline as pipeline_bench
-from elfatt_sd import processor
+from elfatt_sd import processor, sampled
 from elfatt_sd.autotune import Tuner
 from elfatt_sd.benchmarking import timing
 from elfatt_sd.benchmarking.layer import growth, layer, layer_phases
@@ -190,8 +190,8 @@ def test_autotuned_variants_are_timed_beside_the_others(
         calls["patched"] += 1
         return original(*args, **options)
 
-    original = processor.sampled_attention
-    monkeypatch.setattr(processor, "sampled_attention", counting)
+    original = sampled.sampled_attention
+    monkeypatch.setattr(sampled, "sampled_attention", counting)
     monkeypatch.setattr(Tuner, "pays", decide)
     monkeypatch.setattr(timing, "QUICK", 0.0)
     found = []

@@ -134,9 +134,40 @@ def test_a_pipeline_without_a_unet() -> None:
     )
     pipe = diffusers.DiTPipeline(transformer, tiny.vae(), tiny.ddim())
     for use in (elfatt_sd.apply_patch, elfatt_sd.remove_patch, elfatt_sd.plan):
-        with pytest.raises(
-            ElfattError, match=r"DiTPipeline has no UNet .*transformer.*give a diffusers pipeline with a UNet"
-        ):
+        with pytest.raises(ElfattError, match=r"DiTTransformer2DModel is not a denoiser .*PixArtTransformer2DModel"):
             use(pipe)
     with pytest.raises(ElfattError, match="has no UNet"):
         elfatt_sd.apply_patch("runwayml/stable-diffusion-v1-5")
+
+
+class WithWeights(torch.nn.Module):
+    """As Custom Diffusion's: a module whose weights are the layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, attn: Any, hidden_states: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        mixed: torch.Tensor = AttnProcessor2_0()(attn, hidden_states, *given, **named)
+        return mixed * self.scale
+
+
+def test_the_weights_of_a_processor_that_is_taken_over_stay_the_models(pipe: Any) -> None:
+    unet = pipe.unet
+    for name, processor in unet.attn_processors.items():
+        module = unet.get_submodule(name.removesuffix(".processor"))
+        module.set_processor(WithWeights() if "attn1" in name else processor)
+    before, processors_before = unet.state_dict(), dict(unet.attn_processors)
+    elfatt_sd.apply_patch(pipe, TWO_PHASES, take_over=["WithWeights"])
+    assert unet.state_dict().keys() == before.keys()
+    unet.to(torch.bfloat16)
+    assert {parameter.dtype for parameter in unet.parameters()} == {torch.bfloat16}
+    unet.float()
+    run = runner(pipe)
+    with recorded() as calls:
+        run()
+    assert calls
+    unet.set_attn_processor(dict(unet.attn_processors))
+    elfatt_sd.remove_patch(pipe)
+    assert all(found is processors_before[name] for name, found in unet.attn_processors.items())
+    assert list(unet.state_dict()) == list(before)
