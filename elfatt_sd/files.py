@@ -14,7 +14,16 @@ from typing import IO, Any
 
 from elfatt_sd.errors import ElfattError
 
+_NAME = re.compile(r"[\w=+-][\w.=+-]*(?<!\.)")
+_RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE)  # on Windows, whatever the suffix
+_LONGEST_NAME = 160  # bytes; file systems take 255, and names get endings
 _PLAIN_LIST = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s+\]")  # of numbers; a line break stands in no JSON string
+
+
+def is_plain_name(name: str) -> bool:
+    """Tell whether a name can be that of a file or folder on every system, and leads nowhere else."""
+    fits = len(name.encode(errors="replace")) <= _LONGEST_NAME
+    return fits and bool(_NAME.fullmatch(name)) and not _RESERVED.fullmatch(name)
 
 
 @contextlib.contextmanager

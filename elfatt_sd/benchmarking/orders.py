@@ -9,7 +9,7 @@ from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.config import BLOCK_ORDERS, Attention, BlockOrder, PatchConfig, Phase
 from elfatt_sd.evaluation.errors import DRAWS, method_errors, record_inputs
-from elfatt_sd.evaluation.generate import weights_sha256
+from elfatt_sd.evaluation.provenance import weights_sha256
 from elfatt_sd.pipelines import load_pipeline, pick_device
 
 PROMPTS = ("a red star on a striped blue background", "a green circle on a plain yellow background")

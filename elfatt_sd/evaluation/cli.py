@@ -13,8 +13,9 @@ import typer
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, output, quiet_libraries
-from elfatt_sd.evaluation.folder import RunFailure, load_run
-from elfatt_sd.evaluation.protocols import Protocol, load_protocol
+from elfatt_sd.evaluation.protocol_files import load_protocol
+from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.run import Run, RunFailure
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -108,13 +109,14 @@ def run_command(
     from elfatt_sd.evaluation.processes import is_first
     from elfatt_sd.evaluation.report.data import load_results
     from elfatt_sd.evaluation.report.terminal import terminal_summary
-    from elfatt_sd.evaluation.run import run
+    from elfatt_sd.evaluation.stages import evaluate
 
     quiet_libraries()
+    run = Run(out, protocol)
     if dry_run:
-        _print_estimate(protocol, out, reuse or ())
+        _print_estimate(run, reuse or ())
         return
-    failed = run(protocol, out, _reporter(quiet), reuse=reuse or (), show_progress=not quiet)
+    failed = evaluate(run, _reporter(quiet), reuse=[Run.open(other) for other in reuse or ()], show_progress=not quiet)
     if is_first():
         typer.echo(terminal_summary(load_results(out)))
         typer.echo(f"\n{out / 'report' / 'index.html'}")
@@ -128,11 +130,11 @@ def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Q
     """Make the images of every row. Several processes share them under `accelerate launch`."""
     from elfatt_sd.evaluation.generate import generate
     from elfatt_sd.evaluation.processes import is_first, leave_processes
-    from elfatt_sd.evaluation.run import writing
 
     quiet_libraries()
-    with writing(out, protocol.device):
-        failed = generate(out, protocol, reuse=reuse or (), show_progress=not quiet)
+    run = Run(out, protocol)
+    with run.writing():
+        failed = generate(run, reuse=[Run.open(other) for other in reuse or ()], show_progress=not quiet)
         leave_processes()
     if is_first():
         typer.echo(out / "cells")
@@ -162,15 +164,15 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
     from elfatt_sd.evaluation.processes import leave_processes, scoring_device
     from elfatt_sd.evaluation.results import write_results
-    from elfatt_sd.evaluation.run import score, writing
+    from elfatt_sd.evaluation.stages import score
 
     quiet_libraries()
-    protocol = load_run(run)
-    with writing(run, scoring_device(protocol.device)) as first:
-        score(run, protocol, _reporter(quiet))
+    opened = Run.open(run)
+    with opened.writing(scoring_device(opened.protocol.device)) as first:
+        score(opened, _reporter(quiet))
         leave_processes()
         if first:
-            write_results(run)
+            write_results(opened)
 
 
 @app.command("report")
@@ -180,10 +182,10 @@ def report_command(run: RunDir) -> None:
     from elfatt_sd.evaluation.processes import scoring_device
     from elfatt_sd.evaluation.report import write_report
     from elfatt_sd.evaluation.results import write_results
-    from elfatt_sd.evaluation.run import writing
 
-    with writing(run, scoring_device(load_run(run).device)):
-        write_results(run)
+    opened = Run.open(run)
+    with opened.writing(scoring_device(opened.protocol.device)):
+        write_results(opened)
         typer.echo(write_report(run))
 
 
@@ -201,7 +203,7 @@ def verify_command(
     from elfatt_sd.evaluation.verify import verify_run
 
     quiet_libraries()
-    problems = verify_run(run, recompute=recompute, progress=every_minute(_reporter(quiet)))
+    problems = verify_run(Run.open(run), recompute=recompute, progress=every_minute(_reporter(quiet)))
     for problem in problems:
         complain(problem)
     if problems:
@@ -249,7 +251,7 @@ def page_command(
             file.write(content)
 
 
-def _print_estimate(protocol: Protocol, out: Path, reuse: Sequence[Path]) -> None:
+def _print_estimate(run: Run, reuse: Sequence[Path]) -> None:
     """Print what a run would do and take, and every obstacle.
 
     Raises:
@@ -257,30 +259,27 @@ def _print_estimate(protocol: Protocol, out: Path, reuse: Sequence[Path]) -> Non
     """
     from rich.table import Table
 
-    from elfatt_sd.evaluation.generate import run_prompts
-    from elfatt_sd.evaluation.run import count_images, disk_gib, estimate, free_gib, obstacles
+    from elfatt_sd.evaluation.dry_run import count_images, disk_gib, estimate, obstacles
 
-    table = Table("cell", "label", "role", "settings", title=f"{protocol.name} {protocol.identity[:12]}")
-    for cell in protocol.cells:
+    table = Table("cell", "label", "role", "settings", title=f"{run.protocol.name} {run.protocol.identity[:12]}")
+    for cell in run.protocol.cells:
         settings = ", ".join(f"{key} {value}" for key, value in cell.shown.items())
         table.add_row(cell.name, cell.label, cell.role, settings)
     console = output()
     console.print(table)
-    found = obstacles(protocol, out, reuse)
+    found = obstacles(run, reuse)
     try:
-        each = len(run_prompts(protocol))
         console.print(
-            f"{count_images(protocol)} images, {each} a row, about {disk_gib(protocol):.2g} GiB of disk "
-            f"({free_gib(out):.3g} GiB are free)"
+            f"{count_images(run)} images, {len(run.prompts)} a row, about {disk_gib(run):.2g} GiB of disk "
+            f"({run.free_gib:.3g} GiB are free)"
         )
-        took = estimate(protocol, out)
+        took = estimate(run)
     except ElfattError:  # it is among the obstacles
         took = None
     if took is not None:
+        parts = ", ".join(f"{_duration(hours)} {what}" for what, hours in took.parts.items())
         console.print(
-            f"to do: about {_duration(took.generation_hours)} to generate, {_duration(took.timing_hours)} to time and "
-            f"{_duration(took.memory_hours)} for the memory, at {took.seconds_per_image:.3g} s an image "
-            "(untouched, one at a time); the scores come on top"
+            f"to do: about {parts}; {_duration(took.hours)} in all, at {took.seconds_per_image:.3g} s an image"
         )
     for line in found:
         complain(line)

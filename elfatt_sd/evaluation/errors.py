@@ -19,7 +19,8 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor, nn
 
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.layers import SelfAttention, find_denoisers, find_layers, levels_of, select_layers
+from elfatt_sd.evaluation.images import denoiser
+from elfatt_sd.layers import SelfAttention, find_layers, levels_of, select_layers
 from elfatt_sd.schedule import Position, Schedule
 from elfatt_sd.standalone import StandaloneLayer
 
@@ -119,7 +120,7 @@ def record_inputs(
     Raises:
         ElfattError: a step that the schedule does not have.
     """
-    unet = find_denoisers(pipe)["unet"]
+    unet = denoiser(pipe)
     layers = find_layers(unet)
     levels = levels_of(layers)
     wanted = {layer.name for config in configs for layer in select_layers(layers, config, levels)}

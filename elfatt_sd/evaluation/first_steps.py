@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elfatt_sd.evaluation.images import denoiser
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.files import atomic_file
 
@@ -47,7 +48,7 @@ def kept_calls(protocol: Protocol, cell: Cell) -> int:
 
 @contextlib.contextmanager
 def first_steps(pipe: Any, path: Path, calls: int) -> Iterator[None]:
-    """Give the UNet's first outputs back from a file where it has them, and add to it what it has not.
+    """Give the denoiser's first outputs back from a file where it has them, and add to it what it has not.
 
     Args:
         pipe: a pipeline that is run once, for one batch, within the `with` block.
@@ -59,26 +60,27 @@ def first_steps(pipe: Any, path: Path, calls: int) -> Iterator[None]:
         return
     known: list[Tensor] = torch.load(path, weights_only=True) if path.is_file() else []
     outputs = list(known)
-    compute, own = pipe.unet.forward, vars(pipe.unet).get("forward")
+    network = denoiser(pipe)
+    compute, own = network.forward, vars(network).get("forward")
     call = -1
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal call
         call += 1
         if call < min(calls, len(known)):
-            return (known[call].to(pipe.unet.device),)
+            return (known[call].to(network.device),)
         output = compute(*args, **kwargs)
         if call == len(outputs) < calls:
             outputs.append(output[0].cpu())
         return output
 
-    pipe.unet.forward = forward
+    network.forward = forward
     try:
         yield
     finally:
-        del pipe.unet.forward
+        del network.forward
         if own is not None:  # another wrapper, such as one that moves weights to the device
-            pipe.unet.forward = own
+            network.forward = own
     if len(outputs) > len(known):
         content = io.BytesIO()  # of a disk that is full, torch.save itself tells in words of its own
         torch.save(outputs, content)

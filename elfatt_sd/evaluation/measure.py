@@ -30,23 +30,15 @@ from torch import nn
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory, synchronize
 from elfatt_sd.evaluation.environment import attention_kernels, read_clocks, read_high_water_mark, same_images
-from elfatt_sd.evaluation.folder import RunFailure, read_json
-from elfatt_sd.evaluation.generate import (
-    check_environment,
-    code_hashes,
-    image_environment,
-    image_seed,
-    load_protocol_pipeline,
-    make_images,
-    row_patch,
-    run_prompts,
-    to_uint8,
-)
+from elfatt_sd.evaluation.images import image_seed, load_protocol_pipeline, make_images, row_patch, to_uint8
+from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Memory, Protocol, Time
+from elfatt_sd.evaluation.provenance import code_hashes, image_environment
+from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Run, RunFailure
 from elfatt_sd.evaluation.statistics import student_quantile
 from elfatt_sd.files import sha256_of_data, write_json
+from elfatt_sd.typed import read_json
 
-TIME_FILE, MEMORY_FILE = "time.json", "memory.json"
 STAGES = ("text", "unet", "vae")
 WARMUP_STEPS = 5  # enough for every phase of the presets
 _GIB = 2**30
@@ -115,12 +107,11 @@ def timed_call(
         return {"end_to_end": total / len(seeds), "unet": timer.seconds() / len(seeds)}
 
 
-def measure_time(run_dir: Path, protocol: Protocol, report: _Report = print) -> dict[str, Any]:
+def measure_time(run: Run, report: _Report = print) -> dict[str, Any]:
     """Time all rows and write `time.json` as a whole; nothing is taken over from an earlier attempt.
 
     Args:
-        run_dir: the run's folder.
-        protocol: its `time` says how.
+        run: its protocol's `time` says how.
         report: gets a line for each row of each round.
 
     Returns:
@@ -131,13 +122,13 @@ def measure_time(run_dir: Path, protocol: Protocol, report: _Report = print) -> 
     Raises:
         ElfattError: the pipeline cannot be loaded, or would not make the run's images.
     """
-    settings = protocol.time or Time()
+    protocol, settings = run.protocol, run.protocol.time or Time()
     batch = settings.batch or protocol.batch
     prompts = _cycled_prompts(protocol, batch)
     pipe = load_protocol_pipeline(protocol)
     device = pipe.unet.device
     environment = image_environment(protocol, pipe)
-    check_environment(run_dir, protocol, environment)
+    run.check_environment(environment)
     failed: dict[str, str] = {}
     errors: dict[str, str] = {}
     rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
@@ -187,7 +178,7 @@ def measure_time(run_dir: Path, protocol: Protocol, report: _Report = print) -> 
         "rows": rows,
         "errors": errors,
     }
-    write_json(run_dir / TIME_FILE, data)
+    write_json(run.folder / TIME_FILE, data)
     return data
 
 
@@ -229,15 +220,14 @@ def summarize_time(
     return summary
 
 
-def measure_memory(run_dir: Path, protocol: Protocol, report: _Report = print) -> dict[str, Any]:
+def measure_memory(run: Run, report: _Report = print) -> dict[str, Any]:
     """Measure all rows and write `memory.json` after each, so that a killed run goes on with the next row.
 
     Rows whose programs are the same (the untouched pipeline and the null row) share one measurement. To run out of
     memory is a result; rows that failed otherwise, or were measured in another environment, are measured again.
 
     Args:
-        run_dir: the run's folder.
-        protocol: its `memory` says how.
+        run: its protocol's `memory` says how.
         report: gets a line for each process.
 
     Returns:
@@ -247,11 +237,11 @@ def measure_memory(run_dir: Path, protocol: Protocol, report: _Report = print) -
     Raises:
         ElfattError: the pipeline cannot be loaded, or would not make the run's images.
     """
-    settings = protocol.memory or Memory()
+    protocol, settings = run.protocol, run.protocol.memory or Memory()
     environment = _present_environment(protocol)
-    check_environment(run_dir, protocol, environment)
-    path = run_dir / MEMORY_FILE
-    data = read_json(path) or {}
+    run.check_environment(environment)
+    path = run.folder / MEMORY_FILE
+    data = read_json(path, "delete it to measure anew") or {}
     before = data.get("environment", {})
     if data.get("identity") != protocol.identity or same_images(before, environment, protocol.cells):
         data = {"format": 1, "identity": protocol.identity, "measured": _now(), "environment": environment}

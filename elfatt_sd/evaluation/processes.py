@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import platform
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +97,7 @@ def check_shared(folder: Path, what: str, remedy: str) -> None:
         return
     marker = folder / by_first(lambda: _new_marker(folder, what, remedy))
     try:
-        places = gathered((os.uname().nodename, str(folder), os.path.isfile(marker)))
+        places = gathered((platform.node(), str(folder), os.path.isfile(marker)))
     finally:
         if is_first():
             marker.unlink(missing_ok=True)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
+import itertools
+import random
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.protocols import Protocol
+
+Value = TypeVar("Value")
 
 # The ILSVRC-2012 classes, facts: WordNet ids and lemmas as timm 1.0.31 lists them, short names as torchvision 0.28.0.
 IMAGENET_FILE = Path(__file__).with_name("imagenet1k_classes.csv")
@@ -52,7 +59,7 @@ def imagenet_labels() -> list[Label]:
     digest = hashlib.sha256(content).hexdigest()
     if digest != IMAGENET_SHA256:
         raise ElfattError(f"{IMAGENET_FILE} has sha256 {digest}; accepted is {IMAGENET_SHA256}. Reinstall elfatt-sd.")
-    rows = csv.DictReader(content.decode().splitlines())
+    rows = csv.DictReader(io.StringIO(content.decode()))
     indexed = ((int(row["index"]), row) for row in rows)
     return [Label(index, row["wnid"], TOLD_APART.get(index, row["short_name"])) for index, row in indexed]
 
@@ -75,7 +82,7 @@ def read_labels(path: Path) -> list[Label]:
     except (OSError, UnicodeDecodeError) as error:
         raise ElfattError(f"labels {path} cannot be read ({error}); give a UTF-8 text file or .csv.") from error
     csv_file = path.suffix.lower() == ".csv"
-    pairs = _csv_pairs(path, text) if csv_file else [("", line.strip()) for line in text.splitlines()]
+    pairs = _csv_pairs(path, text) if csv_file else [("", line.strip()) for line in text.split("\n")]
     labels = [Label(index, wnid, name) for index, (wnid, name) in enumerate(pair for pair in pairs if pair[1])]
     if not labels:
         raise ElfattError(f"labels {path} is empty; give one label per line.")
@@ -88,7 +95,7 @@ def read_labels(path: Path) -> list[Label]:
 
 
 def _csv_pairs(path: Path, text: str) -> list[tuple[str, str]]:
-    rows = csv.DictReader(text.splitlines())
+    rows = csv.DictReader(io.StringIO(text))
     columns = rows.fieldnames or []
     column = next((name for name in ("name", "label") if name in columns), None)
     if column is None and columns:
@@ -155,3 +162,33 @@ def _check_template(template: str) -> None:
 
 def _article(name: str) -> str:
     return "an" if name[:1].lower() in set("aeiou") else "a"
+
+
+def run_prompts(protocol: Protocol) -> list[Prompt]:
+    """Return the prompts of each row's images, in the order of their indices.
+
+    Raises:
+        ElfattError: the labels cannot be read, or a null row would have seeds of another row.
+    """
+    labels = spread(load_labels(protocol.labels), protocol.classes)
+    prompts = spread(build_prompts(labels, protocol.template, protocol.images_per_class), protocol.limit)
+    offsets = sorted([0, *(cell.seed_offset for cell in protocol.cells if cell.role == "null")])
+    for first, second in itertools.pairwise(offsets):
+        if second - first < len(prompts):
+            raise ElfattError(
+                f"seed_offset={second} is not accepted; with {len(prompts)} images a row, give null rows offsets that "
+                f"are {len(prompts)} or more above 0 and above each other."
+            )
+    return [replace(prompt, index=index) for index, prompt in enumerate(prompts)]
+
+
+def spread(values: Sequence[Value], count: int) -> list[Value]:
+    """Return so many of the values, in order: one drawn from each of `count` equal stretches, always the same.
+
+    The draw keeps the choice from falling in step with lists that repeat, such as combinations of attributes. 0, or
+    more than there are, returns all values.
+    """
+    if not 0 < count < len(values):
+        return list(values)
+    draw = random.Random(0).random
+    return [values[int((index + draw()) * len(values) / count)] for index in range(count)]

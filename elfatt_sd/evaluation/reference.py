@@ -20,12 +20,13 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.decoding import DECODING
 from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, Progress, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.folder import read_json
 from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
 from elfatt_sd.evaluation.protocols import Reference as Settings
 from elfatt_sd.evaluation.sources import left_out_words, open_source
 from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, load_moments
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.locks import folder_lock
+from elfatt_sd.typed import read_json
 
 FORMAT = 1
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
@@ -189,16 +190,6 @@ def _check_same(source: str, identity: str) -> None:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Make a folder of the cache and tell in a line if it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise ElfattError(f"cache {folder} cannot be written: {error.strerror}; set ELFATT_SD_CACHE.") from error
-
-
-@contextlib.contextmanager
 def _one_launch_at_a_time(folder: Path) -> Iterator[None]:
     """Hold a lock on a folder, in the first process; the others start when it has it.
 
@@ -206,18 +197,7 @@ def _one_launch_at_a_time(folder: Path) -> Iterator[None]:
         ElfattError: the folder cannot be written.
     """
     with contextlib.ExitStack() as held:
-        by_first(lambda: held.enter_context(_locked(folder)))
-        yield
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    import fcntl
-
-    with _writing(folder):
-        file = open(folder / ".lock", "a")  # noqa: SIM115
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        by_first(lambda: held.enter_context(folder_lock(folder, wait=True)))
         yield
 
 
@@ -299,7 +279,7 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
 
 def _load(folder: Path, source: str, expected: int, allow_count: bool) -> Reference:
     try:
-        data = read_json(folder / "reference.json")
+        data = read_json(folder / "reference.json", "delete the folder")
         count, unreadable, identity = data["count"], data["unreadable"], data["identity"]
         statistics = FeatureStatistics.load(folder / "statistics.npz")
         sample = np.load(folder / "sample.npy", mmap_mode="r")

@@ -3,55 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from elfatt_sd.evaluation import folder
-from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE
-from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.records import Measured, Scores, read_data
+from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, TIME_FILE, Row, Run
 from elfatt_sd.files import write_json
 
-RESULTS_FILE, SCORES_FILE = "results.json", "scores.json"
+RESULTS_FILE = "results.json"
 FORMAT = 1
+STAGE_FILES = {SCORES_FILE: Scores, TIME_FILE: Measured, MEMORY_FILE: Measured}
 _SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed")
 
 
-def join_results(run_dir: Path) -> dict[str, Any]:
+def join_results(run: Run) -> dict[str, Any]:
     """Return the rows of a run with everything that was measured so far; what was not is None.
 
     Raises:
-        ElfattError: the folder holds no run, or a file in it is damaged.
+        ElfattError: a file of the run is missing or damaged.
     """
-    run = folder.run_data(run_dir)
-    protocol = Protocol.from_dict(run["protocol"])
-    scores, time, memory = (_stage(run_dir / name, run["identity"]) for name in (SCORES_FILE, TIME_FILE, MEMORY_FILE))
-    environment = dict(run["environment"])
+    record = run.record
+    found = {name: _stage(run, name) for name in STAGE_FILES}
+    time = found[TIME_FILE]
+    environment = dict(record.environment)
     if time:
         environment["timing"] = {
             key: time[key] for key in ("measured", "environment", "clocks", "note") if time.get(key)
         }
+    rows = {name: data.get("rows", {}) for name, data in found.items()}
     return {
         "format": FORMAT,
-        "name": protocol.name,
-        "description": " ".join(protocol.description.split()),
-        "identity": run["identity"],
-        "created": run["created"],
-        "protocol": run["protocol"],
+        "name": run.protocol.name,
+        "description": " ".join(run.protocol.description.split()),
+        "identity": record.identity,
+        "created": record.created,
+        "protocol": record.protocol,
         "environment": environment,
-        "reference": scores.get("references"),
-        "rows": [_row(run_dir, cell, scores, time, memory) for cell in protocol.cells],
-        "published": run["protocol"]["published"] or None,
+        "reference": found[SCORES_FILE].get("references"),
+        "rows": [_row(row, {name: data.get(row.name) or {} for name, data in rows.items()}) for row in run.rows],
+        "published": record.protocol.get("published") or None,
     }
 
 
-def write_results(run_dir: Path) -> dict[str, Any]:
+def write_results(run: Run) -> dict[str, Any]:
     """Write `results.json` and return its content.
 
     Raises:
         ElfattError: as `join_results`.
     """
-    results = join_results(run_dir)
-    write_json(run_dir / RESULTS_FILE, results)
+    results = join_results(run)
+    write_json(run.folder / RESULTS_FILE, results)
     return results
 
 
@@ -69,21 +69,21 @@ def left_out_of_references(references: object) -> list[str]:
     return list(dict.fromkeys(str(words) for words in found if words))
 
 
-def _stage(path: Path, identity: str) -> dict[str, Any]:
+def _stage(run: Run, name: str) -> dict[str, Any]:
     """Return what a stage wrote; nothing where it has not run yet, or where the file is of another run.
 
     The identity is the recorded one: a later version, with more settings, would compute another.
     """
-    data: dict[str, Any] = folder.read_json(path) or {}
-    return data if data.get("identity") == identity else {}
+    remedy = "delete the file, and give the `eval run` command again to make it anew"
+    data = read_data(run.folder / name, STAGE_FILES[name], remedy) or {}
+    return data if data.get("identity") == run.record.identity else {}
 
 
-def _row(
-    run_dir: Path, cell: Cell, scores: dict[str, Any], time: dict[str, Any], memory: dict[str, Any]
-) -> dict[str, Any]:
-    score, timing, peak = (stage.get("rows", {}).get(cell.name) or {} for stage in (scores, time, memory))
-    generated = folder.manifest_path(run_dir, cell).is_file()
-    row: dict[str, Any] = {
+def _row(row: Row, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Join a row with what each stage found, by the names of their files."""
+    cell, score = row.cell, found[SCORES_FILE]
+    images = score.get("images")
+    return {
         "cell": cell.name,
         "label": cell.label,
         "method": cell.method,
@@ -91,10 +91,8 @@ def _row(
         "settings": cell.shown,
         "role": cell.role,
         **{key: score.get(key) for key in _SCORED},
-        "time": timing or None,
-        "memory": peak or None,
-        "failed": folder.read_failure(run_dir, cell),
+        "images": len(row.made_images()) if images is None and row.finished else images,
+        "time": found[TIME_FILE] or None,
+        "memory": found[MEMORY_FILE] or None,
+        "failed": row.failure,
     }
-    if row["images"] is None and generated:
-        row["images"] = len(folder.read_manifest(run_dir, cell))
-    return row

@@ -8,51 +8,45 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.environment import same_images
 from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.run import Row, Run
 from elfatt_sd.files import atomic_file
 
 _DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "dtype", "batch", "seed")
 
 
-def take_over(
-    run_dir: Path, protocol: Protocol, others: Sequence[Path], tell: Callable[[str], None] | None = None
-) -> dict[str, Path]:
+def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None] | None = None) -> dict[str, Path]:
     """Copy the finished rows of other runs that this run would make again with the same bytes.
 
     Weights, prompts, code, versions and device must be those of this run, whose `run.json` is there, as far as they
     count for the row: rows of the untouched pipeline stay when a method's code changes.
 
     Args:
-        run_dir: the run's folder; the caller holds its lock.
-        protocol: of the run.
-        others: folders of runs.
+        run: the caller holds its lock.
+        others: the other runs.
         tell: gets a line for each row that is taken over, and one for each that would be but for what it was made with.
 
     Returns:
         Where each row that was taken over comes from.
 
     Raises:
-        ElfattError: one of the folders holds no run, or an image there is not what it was.
+        ElfattError: an image there is not what it was.
     """
-    own = folder.run_data(run_dir)
     taken: dict[str, Path] = {}
     for other in others:
-        found = folder.run_data(other)
-        there = Protocol.from_dict(found["protocol"])
-        made = {_made(there, cell): cell for cell in there.cells if folder.manifest_path(other, cell).is_file()}
-        for cell in protocol.cells:
-            source = made.get(_made(protocol, cell))
-            if source is None or folder.manifest_path(run_dir, cell).is_file():
+        made = {_made(other.protocol, row.cell): row for row in other.finished}
+        for row in run.rows:
+            source = made.get(_made(run.protocol, row.cell))
+            if source is None or row.finished:
                 continue
-            different = same_images(found["environment"], own["environment"], [cell])
+            different = same_images(other.record.environment, run.record.environment, [row.cell])
             if not different:
-                _copy_row(other, source, run_dir, cell)
-                taken[cell.name] = other
+                _copy_row(source, row)
+                taken[row.name] = other.folder
             if tell is not None:
                 said = f"not reused: {'; '.join(different)}" if different else "reused"
-                tell(f"generate: row {cell.name} of {other} is {said}")
+                tell(f"generate: row {row.name} of {other.folder} is {said}")
     return taken
 
 
@@ -63,19 +57,17 @@ def _made(protocol: Protocol, cell: Cell) -> str:
     return repr([[getattr(protocol, name) for name in _DECISIVE], config, cell.peer, cell.seed_offset])
 
 
-def _copy_row(other: Path, source: Cell, run_dir: Path, cell: Cell) -> None:
-    for entry in folder.read_manifest(other, source):
-        path = folder.image_path(other, source, entry["index"])
+def _copy_row(source: Row, row: Row) -> None:
+    for made in source.made_images():
+        path = source.image_file(made.index)
         try:
             content = path.read_bytes()
         except OSError as error:
             raise ElfattError(
-                f"{path} cannot be read ({error.strerror}); row {cell.name!r} cannot be reused."
+                f"{path} cannot be read ({error.strerror}); row {row.name!r} cannot be reused."
             ) from error
-        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            raise ElfattError(f"{path} is not the image that was generated; row {cell.name!r} cannot be reused.")
-        with atomic_file(folder.image_path(run_dir, cell, entry["index"])) as file:
+        if hashlib.sha256(content).hexdigest() != made.sha256:
+            raise ElfattError(f"{path} is not the image that was generated; row {row.name!r} cannot be reused.")
+        with atomic_file(row.image_file(made.index)) as file:
             file.write(content)
-    folder.failure_path(run_dir, cell).unlink(missing_ok=True)
-    with atomic_file(folder.manifest_path(run_dir, cell)) as file:
-        file.write(folder.manifest_path(other, source).read_bytes())
+    row.finish(source.manifest.read_bytes())

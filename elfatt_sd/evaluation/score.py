@@ -6,11 +6,9 @@ was computed once is kept under `RUN/scores`, named by the hash of what it was c
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import folder
-from elfatt_sd.evaluation.extraction import Preprocessing, Progress, SourcePictures, extract, quiet_pillow
+from elfatt_sd.evaluation.extraction import Preprocessing, Progress, extract
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
-from elfatt_sd.evaluation.generate import run_prompts
+from elfatt_sd.evaluation.pairs import most_changed, pair_changes, paired
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
-from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.prompts import run_prompts
+from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
-from elfatt_sd.evaluation.results import SCORES_FILE
-from elfatt_sd.evaluation.similarity import structural_similarity
-from elfatt_sd.evaluation.sources import Entry, Source
+from elfatt_sd.evaluation.row_images import Images
+from elfatt_sd.evaluation.run import SCORES_FILE, Run, RunFailure, clear_disk_errors
 from elfatt_sd.evaluation.statistics import (
     Estimate,
     FeatureStatistics,
@@ -42,76 +39,20 @@ from elfatt_sd.evaluation.statistics import (
     share_interval,
     verdict,
 )
-from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_json
+from elfatt_sd.files import cache_folder, sha256_of_data, write_json
 from elfatt_sd.optional import need
 
 FORMAT = 4
-MOST_CHANGED = 16
-DIGITS = 6  # of what is kept of each picture
 AGREEMENT = 1e-3  # relative, between our Frechet distance and torchmetrics'; that of a few to 1e-3 absolute
-PAIR_BATCH = 8
 
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class Images:
-    """The pictures of a row.
-
-    Attributes:
-        name: the row's.
-        paths: their files, in the order of their indices.
-        sha256: their hashes when they were generated.
-        classes: class index of each.
-    """
-
-    name: str
-    paths: Sequence[Path]
-    sha256: Sequence[str]
-    classes: Sequence[int]
-
-    @classmethod
-    def of_cell(cls, run_dir: Path, cell: Cell) -> Images:
-        """List the pictures of a finished row.
-
-        Raises:
-            ElfattError: the row is not finished.
-        """
-        entries = folder.read_manifest(run_dir, cell)
-        paths = [folder.image_path(run_dir, cell, entry["index"]) for entry in entries]
-        return cls(
-            cell.name, paths, [entry["sha256"] for entry in entries], [entry["class_index"] for entry in entries]
-        )
-
-    @property
-    def identity(self) -> str:
-        """Hash of all pictures."""
-        return sha256_of_data(list(self.sha256))
-
-    def pictures(self) -> SourcePictures:
-        """The decoded pictures; each is checked against its hash when it is read."""
-        entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
-        return SourcePictures(Source(entries, self.identity, _read_checked), Preprocessing(), threads=2)
-
-
-def _read_checked(entry: Entry) -> bytes:
-    path, digest = entry.where
-    try:
-        content: bytes = path.read_bytes()
-    except FileNotFoundError as error:
-        raise ElfattError(f"{path} was deleted after generation; delete its row's manifest to make it anew.") from error
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise ElfattError(
-            f"{path} was altered after generation (its sha256 is not the manifest's); put it back, or delete its row's "
-            "manifest to make it anew."
-        )
-    return content
-
-
 def score_run(
-    run_dir: Path,
+    run: Run,
     extractors: Sequence[Extractor] | None = None,
     *,
+    folder: Path | None = None,
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> None:
@@ -120,8 +61,9 @@ def score_run(
     Under `accelerate launch` the processes share the networks' work, and the first one does the rest.
 
     Args:
-        run_dir: a run whose baseline is generated.
+        run: its baseline is generated.
         extractors: those of its protocol; None loads them.
+        folder: where `scores.json` and what it was computed from go; the run's own by default.
         batch_size: pictures per pass through an extractor.
         progress: called with what is looked at, the number of pictures done, and their total.
 
@@ -130,32 +72,30 @@ def score_run(
         RunFailure: our Frechet distance and torchmetrics' disagree.
     """
     need("a score", "torchmetrics")
-    protocol = folder.load_run(run_dir)
-    finished = [cell for cell in protocol.cells if folder.manifest_path(run_dir, cell).is_file()]
-    if protocol.baseline not in finished:
-        raise ElfattError(f"row {protocol.baseline.name!r}, the baseline, has no images yet; generate them first.")
-    rows = {cell.name: Images.of_cell(run_dir, cell) for cell in finished}
+    if not run.baseline.finished:
+        raise ElfattError(f"row {run.baseline.name!r}, the baseline, has no images yet; generate them first.")
+    place = folder or run.folder
+    rows = {row.name: Images.of_row(row) for row in run.finished}
     scales = [
-        Scale(extractor, _reference(protocol, extractor, batch_size, progress), run_dir / "scores")
-        for extractor in extractors or load_extractors(protocol)
+        Scale(extractor, _reference(run.protocol, extractor, batch_size, progress), place / "scores")
+        for extractor in extractors or load_extractors(run.protocol)
     ]
     for scale in scales:
         for images in rows.values():
             scale.extract(images, batch_size, progress)
 
     def finish() -> None:
-        cache, toy = run_dir / "scores", protocol.labels == "toy"
-        baseline = rows[protocol.baseline.name]
+        cache, toy, baseline = place / "scores", run.protocol.labels == "toy", rows[run.baseline.name]
         data = {
             "format": FORMAT,
-            "identity": folder.run_data(run_dir)["identity"],
+            "identity": run.record.identity,
             "references": {
                 scale.distance_name: {**scale.reference.description, "features": scale.extractor.dimension}
                 for scale in scales
             },
             "rows": {name: score_cell(images, baseline, scales, cache, toy, progress) for name, images in rows.items()},
         }
-        write_json(run_dir / SCORES_FILE, data)
+        write_json(place / SCORES_FILE, data)
 
     by_first(finish)
 
@@ -209,7 +149,7 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[st
 
 def _reference(protocol: Protocol, extractor: Extractor, batch_size: int, progress: Progress | None) -> Reference:
     place = cache_folder()
-    with folder.clear_disk_errors(place):
+    with clear_disk_errors(place):
         return build_reference(
             protocol.reference.source,
             extractor,
@@ -296,7 +236,7 @@ class Scale:
             message = (
                 f"row {images.name!r}: {self.distance_name} is {frechet.value:.6g}, by torchmetrics {published:.6g}"
             )
-            raise folder.RunFailure(message)
+            raise RunFailure(message)
         found = {self.distance_name: Estimate(published, frechet.influence)}
         if self.reference.sample is not None:
             if self._within is None:
@@ -382,7 +322,7 @@ def score_cell(
         "distances": _distances(images, other, scales),
         "paired": _paired(images, baseline, changes, scales[0]) if changes is not None else None,
         "accuracy": _accuracy(images, other, scales) if toy else None,
-        "most_changed": _most_changed(changes) if changes is not None else [],
+        "most_changed": most_changed(changes) if changes is not None else [],
     }
 
 
@@ -404,97 +344,10 @@ def _difference(figure: Estimate, other: Estimate, classes: Sequence[int], *, lo
     return {**estimate_as_dict(difference, classes), "verdict": found}
 
 
-def pair_changes(
-    images: Images, baseline: Images, cache: Path, device: torch.device, progress: Progress | None = None
-) -> Tensor:
-    """PSNR (dB) and SSIM `[n, 2]` of each picture to the baseline's of the same index; kept in the cache.
-
-    The PSNR is infinite where a picture equals the baseline's in every pixel, and only there.
-
-    Args:
-        images: a row's pictures.
-        baseline: the untouched pipeline's.
-        cache: folder for what was computed.
-        device: where to compute, in float64.
-        progress: as for `score_cell`.
-    """
-    path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
-    if not path.is_file():
-        with quiet_pillow():
-            rows = torch.cat(list(_changes(images, baseline, device, progress)))
-        with atomic_file(path) as file:
-            np.save(file, rows.numpy())
-    return torch.from_numpy(np.load(path))
-
-
-def _changes(images: Images, baseline: Images, device: torch.device, progress: Progress | None) -> Iterator[Tensor]:
-    from torchmetrics.functional.image import peak_signal_noise_ratio
-
-    count = len(images.paths)
-    ours, theirs = (_tensors(side.pictures().load(0, count)) for side in (images, baseline))
-    for start in range(0, count, PAIR_BATCH):
-        size = min(PAIR_BATCH, count - start)
-        mine, other = (torch.stack([next(side) for _ in range(size)]).to(device) for side in (ours, theirs))
-        decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3))
-        similarity = structural_similarity(mine, other, data_range=255.0)
-        yield torch.stack((decibels, similarity), 1).to("cpu", torch.float64)
-        if progress:
-            progress(f"{images.name}, PSNR and SSIM", start + size, count)
-
-
-def _tensors(pictures: Iterator[Array | str]) -> Iterator[Tensor]:
-    for picture in pictures:
-        if isinstance(picture, str):
-            raise ElfattError(f"picture {picture} cannot be read.")
-        yield torch.from_numpy(picture).permute(2, 0, 1).double()  # float32 finds equal flat pictures 0.999 alike
-
-
 def _paired(images: Images, baseline: Images, changes: Tensor, scale: Scale) -> dict[str, Any]:
-    """Summaries of the changes, and PSNR and SSIM of each picture, by which rows can be compared with each other.
-
-    PSNR is over the pictures that differ, the cosine that of the first extractor's features.
-    """
     pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
     cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
-    differing = changes[:, 0].isfinite()
-    classes = torch.as_tensor(images.classes)
-    decibels, similarities = ([round(value, DIGITS) for value in each] for each in changes.t().tolist())
-    return {
-        "classes": list(images.classes),
-        "psnr": {
-            **_summary(changes[differing, 0], classes[differing], 0.0, math.inf),
-            "unit": "dB",
-            "identical": int((~differing).sum()),
-            "pictures": [value if math.isfinite(value) else None for value in decibels],
-        },
-        "ssim": {**_summary(changes[:, 1], classes, -1.0, 1.0), "pictures": similarities},
-        "cosine": {**_summary(cosine, classes, -1.0, 1.0), "extractor": scale.extractor.name},
-    }
-
-
-def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:
-    """The mean of one number per picture with its 95 % interval, median, quartiles and lowest; None without pictures.
-
-    No interval leaves the numbers' own bounds.
-    """
-    if not len(values):
-        return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
-    mean = Estimate.mean(values)
-    ends = mean.interval(classes)
-    quartiles = torch.quantile(values, torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype)).tolist()
-    return {
-        "mean": mean.value,
-        "interval": None if ends is None else [max(ends[0], low), min(ends[1], high)],
-        "median": quartiles[1],
-        "quartiles": [quartiles[0], quartiles[2]],
-        "lowest": values.min().item(),
-    }
-
-
-def _most_changed(changes: Tensor) -> list[int]:
-    """Indices of the pictures with the lowest PSNR, lowest first; identical ones are left out."""
-    order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
-    return [index for index in order if changes[index, 0].isfinite()]
+    return paired(images, changes, cosine, scale.extractor.name)
 
 
 def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any] | None:

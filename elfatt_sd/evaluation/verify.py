@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.extraction import Progress
-from elfatt_sd.evaluation.generate import image_seed, run_prompts
-from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE, few_repeats, summarize_memory, summarize_time
-from elfatt_sd.evaluation.protocols import SCOPES, Cell, Memory, Protocol, Time, decisive
-from elfatt_sd.evaluation.results import RESULTS_FILE, SCORES_FILE, join_results
+from elfatt_sd.evaluation.measure import few_repeats, summarize_memory, summarize_time
+from elfatt_sd.evaluation.protocols import SCOPES, Memory, Protocol, Time, decisive
+from elfatt_sd.evaluation.records import MadeImage, read_data
+from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, join_results
+from elfatt_sd.evaluation.run import MEMORY_FILE, RUN_FILE, SCORES_FILE, TIME_FILE, Row, Run
 from elfatt_sd.files import sha256_of_data, sha256_of_file
+from elfatt_sd.typed import read_json
 
 TOLERANCE = 1e-3  # another machine sums in another order
 _ROUNDING = 1e-9  # seconds or GiB: another version of Python fits a line with another rounding
 
 
-def verify_run(run_dir: Path, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
+def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
     """Check a run.
 
     Args:
-        run_dir: the run's folder.
+        run: which one.
         recompute: extract all features and compute all scores anew, without any cache of the run, where the images
             are as they were. Time and memory are always computed anew, from the raw values in their files.
         progress: called with what is looked at, the number of pictures done, and their total.
@@ -37,86 +37,84 @@ def verify_run(run_dir: Path, *, recompute: bool = True, progress: Progress | No
     Raises:
         ElfattError: the folder holds no run.
     """
-    protocol = folder.load_run(run_dir)
-    problems = [*_check_identity(run_dir), *_check_images(run_dir, protocol)]
+    problems = [*_check_identity(run), *_check_images(run)]
     if problems:
         return problems
     if recompute:
-        problems += _check_scores(run_dir, progress)
-    problems += [*_check_measurements(run_dir, protocol), *_check_results(run_dir)]
-    return problems or list(_check_report(run_dir))
+        problems += _check_scores(run, progress)
+    problems += [*_check_measurements(run), *_check_results(run)]
+    return problems or list(_check_report(run))
 
 
-def _check_identity(run_dir: Path) -> Iterator[str]:
-    run = folder.run_data(run_dir)
-    if sha256_of_data(decisive(run["protocol"])) != run["identity"]:
-        yield f"{run_dir / folder.RUN_FILE}: the protocol does not have the identity that is given; it was edited"
+def _check_identity(run: Run) -> Iterator[str]:
+    record = run.record
+    if sha256_of_data(decisive(record.protocol)) != record.identity:
+        yield f"{run.folder / RUN_FILE}: the protocol does not have the identity that is given; it was edited"
 
 
-def _check_images(run_dir: Path, protocol: Protocol) -> Iterator[str]:
-    prompts = run_prompts(protocol)
-    for cell in protocol.cells:
-        if folder.read_failure(run_dir, cell) is not None:
-            continue
+def _check_images(run: Run) -> Iterator[str]:
+    for row in run.rows:
         try:
-            entries = folder.read_manifest(run_dir, cell)
+            if row.failure is not None:
+                continue
+            made = row.made_images()
         except ElfattError as error:
             yield str(error)
             continue
-        wanted = [
-            {
-                "index": prompt.index,
-                "prompt": prompt.text,
-                "class_index": prompt.class_index,
-                "seed": image_seed(protocol, cell, prompt.index),
-            }
-            for prompt in prompts
-        ]
-        if [{key: entry.get(key) for key in wanted[0]} for entry in entries] != wanted:
-            yield f"{folder.manifest_path(run_dir, cell)}: images, prompts, classes or seeds are not the protocol's"
-        yield from _check_files(run_dir, cell, entries)
+        wanted = [(each.index, each.text, each.class_index, row.first_seed + each.index) for each in run.prompts]
+        if [(each.index, each.prompt, each.class_index, each.seed) for each in made] != wanted:
+            yield f"{row.manifest}: images, prompts, classes or seeds are not the protocol's"
+        yield from _check_files(row, made)
 
 
-def _check_files(run_dir: Path, cell: Cell, entries: list[dict[str, Any]]) -> Iterator[str]:
-    paths = {folder.image_path(run_dir, cell, entry["index"]): entry["sha256"] for entry in entries}
+def _check_files(row: Row, made: list[MadeImage]) -> Iterator[str]:
+    paths = {row.image_file(each.index): each.sha256 for each in made}
     for path, digest in paths.items():
         if not path.is_file():
             yield f"{path}: deleted"
         elif sha256_of_file(path) != digest:
             yield f"{path}: altered"
-    for path in sorted((folder.cell_dir(run_dir, cell) / "images").glob("*.png")):
+    for path in sorted(row.images_folder.glob("*.png")):
         if path not in paths:
             yield f"{path}: not an image of this run"
 
 
-def _check_scores(run_dir: Path, progress: Progress | None) -> Iterator[str]:
-    """Score a copy of the run that has its images and nothing else."""
+def _check_scores(run: Run, progress: Progress | None) -> Iterator[str]:
+    """Score the images again, in a folder that has nothing of what was computed before."""
     from elfatt_sd.evaluation.score import score_run
 
-    path = run_dir / SCORES_FILE
-    recorded = folder.read_json(path)
+    path = run.folder / SCORES_FILE
+    recorded = yield from _recorded(path)
     if recorded is None:
-        yield f"{path}: deleted, or the run is not scored yet"
         return
-    with tempfile.TemporaryDirectory(prefix="elfatt-verify-") as name:
-        copy = Path(name)
-        for part in (folder.RUN_FILE, "cells"):
-            os.symlink((run_dir / part).resolve(), copy / part)
-        score_run(copy, progress=progress)
-        computed = folder.read_json(copy / SCORES_FILE)
+    with tempfile.TemporaryDirectory(prefix="elfatt-verify-", ignore_cleanup_errors=True) as name:
+        score_run(run, folder=Path(name), progress=progress)
+        computed = read_json(Path(name) / SCORES_FILE, "")
     for key, before, now in unequal(recorded, computed):
         yield f"{path}: {key} is {before}, computed anew {now}"
 
 
-def _check_measurements(run_dir: Path, protocol: Protocol) -> Iterator[str]:
+def _recorded(path: Path, *, needed: bool = True) -> Generator[str, None, dict[str, Any] | None]:
+    """Return what a stage wrote, None where that cannot be compared; yields why."""
+    try:
+        data = read_data(path, STAGE_FILES[path.name], "it was edited")
+    except ElfattError as error:
+        yield str(error)
+        return None
+    if data is None and needed:
+        yield f"{path}: deleted, or the run is not scored yet"
+    return data
+
+
+def _check_measurements(run: Run) -> Iterator[str]:
     """Summarize time and memory anew from the raw values that stand beside the figures."""
     for name, again in ((TIME_FILE, _timed_again), (MEMORY_FILE, _fitted_again)):
-        path = run_dir / name
-        recorded = folder.read_json(path)
+        path = run.folder / name
+        recorded = yield from _recorded(path, needed=False)
         if recorded is None:
             continue
         try:
-            computed = again(recorded, protocol)
+            computed = again(recorded, run.protocol)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             yield f"{path}: damaged, there are not all raw values ({error!r})"
             continue
@@ -166,17 +164,17 @@ def _fitted(row: Mapping[str, Any], protocol: Protocol) -> dict[str, Any]:
     return summarize_memory(batches, results, note)
 
 
-def _check_results(run_dir: Path) -> Iterator[str]:
-    path = run_dir / RESULTS_FILE
-    recorded = folder.read_json(path)
+def _check_results(run: Run) -> Iterator[str]:
+    path = run.folder / RESULTS_FILE
+    recorded = read_json(path, "`elfatt-sd eval report` writes it anew")
     if recorded is None:
         yield f"{path}: deleted, or the run is not finished"
         return
-    for key, before, now in unequal(recorded, join_results(run_dir), tolerance=0):
+    for key, before, now in unequal(recorded, join_results(run), tolerance=0):
         yield f"{path}: {key} is {before}, in the files of the stages {now}"
 
 
-def _check_report(run_dir: Path) -> Iterator[str]:
+def _check_report(run: Run) -> Iterator[str]:
     """Compare the report with the one that the results give; of plots and pictures only that they are there.
 
     How these are encoded depends on the versions of other packages.
@@ -184,9 +182,9 @@ def _check_report(run_dir: Path) -> Iterator[str]:
     from elfatt_sd.evaluation.report import leftovers, report_files
     from elfatt_sd.evaluation.report.data import load_results
 
-    report = run_dir / "report"
-    remedy = f"`elfatt-sd eval report {run_dir}` writes it anew"
-    files = report_files(run_dir, load_results(run_dir))
+    report = run.folder / "report"
+    remedy = f"`elfatt-sd eval report {run.folder}` writes it anew"
+    files = report_files(run.folder, load_results(run.folder))
     for name, content in files.items():
         path = report / name
         if not path.is_file():

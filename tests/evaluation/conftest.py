@@ -12,7 +12,8 @@ from torch import nn
 
 from elfatt_sd.evaluation import measure
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.run import run
+from elfatt_sd.evaluation.run import Run
+from elfatt_sd.evaluation.stages import evaluate
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +48,7 @@ def finished_run(workplace: Path, full_protocol: Protocol) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
         patch.setattr(measure, "run_worker", measure.measure_peaks)
-        run(full_protocol, workplace / "run", lambda line: None, show_progress=False)
+        evaluate(Run(workplace / "run", full_protocol), lambda line: None, show_progress=False)
     return workplace / "run"
 
 

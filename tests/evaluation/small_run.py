@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiny_pipelines as tiny
 from PIL import Image
 
-from elfatt_sd.evaluation.protocols import Protocol, load_protocol
+from elfatt_sd.evaluation.protocol_files import load_protocol
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.run import RUN_FILE, Row
 
 LABELS = ("cat", "dog", "owl", "fox", "crane")
 UNTOUCHED = """
@@ -112,6 +116,17 @@ def full_overrides(workplace: Path) -> list[str]:
         "memory.batches=[1, 2]",
         "memory.steps=2",
     ]
+
+
+def row_of(run_dir: Path, cell: Cell) -> Row:
+    """Return a row of a run, where its seeds are no matter."""
+    return Row(run_dir / "cells" / cell.name, cell, 0)
+
+
+def run_data(run_dir: Path) -> dict[str, Any]:
+    """Return what `run.json` holds."""
+    data: dict[str, Any] = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
+    return data
 
 
 def tree(folder: Path) -> dict[str, bytes]:

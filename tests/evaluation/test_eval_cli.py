@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import small_run
-from small_run import full_overrides
+from small_run import full_overrides, row_of
 
 from elfatt_sd.cli import app
-from elfatt_sd.evaluation import folder, generate, measure
+from elfatt_sd.evaluation import generate, measure
 from elfatt_sd.evaluation.cli import build_protocol
-from elfatt_sd.evaluation.protocols import load_protocol
+from elfatt_sd.evaluation.protocol_files import load_protocol
+from elfatt_sd.evaluation.run import Run
 
 COMMANDS = ("run", "generate", "reference", "score", "report", "verify")
 
@@ -61,15 +62,15 @@ def test_run_prints_the_page_and_the_other_commands_work_on_it(
     assert page.is_file()
     assert "Difference" in table and "(null row)" in table and "A quick look" in table
     assert all(len(line) <= 80 for line in table.splitlines())
-    assert folder.load_run(run_dir).limit == 3
-    assert len(folder.read_manifest(run_dir, folder.load_run(run_dir).baseline)) == 3
+    assert Run.open(run_dir).protocol.limit == 3
+    assert len(Run.open(run_dir).baseline.made_images()) == 3
     assert call("score", run_dir, "--quiet").code == 0
     page.unlink()
     assert call("report", run_dir).code == 0
     assert page.is_file()
     done = call("verify", run_dir)
     assert (done.code, done.err) == (0, "")
-    folder.image_path(run_dir, folder.load_run(run_dir).cells[1], 1).unlink()
+    Run.open(run_dir).rows[1].image_file(1).unlink()
     done = call("verify", run_dir)
     assert done.code == 1
     assert "null/images/00001.png: deleted" in done.err
@@ -184,9 +185,9 @@ def test_ctrl_c_is_one_line_and_keeps_finished_work(
     assert done.code == 130
     assert len(done.err.splitlines()) == 1
     cell = load_protocol(protocol).baseline
-    assert folder.image_path(tmp_path / "run", cell, 1).is_file()
+    assert row_of(tmp_path / "run", cell).image_file(1).is_file()
     assert call("generate", protocol, "--out", tmp_path / "run", "--quiet").code == 0
-    assert len(folder.read_manifest(tmp_path / "run", cell)) == 5
+    assert len(row_of(tmp_path / "run", cell).made_images()) == 5
 
 
 def test_a_full_disk_is_a_failure(call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,11 @@ import pytest
 import small_run
 import torch
 
-from elfatt_sd.evaluation import folder, generate
+from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.first_steps import exact_calls, first_steps, kept_calls
 from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.run import Run
+from elfatt_sd.locks import folder_lock
 
 CELLS = (
     small_run.UNTOUCHED
@@ -58,8 +60,8 @@ def protocol(tmp_path: Path, model: Path) -> Protocol:
 
 
 def make(run_dir: Path, protocol: Protocol) -> None:
-    with folder.run_lock(run_dir):
-        assert generate.generate(run_dir, protocol, show_progress=False) == {}
+    with folder_lock(run_dir):
+        assert generate.generate(Run(run_dir, protocol), show_progress=False) == {}
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -104,7 +106,7 @@ def test_images_are_those_of_rows_made_alone(
     counts = count_calls(monkeypatch)
     make(tmp_path / "together", protocol)
     shared, whole = list(counts), counts[0]
-    assert not folder.first_steps_dir(tmp_path / "together").exists()
+    assert not Run(tmp_path / "together", protocol).first_steps_folder.exists()
     monkeypatch.setattr(generate, "kept_calls", lambda *_: 0)
     make(tmp_path / "alone", protocol)
     assert small_run.tree(tmp_path / "together" / "cells") == small_run.tree(tmp_path / "alone" / "cells")
@@ -115,6 +117,7 @@ def test_images_are_those_of_rows_made_alone(
 def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the system's own error, of which the run makes a line."""
     unet = torch.nn.Identity()
+    unet.conv_in = unet.down_blocks = unet.mid_block = None
     unet.forward = lambda sample: (sample,)  # type: ignore[method-assign]
     monkeypatch.setattr("elfatt_sd.evaluation.first_steps.atomic_file", lambda _: io.FileIO("/dev/full", "w"))
     with (
@@ -141,7 +144,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_steps_it_has(
     monkeypatch.setattr(generate, "check_images", stopped)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "stopped", protocol)
-    assert len(list(folder.first_steps_dir(tmp_path / "stopped").iterdir())) == 3
+    assert len(list(Run(tmp_path / "stopped", protocol).first_steps_folder.iterdir())) == 3
     make(tmp_path / "stopped", protocol)
     assert counts[len(whole) :] == [*whole[:8], *whole[7:]]
     assert small_run.tree(tmp_path / "stopped" / "cells") == small_run.tree(tmp_path / "whole" / "cells")
@@ -150,7 +153,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_steps_it_has(
 def test_steps_of_nothing_are_not_taken(protocol: Protocol, tmp_path: Path) -> None:
     """They may come from other weights, where a run was killed before its first image."""
     make(tmp_path / "whole", protocol)
-    steps = folder.first_steps_dir(tmp_path / "killed")
+    steps = Run(tmp_path / "killed", protocol).first_steps_folder
     steps.mkdir(parents=True)
     (tmp_path / "killed" / "run.json").write_bytes((tmp_path / "whole" / "run.json").read_bytes())
     torch.save([torch.zeros(4, 4, 16, 16)] * 4, steps / "000000.pt")

@@ -20,20 +20,26 @@ import small_run
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
+from small_run import row_of, run_data
 
 import elfatt_sd
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import folder, generate
-from elfatt_sd.evaluation.generate import BadImage, check_images, row_patch, spread, start_noise
+from elfatt_sd.evaluation import generate, provenance
+from elfatt_sd.evaluation.images import BadImage, check_images, row_patch, start_noise, to_uint8
+from elfatt_sd.evaluation.progress import image_progress
+from elfatt_sd.evaluation.prompts import run_prompts, spread
 from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.provenance import image_environment
+from elfatt_sd.evaluation.run import Run, RunFailure, clear_disk_errors
+from elfatt_sd.locks import HOLDER_FILE, folder_lock
 
 ROOT = Path(__file__).parents[2]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def make(run_dir: Path, protocol: Protocol) -> dict[str, str]:
-    with folder.clear_disk_errors(run_dir), folder.run_lock(run_dir):
-        return generate.generate(run_dir, protocol, show_progress=False)
+    with clear_disk_errors(run_dir), folder_lock(run_dir):
+        return generate.generate(Run(run_dir, protocol), show_progress=False)
 
 
 def pixels(path: Path) -> np.ndarray[Any, Any]:
@@ -53,20 +59,20 @@ def made(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, P
 def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) -> None:
     run_dir, protocol = made
     for cell in protocol.cells:
-        entries = folder.read_manifest(run_dir, cell)
-        assert [entry["prompt"] for entry in entries] == list(small_run.LABELS)
-        assert [entry["seed"] for entry in entries] == [3 + cell.seed_offset + index for index in range(5)]
+        entries = row_of(run_dir, cell).made_images()
+        assert [entry.prompt for entry in entries] == list(small_run.LABELS)
+        assert [entry.seed for entry in entries] == [3 + cell.seed_offset + index for index in range(5)]
         for entry in entries:
-            path = folder.image_path(run_dir, cell, entry["index"])
-            assert hashlib.sha256(path.read_bytes()).hexdigest() == entry["sha256"]
+            path = row_of(run_dir, cell).image_file(entry.index)
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == entry.sha256
             assert pixels(path).shape == (32, 32, 3)
-        left = {path.name for path in folder.cell_dir(run_dir, cell).iterdir()}
+        left = {path.name for path in row_of(run_dir, cell).folder.iterdir()}
         assert left == {"images", "manifest.jsonl"}
 
 
 def test_rows_differ_as_their_methods_do(made: tuple[Path, Protocol]) -> None:
     run_dir, protocol = made
-    hashes = [{entry["sha256"] for entry in folder.read_manifest(run_dir, cell)} for cell in protocol.cells]
+    hashes = [{entry.sha256 for entry in row_of(run_dir, cell).made_images()} for cell in protocol.cells]
     for index, first in enumerate(hashes):
         for second in hashes[index + 1 :]:
             assert not first & second
@@ -74,10 +80,10 @@ def test_rows_differ_as_their_methods_do(made: tuple[Path, Protocol]) -> None:
 
 def test_run_file_names_weights_and_versions(made: tuple[Path, Protocol]) -> None:
     run_dir, protocol = made
-    run = folder.read_run(run_dir)
+    run = run_data(run_dir)
     assert run is not None
     assert run["identity"] == protocol.identity
-    assert folder.load_run(run_dir) == protocol
+    assert Run.open(run_dir).protocol == protocol
     assert run["environment"]["packages"]["torch"] == importlib.metadata.version("torch")
     assert len(run["environment"]["model_sha256"]) == 64
 
@@ -92,7 +98,7 @@ def test_images_are_those_of_the_plain_pipeline(made: tuple[Path, Protocol]) -> 
     noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)])
     images = pipe(["cat", "dog"], num_inference_steps=4, latents=noise, height=32, width=32, output_type="np").images
     for index in range(2):
-        ours = pixels(folder.image_path(run_dir, protocol.baseline, index))
+        ours = pixels(row_of(run_dir, protocol.baseline).image_file(index))
         assert np.array_equal(ours, (images[index] * 255).round().astype(np.uint8))
 
 
@@ -120,8 +126,10 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from elfatt_sd.evaluation import folder, generate
-from elfatt_sd.evaluation.protocols import load_protocol
+from elfatt_sd.evaluation import generate
+from elfatt_sd.evaluation.protocol_files import load_protocol
+from elfatt_sd.evaluation.run import Run
+from elfatt_sd.locks import folder_lock
 
 protocol = load_protocol({str(run_dir.parent / "small.toml")!r})
 pipe = generate.load_protocol_pipeline(protocol)
@@ -145,15 +153,15 @@ for moment, before in ((1, True), (3, False), (4, True), (9, False), (10, True),
     child = os.fork()
     if not child:
         die_at(moment, before)
-        with folder.run_lock(target):
-            generate.generate(target, protocol, show_progress=False)
+        with folder_lock(target):
+            generate.generate(Run(target, protocol), show_progress=False)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
     child = os.fork()
     if not child:
-        with folder.run_lock(target):
-            generate.generate(target, protocol, show_progress=False)
+        with folder_lock(target):
+            generate.generate(Run(target, protocol), show_progress=False)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert status == 0, status
@@ -172,11 +180,11 @@ from pathlib import Path
 from elfatt_sd.cli import main
 from elfatt_sd.evaluation import generate
 
-def noted(pipe, run_dir, protocol, cell, number, *rest):
-    (Path({str(tmp_path)!r}) / f"process {{os.environ['RANK']}} made {{cell.name}} {{number}}").touch()
-    make(pipe, run_dir, protocol, cell, number, *rest)
+def noted(maker, row, number, batch):
+    (Path({str(tmp_path)!r}) / f"process {{os.environ['RANK']}} made {{row.name}} {{number}}").touch()
+    make(maker, row, number, batch)
 
-make, generate._generate_batch = generate._generate_batch, noted
+make, generate._Maker.make_batch = generate._Maker.make_batch, noted
 main()
 """)
     command = ["eval", "generate", str(run_dir.parent / "small.toml"), "--out", str(tmp_path / "run"), "--quiet"]
@@ -198,7 +206,7 @@ def test_processes_that_would_make_other_images_are_refused(
 ) -> None:
     """Such as those of a machine with another version of PyTorch; no row need have been begun."""
     run_dir, protocol = made
-    environment = (folder.read_run(run_dir) or {})["environment"]
+    environment = run_data(run_dir)["environment"]
     packages = environment["packages"] | {"torch": "1.0"}
     for other, differ in (({**environment, "packages": packages}, True), (environment, False)):
         monkeypatch.setattr(generate, "gathered", lambda own, other=other: [own, other])
@@ -223,7 +231,7 @@ def test_processes_that_do_not_see_one_folder_are_refused(
 
     monkeypatch.setattr(generate, "check_shared", elsewhere)
     with pytest.raises(ElfattError, match="not that of process 1"):
-        generate.generate(tmp_path, protocol, show_progress=False)
+        generate.generate(Run(tmp_path, protocol), show_progress=False)
     assert asked == [tmp_path] and not list(tmp_path.iterdir())
 
 
@@ -232,7 +240,7 @@ def test_pixels_are_rounded_in_full_precision(dtype: torch.dtype) -> None:
     """As diffusers does; half precision has no 255 levels, and all that it rounds wrongly comes out darker."""
     images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(images.float()))[0]
-    assert np.array_equal(generate.to_uint8(images)[0].numpy(), np.asarray(expected))
+    assert np.array_equal(to_uint8(images)[0].numpy(), np.asarray(expected))
 
 
 def test_an_interrupted_run_keeps_its_batches(
@@ -271,7 +279,7 @@ def test_a_full_disk_is_one_line_and_finished_work_stays(
         real(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(folder.RunFailure, match="no space left on the disk of") as error:
+    with pytest.raises(RunFailure, match="no space left on the disk of") as error:
         make(tmp_path / "run", protocol)
     assert "\n" not in str(error.value)
     assert list((tmp_path / "run" / "cells").rglob("*.jsonl"))
@@ -296,7 +304,7 @@ def test_other_weights_are_refused(made: tuple[Path, Protocol], tmp_path: Path) 
     run_dir, protocol = made
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
-    folder.manifest_path(copy, protocol.cells[-1]).unlink()
+    row_of(copy, protocol.cells[-1]).manifest.unlink()
     pipe = tiny.sd15(tmp_path)
     with torch.no_grad():
         pipe.unet.conv_in.bias += 1
@@ -308,7 +316,7 @@ def test_other_weights_are_refused(made: tuple[Path, Protocol], tmp_path: Path) 
 
 def code_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the method's code be another from now on."""
-    real = generate.image_environment
+    real = image_environment
     monkeypatch.setattr(generate, "image_environment", lambda *args: {**real(*args), "method_sha256": "of other code"})
 
 
@@ -317,7 +325,7 @@ def test_other_code_is_refused_where_it_has_made_images(
 ) -> None:
     run_dir, protocol = made
     shutil.copytree(run_dir, tmp_path / "run")
-    folder.manifest_path(tmp_path / "run", protocol.cells[-1]).unlink()
+    row_of(tmp_path / "run", protocol.cells[-1]).manifest.unlink()
     code_changes(monkeypatch)
     with pytest.raises(
         ElfattError, match=r"images come out differently \(method_sha256: \w+ there, of other code here\)"
@@ -332,11 +340,11 @@ def test_other_code_is_no_matter_where_it_has_made_none(
     run_dir, protocol = made
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
-    shutil.rmtree(folder.cell_dir(copy, protocol.cells[2]))
-    before = folder.read_run(copy)
+    shutil.rmtree(row_of(copy, protocol.cells[2]).folder)
+    before = run_data(copy)
     code_changes(monkeypatch)
     assert make(copy, protocol) == {}
-    now = folder.read_run(copy)
+    now = run_data(copy)
     assert before is not None
     assert now is not None
     assert now["environment"]["method_sha256"] == "of other code"
@@ -345,7 +353,7 @@ def test_other_code_is_no_matter_where_it_has_made_none(
 
 def test_the_hashed_modules_are_all_that_a_patch_imports() -> None:
     """A module that a patch comes to use has to be added, or named here as one that changes no image."""
-    package, images = ROOT / "elfatt_sd", {*generate._METHOD}
+    package, images = ROOT / "elfatt_sd", {*provenance._METHOD}
     idle = {"autotune", "devices", "errors", "files", "planning"}
     for name in images:
         for node in ast.walk(ast.parse((package / f"{name}.py").read_text())):
@@ -359,18 +367,18 @@ def test_the_hashed_modules_are_all_that_a_patch_imports() -> None:
 )
 def test_settings_of_parts_belong_to_the_model(protocol: Protocol, part: str, changed: dict[str, float]) -> None:
     pipe = generate.load_protocol_pipeline(protocol)
-    before = generate.image_environment(protocol, pipe)
-    assert generate.image_environment(protocol, generate.load_protocol_pipeline(protocol)) == before
+    before = image_environment(protocol, pipe)
+    assert image_environment(protocol, generate.load_protocol_pipeline(protocol)) == before
     getattr(pipe, part).register_to_config(**changed)
-    now = generate.image_environment(protocol, pipe)
+    now = image_environment(protocol, pipe)
     assert [name for name in now if now[name] != before[name]] == ["model_sha256"]
 
 
 def test_tokenizers_count_by_what_they_make_of_the_prompts(protocol: Protocol) -> None:
     pipe = generate.load_protocol_pipeline(protocol)
-    before = generate.image_environment(protocol, pipe)
+    before = image_environment(protocol, pipe)
     pipe.tokenizer.model_max_length -= 1
-    now = generate.image_environment(protocol, pipe)
+    now = image_environment(protocol, pipe)
     assert [name for name in now if now[name] != before[name]] == ["prompts_sha256"]
 
 
@@ -381,20 +389,20 @@ def test_a_row_that_failed_and_then_succeeded_is_never_said_to_have_failed(
     run_dir, protocol = made
     copy, cell = tmp_path / "run", protocol.cells[1]
     shutil.copytree(run_dir, copy)
-    shutil.rmtree(folder.cell_dir(copy, cell))
-    generate.write_json(folder.failure_path(copy, cell), {"reason": "image 0 is black"})
+    shutil.rmtree(row_of(copy, cell).folder)
+    row_of(copy, cell).fail("image 0 is black")
     rename = os.replace
 
     def last(source: Path, target: Path) -> None:
         rename(source, target)
-        if target == folder.manifest_path(copy, cell):
+        if target == row_of(copy, cell).manifest:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", last)
     with pytest.raises(KeyboardInterrupt):
         make(copy, protocol)
-    assert folder.manifest_path(copy, cell).is_file()
-    assert folder.read_failure(copy, cell) is None
+    assert row_of(copy, cell).manifest.is_file()
+    assert row_of(copy, cell).failure is None
 
 
 def test_half_written_files_are_removed_from_the_whole_run(made: tuple[Path, Protocol], tmp_path: Path) -> None:
@@ -425,10 +433,10 @@ def test_null_rows_share_no_seed(tmp_path: Path, model: Path, offsets: tuple[int
     )
     protocol = small_run.small_protocol(tmp_path, model, cells=f'[[cells]]\nmethod = "sd"\nrole = "baseline"\n{nulls}')
     if wrong is None:
-        assert len(generate.run_prompts(protocol)) == 5
+        assert len(run_prompts(protocol)) == 5
         return
     with pytest.raises(ElfattError, match=f"seed_offset={wrong} is not accepted; with 5 images a row"):
-        generate.run_prompts(protocol)
+        run_prompts(protocol)
 
 
 def test_a_strange_folder_is_refused(protocol: Protocol, tmp_path: Path) -> None:
@@ -440,14 +448,14 @@ def test_a_strange_folder_is_refused(protocol: Protocol, tmp_path: Path) -> None
 
 def test_a_folder_in_use_is_refused_and_a_stale_lock_is_not(tmp_path: Path) -> None:
     with (
-        folder.run_lock(tmp_path),
+        folder_lock(tmp_path),
         pytest.raises(ElfattError, match=f"in use by process {os.getpid()}"),
-        folder.run_lock(tmp_path),
+        folder_lock(tmp_path),
     ):
         pass
-    (tmp_path / folder.LOCK_FILE).write_text("process 999999 on elsewhere")
-    with folder.run_lock(tmp_path):
-        assert str(os.getpid()) in (tmp_path / folder.LOCK_FILE).read_text()
+    (tmp_path / HOLDER_FILE).write_text("process 999999 on elsewhere")
+    with folder_lock(tmp_path):
+        assert str(os.getpid()) in (tmp_path / HOLDER_FILE).read_text()
 
 
 def test_a_bad_image_fails_its_row_by_name_and_no_other(
@@ -465,12 +473,12 @@ def test_a_bad_image_fails_its_row_by_name_and_no_other(
     failed = make(tmp_path / "run", protocol)
     assert list(failed) == ["null"]
     assert "image 3 is not finite" in failed["null"]
-    assert folder.read_failure(tmp_path / "run", protocol.cells[1]) == failed["null"]
-    assert not folder.image_path(tmp_path / "run", protocol.cells[1], 2).exists()
-    assert len(folder.read_manifest(tmp_path / "run", protocol.cells[2])) == 5
+    assert row_of(tmp_path / "run", protocol.cells[1]).failure == failed["null"]
+    assert not row_of(tmp_path / "run", protocol.cells[1]).image_file(2).exists()
+    assert len(row_of(tmp_path / "run", protocol.cells[2]).made_images()) == 5
     monkeypatch.undo()
     assert make(tmp_path / "run", protocol) == {}
-    assert folder.read_failure(tmp_path / "run", protocol.cells[1]) is None
+    assert row_of(tmp_path / "run", protocol.cells[1]).failure is None
 
 
 @pytest.mark.parametrize(
@@ -492,7 +500,7 @@ def test_a_row_that_does_not_fit_fails_and_no_other(
 
     monkeypatch.setattr(generate, "make_images", too_large)
     assert make(tmp_path / "run", protocol) == {"null": "out of memory at batch 2"}
-    assert len(folder.read_manifest(tmp_path / "run", protocol.cells[2])) == 5
+    assert len(row_of(tmp_path / "run", protocol.cells[2]).made_images()) == 5
 
 
 @pytest.mark.parametrize(
@@ -564,7 +572,7 @@ def test_a_log_tells_the_time_left_however_long_a_batch_takes(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
-    with generate._progress(100, shown=True) as advance:
+    with image_progress(100, shown=True) as advance:
         advance(0, "sd")
         for _ in range(4):
             clock[0] += 45  # seconds for 10 images
@@ -574,6 +582,6 @@ def test_a_log_tells_the_time_left_however_long_a_batch_takes(
     assert lines[0] == "generate: sd, 0 of 100 images done"
     assert lines[-1] == "generate: tome, 40 of 100 images done, about 0:04:30 left"
     assert len(lines) == 4  # one for each row, and of the batches not more than one a minute
-    with generate._progress(50, shares=2, shown=True) as advance:
+    with image_progress(50, shares=2, shown=True) as advance:
         advance(0, "sd")
     assert capsys.readouterr().err == "generate: sd, 0 of 50 images of process 1 of 2 done\n"

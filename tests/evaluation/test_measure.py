@@ -15,8 +15,10 @@ import torch
 
 from elfatt_sd import attention
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import folder, generate, measure
+from elfatt_sd.evaluation import generate, measure
 from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.run import Run, RunFailure
+from elfatt_sd.locks import folder_lock
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -78,7 +80,7 @@ def test_rows_take_turns_in_every_round(timed: Protocol, tmp_path: Path, monkeyp
         return {"end_to_end": slow * len(order), "unet": slow}
 
     monkeypatch.setattr(measure, "timed_call", call)
-    measure.measure_time(tmp_path, timed, lambda line: None)
+    measure.measure_time(Run(tmp_path, timed), lambda line: None)
     names = [name for name, _ in order]
     rows = {cell.name for cell in timed.cells}
     rounds = [names[start : start + len(rows)] for start in range(0, len(names), len(rows))]
@@ -101,10 +103,10 @@ def test_a_warm_up_is_short(timed: Protocol, tmp_path: Path, monkeypatch: pytest
         return {"end_to_end": 2.0, "unet": 1.0}
 
     monkeypatch.setattr(measure, "timed_call", call)
-    measure.measure_time(tmp_path, dataclasses.replace(timed, steps=50), lambda line: None)
+    measure.measure_time(Run(tmp_path, dataclasses.replace(timed, steps=50)), lambda line: None)
     assert steps == [measure.WARMUP_STEPS] * 4 + [50] * 12
     steps.clear()
-    measure.measure_time(tmp_path, dataclasses.replace(timed, steps=2), lambda line: None)
+    measure.measure_time(Run(tmp_path, dataclasses.replace(timed, steps=2)), lambda line: None)
     assert steps == [2] * 16
 
 
@@ -112,7 +114,7 @@ def test_a_warm_up_is_short(timed: Protocol, tmp_path: Path, monkeypatch: pytest
 def test_real_times_replace_those_of_an_earlier_attempt(timed: Protocol, tmp_path: Path, device: str) -> None:
     (tmp_path / measure.TIME_FILE).write_text('{"rows": {"sd": {"unet": {"values": [1e9]}}}}')
     lines: list[str] = []
-    data = measure.measure_time(tmp_path, dataclasses.replace(timed, device=device), lines.append)
+    data = measure.measure_time(Run(tmp_path, dataclasses.replace(timed, device=device)), lines.append)
     assert lines[:2] == ["time: warm-up, row 1 of 4, tomesd-ratio0.5", "time: warm-up, row 2 of 4, sd"]
     assert lines[4] == "time: round 1 of 3, row 1 of 4, sd"
     for row in data["rows"].values():
@@ -132,7 +134,7 @@ def test_out_of_memory_while_timing_is_a_result(
         return {"end_to_end": 2.0, "unet": 1.0}
 
     monkeypatch.setattr(measure, "timed_call", call)
-    rows = measure.measure_time(tmp_path, timed, lambda line: None)["rows"]
+    rows = measure.measure_time(Run(tmp_path, timed), lambda line: None)["rows"]
     assert [row for row in rows.values() if "failed" in row] == [{"failed": "out of memory at batch 1"}]
 
 
@@ -147,7 +149,7 @@ def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(
         return {"end_to_end": 2.0, "unet": 1.0}
 
     monkeypatch.setattr(measure, "timed_call", call)
-    data = measure.measure_time(tmp_path, timed, lambda line: None)
+    data = measure.measure_time(Run(tmp_path, timed), lambda line: None)
     assert data["errors"] == {"tomesd-ratio0.5": "peer 'tomesd' is not installed"}  # no memory is a result instead
     assert data["rows"]["tomesd-ratio0.5"] == {"failed": "peer 'tomesd' is not installed"}
     assert data["rows"]["null"]["unet"]["ratio"]["median"] == 1
@@ -158,8 +160,8 @@ def test_nothing_is_measured_on_another_model(
     timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     """Although all images are there, so that none had to be made."""
-    with folder.run_lock(tmp_path / "run"):
-        generate.generate(tmp_path / "run", timed, show_progress=False)
+    with folder_lock(tmp_path / "run"):
+        generate.generate(Run(tmp_path / "run", timed), show_progress=False)
     load = measure.load_protocol_pipeline
 
     def retrained(protocol: Protocol) -> Any:
@@ -187,7 +189,7 @@ def test_an_error_while_timing_fails_its_row_alone(
         return {"end_to_end": 2.0, "unet": 1.0}
 
     monkeypatch.setattr(measure, "timed_call", call)
-    data = measure.measure_time(tmp_path, timed, lambda line: None)
+    data = measure.measure_time(Run(tmp_path, timed), lambda line: None)
     assert data["errors"] == {"sd": "time not measured: RuntimeError: shapes do not fit"}
     assert data["rows"]["sd"] == {"failed": "time not measured: RuntimeError: shapes do not fit"}
     assert calls.count("sd") == 3
@@ -198,7 +200,7 @@ def test_an_error_while_timing_fails_its_row_alone(
 def test_the_kernel_of_every_row_is_recorded(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "timed_call", lambda *_: {"end_to_end": 2.0, "unet": 1.0})
     monkeypatch.setattr(attention, "flash_takes", lambda query: True)
-    rows = measure.measure_time(tmp_path, timed, lambda line: None)["rows"]
+    rows = measure.measure_time(Run(tmp_path, timed), lambda line: None)["rows"]
     assert {name: row["attention_kernels"] for name, row in rows.items()} == {
         "sd": ["native"], "null": ["native"], timed.cells[2].name: ["flash-attn"], "tomesd-ratio0.5": ["native"],
     }  # fmt: skip
@@ -265,7 +267,7 @@ def test_out_of_memory_ends_a_row_and_is_named(
         }
 
     monkeypatch.setattr(measure, "run_worker", worker)
-    rows = measure.measure_memory(tmp_path, timed, lambda line: None)["rows"]
+    rows = measure.measure_memory(Run(tmp_path, timed), lambda line: None)["rows"]
     assert rows["sd"]["gib_per_image"] == pytest.approx(1.0)
     assert rows["sd"]["note"] == "out of memory at batch 4"
     assert rows["sd"]["reserved"]["kind"] == "CUDA reserved"
@@ -278,7 +280,7 @@ def test_out_of_memory_ends_a_row_and_is_named(
     (tmp_path / measure.MEMORY_FILE).write_text(
         json.dumps({**json.loads((tmp_path / measure.MEMORY_FILE).read_text()), "rows": {"sd": rows["sd"]}})
     )
-    assert measure.measure_memory(tmp_path, timed, lambda line: None)["rows"]["sd"] == rows["sd"]
+    assert measure.measure_memory(Run(tmp_path, timed), lambda line: None)["rows"]["sd"] == rows["sd"]
     assert {name for name, _ in asked[before:]} == {elfatt, "tomesd-ratio0.5"}  # finished rows are not measured again
 
 
@@ -291,13 +293,13 @@ def test_memory_of_two_environments_is_not_mixed(
     timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "run_worker", peaks)
-    first = measure.measure_memory(tmp_path, timed, lambda line: None)
+    first = measure.measure_memory(Run(tmp_path, timed), lambda line: None)
     assert first["environment"]["device"]
     path = tmp_path / measure.MEMORY_FILE
     for elsewhere in ({**first["environment"], "device": "a GPU"}, {}):
         rows = {"sd": {**first["rows"]["sd"], "kind": "CUDA allocated"}}
         path.write_text(json.dumps({**first, "environment": elsewhere, "rows": rows}))
-        again = measure.measure_memory(tmp_path, timed, lambda line: None)
+        again = measure.measure_memory(Run(tmp_path, timed), lambda line: None)
         assert again["environment"] == first["environment"]
         assert {row["kind"] for row in again["rows"].values()} == {"VmHWM"}
         assert json.loads(path.read_text()) == again
@@ -316,12 +318,12 @@ def test_memory_that_could_not_be_measured_is_measured_later(
 
     installed = False
     monkeypatch.setattr(measure, "run_worker", worker)
-    data = measure.measure_memory(tmp_path, timed, lambda line: None)
+    data = measure.measure_memory(Run(tmp_path, timed), lambda line: None)
     assert data["errors"] == {"tomesd-ratio0.5": "peer 'tomesd' is not installed"}
     assert data["rows"]["tomesd-ratio0.5"]["failed"] == "peer 'tomesd' is not installed"
     asked.clear()
     installed = True
-    data = measure.measure_memory(tmp_path, timed, lambda line: None)
+    data = measure.measure_memory(Run(tmp_path, timed), lambda line: None)
     assert set(asked) == {"tomesd-ratio0.5"}
     assert data["errors"] == {}
     assert data["rows"]["tomesd-ratio0.5"]["gib_per_image"] == pytest.approx(1)
@@ -332,12 +334,12 @@ def test_a_crash_of_a_worker_fails_its_row_alone(
 ) -> None:
     def worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
         if cell.method == "elfatt":
-            raise folder.RunFailure("Segmentation fault")
+            raise RunFailure("Segmentation fault")
         return peaks(protocol, cell, batch)
 
     monkeypatch.setattr(measure, "run_worker", worker)
     lines: list[str] = []
-    measure.measure_memory(tmp_path, timed, lines.append)
+    measure.measure_memory(Run(tmp_path, timed), lines.append)
     data = json.loads((tmp_path / measure.MEMORY_FILE).read_text())
     elfatt = timed.cells[2].name
     assert data["errors"] == {elfatt: "Segmentation fault"}
@@ -356,7 +358,7 @@ def test_a_peak_that_loading_hides_is_left_out(
         return {"kind": "VmHWM", "peaks": {"all": max(1.0 + batch, loading)}, "loading": loading}
 
     monkeypatch.setattr(measure, "run_worker", worker)
-    rows = measure.measure_memory(tmp_path, timed, lambda line: None)["rows"]
+    rows = measure.measure_memory(Run(tmp_path, timed), lambda line: None)["rows"]
     notes = [f"batch {batch} took less than loading the model, and is left out" for batch in (1, 2, 4)]
     assert (rows["sd"]["batches"], rows["sd"]["peaks_gib"]) == ([2, 4], [3.0, 5.0])
     assert rows["sd"]["gib_per_image"] == pytest.approx(1)
@@ -389,7 +391,7 @@ def test_a_worker_that_fails_says_why(timed: Protocol, monkeypatch: pytest.Monke
     ended(-9)
     assert measure.run_worker(timed, timed.baseline, 48) == {"failed": "out of memory at batch 48"}
     ended(1, "Traceback ...\nValueError: no such thing\n")
-    with pytest.raises(folder.RunFailure, match="memory not measured at batch 2: ValueError: no such thing"):
+    with pytest.raises(RunFailure, match="memory not measured at batch 2: ValueError: no such thing"):
         measure.run_worker(timed, timed.baseline, 2)
     ended(0, stdout='{"error": "no such peer"}\n')
     with pytest.raises(ElfattError, match="no such peer"):

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from elfatt_sd.evaluation import folder, processes
+from elfatt_sd.evaluation import processes
 from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.run import Run
 
 
 def test_an_interrupted_look_at_a_run_folder_does_not_close_it(
@@ -28,4 +29,4 @@ def test_an_interrupted_look_at_a_run_folder_does_not_close_it(
         processes.check_shared(run_dir, "run folder", "give --out a folder that all machines share")
     assert not list(run_dir.iterdir())
     processes._new_marker(run_dir, "run folder", "")
-    folder.check_run(run_dir, protocol)
+    Run(run_dir, protocol).check()

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE
 from elfatt_sd.evaluation.results import SCORES_FILE, join_results
+from elfatt_sd.evaluation.run import RUN_FILE, Run
 from elfatt_sd.files import sha256_of_data, write_json
 
 
@@ -17,10 +17,10 @@ def _copy_of_an_earlier_version(finished_run: Path, place: Path) -> tuple[Path, 
     """Copy a run as a version would have made it whose protocols had one field less."""
     run_dir = place / "run"
     shutil.copytree(finished_run, run_dir)
-    run: dict[str, Any] = json.loads((run_dir / folder.RUN_FILE).read_text())
+    run: dict[str, Any] = json.loads((run_dir / RUN_FILE).read_text())
     del run["protocol"]["template"]
     identity = sha256_of_data(run["protocol"])
-    write_json(run_dir / folder.RUN_FILE, {**run, "identity": identity})
+    write_json(run_dir / RUN_FILE, {**run, "identity": identity})
     for path in (run_dir / name for name in (SCORES_FILE, TIME_FILE, MEMORY_FILE)):
         write_json(path, {**json.loads(path.read_text()), "identity": identity})
     return run_dir, identity
@@ -28,12 +28,12 @@ def _copy_of_an_earlier_version(finished_run: Path, place: Path) -> tuple[Path, 
 
 def test_a_run_of_an_earlier_version_keeps_its_figures(finished_run: Path, tmp_path: Path) -> None:
     run_dir, identity = _copy_of_an_earlier_version(finished_run, tmp_path)
-    assert folder.load_run(run_dir).identity != identity
-    results = join_results(run_dir)
+    assert Run.open(run_dir).protocol.identity != identity
+    results = join_results(Run.open(run_dir))
     assert results["identity"] == identity
     assert results["reference"]
     assert results["environment"]["timing"]["environment"]
-    whole = join_results(finished_run)
+    whole = join_results(Run.open(finished_run))
     assert results["rows"] == whole["rows"]
     assert all(row["distances"] and row["time"] and row["memory"] for row in results["rows"])
 
@@ -42,7 +42,7 @@ def test_figures_of_another_run_are_not_taken(finished_run: Path, tmp_path: Path
     run_dir, _ = _copy_of_an_earlier_version(finished_run, tmp_path)
     for name in (SCORES_FILE, TIME_FILE):
         shutil.copy(finished_run / name, run_dir / name)
-    results = join_results(run_dir)
+    results = join_results(Run.open(run_dir))
     assert results["reference"] is None
     assert "timing" not in results["environment"]
     for row in results["rows"]:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_run
+from small_run import row_of, run_data
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import folder, generate
+from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.reuse import take_over
+from elfatt_sd.evaluation.run import RUN_FILE, Row, Run
+from elfatt_sd.files import write_json
+from elfatt_sd.locks import folder_lock
 
 
 def make(run_dir: Path, protocol: Protocol, *reuse: Path) -> None:
-    with folder.run_lock(run_dir):
-        assert generate.generate(run_dir, protocol, reuse=reuse, show_progress=False) == {}
+    with folder_lock(run_dir):
+        assert (
+            generate.generate(Run(run_dir, protocol), reuse=[Run.open(each) for each in reuse], show_progress=False)
+            == {}
+        )
 
 
 def images(run_dir: Path, protocol: Protocol) -> dict[str, list[str]]:
-    return {cell.name: [entry["sha256"] for entry in folder.read_manifest(run_dir, cell)] for cell in protocol.cells}
+    return {cell.name: [entry.sha256 for entry in row_of(run_dir, cell).made_images()] for cell in protocol.cells}
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +55,13 @@ def test_rows_of_the_same_images_are_copied(
     there, protocol = made
     larger = renamed(protocol, "larger")
     generated: list[str] = []
-    original = generate._generate_batch
+    original = generate._Maker.make_batch
 
-    def note(pipe: object, run_dir: Path, protocol: Protocol, cell: folder.Cell, *rest: object) -> None:
-        generated.append(cell.name)
-        original(pipe, run_dir, protocol, cell, *rest)  # type: ignore[arg-type]
+    def note(maker: generate._Maker, row: Row, *rest: Any) -> None:
+        generated.append(row.name)
+        original(maker, row, *rest)
 
-    monkeypatch.setattr(generate, "_generate_batch", note)
+    monkeypatch.setattr(generate._Maker, "make_batch", note)
     make(tmp_path / "reusing", larger, there)
     assert set(generated) == {"other"}
     make(tmp_path / "alone", larger)
@@ -64,34 +72,34 @@ def test_rows_of_the_same_images_are_copied(
 def test_rows_of_other_images_are_not(made: tuple[Path, Protocol], tmp_path: Path, changed: dict[str, float]) -> None:
     there, protocol = made
     other = dataclasses.replace(protocol, **changed)  # type: ignore[arg-type]
-    run = folder.read_run(there)
+    run = run_data(there)
     assert run is not None
-    generate.write_json(tmp_path / folder.RUN_FILE, {**run, "protocol": other.to_dict(), "identity": other.identity})
-    assert take_over(tmp_path, other, [there]) == {}
+    write_json(tmp_path / RUN_FILE, {**run, "protocol": other.to_dict(), "identity": other.identity})
+    assert take_over(Run(tmp_path, other), [Run.open(there)]) == {}
 
 
 def test_rows_of_another_machine_are_not(made: tuple[Path, Protocol], tmp_path: Path) -> None:
     there, protocol = made
-    run = folder.read_run(there)
+    run = run_data(there)
     assert run is not None
     elsewhere = {**run, "environment": {**run["environment"], "device": "another"}}
-    generate.write_json(tmp_path / folder.RUN_FILE, elsewhere)
-    assert take_over(tmp_path, protocol, [there]) == {}
-    generate.write_json(tmp_path / folder.RUN_FILE, run)
-    assert set(take_over(tmp_path, protocol, [there])) == {cell.name for cell in protocol.cells}
+    write_json(tmp_path / RUN_FILE, elsewhere)
+    assert take_over(Run(tmp_path, protocol), [Run.open(there)]) == {}
+    write_json(tmp_path / RUN_FILE, run)
+    assert set(take_over(Run(tmp_path, protocol), [Run.open(there)])) == {cell.name for cell in protocol.cells}
 
 
 def test_each_row_is_told(made: tuple[Path, Protocol], tmp_path: Path) -> None:
     """Of a row that is not taken over, what it was made with; and a model counts by its weights, not by its place."""
     there, protocol = made
-    run = folder.read_run(there)
+    run = run_data(there)
     assert run is not None
     (tmp_path / "model").symlink_to(protocol.model)
     elsewhere = dataclasses.replace(protocol, model=str(tmp_path / "model"))
     for device, said in ((run["environment"]["device"], "reused"), ("another", "not reused: device: ")):
         place, told = tmp_path / said[:3], []  # type: tuple[Path, list[str]]
-        generate.write_json(place / folder.RUN_FILE, {**run, "environment": {**run["environment"], "device": device}})
-        taken = take_over(place, elsewhere, [there], told.append)
+        write_json(place / RUN_FILE, {**run, "environment": {**run["environment"], "device": device}})
+        taken = take_over(Run(place, elsewhere), [Run.open(there)], told.append)
         assert len(taken) == (len(protocol.cells) if said == "reused" else 0)
         assert [line.partition(f" of {there} is ")[0] for line in told] == [
             f"generate: row {cell.name}" for cell in protocol.cells
@@ -102,7 +110,7 @@ def test_each_row_is_told(made: tuple[Path, Protocol], tmp_path: Path) -> None:
 def test_an_altered_image_is_named(made: tuple[Path, Protocol], tmp_path: Path) -> None:
     there, protocol = made
     make(tmp_path / "copy", protocol, there)
-    path = folder.image_path(tmp_path / "copy", protocol.cells[1], 2)
+    path = row_of(tmp_path / "copy", protocol.cells[1]).image_file(2)
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(ElfattError, match=r"00002\.png is not the image that was generated; row 'null'"):
         make(tmp_path / "again", protocol, tmp_path / "copy")
@@ -112,23 +120,23 @@ def test_rows_of_other_code_are_made_again_and_the_untouched_are_not(
     made: tuple[Path, Protocol], tmp_path: Path
 ) -> None:
     there, protocol = made
-    run = folder.read_run(there)
+    run = run_data(there)
     assert run is not None
     environment = {**run["environment"], "method_sha256": "of other code"}
-    generate.write_json(tmp_path / folder.RUN_FILE, {**run, "environment": environment})
-    assert set(take_over(tmp_path, protocol, [there])) == {"sd", "null", "tomesd-ratio0.5"}
+    write_json(tmp_path / RUN_FILE, {**run, "environment": environment})
+    assert set(take_over(Run(tmp_path, protocol), [Run.open(there)])) == {"sd", "null", "tomesd-ratio0.5"}
 
 
 def test_a_row_that_failed_before_it_was_taken_over_has_not_failed(made: tuple[Path, Protocol], tmp_path: Path) -> None:
     there, protocol = made
-    run = folder.read_run(there)
+    run = run_data(there)
     assert run is not None
-    generate.write_json(tmp_path / folder.RUN_FILE, run)
+    write_json(tmp_path / RUN_FILE, run)
     cell = protocol.cells[1]
-    generate.write_json(folder.failure_path(tmp_path, cell), {"reason": "image 0 is black"})
-    take_over(tmp_path, protocol, [there])
-    assert folder.manifest_path(tmp_path, cell).is_file()
-    assert folder.read_failure(tmp_path, cell) is None
+    write_json(row_of(tmp_path, cell).failure_file, {"reason": "image 0 is black"})
+    take_over(Run(tmp_path, protocol), [Run.open(there)])
+    assert row_of(tmp_path, cell).manifest.is_file()
+    assert row_of(tmp_path, cell).failure is None
 
 
 def test_a_folder_without_a_run_is_refused(made: tuple[Path, Protocol], tmp_path: Path) -> None:

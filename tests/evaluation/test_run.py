@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 import small_run
 import tiny_pipelines as tiny
+from small_run import row_of
 
 from elfatt_sd.config import METHODS, ElfattError
-from elfatt_sd.evaluation import folder, generate, measure, sources
-from elfatt_sd.evaluation import run as stages
+from elfatt_sd.evaluation import dry_run, generate, measure, sources, stages
 from elfatt_sd.evaluation import score as scoring
 from elfatt_sd.evaluation.features import load_extractor
 from elfatt_sd.evaluation.measure import program_of
-from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
+from elfatt_sd.evaluation.protocol_files import load_protocol
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.run import Run, RunFailure
 from elfatt_sd.evaluation.verify import unequal
 from elfatt_sd.files import sha256_of_file
 
@@ -41,7 +43,7 @@ def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monke
             *("time.repeats=1", "time.warmup=0", "time.batch=1", "memory.batches=[1, 2]"),
         ],
     )
-    assert stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False) == {}
+    assert stages.evaluate(Run(tmp_path / "run", protocol), lambda line: None, show_progress=False) == {}
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert len(results["rows"]) == 17
     for row in results["rows"]:
@@ -82,13 +84,13 @@ def test_the_other_protocols_run_to_the_end(
             *("time.repeats=0", "memory.batches=[]"),
         ],
     )
-    assert stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False) == {}
+    assert stages.evaluate(Run(tmp_path / "run", protocol), lambda line: None, show_progress=False) == {}
     rows = json.loads((tmp_path / "run" / "results.json").read_text())["rows"]
     assert [row["label"] for row in rows] == [cell.label for cell in protocol.cells]
     for row in rows:
         assert (row["failed"], row["images"]) == (None, 2)
         assert row["distances"][f"FD-CLIP ({protocol.reference.count} reference images)"]["value"] > 0
-    made = {cell.name: folder.image_path(tmp_path / "run", cell, 0).read_bytes() for cell in protocol.cells}
+    made = {cell.name: row_of(tmp_path / "run", cell).image_file(0).read_bytes() for cell in protocol.cells}
     unchanged = {cell.method for cell in protocol.cells if made[cell.name] == made["sd"]}
     assert unchanged <= {"sd", "elfatt-fast"}, "which samples 128 keys where there are no more"
 
@@ -99,9 +101,9 @@ def test_unreadable_reference_pictures_are_named(full_protocol: Protocol, finish
     next(iter(scores["references"].values()))["unreadable"] = ["a.JPEG (truncated)"]
     (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
     lines: list[str] = []
-    stages.score(tmp_path / "run", full_protocol, lines.append)
+    stages.score(Run(tmp_path / "run", full_protocol), lines.append)
     assert lines == ["score: done before", "score: reference picture not readable: a.JPEG (truncated)"]
-    stages.write_page(tmp_path / "run", lines.append)
+    stages.write_page(Run.open(tmp_path / "run"), lines.append)
     page = (tmp_path / "run" / "report" / "index.html").read_text()
     assert "1 reference picture could not be read: a.JPEG (truncated)." in page
 
@@ -135,10 +137,13 @@ def test_the_same_images_with_inception_in_a_new_folder(
     changes: dict[str, Any] = {"extractors": ("inception",), **weights, "time": None, "memory": None}
     protocol = dataclasses.replace(full_protocol, **changes)
     with pytest.raises(ElfattError, match=f"--reuse {finished_run}"):
-        stages.run(protocol, finished_run, lambda line: None, show_progress=False)
+        stages.evaluate(Run(finished_run, protocol), lambda line: None, show_progress=False)
     monkeypatch.setattr(generate, "make_images", None)
     run_dir = tmp_path / "run"
-    assert stages.run(protocol, run_dir, lambda line: None, reuse=[finished_run], show_progress=False) == {}
+    assert (
+        stages.evaluate(Run(run_dir, protocol), lambda line: None, reuse=[Run.open(finished_run)], show_progress=False)
+        == {}
+    )
     assert small_run.tree(run_dir / "cells") == small_run.tree(finished_run / "cells")
     rows = json.loads((run_dir / "results.json").read_text())["rows"]
     (name,) = {name for row in rows for name in row["distances"] if not name.startswith("K")}
@@ -165,7 +170,7 @@ def test_a_second_run_does_nothing_again(
     for name in ("measure_time", "measure_memory"):
         monkeypatch.setattr(stages, name, refuse)
     monkeypatch.setattr(generate, "load_protocol_pipeline", refuse)
-    assert stages.run(full_protocol, finished_run, lines.append, show_progress=False) == {}
+    assert stages.evaluate(Run(finished_run, full_protocol), lines.append, show_progress=False) == {}
     assert lines == [f"{stage}: done before" for stage in ("score", "time", "memory", "report")]
     assert small_run.tree(finished_run) == before
 
@@ -176,9 +181,9 @@ def test_a_lost_row_is_made_again_and_nothing_else(
     monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
     copy = tmp_path / "run"
     shutil.copytree(finished_run, copy)
-    shutil.rmtree(folder.cell_dir(copy, full_protocol.cells[-1]))
+    shutil.rmtree(row_of(copy, full_protocol.cells[-1]).folder)
     lines: list[str] = []
-    assert stages.run(full_protocol, copy, lines.append, show_progress=False) == {}
+    assert stages.evaluate(Run(copy, full_protocol), lines.append, show_progress=False) == {}
     assert lines == [f"{stage}: done before" for stage in ("score", "time", "memory", "report")]
     assert small_run.tree(copy / "cells") == small_run.tree(finished_run / "cells")
 
@@ -190,13 +195,13 @@ def test_other_images_are_scored_anew_but_not_timed_anew(
     copy = tmp_path / "run"
     shutil.copytree(finished_run, copy)
     cell = full_protocol.cells[-1]
-    first, second = (folder.image_path(copy, cell, index) for index in (0, 1))
+    first, second = (row_of(copy, cell).image_file(index) for index in (0, 1))
     shutil.copy(second, first)
-    entries = folder.read_manifest(copy, cell)
-    entries[0]["sha256"] = entries[1]["sha256"]
-    folder.manifest_path(copy, cell).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    made = row_of(copy, cell).made_images()
+    manifest = row_of(copy, cell).manifest
+    manifest.write_text(manifest.read_text().replace(made[0].sha256, made[1].sha256))
     lines: list[str] = []
-    stages.run(full_protocol, copy, lines.append, show_progress=False)
+    stages.evaluate(Run(copy, full_protocol), lines.append, show_progress=False)
     assert [line.split(" in ")[0] for line in lines if not line.endswith(": begun")] == [
         "score: done",
         "time: done before",
@@ -219,15 +224,15 @@ def test_a_failed_row_is_in_the_results_with_its_reason(
         check(images * (current[-1] != "null"), indices)
 
     current = [""]
-    real = generate._generate_row
+    real = generate._Maker.make_row
 
-    def follow(pipe: Any, run_dir: Path, protocol: Protocol, cell: Any, *rest: Any) -> Any:
-        current.append(cell.name)
-        return real(pipe, run_dir, protocol, cell, *rest)
+    def follow(maker: Any, row: Any, *rest: Any) -> Any:
+        current.append(row.name)
+        return real(maker, row, *rest)
 
     monkeypatch.setattr(generate, "check_images", broken)
-    monkeypatch.setattr(generate, "_generate_row", follow)
-    failed = stages.run(full_protocol, tmp_path / "run", lambda line: None, show_progress=False)
+    monkeypatch.setattr(generate._Maker, "make_row", follow)
+    failed = stages.evaluate(Run(tmp_path / "run", full_protocol), lambda line: None, show_progress=False)
     assert failed == {"null": "image 0 is black"}
     rows = {row["cell"]: row for row in json.loads((tmp_path / "run" / "results.json").read_text())["rows"]}
     assert rows["null"]["failed"] == "image 0 is black"
@@ -242,14 +247,14 @@ def test_a_baseline_that_fails_ends_the_run_at_once(
     monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
     made: list[str] = []
 
-    def fail(pipe: Any, run_dir: Path, protocol: Protocol, cell: Any, *_: Any) -> str:
-        made.append(cell.name)
+    def fail(maker: Any, row: Any, *_: Any) -> str:
+        made.append(row.name)
         return "image 0 is black"
 
-    monkeypatch.setattr(generate, "_generate_row", fail)
+    monkeypatch.setattr(generate._Maker, "make_row", fail)
     last_first = dataclasses.replace(full_protocol, cells=full_protocol.cells[::-1])
-    with pytest.raises(folder.RunFailure, match=r"'sd', the baseline, has no images: image 0 is black"):
-        stages.run(last_first, tmp_path / "run", lambda line: None, show_progress=False)
+    with pytest.raises(RunFailure, match=r"'sd', the baseline, has no images: image 0 is black"):
+        stages.evaluate(Run(tmp_path / "run", last_first), lambda line: None, show_progress=False)
     assert made == ["sd"]
 
 
@@ -263,11 +268,11 @@ def test_a_torn_reference_picture_costs_no_images(
     torn = dataclasses.replace(full_protocol.reference, source=str(tmp_path / "torn"), allow_count=False)
     protocol = dataclasses.replace(full_protocol, reference=torn, time=None, memory=None)
     with pytest.raises(ElfattError, match="--allow-count"):
-        stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False)
+        stages.evaluate(Run(tmp_path / "run", protocol), lambda line: None, show_progress=False)
     assert not (tmp_path / "run" / "cells").exists()
     allowed = dataclasses.replace(protocol, reference=dataclasses.replace(torn, allow_count=True))
     lines: list[str] = []
-    assert stages.run(allowed, tmp_path / "run", lines.append, show_progress=False) == {}
+    assert stages.evaluate(Run(tmp_path / "run", allowed), lines.append, show_progress=False) == {}
     scores = json.loads((tmp_path / "run" / "scores.json").read_text())
     assert list(scores["references"]) == ["FD-CLIP (11 reference images)"]
     assert any("ILSVRC2012_val_00000001.JPEG" in line for line in lines)
@@ -292,12 +297,12 @@ def test_a_row_that_could_not_be_measured_is_told_and_tried_again(
     monkeypatch.setattr(stages, f"measure_{stage}", lambda *_: {"errors": dict(errors)})
     for _ in range(2):
         lines: list[str] = []
-        assert stages.run(full_protocol, copy, lines.append, show_progress=False) == errors
+        assert stages.evaluate(Run(copy, full_protocol), lines.append, show_progress=False) == errors
         assert f"{stage}: done before" not in lines
     errors.clear()
-    assert stages.run(full_protocol, copy, lambda line: None, show_progress=False) == {}
+    assert stages.evaluate(Run(copy, full_protocol), lambda line: None, show_progress=False) == {}
     lines = []
-    assert stages.run(full_protocol, copy, lines.append, show_progress=False) == {}
+    assert stages.evaluate(Run(copy, full_protocol), lines.append, show_progress=False) == {}
     assert f"{stage}: done before" in lines
 
 
@@ -311,7 +316,7 @@ def test_a_changed_reference_is_scored_anew(
     lines: list[str] = []
     try:
         picture.write_bytes(content + b" ")
-        stages.score(tmp_path / "run", full_protocol, lines.append)
+        stages.score(Run(tmp_path / "run", full_protocol), lines.append)
     finally:
         picture.write_bytes(content)
         os.utime(picture, ns=times)
@@ -345,8 +350,8 @@ def test_missing_inputs_are_told_before_any_work(
     (tmp_path / "garbage.npz").write_bytes(b"?")
     protocol = small_run.small_protocol(tmp_path, workplace / "sd15", *small_run.full_overrides(workplace), override)
     with pytest.raises(ElfattError, match=message):
-        stages.run(protocol, tmp_path / "run", lambda line: None, show_progress=False)
-    assert {path.name for path in (tmp_path / "run").glob("*")} <= {folder.LOCK_FILE}
+        stages.evaluate(Run(tmp_path / "run", protocol), lambda line: None, show_progress=False)
+    assert {path.name for path in (tmp_path / "run").glob("*")} <= {".lock"}
 
 
 def test_a_reference_is_checked_in_all_before_any_work(
@@ -381,7 +386,7 @@ def test_scoring_loads_each_extractor_once(
         return load_extractor(spec, **options)
 
     monkeypatch.setattr(scoring, "load_extractor", load)
-    stages.score(tmp_path / "run", full_protocol, lambda line: None)
+    stages.score(Run(tmp_path / "run", full_protocol), lambda line: None)
     assert loaded == list(full_protocol.extractors)
     assert (tmp_path / "run" / "scores.json").read_bytes() == (finished_run / "scores.json").read_bytes()
 
@@ -389,10 +394,10 @@ def test_scoring_loads_each_extractor_once(
 def test_the_estimate_counts_images_and_extrapolates_steps(
     full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "timed_call", _three_calls)
-    found = stages.estimate(full_protocol)
-    assert stages.count_images(full_protocol) == 5 * 4
-    assert stages.disk_gib(full_protocol) == pytest.approx(20 * 32 * 32 * 1.6 / 2**30)
+    monkeypatch.setattr(dry_run, "timed_call", _three_calls)
+    found = dry_run.estimate(Run(Path("nowhere"), full_protocol))
+    assert dry_run.count_images(Run(Path("nowhere"), full_protocol)) == 5 * 4
+    assert dry_run.disk_gib(Run(Path("nowhere"), full_protocol)) == pytest.approx(20 * 32 * 32 * 1.6 / 2**30)
     assert found.seconds_per_image == pytest.approx(1.0 + 5 * 0.5)  # 4 steps of PLMS are 5 calls
     assert found.generation_hours == pytest.approx(20 * 3.5 / 3600)
     assert found.timing_hours == pytest.approx(4 * (2 + 1) * 1 * 3.5 / 3600)  # a warm-up has all four steps
@@ -409,24 +414,24 @@ def test_the_estimate_counts_images_and_extrapolates_steps(
 def test_the_estimate_leaves_out_what_is_done(
     full_protocol: Protocol, finished_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "probe_seconds", lambda _: 3.5)
-    found = stages.estimate(full_protocol, finished_run)
+    monkeypatch.setattr(dry_run, "probe_seconds", lambda _: 3.5)
+    found = dry_run.estimate(Run(finished_run, full_protocol))
     assert (found.generation_hours, found.timing_hours, found.memory_hours) == (0, 0, 0)
 
 
 def test_every_obstacle_is_named_at_once(
     full_protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert stages.obstacles(full_protocol, tmp_path / "new") == []
+    assert dry_run.obstacles(Run(tmp_path / "new", full_protocol)) == []
     assert not (tmp_path / "new").exists()
-    monkeypatch.setattr(stages, "free_gib", lambda _: 0.0)
+    monkeypatch.setattr(Run, "free_gib", 0.0)
     wrong = dataclasses.replace(
         full_protocol,
         model="/nowhere/sd",
         extractors=("clip:/nowhere/clip", "dinov2:/nowhere/dino"),
         reference=dataclasses.replace(full_protocol.reference, source="/nowhere/val"),
     )
-    told = stages.obstacles(wrong, tmp_path / "new", [tmp_path / "lost"])
+    told = dry_run.obstacles(Run(tmp_path / "new", wrong), [tmp_path / "lost"])
     for part in ("/nowhere/sd", "/nowhere/clip", "/nowhere/dino", "/nowhere/val", "lost", "GiB of disk are needed"):
         assert sum(part in line for line in told) == 1, (part, told)
 
@@ -434,11 +439,13 @@ def test_every_obstacle_is_named_at_once(
 def test_the_estimate_counts_steps_that_rows_share_once(
     full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "probe_seconds", lambda _: 3.5)
+    monkeypatch.setattr(dry_run, "probe_seconds", lambda _: 3.5)
     phases = ({"until": 0.5}, {"until": 1.0, "attention": "sampled"})
     rows = [Cell(name, name, "custom", phases=phases) for name in ("first", "second")]
-    before = stages.estimate(full_protocol)
-    after = stages.estimate(dataclasses.replace(full_protocol, cells=(*full_protocol.cells, *rows)))
+    before = dry_run.estimate(Run(Path("nowhere"), full_protocol))
+    after = dry_run.estimate(
+        Run(Path("nowhere"), dataclasses.replace(full_protocol, cells=(*full_protocol.cells, *rows)))
+    )
     assert after.generation_hours == pytest.approx(before.generation_hours * (4 + 0.5 + 0.5) / 4)
     assert after.timing_hours == pytest.approx(before.timing_hours * 6 / 4)
 
@@ -448,8 +455,8 @@ def test_the_estimate_counts_the_calls_of_schedulers_with_two_in_a_step(
 ) -> None:
     """Heun's takes one in its last step: 3 calls of 2 steps, 7 of 4."""
     heun = dataclasses.replace(full_protocol, scheduler="HeunDiscreteScheduler")
-    monkeypatch.setattr(stages, "timed_call", _three_calls)
-    assert stages.probe_seconds(heun) == pytest.approx(1.0 + 7 * 0.5)
+    monkeypatch.setattr(dry_run, "timed_call", _three_calls)
+    assert dry_run.probe_seconds(heun) == pytest.approx(1.0 + 7 * 0.5)
 
 
 def _three_calls(pipe: Any, protocol: Protocol, cell: Any, prompts: list[str], seeds: list[int]) -> dict[str, float]:
@@ -469,7 +476,7 @@ def test_the_toys_protocol_fills_every_row(tmp_path: Path, monkeypatch: pytest.M
     protocol = load_protocol("toy", [*few, "time.repeats=1", "time.warmup=0"])
     assert {cell.method for cell in protocol.cells} == set(METHODS)
     lines: list[str] = []
-    assert stages.run(protocol, tmp_path / "run", lines.append, show_progress=False) == {}
+    assert stages.evaluate(Run(tmp_path / "run", protocol), lines.append, show_progress=False) == {}
     rows = json.loads((tmp_path / "run" / "results.json").read_text())["rows"]
     assert [row["label"] for row in rows] == [cell.label for cell in protocol.cells]
     for row in rows:

@@ -16,13 +16,16 @@ import pytest
 import torch
 from extractors import regions
 from PIL import Image
+from small_run import row_of
 from torch import Tensor
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import extraction, folder, score
+from elfatt_sd.evaluation import extraction, pairs, score
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
+from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, Reference
 from elfatt_sd.evaluation.reference import Renders
+from elfatt_sd.evaluation.run import Run, RunFailure
 from elfatt_sd.evaluation.score import Images, build_references, score_run
 from elfatt_sd.evaluation.statistics import (
     BETTER,
@@ -70,11 +73,11 @@ def altered(images: Tensor, cell: str) -> Tensor:
 
 def write_run(run_dir: Path, specification: Protocol, stride: int = 4) -> Path:
     """Write a run of renders with every `stride`-th pixel; 1 leaves them as the toy's extractor knows them."""
-    classes = [prompt.class_index for prompt in score.run_prompts(specification)]
+    classes = [prompt.class_index for prompt in run_prompts(specification)]
     pictures = [image for image in Renders(2 * COUNT, classes).load(0, 2 * COUNT) if not isinstance(image, str)]
     renders = torch.from_numpy(np.stack(pictures))[:, ::stride, ::stride]
     run_dir.mkdir(parents=True)
-    data = {"format": folder.FORMAT, "identity": specification.identity, "protocol": specification.to_dict()}
+    data = {"format": 1, "identity": specification.identity, "protocol": specification.to_dict()}
     (run_dir / "run.json").write_text(json.dumps({**data, "created": "today", "environment": {}}))
     for cell in specification.cells:
         rows = renders[COUNT:] if cell.role == "null" else altered(renders[:COUNT], cell.name)
@@ -82,12 +85,13 @@ def write_run(run_dir: Path, specification: Protocol, stride: int = 4) -> Path:
         for index, (pixels, number) in enumerate(zip(rows, classes, strict=True)):
             buffer = io.BytesIO()
             Image.fromarray(pixels.numpy()).save(buffer, "PNG")
-            path = folder.image_path(run_dir, cell, index)
+            path = row_of(run_dir, cell).image_file(index)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(buffer.getvalue())
             digest = hashlib.sha256(buffer.getvalue()).hexdigest()
-            lines.append(json.dumps({"index": index, "class_index": number, "sha256": digest}))
-        folder.manifest_path(run_dir, cell).write_text("\n".join(lines))
+            made = {"index": index, "file": path.name, "prompt": "a", "class_index": number, "seed": index}
+            lines.append(json.dumps({**made, "sha256": digest}))
+        row_of(run_dir, cell).manifest.write_text("\n".join(lines))
     return run_dir
 
 
@@ -106,7 +110,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ELFATT_SD_CACHE", str(cache))
         run_dir = write_run(tmp_path_factory.mktemp("runs") / "run", protocol(), stride=1)
-        score_run(run_dir)
+        score_run(Run.open(run_dir))
     return run_dir
 
 
@@ -132,7 +136,7 @@ def test_every_row_is_scored(scores: dict[str, Any]) -> None:
 
 def test_distance_is_that_of_the_statistics(scored: Path, scores: dict[str, Any]) -> None:
     extractor = load_extractor("toy")
-    images = Images.of_cell(scored, CELLS[3])
+    images = Images.of_row(row_of(scored, CELLS[3]))
     pixels = torch.stack([torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in images.paths])
     own = FeatureStatistics.of(extractor(pixels))
     (reference,) = build_references(protocol())
@@ -158,14 +162,14 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
     tome = rows["tome"]["paired"]
     assert (tome["psnr"]["identical"], tome["psnr"]["unit"]) == (COUNT - 3, "dB")
     assert rows["tome"]["most_changed"] == [2, 5, 7]
-    assert len(rows["dark"]["most_changed"]) == score.MOST_CHANGED
+    assert len(rows["dark"]["most_changed"]) == pairs.MOST_CHANGED
     assert rows["null"]["paired"]["psnr"]["median"] < 25
     assert rows["null"]["paired"]["ssim"]["median"] < 0.9 < tome["ssim"]["mean"] < 1
     assert tome["cosine"]["mean"] > rows["dark"]["paired"]["cosine"]["mean"]
     ours, theirs = (
-        np.array(Image.open(folder.image_path(scored, cell, 2))).astype(float) for cell in (CELLS[2], CELLS[0])
+        np.array(Image.open(row_of(scored, cell).image_file(2))).astype(float) for cell in (CELLS[2], CELLS[0])
     )
-    row, baseline = (Images.of_cell(scored, cell) for cell in (CELLS[2], CELLS[0]))
+    row, baseline = (Images.of_row(row_of(scored, cell)) for cell in (CELLS[2], CELLS[0]))
     before = list(warnings.filters)
     changes = score.pair_changes(row, baseline, scored / "anew", torch.device("cpu"))
     assert warnings.filters == before, "what is told later, such as of layers that are not patched, is told"
@@ -188,7 +192,7 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
 def test_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
     (extractor,), (reference,) = score.load_extractors(protocol()), build_references(protocol())
     scale = score.Scale(extractor, reference, scored / "scores")
-    untouched = Images.of_cell(scored, CELLS[0])
+    untouched = Images.of_row(row_of(scored, CELLS[0]))
     twin = dataclasses.replace(untouched, name="twin")
     scale.extract(twin, 8)
     row = score.score_cell(twin, untouched, [scale], scored / "scores")
@@ -204,7 +208,7 @@ def test_scores_carry_the_recorded_identity(tmp_path: Path, monkeypatch: pytest.
     run_dir = write_run(tmp_path / "run", protocol())
     run = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps({**run, "identity": "of an earlier version"}))
-    score_run(run_dir)
+    score_run(Run.open(run_dir))
     assert json.loads((run_dir / "scores.json").read_text())["identity"] == "of an earlier version"
 
 
@@ -230,14 +234,14 @@ def test_what_pictures_show_is_read_once_per_row(scored: Path, monkeypatch: pyte
         return original(self, features)
 
     monkeypatch.setattr(ToyExtractor, "classify", classify)
-    score_run(scored)
+    score_run(Run.open(scored))
     assert read == [COUNT] * len(CELLS)
 
 
 def test_few_classes_give_no_verdict_however_many_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counting(monkeypatch)
     run_dir = write_run(tmp_path / "run", protocol(classes=4, images_per_class=COUNT // 4))
-    score_run(run_dir)
+    score_run(Run.open(run_dir))
     rows = json.loads((run_dir / "scores.json").read_text())["rows"]
     assert rows["dark"]["classes"] == 4
     for distance in rows["dark"]["distances"].values():
@@ -250,7 +254,7 @@ def test_better_is_said_where_it_is_shown(scored: Path) -> None:
     """The untouched pictures against the dark ones as baseline."""
     (extractor,), (reference,) = score.load_extractors(protocol()), build_references(protocol())
     scale = score.Scale(extractor, reference, scored / "scores")
-    untouched, dark = (Images.of_cell(scored, CELLS[place]) for place in (0, 3))
+    untouched, dark = (Images.of_row(row_of(scored, CELLS[place])) for place in (0, 3))
     row = score.score_cell(untouched, dark, [scale], scored / "scores", toy=True)
     assert row["distances"]["FD-toy"]["difference"]["verdict"] == BETTER
     assert row["accuracy"]["mean"]["difference"]["verdict"] == BETTER
@@ -276,7 +280,7 @@ def test_a_killed_scoring_goes_on_and_gives_the_same_scores(tmp_path: Path, monk
     made = counting(monkeypatch)
     monkeypatch.setattr(extraction, "CHUNK", 16)
     run_dir = write_run(tmp_path / "run", protocol())
-    score_run(run_dir, batch_size=8)
+    score_run(Run.open(run_dir), batch_size=8)
     whole = (run_dir / "scores.json").read_bytes()
     for path in (run_dir / "scores").iterdir():
         path.unlink()
@@ -289,11 +293,11 @@ def test_a_killed_scoring_goes_on_and_gives_the_same_scores(tmp_path: Path, monk
             raise Killed
 
     with pytest.raises(Killed):
-        score_run(run_dir, batch_size=8, progress=kill)
+        score_run(Run.open(run_dir), batch_size=8, progress=kill)
     (parts,) = (run_dir / "scores").glob("*.parts")
     (parts / ".chunk-00001.npz.123.part").write_bytes(b"half")  # as SIGKILL leaves it, which no `finally` follows
     before = len(made)
-    score_run(run_dir, batch_size=8)
+    score_run(Run.open(run_dir), batch_size=8)
     assert 0 < int(made[before].network.calls) < 4 * COUNT  # type: ignore[arg-type]
     assert (run_dir / "scores.json").read_bytes() == whole
     assert not list((run_dir / "scores").rglob("*.part*"))
@@ -305,7 +309,7 @@ def test_features_are_computed_once_per_picture(tmp_path: Path, monkeypatch: pyt
     build_references(protocol())
     told: list[list[tuple[str, int, int]]] = [[], []]
     for calls in told:
-        score_run(run_dir, progress=lambda *call, calls=calls: calls.append(call))  # type: ignore[misc]
+        score_run(Run.open(run_dir), progress=lambda *call, calls=calls: calls.append(call))  # type: ignore[misc]
     compared = [(f"{cell.name}, PSNR and SSIM", COUNT, COUNT) for cell in CELLS[1:]]
     assert [call for call in told[0] if "PSNR" in call[0] and call[1] == call[2]] == compared
     assert not told[1], "nothing is looked at twice"
@@ -324,14 +328,14 @@ def test_the_distances_of_a_row_are_computed_once(tmp_path: Path, monkeypatch: p
             return real(*args, **options)
 
         monkeypatch.setattr(score, name, noted)
-    score_run(write_run(tmp_path / "run", protocol()))
+    score_run(Run.open(write_run(tmp_path / "run", protocol())))
     assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, len(CELLS))
 
 
 def test_other_extractors_tell_no_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counting(monkeypatch)
     run_dir = write_run(tmp_path / "run", protocol())
-    score_run(run_dir)
+    score_run(Run.open(run_dir))
     row = json.loads((run_dir / "scores.json").read_text())["rows"]["dark"]
     assert row["accuracy"] is None
     assert list(row["distances"]) == ["FD-regions", "KD-regions"]
@@ -340,13 +344,13 @@ def test_other_extractors_tell_no_attributes(tmp_path: Path, monkeypatch: pytest
 def test_altered_and_deleted_pictures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counting(monkeypatch)
     run_dir = write_run(tmp_path / "run", protocol())
-    victim = folder.image_path(run_dir, CELLS[2], 7)
+    victim = row_of(run_dir, CELLS[2]).image_file(7)
     Image.new("RGB", (256, 256), "red").save(victim)
     with pytest.raises(ElfattError, match=r"tome/images/00007.png was altered"):
-        score_run(run_dir)
+        score_run(Run.open(run_dir))
     victim.unlink()
     with pytest.raises(ElfattError, match=r"tome/images/00007.png was deleted"):
-        score_run(run_dir)
+        score_run(Run.open(run_dir))
     assert not (run_dir / "scores.json").exists()
 
 
@@ -355,12 +359,12 @@ def test_unfinished_rows_are_left_out_and_the_baseline_is_needed(
 ) -> None:
     counting(monkeypatch)
     run_dir = write_run(tmp_path / "run", protocol())
-    folder.manifest_path(run_dir, CELLS[2]).unlink()
-    score_run(run_dir)
+    row_of(run_dir, CELLS[2]).manifest.unlink()
+    score_run(Run.open(run_dir))
     assert list(json.loads((run_dir / "scores.json").read_text())["rows"]) == ["sd", "null", "dark"]
-    folder.manifest_path(run_dir, CELLS[0]).unlink()
+    row_of(run_dir, CELLS[0]).manifest.unlink()
     with pytest.raises(ElfattError, match="baseline, has no images"):
-        score_run(run_dir)
+        score_run(Run.open(run_dir))
 
 
 def test_disagreement_with_torchmetrics_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,8 +372,8 @@ def test_disagreement_with_torchmetrics_is_an_error(tmp_path: Path, monkeypatch:
     run_dir = write_run(tmp_path / "run", protocol())
     correct = score.torchmetrics_distance
     monkeypatch.setattr(score, "torchmetrics_distance", lambda *args: 1.01 * correct(*args) + 0.01)
-    with pytest.raises(folder.RunFailure, match="by torchmetrics"):
-        score_run(run_dir)
+    with pytest.raises(RunFailure, match="by torchmetrics"):
+        score_run(Run.open(run_dir))
 
 
 def test_reference_of_moments_gives_no_kernel_distance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +381,7 @@ def test_reference_of_moments_gives_no_kernel_distance(tmp_path: Path, monkeypat
     statistics = FeatureStatistics.of(torch.rand(30, 12, generator=torch.Generator().manual_seed(0)))
     np.savez(tmp_path / "other.npz", mu=statistics.mean, sigma=statistics.covariance)
     run_dir = write_run(tmp_path / "run", protocol(reference=Reference(str(tmp_path / "other.npz"))))
-    score_run(run_dir)
+    score_run(Run.open(run_dir))
     row = json.loads((run_dir / "scores.json").read_text())["rows"]["sd"]
     assert list(row["distances"]) == ["FD-regions (statistics of other.npz)"]
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from small_run import row_of
 
-from elfatt_sd.evaluation import folder
 from elfatt_sd.evaluation.measure import summarize_memory
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.results import write_results
+from elfatt_sd.evaluation.run import RUN_FILE, Run
 from elfatt_sd.evaluation.verify import unequal, verify_run
 
 ELFATT = "elfatt-ratio0.5-block_size16-agents8"
@@ -29,7 +30,7 @@ def copy(finished_run: Path, workplace: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_a_finished_run_is_in_order(copy: Path) -> None:
     told: list[Any] = []
-    assert verify_run(copy, progress=lambda *seen: told.append(seen)) == []
+    assert verify_run(Run.open(copy), progress=lambda *seen: told.append(seen)) == []
     assert {seen[1:] for seen in told} >= {(5, 5)}  # the images of a row, while they are scored again
 
 
@@ -63,7 +64,7 @@ def _cut_manifest(run_dir: Path, image: Path) -> None:
 
 
 def _edit_protocol(run_dir: Path, image: Path) -> None:
-    path = run_dir / folder.RUN_FILE
+    path = run_dir / RUN_FILE
     path.write_text(path.read_text().replace('"guidance": 7.5', '"guidance": 5.0'))
 
 
@@ -82,8 +83,8 @@ def _edit_protocol(run_dir: Path, image: Path) -> None:
 def test_damage_is_named(
     copy: Path, full_protocol: Protocol, damage: Callable[[Path, Path], None], message: str
 ) -> None:
-    damage(copy, folder.image_path(copy, full_protocol.cells[1], 2))
-    problems = verify_run(copy)
+    damage(copy, row_of(copy, full_protocol.cells[1]).image_file(2))
+    problems = verify_run(Run.open(copy))
     assert any(message in problem for problem in problems), problems
 
 
@@ -98,10 +99,10 @@ def test_edited_scores_are_found_by_computing_them_anew(copy: Path) -> None:
         data["rows"]["null"]["distances"]["FD-CLIP (12 reference images)"]["value"] *= 0.9
 
     _edit(copy / "scores.json", improve)
-    (problem, *rest) = verify_run(copy)
+    (problem, *rest) = verify_run(Run.open(copy))
     assert "scores.json: rows.null.distances.FD-CLIP (12 reference images).value is" in problem
     assert any("results.json" in line for line in rest)
-    assert all("results.json" in line for line in verify_run(copy, recompute=False))
+    assert all("results.json" in line for line in verify_run(Run.open(copy), recompute=False))
 
 
 def test_an_edited_reference_is_found_by_computing_it_anew(copy: Path) -> None:
@@ -109,7 +110,7 @@ def test_an_edited_reference_is_found_by_computing_it_anew(copy: Path) -> None:
         data["references"]["FD-CLIP (12 reference images)"]["count"] = 50_000
 
     _edit(copy / "scores.json", enlarge)
-    (problem, _) = verify_run(copy)
+    (problem, _) = verify_run(Run.open(copy))
     assert "scores.json: references.FD-CLIP (12 reference images).count is 50000, computed anew 12" in problem
 
 
@@ -145,7 +146,7 @@ def _change_machine(data: Any) -> None:
 )
 def test_edited_results_are_found(copy: Path, change: Callable[[Any], None], place: str) -> None:
     _edit(copy / "results.json", change)
-    (problem,) = verify_run(copy, recompute=False)
+    (problem,) = verify_run(Run.open(copy), recompute=False)
     assert "results.json: " in problem
     assert place in problem
 
@@ -201,8 +202,8 @@ def test_figures_that_do_not_follow_from_their_raw_values_are_found(
 ) -> None:
     """Although `results.json` was made again from them."""
     _edit(copy / file, change)
-    write_results(copy)
-    (problem,) = verify_run(copy, recompute=False)
+    write_results(Run.open(copy))
+    (problem,) = verify_run(Run.open(copy), recompute=False)
     assert f"{file}: " in problem
     assert message in problem
 
@@ -230,15 +231,15 @@ def test_raw_values_of_a_gpu_and_of_rows_that_failed_are_understood(copy: Path) 
 
     _edit(copy / "memory.json", allocate)
     _edit(copy / "time.json", fail)
-    write_results(copy)
-    assert not [problem for problem in verify_run(copy, recompute=False) if "/report/" not in problem]
+    write_results(Run.open(copy))
+    assert not [problem for problem in verify_run(Run.open(copy), recompute=False) if "/report/" not in problem]
 
 
 @pytest.mark.parametrize("name", ["table.csv", "index.html"])
 def test_an_edited_report_is_found(copy: Path, name: str) -> None:
     path = copy / "report" / name
     path.write_bytes(path.read_bytes().replace(b"ELFATT-SD", b"ELFATT-SD*", 1))
-    (problem,) = verify_run(copy, recompute=False)
+    (problem,) = verify_run(Run.open(copy), recompute=False)
     assert f"report/{name}: not that of results.json" in problem
 
 
@@ -246,7 +247,7 @@ def test_the_report_has_all_its_files_and_no_others(copy: Path) -> None:
     for name in ("table.tex", "index.html", "difference.png"):
         (copy / "report" / name).unlink()
     (copy / "report" / "ablation_old.png").touch()
-    problems = verify_run(copy, recompute=False)
+    problems = verify_run(Run.open(copy), recompute=False)
     assert [problem.partition("report/")[2].split(",")[0] for problem in problems] == [
         "table.tex: deleted", "difference.png: deleted", "index.html: deleted", "ablation_old.png: not of this report",
     ]  # fmt: skip
@@ -254,7 +255,7 @@ def test_the_report_has_all_its_files_and_no_others(copy: Path) -> None:
 
 def test_missing_files_are_named(copy: Path) -> None:
     (copy / "scores.json").unlink()
-    assert any("scores.json: deleted" in problem for problem in verify_run(copy))
+    assert any("scores.json: deleted" in problem for problem in verify_run(Run.open(copy)))
 
 
 def test_numbers_with_a_fraction_are_compared_with_a_tolerance() -> None:

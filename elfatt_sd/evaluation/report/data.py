@@ -12,6 +12,7 @@ from typing import Any
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
+from elfatt_sd.files import is_plain_name
 
 BASELINE, NULL, METHOD = "baseline", "null", "method"
 STAGES = {"text": "Text", "unet": "UNet", "vae": "VAE", "reserved": "Reserved"}
@@ -19,6 +20,7 @@ PARTS = {"end_to_end": "end to end", "unet": "UNet alone"}
 TIME_COLUMNS = {"end_to_end": "s/img", "unet": "UNet, s/img"}
 CROWD = 8  # methods; with more, colours repeat and a legend cannot name them
 _SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common
+_ANEW = "make the file anew with `elfatt-sd eval score`"
 _TEXTS = 14  # rows; with more, their texts in a plot cover each other
 
 
@@ -440,10 +442,21 @@ def load_results(run_dir: Path) -> Results:
         raise ElfattError(f"{path} cannot be read ({error.strerror}); `elfatt-sd eval score` writes it.") from error
     except ValueError as error:
         raise ElfattError(f"{path} is no valid JSON ({error}); make it anew with `elfatt-sd eval score`.") from error
+    if isinstance(data, dict):
+        _check_names(path, data)
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("rows"), list):
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ElfattError(f"{path} has format {found!r}; accepted: an object with format {FORMAT} and a list of rows.")
     return Results(data)
+
+
+def _check_names(path: Path, data: Mapping[str, Any]) -> None:
+    """Refuse names that lead out of the folders that are named after them."""
+    rows = data.get("rows")
+    cells = [row.get("cell") for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+    for name in (data.get("name"), *cells):
+        if name not in (None, "") and not (isinstance(name, str) and is_plain_name(name)):
+            raise ElfattError(f"{path} has the name {name!r}, which cannot be that of a folder; {_ANEW}.")
 
 
 def _label(row: Mapping[str, Any]) -> str:

@@ -1,0 +1,207 @@
+"""What a run would take, and everything that would stop it, before anything is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.first_steps import kept_calls
+from elfatt_sd.evaluation.images import denoiser, image_seed, load_protocol_pipeline, row_patch
+from elfatt_sd.evaluation.measure import WARMUP_STEPS, PeakMeter, program_of, timed_call
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Row, Run, RunFailure
+from elfatt_sd.evaluation.stages import check_device, first_checks
+from elfatt_sd.files import check_writable
+from elfatt_sd.typed import read_json
+
+_PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat pictures take less
+_PROBE_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long the rest of a run will take, as if every row were the untouched pipeline.
+
+    Attributes:
+        seconds_per_image: of the untouched pipeline on this machine, one image at a time.
+        generation_hours: to make the images, the exact first steps that rows have in common once.
+        timing_hours: to time all rows, warm-up included; 0 where that is done.
+        memory_hours: to measure the memory of all rows that are not measured, each program once, with the start of
+            each process.
+    """
+
+    seconds_per_image: float
+    generation_hours: float
+    timing_hours: float
+    memory_hours: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The hours of each part, by what it is for."""
+        return {
+            "to generate": self.generation_hours,
+            "to time": self.timing_hours,
+            "for the memory": self.memory_hours,
+        }
+
+    @property
+    def hours(self) -> float:
+        """Of all parts."""
+        return sum(self.parts.values())
+
+
+def estimate(run: Run) -> Estimate:
+    """Estimate the time of a run, from one image with two steps; what is finished does not count.
+
+    Raises:
+        ElfattError: the model or the labels cannot be loaded.
+    """
+    begun = time.perf_counter()
+    seconds = probe_seconds(run.protocol)
+    starting = time.perf_counter() - begun  # a process imports more, but draws no image
+    weighed, processes = _memory_to_measure(run)
+    hours = (count * seconds / 3600 for count in (_images_to_make(run), _images_to_time(run), weighed))
+    generation, timed, memory = hours
+    return Estimate(seconds, generation, timed, memory + processes * starting / 3600)
+
+
+def _images_to_make(run: Run) -> float:
+    """Count images, of those that share their exact first steps what is left of each."""
+    left = {row.name: _missing_images(run, row) for row in run.rows}
+    kept = {row.name: left[row.name] * kept_calls(run.protocol, row.cell) / run.protocol.steps for row in run.rows}
+    return sum(left.values()) - sum(kept.values()) + max(kept.values())
+
+
+def _missing_images(run: Run, row: Row) -> int:
+    return (
+        0
+        if row.finished
+        else sum(len(batch) for number, batch in enumerate(run.batches) if not row.batch_file(number).is_file())
+    )
+
+
+def _images_to_time(run: Run) -> float:
+    protocol = run.protocol
+    done = _read(run, TIME_FILE)
+    if protocol.time is None or (done and not done.get("errors")):
+        return 0.0
+    rounds = protocol.time.repeats + protocol.time.warmup * min(WARMUP_STEPS, protocol.steps) / protocol.steps
+    return len(protocol.cells) * (protocol.time.batch or protocol.batch) * rounds
+
+
+def _memory_to_measure(run: Run) -> tuple[float, int]:
+    """Return the images that the memory takes, counted by their steps, and the number of processes."""
+    memory, steps = run.protocol.memory, run.protocol.steps
+    if memory is None:
+        return 0.0, 0
+    data = _read(run, MEMORY_FILE)
+    known = data.get("programs", {})
+    programs = {program_of(cell) for cell in run.protocol.cells if cell.name not in data.get("rows", {})} - known.keys()
+    batches = set(memory.batches)
+    return len(programs) * sum(batches) * (memory.steps or steps) / steps, len(programs) * len(batches)
+
+
+def _read(run: Run, name: str) -> dict[str, Any]:
+    return read_json(run.folder / name, "delete it") or {}
+
+
+def count_images(run: Run) -> int:
+    """Return the number of images over all rows."""
+    return len(run.prompts) * len(run.rows)
+
+
+def disk_gib(run: Run) -> float:
+    """Estimate the disk that the images of a run take, in GiB."""
+    return count_images(run) * run.protocol.height * run.protocol.width * _PNG_BYTES_PER_PIXEL / 2**30
+
+
+def probe_seconds(protocol: Protocol) -> float:
+    """Estimate the seconds per image of the untouched pipeline from one image with two steps, after one to warm up.
+
+    Raises:
+        ElfattError: the model cannot be loaded.
+    """
+    from elfatt_sd.evaluation.prompts import run_prompts
+
+    pipe = load_protocol_pipeline(protocol)
+    short = dataclasses.replace(protocol, steps=_PROBE_STEPS)
+    prompt = [run_prompts(protocol)[0].text]
+    seeds = [image_seed(protocol, protocol.baseline, 0)]
+    timed_call(pipe, short, protocol.baseline, prompt, seeds)
+    seconds = timed_call(pipe, short, protocol.baseline, prompt, seeds)
+    probed = len(pipe.scheduler.timesteps)  # calls of the denoiser, which some schedulers make twice in a step
+    pipe.scheduler.set_timesteps(protocol.steps)
+    rest = seconds["end_to_end"] - seconds["unet"]
+    return seconds["unet"] * len(pipe.scheduler.timesteps) / probed + rest
+
+
+def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
+    """Try everything that a run needs, and return a line for each thing that would stop it or a row.
+
+    Args:
+        run: which one.
+        reuse: folders of other runs.
+    """
+    from elfatt_sd.evaluation.reference import check_source
+    from elfatt_sd.evaluation.score import load_extractors, score_inputs
+
+    protocol = runnable = run.protocol
+    if _reason_against(lambda: check_device(protocol)):
+        runnable = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
+
+    def each_extractor(spec: str) -> None:
+        part = dataclasses.replace(runnable, extractors=(spec,))
+        score_inputs(part, load_extractors(part))
+
+    checks: list[Callable[[], Any]] = [
+        lambda: check_writable(run.folder),
+        run.check,
+        *(functools.partial(Run.open, other) for other in reuse),
+        *first_checks(protocol),
+        lambda: check_source(protocol.reference),
+        *(functools.partial(each_extractor, spec) for spec in protocol.extractors),
+        lambda: load_extractors(runnable),
+        lambda: _check_disk(run),
+    ]
+    found = [reason for check in checks if (reason := _reason_against(check))]
+    return list(dict.fromkeys([*found, *_obstacles_of_rows(runnable)]))
+
+
+def _reason_against(check: Callable[[], Any]) -> str:
+    try:
+        check()
+    except (ElfattError, RunFailure) as error:
+        return str(error)
+    return ""
+
+
+def _check_disk(run: Run) -> None:
+    needed, free = disk_gib(run), run.free_gib
+    if needed > free:
+        raise ElfattError(
+            f"{run.folder}: about {needed:.3g} GiB of disk are needed and {free:.3g} are free; make room."
+        )
+
+
+def _obstacles_of_rows(protocol: Protocol) -> list[str]:
+    """Load the pipeline and patch it with each row's method."""
+    loaded: list[Any] = []
+    missing = _reason_against(lambda: loaded.append(load_protocol_pipeline(protocol)))
+    if missing:
+        return [missing]
+    (pipe,) = loaded
+
+    def patch(cell: Cell) -> None:
+        with row_patch(pipe, cell):
+            pass
+
+    found = [(cell, _reason_against(functools.partial(patch, cell))) for cell in protocol.cells]
+    rows = [f"row {cell.name!r}: {reason}" for cell, reason in found if reason]
+    memory = _reason_against(lambda: PeakMeter(denoiser(pipe).device)) if protocol.memory else ""
+    return [*rows, *filter(None, [memory])]

@@ -1,0 +1,174 @@
+"""Make images: the pipeline of a protocol, patched as a row says, from noise that depends on the seed alone.
+
+An image starts from noise that a CPU generator with its seed draws in float32, whatever the batch size, the device or
+the number of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.layers import find_denoisers
+from elfatt_sd.optional import need
+
+
+class BadImage(ElfattError):
+    """An image that is black, of one colour, or not a number."""
+
+
+def denoiser(pipe: Any) -> Any:
+    """Return the network of a pipeline that is called in every step."""
+    return next(iter(find_denoisers(pipe).values()))
+
+
+def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any:
+    """Load a protocol's pipeline with its scheduler, and without what would alter images (checker, watermark).
+
+    Args:
+        protocol: names model, dtype, scheduler and device.
+        device: takes the place of the protocol's.
+
+    Raises:
+        ElfattError: the model cannot be loaded, or diffusers has no such scheduler.
+    """
+    from elfatt_sd.pipelines import load_pipeline
+
+    pipe = load_pipeline(protocol.model, device=device or protocol.device, dtype=protocol.dtype)
+    if protocol.scheduler != "stored":
+        pipe.scheduler = _scheduler(protocol.scheduler, pipe.scheduler.config)
+    for extra in ("safety_checker", "watermark"):
+        if getattr(pipe, extra, None) is not None:
+            setattr(pipe, extra, None)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _scheduler(name: str, stored: Any) -> Any:
+    """Make a scheduler with the settings of the model's own; PLMS is PNDM without its Runge-Kutta start."""
+    import diffusers
+
+    plms = name == "PLMS"
+    kind = getattr(diffusers, "PNDMScheduler" if plms else name, None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
+        raise ElfattError(
+            f"scheduler={name!r} is not known; accepted: stored, PLMS, or a scheduler class of diffusers."
+        )
+    from_config: Any = kind.from_config
+    return from_config(stored, **({"skip_prk_steps": True} if plms else {}))
+
+
+@contextlib.contextmanager
+def row_patch(pipe: Any, cell: Cell, seed: int = 0) -> Iterator[None]:
+    """Patch a pipeline with a row's method for the length of a `with` block.
+
+    Args:
+        pipe: the pipeline.
+        cell: the row.
+        seed: seeds a peer that draws from the global state, which is put back afterwards.
+    """
+    if cell.peer:
+        with _tomesd(pipe, cell, seed):
+            yield
+    elif cell.config().active:
+        from elfatt_sd.patch import patched
+
+        with patched(pipe, cell.config()):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _tomesd(pipe: Any, cell: Cell, seed: int) -> Iterator[None]:
+    """Run the peer's own patch; it forks its generator from the global one at the first call."""
+    need("peer 'tomesd'", "tomesd")
+    import tomesd
+
+    options = {name: value for name, value in cell.settings.items() if name != "stride"}
+    stride = cell.settings.get("stride", 2)
+    devices = [pipe.device] if pipe.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        tomesd.apply_patch(pipe, sx=stride, sy=stride, **options)
+        try:
+            yield
+        finally:
+            tomesd.remove_patch(pipe)
+
+
+def image_seed(protocol: Protocol, cell: Cell, index: int) -> int:
+    """Return the seed of an image; the null row's differ from all others."""
+    return protocol.seed + cell.seed_offset + index
+
+
+def start_noise(pipe: Any, protocol: Protocol, seeds: Sequence[int]) -> tuple[Tensor, list[torch.Generator]]:
+    """Draw the starting noise of some images.
+
+    Returns:
+        Latents `[n, channels, height / factor, width / factor]` in the pipeline's dtype, drawn in float32 on the CPU,
+        and the generators, which go on to serve schedulers that add noise.
+    """
+    factor = pipe.vae_scale_factor
+    shape = (denoiser(pipe).config.in_channels, protocol.height // factor, protocol.width // factor)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    latents = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+    return latents.to(pipe.device, denoiser(pipe).dtype), generators
+
+
+def make_images(pipe: Any, protocol: Protocol, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
+    """Run the pipeline on a batch.
+
+    Args:
+        pipe: the pipeline, patched or not.
+        protocol: size, steps and guidance.
+        prompts: one for each image.
+        seeds: likewise.
+
+    Returns:
+        Images `[n, 3, height, width]`, floating in [0, 1], on the pipeline's device.
+    """
+    latents, generators = start_noise(pipe, protocol, seeds)
+    output = pipe(
+        prompt=list(prompts),
+        height=protocol.height,
+        width=protocol.width,
+        num_inference_steps=protocol.steps,
+        guidance_scale=protocol.guidance,
+        latents=latents,
+        generator=generators,
+        output_type="pt",
+    )
+    images: Tensor = output.images
+    return images
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """Round images in [0, 1] to `[n, height, width, 3]` uint8 on the CPU."""
+    return (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8).cpu()  # half precision has no 255 levels
+
+
+def check_images(images: Tensor, indices: Sequence[int]) -> None:
+    """Refuse images that no working pipeline makes.
+
+    Args:
+        images: `[n, 3, height, width]` in [0, 1].
+        indices: their numbers, for the message.
+
+    Raises:
+        BadImage: one holds NaN, is black, or has one colour only.
+    """
+    for index, image in zip(indices, images, strict=True):
+        low, high = (float(value) for value in torch.aminmax(image.float()))
+        if not (low > float("-inf") and high < float("inf")):
+            raise BadImage(f"image {index} is not finite (NaN or infinity); try dtype='float32' or 'bfloat16'")
+        if round(high * 255) == 0:
+            raise BadImage(f"image {index} is black")
+        if round(high * 255) == round(low * 255):
+            raise BadImage(f"image {index} has the single value {high:.3f}")

@@ -1,0 +1,181 @@
+"""Read protocols from TOML files, change some of their values, and turn their cells into rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elfatt_sd.config import SETTINGS, ElfattError
+from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Cell, Memory, Protocol, Time
+from elfatt_sd.typed import checked, refused
+
+QUICK_STEPS = 2  # of each call that measures memory, in a quick look
+_FOLDERS = (Path("eval"), Path(__file__).parents[2] / "eval", Path(__file__).parent / "protocols")
+
+
+def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit: int | None = None) -> Protocol:
+    """Read a protocol and change some of its values.
+
+    Args:
+        path_or_name: a TOML file, or the name of one under `eval/`.
+        limit: a quick look: so many images a row, and as little of time and memory; overrides go before it.
+        overrides: `key=value` or `table.key=value`, the value as TOML writes it; what is no TOML is text.
+
+    Raises:
+        ElfattError: no such file, not TOML, a key that is not known, or a value that is not accepted.
+    """
+    path = _find(path_or_name)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ElfattError(f"{path} is not valid TOML: {error}.") from error
+    except OSError as error:
+        raise ElfattError(f"{path} cannot be read: {error.strerror}.") from error
+    if limit is not None:
+        _make_quick(data, limit)
+    for override in overrides:
+        _override(data, override)
+    _leave_out_unmeasured(data)
+    cells = data.get("cells")
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        raise ElfattError(f"{path}: cells is missing; give one [[cells]] table for every row.")
+    data["cells"] = _expand(cells)
+    data.setdefault("name", path.stem)
+    if isinstance(data.get("published"), str):
+        data["published"] = _published(data["published"])
+    try:
+        return checked(data, Protocol)
+    except ElfattError as error:
+        raise ElfattError(f"{path}: {error}") from error
+
+
+def _find(path_or_name: str | Path) -> Path:
+    path = Path(path_or_name)
+    if path.is_file():
+        return path
+    if path.name == str(path_or_name) and not path.suffix:
+        for folder in _FOLDERS:
+            if (folder / f"{path}.toml").is_file():
+                return folder / f"{path}.toml"
+    known = sorted({file.stem for folder in _FOLDERS if folder.is_dir() for file in folder.glob("*.toml")})
+    raise ElfattError(
+        f"protocol {str(path)!r} does not exist; give a TOML file or one of: {', '.join(known) or 'none'}."
+    )
+
+
+def _published(name: str) -> dict[str, Any]:
+    """Return the printed figures that another protocol carries."""
+    table = tomllib.loads(_find(name).read_text(encoding="utf-8")).get("published")
+    if not isinstance(table, dict):
+        raise refused(f"published={name!r}", "a table with source and rows, or the name of a protocol that has one")
+    return table
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    """Set one value; tables that are not there yet are made."""
+    key, equals, text = override.partition("=")
+    *tables, last = [part.strip() for part in key.split(".")]
+    if last == "cells":
+        raise ElfattError(f"override {override!r} is not accepted; rows are changed in the protocol's file.")
+    if not equals or not last or len(tables) > 1:
+        raise ElfattError(f"override {override!r} is not accepted; give key=value or table.key=value.")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    target = data
+    for table in tables:
+        target = target.setdefault(table, {})
+        if not isinstance(target, dict):
+            raise ElfattError(f"override {override!r} is not accepted; {table!r} is not a table.")
+    target[last] = value
+
+
+def _make_quick(data: dict[str, Any], limit: int) -> None:
+    """Limit the images of a row, the rounds and batch of the timing, and the batch sizes and steps of the memory."""
+    data["limit"] = limit
+    timing, memory = data.get("time"), data.get("memory")
+    if isinstance(timing, dict):
+        batch = timing.get("batch") or data.get("batch", 1)
+        timing["repeats"] = _at_most(timing.get("repeats", Time.repeats), limit)
+        timing["batch"] = _at_most(batch, limit)
+    if isinstance(memory, dict):
+        batches = memory.get("batches", list(Memory.batches))
+        if isinstance(batches, list) and all(isinstance(batch, int) for batch in batches):
+            memory["batches"] = sorted(set(batches))[:2]
+        memory["steps"] = _at_most(memory.get("steps") or data.get("steps", QUICK_STEPS), QUICK_STEPS)
+
+
+def _at_most(value: Any, most: int) -> Any:
+    return min(value, most) if isinstance(value, int) else value  # what is no number is refused later
+
+
+def _leave_out_unmeasured(data: dict[str, Any]) -> None:
+    """Drop the tables that say that nothing is to be measured: time without repeats, memory without batches."""
+    for table, key, nothing in (("time", "repeats", 0), ("memory", "batches", [])):
+        settings = data.get(table)
+        if isinstance(settings, dict) and settings.get(key) == nothing and settings.get(key) is not False:
+            del data[table]
+
+
+def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Turn settings with several values into one row for each, and give rows their names and seeds."""
+    fields = {item.name for item in dataclasses.fields(Cell)} - {"settings", "swept"}
+    expanded: list[dict[str, Any]] = []
+    for number, cell in enumerate(cells, 1):
+        own = {key: value for key, value in cell.items() if key in fields}
+        settings = {key: value for key, value in cell.items() if key not in fields}
+        unknown = sorted(settings.keys() - SETTINGS)
+        if unknown:
+            accepted = ", ".join(sorted(fields | SETTINGS))
+            raise ElfattError(f"key {unknown[0]!r} of cell {number} is not known; accepted: {accepted}.")
+        for chosen in _choices(settings, f"cell {number}"):
+            expanded += [_row({**own, **swept}, chosen) for swept in _expand_phases(own.get("phases"), number)]
+    nulls = [row for row in expanded if row.get("role") == "null"]
+    for count, row in enumerate(nulls, 1):
+        row.setdefault("seed_offset", count * NULL_SEED_OFFSET)
+    return expanded
+
+
+def _choices(values: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return every combination of the values, of which those that are lists give one each.
+
+    Raises:
+        ElfattError: a list is empty.
+    """
+    empty = [key for key, value in values.items() if value == []]
+    if empty:
+        raise refused(f"{empty[0]}=[] of {where}", "a value, or a list of at least one")
+    lists = [value if isinstance(value, list) else [value] for value in values.values()]
+    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*lists)]
+
+
+def _expand_phases(phases: Any, number: int) -> list[dict[str, Any]]:
+    """Return the rows that the lists of values inside a cell's phases make: `phases` and `swept` of each."""
+    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
+        return [{}]  # none; or what `Cell` will refuse
+    lists = {(place, key): value for place, phase in enumerate(phases) for key, value in phase.items()}
+    lists = {where: value for where, value in lists.items() if isinstance(value, list)}
+    keys = [key for _, key in lists]
+    titles = {(place, key): key if keys.count(key) == 1 else f"phase{place + 1}_{key}" for place, key in lists}
+    rows = []
+    for chosen in _choices({titles[where]: value for where, value in lists.items()}, f"cell {number}"):
+        own = [dict(phase) for phase in phases]
+        for (place, key), title in titles.items():
+            own[place][key] = chosen[title]
+        rows.append({"phases": own, "swept": chosen})
+    return rows
+
+
+def _row(own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    method = str(own.get("method", "custom" if "phases" in own else "sd"))
+    base = str(own.get("peer")) if own.get("peer") else ("null" if own.get("role") == "null" else method)
+    varied = [*settings.items(), *own.get("swept", {}).items()]
+    base = str(own.get("name", re.sub(r"[^\w.=+-]", "-", base)))
+    name = "-".join([base, *(f"{key}{value}" for key, value in varied)])
+    return {"label": method, **own, "method": method, "name": name, "settings": settings}

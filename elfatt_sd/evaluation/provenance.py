@@ -1,0 +1,107 @@
+"""What decides a run's images beside its protocol: code, weights, prompts as the tokenizers read them, machine."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elfatt_sd.evaluation import first_steps, images
+from elfatt_sd.evaluation.environment import describe_environment, sha256_of_code
+from elfatt_sd.evaluation.prompts import run_prompts
+from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.files import sha256_of_data
+
+_METHOD = (  # the modules that decide what a patched layer computes
+    "attention",
+    "cell_spread",
+    "config",
+    "layers",
+    "merging",
+    "ordering",
+    "patch",
+    "processor",
+    "sampled",
+    "schedule",
+)
+_IMAGE_CODE = (
+    images.denoiser,
+    images.load_protocol_pipeline,
+    images._scheduler,
+    images.row_patch,
+    images._tomesd,
+    images.image_seed,
+    images.start_noise,
+    images.make_images,
+    images.to_uint8,
+    first_steps.exact_calls,
+    first_steps.first_steps,
+)
+
+
+def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
+    """Return, as plain data, all that decides a run's images beside its protocol.
+
+    Args:
+        protocol: of the run.
+        pipe: its pipeline, not patched.
+
+    Returns:
+        What `describe_environment` and `code_hashes` say, and the hashes of the weights and of the prompts with their
+        tokens.
+    """
+    items = run_prompts(protocol)
+    prompts = [[item.text, item.class_index] for item in items]
+    return {
+        **describe_environment(pipe.device),
+        "model_sha256": weights_sha256(pipe),
+        "prompts_sha256": sha256_of_data([prompts, _tokens(pipe, ["", *(item.text for item in items)])]),
+        **code_hashes(),
+    }
+
+
+@functools.cache
+def code_hashes() -> dict[str, str]:
+    """Return `code_sha256`, of what makes every image, and `method_sha256`, of what a patch computes.
+
+    They are those of the code that this process has loaded, whatever becomes of its files later.
+    """
+    method = [importlib.import_module(f"elfatt_sd.{name}") for name in _METHOD]
+    return {
+        "code_sha256": sha256_of_code(inspect.getsource(part) for part in _IMAGE_CODE),
+        "method_sha256": sha256_of_code(inspect.getsource(module) for module in method),
+    }
+
+
+def _tokens(pipe: Any, texts: Sequence[str]) -> list[Any]:
+    """Return what a pipeline's tokenizers make of some texts: all of their files that counts."""
+    tokenizers = [part for name, part in sorted(pipe.components.items()) if name.startswith("tokenizer")]
+    options: dict[str, Any] = {"padding": "max_length", "truncation": True}
+    return [part(list(texts), **options).input_ids for part in tokenizers if part is not None]
+
+
+def weights_sha256(pipe: Any) -> str:
+    """Return the hash of a pipeline's networks, weights and settings, and of its and its scheduler's settings."""
+    digest = hashlib.sha256()
+    networks = {name: part for name, part in sorted(pipe.components.items()) if isinstance(part, nn.Module)}
+    for name, network in networks.items():
+        for key, value in network.state_dict().items():
+            digest.update(f"{name}.{key} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    parts = {**networks, "scheduler": pipe.scheduler, "pipeline": pipe}
+    settings = {name: [type(part).__name__, _settings(part.config)] for name, part in parts.items()}
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return a part's settings, without where it was loaded from and by which version."""
+    data = config.to_dict() if hasattr(config, "to_dict") else config
+    return {key: value for key, value in data.items() if not key.startswith("_")}

@@ -1,0 +1,235 @@
+"""All stages in order: reference, images, scores, time, memory, report.
+
+A stage is skipped when it is finished and its inputs did not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.generate import generate
+from elfatt_sd.evaluation.measure import free_memory, measure_memory, measure_time
+from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
+from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.records import is_whole
+from elfatt_sd.evaluation.results import (
+    RESULTS_FILE,
+    STAGE_FILES,
+    left_out_of_references,
+    unreadable_references,
+    write_results,
+)
+from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, STAGES_FILE, TIME_FILE, Run, RunFailure
+from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.optional import REPORT, need
+from elfatt_sd.typed import read_json, read_typed
+
+Report = Callable[[str], None]
+
+
+def evaluate(
+    run: Run, report: Report = print, *, reuse: Sequence[Run] = (), show_progress: bool = True
+) -> dict[str, str]:
+    """Go through all stages of a run; what is finished already is not done again.
+
+    Where the untouched pipeline, the baseline, fails, nothing else is done.
+
+    Under `accelerate launch` the processes share images and features, and the first one does the rest.
+
+    Args:
+        run: its folder is made.
+        report: gets a line for each step of each stage.
+        reuse: other runs, whose rows are copied where they are the same.
+        show_progress: draw a bar while generating.
+
+    Returns:
+        The rows that failed, with the reason.
+
+    Raises:
+        ElfattError: wrong input, or a folder that belongs to another specification or is in use.
+        RunFailure: the disk is full.
+    """
+    from elfatt_sd.evaluation.extraction import every_minute
+    from elfatt_sd.evaluation.score import build_references
+
+    with run.writing() as first:
+        by_first(lambda: _check(run))
+        tell = report if first else _say_nothing
+        if not (run.folder / SCORES_FILE).exists():
+            tell("reference: begun")
+        build_references(
+            run.protocol, progress=every_minute(tell)
+        )  # first: what is wrong with it should cost no images
+        free_memory()
+        failed = generate(run, reuse=reuse, show_progress=show_progress)
+        free_memory()
+        score(run, tell)
+        leave_processes()
+        if not first:
+            return {}
+        if run.protocol.time is not None:
+            failed = _joined(failed, _Stage(run, "time", TIME_FILE, report).once(lambda: measure_time(run, report)))
+        free_memory()
+        if run.protocol.memory is not None:
+            failed = _joined(
+                failed, _Stage(run, "memory", MEMORY_FILE, report).once(lambda: measure_memory(run, report))
+            )
+        write_page(run, report)
+        return failed
+
+
+def _check(run: Run) -> None:
+    run.check()
+    check_inputs(run.protocol)
+
+
+def check_inputs(protocol: Protocol) -> None:
+    """Try what can fail before hours of work: packages, device, prompts, extractors, and what the reference is.
+
+    Raises:
+        ElfattError: one of them is missing or wrong.
+    """
+    from elfatt_sd.evaluation.score import load_extractors, score_inputs
+
+    for check in first_checks(protocol):
+        check()
+    score_inputs(protocol, load_extractors(protocol))
+
+
+def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
+    """Return what is to be tried before an extractor is fetched; each raises an `ElfattError`."""
+    from elfatt_sd.evaluation.reference import check_given
+
+    return [
+        lambda: need("an evaluation", "torchmetrics", *REPORT, *sorted(protocol.peers)),
+        lambda: check_device(protocol),
+        lambda: _check_prompts(protocol),
+        lambda: check_given(protocol.reference.source),
+    ]
+
+
+def check_device(protocol: Protocol) -> None:
+    """Check that this machine has the device, and the device the dtype.
+
+    Raises:
+        ElfattError: it has not.
+    """
+    from elfatt_sd.pipelines import pick_device, pick_dtype
+
+    pick_dtype(protocol.dtype, pick_device(protocol.device))
+
+
+def _check_prompts(protocol: Protocol) -> None:
+    from elfatt_sd.evaluation.prompts import run_prompts
+
+    if len(run_prompts(protocol)) < 2:
+        raise ElfattError("1 image a row has no distance; give at least 2 (limit, or classes and images_per_class).")
+
+
+def score(run: Run, report: Report = print) -> None:
+    """Score the images of a run, building the reference if it is not cached; skipped where nothing changed.
+
+    Raises:
+        ElfattError: reference or extractor are missing.
+        RunFailure: the baseline has no images.
+    """
+    from elfatt_sd.evaluation.extraction import every_minute
+    from elfatt_sd.evaluation.score import FORMAT, load_extractors, score_inputs, score_run
+
+    if not run.baseline.finished:
+        reason = run.baseline.failure or "it is not generated yet"
+        raise RunFailure(f"row {run.baseline.name!r}, the baseline, has no images: {reason}")
+    inputs = {row.name: sha256_of_file(row.manifest) for row in run.finished}
+    extractors = load_extractors(run.protocol)
+    inputs |= {"format": str(FORMAT), **score_inputs(run.protocol, extractors)}
+    stage = _Stage(run, "score", SCORES_FILE, report, inputs)
+    stage.once(lambda: score_run(run, extractors, progress=every_minute(report)))
+    references = read_json(run.folder / SCORES_FILE, "delete it")["references"]
+    for name in unreadable_references(references):
+        report(f"score: reference picture not readable: {name}")
+    for words in left_out_of_references(references):
+        report(f"score: reference: {words}")
+
+
+def write_page(run: Run, report: Report = print) -> None:
+    """Join the results and write the report; skipped where the results did not change.
+
+    Raises:
+        ElfattError: the folder holds no run.
+    """
+    from elfatt_sd.evaluation.report import write_report
+
+    results = {RESULTS_FILE: sha256_of_data(write_results(run))}
+    _Stage(run, "report", "report/index.html", report, results).once(lambda: write_report(run.folder))
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage that is done once for the same inputs under the same specification.
+
+    Attributes:
+        run: whose.
+        name: of the stage.
+        output: the file that it writes last.
+        report: gets a line for what becomes of it.
+        inputs: hashes of what it depends on beside the specification.
+    """
+
+    run: Run
+    name: str
+    output: str
+    report: Report
+    inputs: Mapping[str, str] = field(default_factory=dict)
+
+    def once(self, action: Callable[[], Any]) -> dict[str, str]:
+        """Do the stage unless its output is there and was made from the same inputs.
+
+        Returns:
+            The `errors` of what the action returns, if it does: rows with reasons. A stage that has any is done again
+            next time.
+        """
+        now = sha256_of_data([self.run.record.identity, self.inputs])
+        if by_first(lambda: self._is_whole() and self._done().get(self.name) == now):
+            self.report(f"{self.name}: done before")
+            return {}
+        self.report(f"{self.name}: begun")
+        started = time.perf_counter()
+        found = action()
+        errors: dict[str, str] = found.get("errors", {}) if isinstance(found, dict) else {}
+        if is_first() and not errors:
+            write_json(self.run.folder / STAGES_FILE, {**self._done(), self.name: now})
+        self.report(f"{self.name}: done in {time.perf_counter() - started:.0f} s")
+        return errors
+
+    def _is_whole(self) -> bool:
+        """Tell whether the output is there; one that is damaged is removed, to be made anew."""
+        path = self.run.folder / self.output
+        if not path.is_file():
+            return False
+        shape = STAGE_FILES.get(self.output)
+        if shape is None or is_whole(path, shape):
+            return True
+        self.report(f"{self.name}: {path} is damaged and is made anew")
+        path.unlink()
+        return False
+
+    def _done(self) -> dict[str, str]:
+        """Return the hash of the inputs of each stage; what cannot be read is as good as not done."""
+        with contextlib.suppress(ElfattError):
+            return read_typed(self.run.folder / STAGES_FILE, dict[str, str], "") or {}
+        return {}
+
+
+def _joined(failed: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
+    """Join the reasons of rows that failed in several stages."""
+    names = dict.fromkeys([*failed, *more])
+    return {name: "; ".join(dict.fromkeys(part[name] for part in (failed, more) if name in part)) for name in names}
+
+
+def _say_nothing(line: str) -> None:
+    """Print nothing, in all processes but the first."""
