@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
-from elfatt_sd.benchmarking.memory import peak_memory
 from elfatt_sd.benchmarking.models import fill
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.timing import Call, without_gradients
+from elfatt_sd.benchmarking.timing import without_gradients
 from elfatt_sd.cell_spread import cell_blocks, cell_spread_attention
 from elfatt_sd.config import BLOCK_ORDERS, ElfattError, PatchConfig, Phase
 from elfatt_sd.layers import SelfAttention
+from elfatt_sd.measuring.clock import Call
+from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.optional import need
 from elfatt_sd.pipelines import pick_device, pick_dtype
 from elfatt_sd.sampled import sample_counts, sampled_attention

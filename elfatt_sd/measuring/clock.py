@@ -5,6 +5,7 @@ A machine whose clock drifts slows all of them alike.
 
 from __future__ import annotations
 
+import datetime
 import math
 import statistics
 import time
@@ -185,3 +186,8 @@ class Spread(NamedTuple):
         """Return the median, and in brackets the least and the greatest value where the rounds differ."""
         median, least, greatest = (f"{value:.{digits}f}" for value in self)
         return median if least == greatest else f"{median} ({least} to {greatest})"
+
+
+def now() -> str:
+    """Return date and time, for records."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
