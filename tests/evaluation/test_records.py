@@ -1,0 +1,99 @@
+"""Files of a run that were damaged: what is wrong is said in one line, and what can be rebuilt is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import stages
+from elfatt_sd.evaluation.prompts import read_labels
+from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.records import MadeImage
+from elfatt_sd.evaluation.report.data import load_results
+from elfatt_sd.evaluation.run import Row, Run
+from elfatt_sd.files import is_plain_name
+
+MARKS = "a\u2028b\u2029c\x85d\x0ce"  # each ends a line for `str.splitlines`
+
+
+@pytest.fixture
+def copy(finished_run: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+    shutil.copytree(finished_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_marks_that_end_lines_elsewhere_stay_in_prompts(tmp_path: Path, protocol: Protocol) -> None:
+    labels = tmp_path / "labels.txt"
+    labels.write_text(f"{MARKS}\ndog\n", encoding="utf-8")
+    assert [label.name for label in read_labels(labels)] == [MARKS, "dog"]
+    (tmp_path / "labels.csv").write_text(f"name\n{MARKS}\ndog\n", encoding="utf-8")
+    assert [label.name for label in read_labels(tmp_path / "labels.csv")] == [MARKS, "dog"]
+    row = Row(tmp_path / "row", protocol.baseline, 0)
+    made = [MadeImage(index, "images/0.png", MARKS, 0, index, "0" * 64) for index in range(2)]
+    row.add_batch(0, made)
+    row.finish(row.batch_file(0).read_bytes())
+    assert row.made_images() == made
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"format": 4, "identity": 3}'])
+@pytest.mark.parametrize("name", ["scores.json", "stages.json"])
+def test_what_can_be_rebuilt_is(copy: Path, full_protocol: Protocol, name: str, content: str) -> None:
+    before = (copy / "scores.json").read_bytes()
+    (copy / name).write_text(content)
+    stages.score(Run(copy, full_protocol), lambda line: None)
+    assert (copy / "scores.json").read_bytes() == before
+    assert json.loads((copy / "stages.json").read_text())["score"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "parts"),
+    [
+        ("sha256", "x", ("line 2", "sha256='x'")),
+        ("index", -1, ("line 2", "index=-1", "at least 0")),
+        ("prompt", None, ("line 2", "prompt=None", "text")),
+    ],
+)
+def test_a_damaged_manifest_is_told_by_line_and_field(copy: Path, field: str, value: Any, parts: tuple[str]) -> None:
+    row = Run.open(copy).baseline
+    lines = [json.loads(line) for line in row.manifest.read_text().split("\n") if line]
+    lines[1][field] = value
+    row.manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ElfattError) as error:
+        row.made_images()
+    assert "\n" not in str(error.value)
+    for part in (str(row.manifest), *parts):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("changed", [{"format": 2}, {"environment": 3}, {"protocol": {}}, {"environment": {"cuda": 3}}])
+def test_a_damaged_run_file_is_told_and_not_to_be_deleted(copy: Path, changed: dict[str, Any]) -> None:
+    data = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps(data | changed))
+    with pytest.raises(ElfattError, match=r"run\.json: .*; put the file back from a copy") as error:
+        Run.open(copy)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("place", ["name", "cell"])
+@pytest.mark.parametrize("name", ["../../x", "/etc", "a/b", "..", "a:b", "nul", 3])
+def test_results_lead_nowhere_else(copy: Path, place: str, name: Any) -> None:
+    data = json.loads((copy / "results.json").read_text())
+    (data if place == "name" else data["rows"][0])[place] = name
+    (copy / "results.json").write_text(json.dumps(data))
+    with pytest.raises(ElfattError, match=r"results\.json has the name .*, which cannot be that of a folder"):
+        load_results(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [("elfatt-ratio0.5", True), ("é", True), ("a=b+c", True), ("console", True), ("a.", False), (".a", False)]
+    + [(name, False) for name in ("", "a b", "a:b", "a/b", "a\\b", "a\n", "CON", "aux.txt", "Lpt1", "x" * 200)],
+)
+def test_plain_names(name: str, plain: bool) -> None:
+    assert is_plain_name(name) == plain
