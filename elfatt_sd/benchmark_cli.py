@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,12 +15,12 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.console import FAILURE, adds_options, output, quiet_libraries
 from elfatt_sd.optional import need
 from elfatt_sd.presets import METHODS
+from elfatt_sd.progress import progress_of
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
 
 app = typer.Typer(no_args_is_help=True)
-SECONDS_BETWEEN_LINES = 30  # of progress, where the output is no terminal
 
 Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
 Sizes = Annotated[list[int], typer.Option("--size", help="Side of the pictures in pixels; may be given several times.")]
@@ -255,7 +253,7 @@ def _run(name: str, session: Session, **options: Any) -> None:
     bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
     quiet_libraries()
     try:
-        with _progress(session):
+        with progress_of("calls") as session.progress:
             bench(session=session, **options)
     finally:
         _show(session)
@@ -291,49 +289,3 @@ def _show(session: Session) -> None:
     path = session.path(session.results["kind"])
     if path is not None:
         print("\n".join(map(str, save(session.results, path))))
-
-
-@contextmanager
-def _progress(session: Session) -> Iterator[None]:
-    """Show a bar on a terminal; elsewhere print a line for each stage, and now and then within one."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        session.progress = _Lines()
-        yield
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = [TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[calls]}")]
-    quiet: Any = {"transient": True, "redirect_stdout": sys.stdout.isatty(), "expand": True}
-    quiet["auto_refresh"] = False  # a thread that draws would take time from what is measured
-    with Progress(*columns, TimeRemainingColumn(), console=console, **quiet) as bar:
-        task = bar.add_task("preparing", total=None, calls="")
-
-        def tell(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name, completed=done, total=total, calls=f"{done}/{total} calls", refresh=True)
-
-        session.progress = tell
-        yield
-
-
-class _Lines:
-    """Progress for what is no terminal: a line on stderr."""
-
-    def __init__(self) -> None:
-        self._start = self._said = time.monotonic()
-        self._stage = ""
-
-    def __call__(self, name: str, done: int, total: int) -> None:
-        """Print a line where a stage begins, and where the last one is old."""
-        now = time.monotonic()
-        if name == self._stage and now - self._said < SECONDS_BETWEEN_LINES:
-            return
-        left = f", about {_duration((now - self._start) / done * (total - done))} left" if done else ""
-        print(f"{name}: {done} of {total} calls done{left}", file=sys.stderr, flush=True)
-        self._stage, self._said = name, now
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from elfatt_sd import __version__, toy
@@ -24,7 +22,6 @@ from elfatt_sd.allocation import keep_freed_memory
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.console import (
     Chosen,
-    Heartbeat,
     OneLineErrors,
     complain,
     from_file,
@@ -34,6 +31,7 @@ from elfatt_sd.console import (
     takes_patch,
 )
 from elfatt_sd.files import check_writable
+from elfatt_sd.progress import progress_of
 from elfatt_sd.request import SCHEDULERS, SHAPE_NAMES, Request, check_sizes, read_prompts, unquoted
 
 if TYPE_CHECKING:
@@ -334,27 +332,19 @@ def _tell_unknown_words(prompts: list[str]) -> None:
 
 
 @contextmanager
-def _progress(pictures: int) -> Iterator[tuple[Callable[[int, int], None], Callable[[Drawn], None]]]:
-    """Show steps and pictures, as bars on a terminal and as a line now and then elsewhere; print each picture."""
-    console = Console(stderr=True)
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    bars = Progress(
-        *columns, console=console, disable=not console.is_terminal, transient=True, redirect_stdout=sys.stdout.isatty()
-    )
-    with bars as progress, Heartbeat(pictures, silent=console.is_terminal) as heartbeat:
-        drawn = progress.add_task("pictures", total=pictures)
-        denoised = progress.add_task("steps", total=None)
+def _progress(images: int) -> Iterator[tuple[Callable[[int, int], None], Callable[[Drawn], None]]]:
+    """Show how far the steps of all images are, and print each image."""
+    finished = 0
 
-        def on_picture(result: Drawn) -> None:
-            progress.advance(drawn)
-            heartbeat.finished += 1
-            progress.console.file.flush()
-            _print_result(result)
+    def on_picture(result: Drawn) -> None:
+        nonlocal finished
+        finished += 1
+        _print_result(result)
 
-        def on_step(step: int, steps: int) -> None:
-            progress.update(denoised, completed=step, total=steps)
-            heartbeat.step = f"step {step} of {steps}"
+    def on_step(step: int, steps: int) -> None:
+        tell(f"image {finished + 1} of {images}", finished * steps + step, images * steps)
 
+    with progress_of("steps", at_once=False) as tell:
         yield on_step, on_picture
 
 

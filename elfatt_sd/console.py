@@ -8,8 +8,6 @@ import inspect
 import json
 import re
 import sys
-import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -197,47 +195,6 @@ def complain(message: str, kind: str = "error") -> None:
     """Print one line on stderr."""
     line = " ".join(message.split())
     typer.secho(f"{kind}: {line}", err=True, fg="red" if kind == "error" else "yellow")
-
-
-class Heartbeat:
-    """Prints a line on stderr now and then while something long runs: after 10 s, then at every tenth of the time.
-
-    Attributes:
-        finished: images that are done.
-        step: what the present image is at.
-    """
-
-    FIRST = 10.0  # seconds to the first line
-
-    def __init__(self, images: int, silent: bool = False) -> None:
-        """Prepare for so many images.
-
-        Args:
-            images: how many there will be.
-            silent: print nothing, as a terminal has bars.
-        """
-        self.finished, self.step = 0, "starting"
-        self._images, self._silent, self._done = images, silent, threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-
-    def __enter__(self) -> Heartbeat:
-        """Begin."""
-        if not self._silent:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop, whatever happened."""
-        self._done.set()
-        if not self._silent:
-            self._thread.join()
-
-    def _beat(self) -> None:
-        start = time.monotonic()
-        while not self._done.wait(max(self.FIRST, 0.1 * (time.monotonic() - start))):
-            image = min(self.finished + 1, self._images)
-            passed = f"{time.monotonic() - start:.0f} s"
-            typer.echo(f"image {image} of {self._images}, {self.step}, {passed}", err=True)
 
 
 def output() -> Console:

@@ -71,16 +71,16 @@ def _machine() -> Iterator[Finding]:
     import torch
 
     from elfatt_sd.devices import device_name
-    from elfatt_sd.evaluation.environment import describe_environment
+    from elfatt_sd.measuring.machine import describe_machine
 
-    here = describe_environment(torch.device("cpu"))
+    here = describe_machine(torch.device("cpu"))
     yield Finding("system", here["platform"])
     yield Finding("Python", f"{here['python']} ({sys.executable})")
     yield Finding("CPU", f"{here['cpu']}, {here['cpu_cores']} cores, threads used: {here['cpu_threads']}")
     yield Finding("memory", f"{here['ram_gib']:.1f} GiB" if here["ram_gib"] else "not known")
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        cuda = describe_environment(device)["cuda"]
+        cuda = describe_machine(device)["cuda"]
         details = f"{cuda['memory_gib']:.0f} GiB, compute capability {cuda['capability']}, driver {cuda['driver']}"
         yield Finding(str(device), f"{device_name(device)}, {details}, CUDA {cuda['runtime']}", "ok")
     if torch.backends.mps.is_available():

@@ -8,7 +8,6 @@ import math
 import platform
 import re
 import textwrap
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,9 +23,10 @@ from PIL.PngImagePlugin import PngInfo
 import elfatt_sd
 from elfatt_sd.budget import check_fits
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.evaluation.environment import read_high_water_mark
 from elfatt_sd.families import main_denoiser, unwrap
 from elfatt_sd.files import atomic_file, write_json
+from elfatt_sd.measuring.clock import Stopwatch, ratios
+from elfatt_sd.measuring.memory import PeakMeter
 from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.request import SCHEDULERS, Request, scheduler_class
@@ -43,7 +43,7 @@ class PeakMemory:
 
     def __str__(self) -> str:
         """Return it for people."""
-        return f"{self.what}: {'not known' if self.size is None else f'{self.size / 1e9:.2f} GB'}"
+        return f"{self.what}: {'not measured' if self.size is None else f'{self.size / 1e9:.2f} GB'}"
 
 
 class Drawn(Protocol):
@@ -207,7 +207,7 @@ class Studio:
         before = self.draw(prompt, seed)
         with self._patched():
             after = self.draw(prompt, seed)
-        ratio, decibel = before.seconds / after.seconds, psnr(before.picture, after.picture)
+        ratio, decibel = ratios([before.seconds], [after.seconds])[0], psnr(before.picture, after.picture)
         unchanged, details = "", f"{ratio:.2f} times as fast, PSNR {decibel:.1f} dB"
         if not math.isfinite(decibel):
             calls = len(self.pipe.scheduler.timesteps)
@@ -244,18 +244,17 @@ class Studio:
         asked = steps or request.steps
         names = ("height", "width", "negative_prompt")
         given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
-        watch = PeakWatch(device)
-        start = time.perf_counter()
-        output = self.pipe(
-            prompt,
-            num_inference_steps=asked,
-            guidance_scale=request.guidance,
-            generator=torch.Generator().manual_seed(seed),
-            callback_on_step_end=step_done,
-            **given,
-        )
-        memory = watch.read()
-        return Shot(output.images[0], time.perf_counter() - start, memory)
+        meter = PeakMeter(device)
+        with Stopwatch(device) as watch:
+            output = self.pipe(
+                prompt,
+                num_inference_steps=asked,
+                guidance_scale=request.guidance,
+                generator=torch.Generator().manual_seed(seed),
+                callback_on_step_end=step_done,
+                **given,
+            )
+        return Shot(output.images[0], watch.seconds, PeakMemory(meter.read(), peak_in_words(device)))
 
     def record(self, prompt: str, seed: int, picture: Image.Image) -> dict[str, Any]:
         """Return what an image depends on, as plain data."""
@@ -301,26 +300,11 @@ def write_picture(path: Path, picture: Image.Image, record: dict[str, Any]) -> P
     return path
 
 
-class PeakWatch:
-    """Measures the peak of memory from its creation on: CUDA's allocations, or on the CPU the process's."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Start watching.
-
-        Args:
-            device: where the pipeline runs.
-        """
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-
-    def read(self) -> PeakMemory:
-        """Wait for the device and return the peak."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return PeakMemory(torch.cuda.max_memory_allocated(self._device), "peak memory allocated by PyTorch on CUDA")
-        return PeakMemory(read_high_water_mark(), "peak memory of the whole process since its start")
+def peak_in_words(device: torch.device) -> str:
+    """Return what `PeakMeter` counts while an image is drawn."""
+    if device.type == "cuda":
+        return "peak memory allocated by PyTorch on CUDA"
+    return "peak memory of the whole process since its start" if device.type == "cpu" else "peak memory"
 
 
 def check_text_to_image(pipe: Any) -> None:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.generation import OnStep, Shot, Studio, free_name, why_unchanged, write_picture
+from elfatt_sd.measuring.clock import Spread, Turn, interleave, ratios
 from elfatt_sd.patch import patched, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.presets import METHODS, known_method
@@ -58,14 +59,13 @@ class Row:
     @property
     def speed(self) -> float:
         """Median over the rounds of how many times as fast it is."""
-        return median(self.ratios)
+        return Spread.over(self.ratios).median
 
     def speed_text(self) -> str:
         """Return how many times as fast, with minimum and maximum over more than one round."""
         if self.method == UNTOUCHED:
             return ""
-        spread = f" ({min(self.ratios):.2f} to {max(self.ratios):.2f})" if len(self.ratios) > 1 else ""
-        return f"{self.speed:.2f}{spread}"
+        return Spread.over(self.ratios).words()
 
     def psnr_text(self) -> str:
         """Return how close it is."""
@@ -137,19 +137,18 @@ class Trial:
         """
         self._studio.on_step = on_step
         remove_patch(self.pipe)
-        for number in range(self.rounds):
-            for method in self.methods:
-                shot = self._draw(method, warm_up=number == 0)
+        for turns in interleave(self.methods, self._draw, range(self.rounds)):
+            for turn, shot in turns:
                 self._calls = len(self.pipe.scheduler.timesteps)
-                self._pictures.setdefault(method, shot.picture)
-                self._times.setdefault(method, []).append(shot.seconds)
-                label = "untouched" if method == UNTOUCHED else method
-                yield Drawn(f"{label}, round {number + 1} of {self.rounds}", shot.picture, shot.seconds)
+                self._pictures.setdefault(turn.name, shot.picture)
+                self._times.setdefault(turn.name, []).append(shot.seconds)
+                label = "untouched" if turn.name == UNTOUCHED else turn.name
+                yield Drawn(f"{label}, round {turn.number + 1} of {self.rounds}", shot.picture, shot.seconds)
 
-    def _draw(self, method: str, warm_up: bool) -> Shot:
-        config = self._configs[method]
+    def _draw(self, turn: Turn) -> Shot:
+        config = self._configs[turn.name]
         with patched(self.pipe, config) if config.active else nullcontext():
-            if warm_up:
+            if turn.number == 0:
                 self._studio.warm_up()
             return self._studio.draw(self.request.prompts[0], self.request.seed)
 
@@ -163,8 +162,7 @@ class Trial:
         decibel = psnr(self._pictures[UNTOUCHED], self._pictures[method])
         same = method != UNTOUCHED and not math.isfinite(decibel)
         reason = why_unchanged(self._configs[method], self._calls) if same else ""
-        ratios = tuple(before / after for before, after in zip(untouched, times, strict=False))
-        return Row(method, self._pictures[method], tuple(times), ratios, decibel, reason)
+        return Row(method, self._pictures[method], tuple(times), ratios(untouched, times), decibel, reason)
 
     def recommendation(self) -> str:
         """Return in a sentence which method to use here."""

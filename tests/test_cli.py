@@ -22,9 +22,8 @@ import elfatt_sd
 from elfatt_sd import generation
 from elfatt_sd.autotune import Decision, Tuner
 from elfatt_sd.cli import app
-from elfatt_sd.console import Heartbeat
 from elfatt_sd.files import check_writable
-from elfatt_sd.generation import PeakWatch, Studio, check_text_to_image, free_name
+from elfatt_sd.generation import Studio, check_text_to_image, free_name
 from elfatt_sd.processor import LayerState
 from elfatt_sd.request import Request
 
@@ -41,13 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tiny"
 
 
-@pytest.fixture(autouse=True)
-def no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow machine does not add lines to what a test compares."""
-    monkeypatch.setattr(Heartbeat, "FIRST", 3600.0)
-
-
-def without_heartbeats(text: str) -> str:
+def without_progress(text: str) -> str:
     """What another process printed without its lines of progress."""
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("image "))
 
@@ -174,11 +167,11 @@ def test_progress_reports_every_step(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_terminal_shows_progress(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    assert "pictures" not in draw(model, tmp_path).stderr
+    assert "steps" not in draw(model, tmp_path).stderr
     monkeypatch.setenv("FORCE_COLOR", "1")
-    shown = draw(model, tmp_path).stderr
-    assert "pictures" in shown
-    assert "2/2" in shown
+    shown = draw(model, tmp_path, "--num-images", 2).stderr
+    assert "image 2 of 2" in shown
+    assert "4/4 steps" in shown
 
 
 def test_prompts_come_from_words_and_from_a_file(model: Path, tmp_path: Path) -> None:
@@ -505,17 +498,6 @@ def test_names_are_safe_and_short(tmp_path: Path) -> None:
     assert len(free_name(tmp_path, "word " * 100).name) < 80
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc on this system")
-def test_peak_memory_on_the_cpu_is_the_high_water_mark() -> None:
-    before = PeakWatch(torch.device("cpu")).read()
-    block = torch.ones(64 * 2**20 // 4)
-    after = PeakWatch(torch.device("cpu")).read()
-    assert "whole process" in after.what
-    assert before.size is not None and after.size is not None
-    assert after.size >= before.size
-    assert after.size > block.numel() * 4
-
-
 def test_bench_prints_and_saves(tmp_path: Path) -> None:
     result = call("bench", "merging", "--tokens", 64, "--repeats", 1, "--dtype", "float32", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
@@ -576,7 +558,7 @@ def run(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_the_launcher_works_from_any_folder(model: Path, tmp_path: Path) -> None:
     done = run("generate", PROMPT, "--model", model, "--steps", 1, "--compare", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert without_heartbeats(done.stderr) == ""
+    assert without_progress(done.stderr) == ""
     assert files(tmp_path / "outputs") == ["0001-a-red-star.json", "0001-a-red-star.png"]
     wrong = run("generate", PROMPT, "--model", model, "--ratio", 2, cwd=tmp_path)
     assert (wrong.returncode, wrong.stdout) == (2, "")
@@ -598,7 +580,7 @@ def test_control_c_is_one_line_and_finished_pictures_stay(model: Path, tmp_path:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert without_heartbeats(errors) == "error: stopped; what was finished stays\n"
+    assert without_progress(errors) == "error: stopped; what was finished stays\n"
     assert first == str(tmp_path / "0001-a-red-star.png")
     written = [path for path in tmp_path.iterdir() if path.suffix == ".png"]
     assert written
@@ -746,16 +728,6 @@ def test_failures_are_told_in_plain_words(model: Path, monkeypatch: Any, error: 
     result = call("patch", model)
     assert result.exit_code == 1
     assert says in result.stderr and result.stderr.count("\n") == 1
-
-
-def test_lines_tell_of_progress_where_there_is_no_terminal(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(Heartbeat, "FIRST", 0.01)
-    with Heartbeat(3) as heartbeat:
-        heartbeat.finished, heartbeat.step = 1, "step 2 of 9"
-        while "image 2 of 3, step 2 of 9" not in capfd.readouterr().err:
-            pass
-    with Heartbeat(3, silent=True):
-        pass
 
 
 def test_completion_is_offered() -> None:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
-from elfatt_sd.benchmarking.memory import peak_memory
 from elfatt_sd.benchmarking.models import fill
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.timing import Call, without_gradients
+from elfatt_sd.benchmarking.timing import without_gradients
 from elfatt_sd.cell_spread import cell_spread_attention
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import SelfAttention
+from elfatt_sd.measuring.clock import Call
+from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.methods import Blocks, Sampled
 from elfatt_sd.optional import need
 from elfatt_sd.pipelines import pick_device, pick_dtype

@@ -12,8 +12,9 @@ from torch import Tensor
 from elfatt_sd.benchmarking.layer import CHANNELS, channels_first, grid_side, tomesd_matching
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.timing import Call, without_gradients
+from elfatt_sd.benchmarking.timing import without_gradients
 from elfatt_sd.config import Phase
+from elfatt_sd.measuring.clock import Call
 from elfatt_sd.merging import match_tokens, rows_at_once
 from elfatt_sd.pipelines import pick_device, pick_dtype
 

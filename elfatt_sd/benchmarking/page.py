@@ -17,8 +17,8 @@ from elfatt_sd.benchmarking.plots import plot
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.environment import short_commit
 from elfatt_sd.files import atomic_file
+from elfatt_sd.measuring.machine import short_commit
 from elfatt_sd.pages import check_results, fill_blocks
 
 MISSING = "Not measured yet."

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.benchmarking.memory import peak_memory
 from elfatt_sd.benchmarking.models import make_pipeline
 from elfatt_sd.benchmarking.names import FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
@@ -17,6 +16,7 @@ from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.variants import Variant, resolve_methods, whole
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import copy_structure
+from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
 

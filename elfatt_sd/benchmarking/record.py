@@ -6,7 +6,6 @@ stand beside each other: ratios are taken within a round.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import math
@@ -19,28 +18,30 @@ import torch
 
 import elfatt_sd
 from elfatt_sd.benchmarking.rows import Results, make_exponents, make_rows
-from elfatt_sd.benchmarking.timing import Bystanders, Call, Watch, interleave
+from elfatt_sd.benchmarking.timing import Watch, time_in_turns
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.environment import describe_environment
 from elfatt_sd.files import write_json
+from elfatt_sd.measuring.clock import Call, now
+from elfatt_sd.measuring.machine import Bystanders, describe_machine
+from elfatt_sd.progress import Progress
 
-Progress = Callable[[str, int, int], None]
 _FREE = ("commit",)  # of the machine: the hash of the code says more
-_NOT_TIMED = (
+_NOT_TIMED = (  # files and folders of the package
     "benchmark_cli",
     "cli",
     "conclusion",
     "console",
     "doctor",
+    "evaluation",
     "generation",
-    "goals",
-    "page",
-    "pages",
     "pictures",
     "plots",
+    "progress",
     "rows",
     "tables",
     "terminal",
+    "toy",
+    "trial",
 )
 
 
@@ -92,7 +93,7 @@ class Record:
         self._device = device
         self._done = self._ahead = 0  # calls of stages that are over, and of those that were announced
         self._path = self._session.path(kind)
-        machine = {**describe_environment(device), "code_sha256": code_hash()}
+        machine = {**describe_machine(device), "code_sha256": code_hash()}
         fresh = {"kind": kind, "command": self._session.command, "settings": dict(settings), "machine": machine}
         fresh |= {**details, "groups": [], "rows": []}
         fresh = json.loads(json.dumps(fresh))  # as it will be read back
@@ -117,7 +118,7 @@ class Record:
         seconds: float = math.inf,
         warm_up: Mapping[str, Call] | None = None,
     ) -> dict[str, list[float]]:
-        """Time calls in turns, and keep each whole round and what did not fit into memory; see `interleave`.
+        """Time calls in turns, and keep each whole round and what did not fit into memory; see `time_in_turns`.
 
         Args:
             key: what tells this group from the others.
@@ -147,13 +148,13 @@ class Record:
         if missing > 0:
             self.tell(title(key), 0, missing * len(calls) + len(calls if warm_up is None else warm_up))
         options: dict[str, Any] = {"seconds": seconds, "warm_up": warm_up, "times": group["times"], "watch": watch}
-        times = interleave(calls, repeats, self._device, **options)
+        times = time_in_turns(calls, repeats, self._device, **options)
         self._done += turns[-1]
         return times
 
     def sitting(self, group: dict[str, Any]) -> Callable[[], None]:
         """Begin a sitting of a group, and return what writes everything after each of its rounds."""
-        sitting: dict[str, Any] = {"started": _now(), "rounds": 0, "bystanders": None}
+        sitting: dict[str, Any] = {"started": now(), "rounds": 0, "bystanders": None}
         bystanders = Bystanders()
 
         def keep_round() -> None:
@@ -239,10 +240,10 @@ def code_hash() -> str:
     """Return a hash of the code that is timed and of the code that times it."""
     package = Path(elfatt_sd.__file__).parent
     digest = hashlib.sha256()
-    measuring = [package / f"evaluation/{name}.py" for name in ("environment", "errors", "measure")]
-    for path in sorted([*package.glob("*.py"), *package.glob("benchmarking/*.py"), *measuring]):
-        if path.stem not in _NOT_TIMED:
-            digest.update(path.name.encode() + path.read_bytes())
+    files = {path.relative_to(package).with_suffix("").as_posix(): path for path in package.rglob("*.py")}
+    for name, path in sorted(files.items()):
+        if not {*_NOT_TIMED} & {*name.split("/")} or name == "evaluation/errors":
+            digest.update(name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -262,7 +263,3 @@ def _read(path: Path | None) -> Results | None:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else "..."
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elfatt_sd.benchmarking.names import plain_name
-from elfatt_sd.benchmarking.timing import fit_exponent, ratios
+from elfatt_sd.measuring.clock import Spread, ratios
 
 Results = dict[str, Any]
 Times = Mapping[str, Sequence[float]]
@@ -57,6 +58,23 @@ def make_exponents(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, d
     return {part: {name: fit_exponent(own) for name, own in methods.items()} for part, methods in times.items()}
 
 
+def fit_exponent(times: Mapping[int, Sequence[float]]) -> dict[str, float] | None:
+    """Return median, least and greatest of the slope of time over tokens in double logarithm, over the rounds.
+
+    Args:
+        times: seconds in each round, by the number of tokens; rounds that not all sizes have are left out.
+
+    Returns:
+        None for fewer than two sizes.
+    """
+    if len(times) < 2:
+        return None
+    sizes = [math.log(tokens) for tokens in times]
+    turns = zip(*times.values(), strict=False)
+    slopes = (statistics.linear_regression(sizes, [math.log(taken) for taken in turn]).slope for turn in turns)
+    return Spread.over(slopes)._asdict()
+
+
 def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the part of a method's run that no other has, the fastest of several; None for a run of one part."""
     parts, prefix = row.get("parts", ()), f"{plain_name(row['method'])}/"
@@ -81,9 +99,13 @@ def _timing(own: Sequence[float], totals: Times, bases: Sequence[str], floor: st
     return {
         "seconds": statistics.median(own),
         "rounds": len(own),
-        "speed": {base: ratios(totals[base], own) for base in bases},
-        "floor": {"name": floor, **ratios(own, totals[floor])} if floor is not None and floor in totals else None,
+        "speed": {base: _ratio(totals[base], own) for base in bases},
+        "floor": {"name": floor, **_ratio(own, totals[floor])} if floor is not None and floor in totals else None,
     }
+
+
+def _ratio(base: Sequence[float], own: Sequence[float]) -> dict[str, float]:
+    return Spread.over(ratios(base, own))._asdict()
 
 
 def _memory(peaks: Sequence[Mapping[str, int | None]], batch: int | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from elfatt_sd.benchmarking.names import UNPATCHED, legend, plain_name
 from elfatt_sd.benchmarking.record import title
 from elfatt_sd.benchmarking.rows import Results, beats_its_floor
+from elfatt_sd.measuring.clock import Spread
 
 KEYS = ("size", "tokens", "batch", "dtype", "part")
 
@@ -114,10 +115,7 @@ def _line(cells: Sequence[str]) -> str:
 
 def spread(ratio: Mapping[str, Any] | None, digits: int = 2) -> str:
     """Return the median of a ratio, and in brackets the least and the greatest where the rounds differ."""
-    if ratio is None:
-        return ""
-    least, median, greatest = (f"{ratio[name]:.{digits}f}" for name in ("min", "median", "max"))
-    return median if least == greatest else f"{median} ({least} to {greatest})"
+    return "" if ratio is None else Spread.read(ratio).words(digits)
 
 
 def scaled(value: float | None, unit: float, digits: int) -> str:

@@ -1,21 +1,16 @@
-"""Timing in turns, and what is worked out from the rounds."""
+"""Calls timed in turns, after a warm-up that tells which of them are quick and which do not fit into memory."""
 
 from __future__ import annotations
 
 import math
-import os
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from elfatt_sd.devices import is_out_of_memory, synchronize
+from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.measuring.clock import Call, Turn, interleave, timed
 
-Call = Callable[[], Any]
 QUICK = 1.0  # seconds of a call up to which every call is warmed up as it is
 
 
@@ -34,7 +29,7 @@ class Watch:
     lost: Callable[[str], None] = lambda name: None
 
 
-def interleave(
+def time_in_turns(
     calls: Mapping[str, Call],
     repeats: int,
     device: torch.device,
@@ -64,109 +59,51 @@ def interleave(
     first = min((len(times.setdefault(name, [])) for name in calls), default=repeats)
     if first >= repeats:
         return times
-    start, names = time.monotonic(), list(calls)
     warm = calls if warm_up is None else warm_up
-    total, done = len(warm) + (repeats - first) * len(calls), 0
-    repeated = dict.fromkeys(names, 1)
-    first_calls: dict[str, float] = {}
-    for name, call in warm.items():
-        try:
-            first_calls[name] = _timed(call, 1, device)
-            if device.type != "cpu" and name in repeated and first_calls[name] < QUICK:
-                repeated[name] = max(1, min(20, round(0.1 / _timed(call, 1, device))))
-        except Exception as error:
-            if name not in calls or not is_out_of_memory(error):
-                raise
-            names.remove(name)
-            total -= repeats - first
-            watch.lost(name)
+    done, each = 0, repeats - first
+    total = len(warm) + each * len(calls)
+
+    def tell() -> None:
+        nonlocal done
         done += 1
         watch.turn(done, total)
-    if not names:
-        return times
-    if any(first_calls.get(name, QUICK) < QUICK for name in names):
+
+    def lose(turn: Turn, error: Exception) -> None:
+        nonlocal total
+        if turn.name not in calls or not is_out_of_memory(error):
+            raise error
+        total -= each
+        watch.lost(turn.name)
+        tell()
+
+    repeated = dict.fromkeys(calls, 1)
+    lasted: dict[str, float] = {}
+    for turns in interleave([*warm], lambda turn: timed(warm[turn.name], device), [0], lose=lose):
+        for turn, taken in turns:
+            lasted[turn.name] = taken
+            if device.type != "cpu" and turn.name in repeated and taken < QUICK:
+                repeated[turn.name] = max(1, min(20, round(0.1 / timed(warm[turn.name], device))))
+            tell()
+    names = [name for name in calls if name in lasted or name not in warm]
+    if any(lasted.get(name, QUICK) < QUICK for name in names):
         for name in names:
             if name not in warm:
                 calls[name]()
-    for turn in range(first, repeats):
-        if turn > first and time.monotonic() - start > seconds:
-            break
-        shift, taken = turn % len(names), {}
-        for name in names[shift:] + names[:shift]:
-            taken[name] = _timed(calls[name], repeated[name], device)
-            done += 1
-            watch.turn(done, total)
-        for name in names:
-            times[name].append(taken[name])
+    if not names:
+        return times
+
+    def take(turn: Turn) -> float:
+        taken = timed(calls[turn.name], device, repeated[turn.name])
+        tell()
+        return taken
+
+    for turns in interleave(names, take, range(first, repeats), seconds=seconds):
+        for name, taken in {turn.name: taken for turn, taken in turns}.items():  # of a whole round
+            times[name].append(taken)
         watch.round()
     return times
-
-
-def _timed(call: Call, repeated: int, device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeated):
-        call()
-    synchronize(device)
-    return (time.perf_counter() - start) / repeated
 
 
 def without_gradients(calls: Mapping[str, Call]) -> dict[str, Call]:
     """Return the calls, each under `torch.inference_mode`."""
     return {name: torch.inference_mode()(call) for name, call in calls.items()}
-
-
-def ratios(base: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """Return median, least and greatest of `base / other` over the rounds."""
-    return _span([before / after for before, after in zip(base, other, strict=True)])
-
-
-def fit_exponent(times: Mapping[int, Sequence[float]]) -> dict[str, float] | None:
-    """Return median, least and greatest of the slope of time over tokens in double logarithm, over the rounds.
-
-    Args:
-        times: seconds in each round, by the number of tokens; rounds that not all sizes have are left out.
-
-    Returns:
-        None for fewer than two sizes.
-    """
-    if len(times) < 2:
-        return None
-    sizes = [math.log(tokens) for tokens in times]
-    turns = zip(*times.values(), strict=False)
-    return _span([statistics.linear_regression(sizes, [math.log(t) for t in turn]).slope for turn in turns])
-
-
-def _span(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-class Bystanders:
-    """Measures what share of the machine's processor time went to other processes, from its making on."""
-
-    def __init__(self) -> None:
-        self._start = _processor_seconds()
-
-    def share(self) -> float | None:
-        """Return the share since the start, in [0, 1]; None where the system does not tell."""
-        now = _processor_seconds()
-        if now is None or self._start is None:
-            return None
-        everything, busy, own = (after - before for after, before in zip(now, self._start, strict=True))
-        return min(1.0, max(0.0, (busy - own) / everything)) if everything > 0 else None
-
-
-def _processor_seconds() -> tuple[float, float, float] | None:
-    """Return the seconds of all processors, those they were busy, and those spent for this process."""
-    try:
-        fields = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    except (OSError, ValueError):
-        return None
-    unit = os.sysconf("SC_CLK_TCK")
-    idle = fields[3] + fields[4]
-    own = os.times()
-    return (
-        sum(fields) / unit,
-        (sum(fields) - idle) / unit,
-        own.user + own.system + own.children_user + own.children_system,
-    )

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.benchmarking.memory import peak_memory
 from elfatt_sd.benchmarking.models import Model, make_model, unet_call
 from elfatt_sd.benchmarking.names import COMPILED, FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.timing import Call
 from elfatt_sd.benchmarking.variants import (
     Variant,
     by_phase,
@@ -29,6 +27,8 @@ from elfatt_sd.benchmarking.variants import (
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.devices import synchronize
 from elfatt_sd.families import copy_structure
+from elfatt_sd.measuring.clock import Call
+from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
 

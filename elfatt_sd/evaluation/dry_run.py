@@ -12,8 +12,9 @@ from typing import Any
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.first_steps import kept_calls
-from elfatt_sd.evaluation.images import denoiser, image_seed, load_protocol_pipeline, row_patch
-from elfatt_sd.evaluation.measure import WARMUP_STEPS, PeakMeter, program_of, timed_call
+from elfatt_sd.evaluation.images import image_seed, load_protocol_pipeline, row_patch
+from elfatt_sd.evaluation.measure import WARMUP_STEPS, timed_call
+from elfatt_sd.evaluation.memory import program_of
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Row, Run, RunFailure
 from elfatt_sd.evaluation.stages import check_device, first_checks
@@ -202,6 +203,4 @@ def _obstacles_of_rows(protocol: Protocol) -> list[str]:
             pass
 
     found = [(cell, _reason_against(functools.partial(patch, cell))) for cell in protocol.cells]
-    rows = [f"row {cell.name!r}: {reason}" for cell, reason in found if reason]
-    memory = _reason_against(lambda: PeakMeter(denoiser(pipe).device)) if protocol.memory else ""
-    return [*rows, *filter(None, [memory])]
+    return [f"row {cell.name!r}: {reason}" for cell, reason in found if reason]

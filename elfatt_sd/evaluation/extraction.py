@@ -6,12 +6,10 @@ Chunks and batches are cut at fixed places, so the numbers do not depend on inte
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import functools
 import io
 import json
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,12 +28,11 @@ from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
 from elfatt_sd.evaluation.sources import Entry, Source
 from elfatt_sd.files import atomic_file
+from elfatt_sd.progress import Lines, Progress
 
 CHUNK = 1024  # pictures that are committed together
 FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
 RESIZES = ("none", "crop", "stretch")
-Progress = Callable[[str, int, int], None]  # of what, pictures done, pictures in all
-_TOLD_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -88,22 +85,7 @@ def quiet_pillow() -> Iterator[None]:
 
 def every_minute(tell: Callable[[str], None]) -> Progress:
     """Return a callback for progress that tells it at most once a minute: of what, how far, and the time left."""
-    told, current = time.monotonic(), ("", 0, 0.0)  # of what, and from where and when on
-
-    def progress(name: str, done: int, total: int) -> None:
-        nonlocal told, current
-        now = time.monotonic()
-        if name != current[0]:
-            current = name, done, now
-        if now - told < _TOLD_SECONDS:
-            return
-        told = now
-        _, before, start = current
-        seconds = (now - start) / (done - before) * (total - done) if done > before else None
-        left = "" if seconds is None else f", about {datetime.timedelta(seconds=round(seconds))} left"
-        tell(f"measuring: {name}, {done} of {total} pictures done{left}")
-
-    return progress
+    return Lines(tell, "pictures", title="measuring: {},", at_once=False)
 
 
 class Pictures(Protocol):

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.extraction import Progress, quiet_pillow
+from elfatt_sd.evaluation.extraction import quiet_pillow
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.similarity import structural_similarity
 from elfatt_sd.evaluation.statistics import Estimate
 from elfatt_sd.files import atomic_file, sha256_of_data
+from elfatt_sd.progress import Progress
 
 FORMAT = 4  # of what is kept
 MOST_CHANGED = 16

@@ -16,10 +16,11 @@ from torch import nn
 
 from elfatt_sd import families, methods
 from elfatt_sd.evaluation import first_steps, images
-from elfatt_sd.evaluation.environment import describe_environment, sha256_of_code
+from elfatt_sd.evaluation.environment import sha256_of_code
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.files import sha256_of_data
+from elfatt_sd.measuring.machine import describe_machine
 
 _METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families
     "attention",
@@ -57,13 +58,13 @@ def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
         pipe: its pipeline, not patched.
 
     Returns:
-        What `describe_environment` and `code_hashes` say, and the hashes of the weights and of the prompts with their
+        What `describe_machine` and `code_hashes` say, and the hashes of the weights and of the prompts with their
         tokens.
     """
     items = run_prompts(protocol)
     prompts = [[item.text, item.class_index] for item in items]
     return {
-        **describe_environment(pipe.device),
+        **describe_machine(pipe.device),
         "model_sha256": weights_sha256(pipe),
         "prompts_sha256": sha256_of_data([prompts, _tokens(pipe, ["", *(item.text for item in items)])]),
         **code_hashes(),

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.environment import short_commit
 from elfatt_sd.evaluation.report import replace_files, report_files
 from elfatt_sd.evaluation.report.compare import compare_rows
 from elfatt_sd.evaluation.report.data import Results, load_results
@@ -16,6 +15,7 @@ from elfatt_sd.evaluation.report.text import plural
 from elfatt_sd.evaluation.report.writers import to_markdown
 from elfatt_sd.evaluation.results import RESULTS_FILE
 from elfatt_sd.files import write_json
+from elfatt_sd.measuring.machine import short_commit
 from elfatt_sd.pages import check_results, fill_blocks
 
 MISSING = "Not measured yet."

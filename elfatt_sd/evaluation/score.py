@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.extraction import Preprocessing, Progress, extract
+from elfatt_sd.evaluation.extraction import Preprocessing, extract
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.evaluation.pairs import most_changed, pair_changes, paired
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
@@ -41,6 +41,7 @@ from elfatt_sd.evaluation.statistics import (
 )
 from elfatt_sd.files import cache_folder, sha256_of_data, write_json
 from elfatt_sd.optional import need
+from elfatt_sd.progress import Progress
 
 FORMAT = 4
 AGREEMENT = 1e-3  # relative, between our Frechet distance and torchmetrics'; that of a few to 1e-3 absolute

@@ -13,7 +13,8 @@ from typing import Any
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.generate import generate
-from elfatt_sd.evaluation.measure import free_memory, measure_memory, measure_time
+from elfatt_sd.evaluation.measure import free_memory, measure_time
+from elfatt_sd.evaluation.memory import measure_memory
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import is_whole

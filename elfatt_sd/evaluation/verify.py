@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.extraction import Progress
-from elfatt_sd.evaluation.measure import few_repeats, summarize_memory, summarize_time
+from elfatt_sd.evaluation.measure import few_repeats, summarize_time
+from elfatt_sd.evaluation.memory import summarize_memory
 from elfatt_sd.evaluation.protocols import SCOPES, Memory, Protocol, Time, decisive
 from elfatt_sd.evaluation.records import MadeImage, read_data
 from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, join_results
 from elfatt_sd.evaluation.run import MEMORY_FILE, RUN_FILE, SCORES_FILE, TIME_FILE, Row, Run
 from elfatt_sd.files import sha256_of_data, sha256_of_file
+from elfatt_sd.progress import Progress
 from elfatt_sd.typed import read_json
 
 TOLERANCE = 1e-3  # another machine sums in another order

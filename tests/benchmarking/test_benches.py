@@ -21,7 +21,6 @@ from elfatt_sd import processor, sampled
 from elfatt_sd.autotune import Tuner
 from elfatt_sd.benchmarking import timing
 from elfatt_sd.benchmarking.layer import growth, layer, layer_phases
-from elfatt_sd.benchmarking.memory import peak_memory
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, make_pipeline, unet_call
 from elfatt_sd.benchmarking.page import save
@@ -34,6 +33,7 @@ from elfatt_sd.benchmarking.unet import _graphed_call, _peak, unet
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, patched_layers, varied
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import copy_structure
+from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.merging import Matching
 from elfatt_sd.methods import attentions
 from elfatt_sd.processor import ElfattProcessor, LayerState

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elfatt_sd.benchmarking.names import is_reference
-from elfatt_sd.benchmarking.rows import make_exponents, make_rows, own_part
+from elfatt_sd.benchmarking.rows import fit_exponent, make_exponents, make_rows, own_part
 
 
 def results(**changes: Any) -> dict[str, Any]:
@@ -120,3 +120,10 @@ def test_what_is_there_to_compare_with() -> None:
     references = ("untouched", "tomesd", "floor", "floor of 2 levels", "untouched, compiled", "floor, compiled")
     assert all(is_reference(name) for name in references)
     assert not any(is_reference(name) for name in ("tome", "elfatt-fast", "elfatt-fast, compiled", "tome, autotuned"))
+
+
+@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
+def test_exponent(exponent: float) -> None:
+    fitted = fit_exponent({count: [3e-9 * count**exponent] for count in (4096, 9216, 65536)})
+    assert fitted == pytest.approx(dict.fromkeys(("median", "min", "max"), exponent))
+    assert fit_exponent({4096: [1.0]}) is None

@@ -1,8 +1,7 @@
-"""Calls take turns, rounds are whole, ratios are taken within them; no time is asserted from above."""
+"""Calls take turns, rounds are whole; no time is asserted from above."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
@@ -10,24 +9,17 @@ import pytest
 import torch
 
 from elfatt_sd.benchmarking import timing
-from elfatt_sd.benchmarking.timing import Bystanders, Watch, fit_exponent, interleave, ratios
+from elfatt_sd.benchmarking.timing import Watch, time_in_turns
 
 
 def calls(names: str, seen: list[str]) -> dict[str, Callable[[], None]]:
     return {name: lambda name=name: seen.append(name) for name in names}
 
 
-def test_the_clock_waits_for_the_device_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[torch.device] = []
-    monkeypatch.setattr(timing, "synchronize", waited.append)
-    interleave({"a": lambda: None}, 1, torch.device("cuda:1"))
-    assert set(waited) == {torch.device("cuda:1")}
-
-
 def test_interleaved_calls_take_turns(cpu: torch.device) -> None:
     """One warm-up round, then rounds that each start with another call."""
     seen: list[str] = []
-    times = interleave(calls("abc", seen), 3, cpu)
+    times = time_in_turns(calls("abc", seen), 3, cpu)
     assert {name: len(taken) for name, taken in times.items()} == {"a": 3, "b": 3, "c": 3}
     rounds = ["".join(seen[start : start + 3]) for start in range(0, 12, 3)]
     assert [sorted(each) for each in rounds] == [list("abc")] * 4
@@ -36,13 +28,13 @@ def test_interleaved_calls_take_turns(cpu: torch.device) -> None:
 
 def test_the_warm_up_can_be_other_calls(cpu: torch.device) -> None:
     seen: list[str] = []
-    interleave(calls("ab", seen), 1, cpu, warm_up=calls("xyz", seen))
+    time_in_turns(calls("ab", seen), 1, cpu, warm_up=calls("xyz", seen))
     assert "".join(seen) == "xyzab"
 
 
 def test_no_round_starts_late_but_one_is_run(cpu: torch.device) -> None:
     seen: list[str] = []
-    times = interleave(calls("a", seen), 100, cpu, seconds=0)
+    times = time_in_turns(calls("a", seen), 100, cpu, seconds=0)
     assert (len(seen), len(times["a"])) == (2, 1)
 
 
@@ -50,7 +42,7 @@ def test_earlier_rounds_are_added_to(cpu: torch.device) -> None:
     """The missing rounds are run, in the turns they would have had."""
     seen: list[str] = []
     earlier = {"a": [1.0], "b": [2.0]}
-    times = interleave(calls("ab", seen), 3, cpu, times=earlier)
+    times = time_in_turns(calls("ab", seen), 3, cpu, times=earlier)
     assert times is earlier
     assert [(times[name][0], len(times[name])) for name in "ab"] == [(1.0, 3), (2.0, 3)]
     assert "".join(seen) == "ab" + "ba" + "ab"
@@ -58,7 +50,7 @@ def test_earlier_rounds_are_added_to(cpu: torch.device) -> None:
 
 def test_nothing_runs_where_all_rounds_are_there(cpu: torch.device) -> None:
     seen: list[str] = []
-    interleave(calls("ab", seen), 2, cpu, times={"a": [1.0, 1.0], "b": [2.0, 2.0]})
+    time_in_turns(calls("ab", seen), 2, cpu, times={"a": [1.0, 1.0], "b": [2.0, 2.0]})
     assert seen == []
 
 
@@ -74,44 +66,20 @@ def test_a_round_that_is_stopped_does_not_count(cpu: torch.device) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        interleave({**calls("a", seen), "stop": stop}, 5, cpu, times=times, watch=Watch(round=lambda: kept.append(0)))
+        watch = Watch(round=lambda: kept.append(0))
+        time_in_turns({**calls("a", seen), "stop": stop}, 5, cpu, times=times, watch=watch)
     assert (len(times["a"]), len(times["stop"]), len(kept)) == (1, 1, 1)
 
 
 def test_the_watch_hears_of_every_call(cpu: torch.device) -> None:
     heard: list[tuple[int, int]] = []
-    interleave(calls("ab", []), 2, cpu, watch=Watch(turn=lambda done, total: heard.append((done, total))))
+    time_in_turns(calls("ab", []), 2, cpu, watch=Watch(turn=lambda done, total: heard.append((done, total))))
     assert heard == [(done, 6) for done in range(1, 7)]
 
 
 def test_a_call_is_timed(cpu: torch.device) -> None:
     """Sleeping takes at least as long as asked for."""
-    assert min(interleave({"a": lambda: time.sleep(0.02)}, 2, cpu)["a"]) >= 0.02
-
-
-def test_ratios_are_taken_within_rounds() -> None:
-    assert ratios([2.0, 4.0, 9.0], [1.0, 1.0, 3.0]) == {"median": 3.0, "min": 2.0, "max": 4.0}
-
-
-@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
-def test_exponent(exponent: float) -> None:
-    fitted = fit_exponent({count: [3e-9 * count**exponent] for count in (4096, 9216, 65536)})
-    assert fitted == pytest.approx(dict.fromkeys(("median", "min", "max"), exponent))
-    assert fit_exponent({4096: [1.0]}) is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
-def test_processor_time_is_read() -> None:
-    """No part is greater than the whole, and this process's own share grows as it works."""
-    before = timing._processor_seconds()
-    end = time.process_time() + 0.1
-    while time.process_time() < end:
-        pass
-    after = timing._processor_seconds()
-    assert before is not None and after is not None
-    everything, busy, _ = after
-    assert 0 < busy <= everything
-    assert after[2] - before[2] >= 0.05
+    assert min(time_in_turns({"a": lambda: time.sleep(0.02)}, 2, cpu)["a"]) >= 0.02
 
 
 @pytest.mark.parametrize(("quick", "warmed"), [(1e9, ["s", "b", "a"]), (0.0, ["s", "b"])])
@@ -122,7 +90,7 @@ def test_quick_calls_are_warmed_up_as_they_are(
     monkeypatch.setattr(timing, "QUICK", quick)
     seen: list[str] = []
     full = calls("ab", seen)
-    interleave(full, 1, cpu, warm_up={**calls("s", seen), "b": full["b"]})
+    time_in_turns(full, 1, cpu, warm_up={**calls("s", seen), "b": full["b"]})
     assert seen == [*warmed, "a", "b"]
 
 
@@ -138,15 +106,8 @@ def test_what_does_not_fit_is_left_out(cpu: torch.device) -> None:
 
     watch = Watch(turn=lambda done, total: heard.append((done, total)), lost=lost.append)
     full = {**calls("ab", seen), "x": lambda: fail(torch.OutOfMemoryError("CUDA out of memory"))}
-    times = interleave(full, 2, cpu, watch=watch)
+    times = time_in_turns(full, 2, cpu, watch=watch)
     assert (lost, seen.count("x"), heard[-1]) == (["x"], 1, (7, 7))
     assert {name: len(taken) for name, taken in times.items()} == {"a": 2, "b": 2, "x": 0}
     with pytest.raises(RuntimeError, match="other"):
-        interleave({"x": lambda: fail(RuntimeError("other"))}, 2, cpu)
-
-
-def test_processor_time_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten seconds of two processors, six busy, four of them for this process: others had two of twenty."""
-    readings = iter([(100.0, 50.0, 7.0), (120.0, 56.0, 11.0)])
-    monkeypatch.setattr(timing, "_processor_seconds", lambda: next(readings))
-    assert Bystanders().share() == pytest.approx(0.1)
+        time_in_turns({"x": lambda: fail(RuntimeError("other"))}, 2, cpu)

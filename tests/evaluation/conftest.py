@@ -10,7 +10,7 @@ import small_run
 import torch
 from torch import nn
 
-from elfatt_sd.evaluation import measure
+from elfatt_sd.evaluation import memory
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.stages import evaluate
@@ -47,7 +47,7 @@ def finished_run(workplace: Path, full_protocol: Protocol) -> Path:
     """The folder of a finished run; memory was measured in this process in place of fresh ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-        patch.setattr(measure, "run_worker", measure.measure_peaks)
+        patch.setattr(memory, "run_worker", memory.measure_peaks)
         evaluate(Run(workplace / "run", full_protocol), lambda line: None, show_progress=False)
     return workplace / "run"
 

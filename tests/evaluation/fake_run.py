@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageDraw, ImageFilter
 
-from elfatt_sd.evaluation.environment import describe_environment
+from elfatt_sd.measuring.machine import describe_machine
 
 COLORS = {
     "red": "#d7263d",
@@ -120,7 +120,7 @@ def _results(rows: list[dict]) -> dict:
             "time": {"repeats": 5, "warmup": 1, "batch": 2}, "cells": [{"name": row["cell"]} for row in rows],
         },
         "environment": {
-            **describe_environment(torch.device("cpu")),
+            **describe_machine(torch.device("cpu")),
             "packages": {"torch": "2.15.0", "diffusers": "0.42.1"}, "device": "2 cores of AMD EPYC", "cpu_threads": 2,
         },
         "rows": rows,

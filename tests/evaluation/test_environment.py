@@ -1,26 +1,20 @@
-"""What decides images beside the protocol, and what is read of the machine."""
+"""What decides images beside the protocol, and the kernels of a row."""
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from elfatt_sd import attention
-from elfatt_sd.evaluation import environment
 from elfatt_sd.evaluation.environment import (
     attention_kernels,
-    commit_of,
-    describe_environment,
-    read_high_water_mark,
     same_images,
     sha256_of_code,
 )
 from elfatt_sd.evaluation.protocols import Cell
+from elfatt_sd.measuring.machine import describe_machine
 
 SD = Cell("sd", "SD", "sd", role="baseline")
 TOME = Cell("tome", "ToMe", "tome")
@@ -73,7 +67,7 @@ def test_a_gpus_numbers_do_not_hang_on_threads_but_on_its_settings() -> None:
 
 
 def test_this_machine_is_itself() -> None:
-    here = describe_environment(torch.device("cpu"))
+    here = describe_machine(torch.device("cpu"))
     assert same_images(here, here, [SD, TOME, PEER]) == []
     assert here["packages"]["torch"]
 
@@ -114,27 +108,6 @@ def test_the_kernels_of_a_row(
     assert bool(asked) == (cell in (TOME, FLOAT))
 
 
-def test_the_commit_is_that_of_tracked_files(tmp_path: Path) -> None:
-    def git(*command: str) -> str:
-        options = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-        done = subprocess.run(["git", *options, *command], cwd=tmp_path, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    package, installed = tmp_path / "package", tmp_path / "site-packages" / "package"
-    for folder in (package, installed):
-        folder.mkdir(parents=True)
-        (folder / "__init__.py").write_text("one = 1\n")
-    assert commit_of(package) is None
-    git("init", "--quiet")
-    git("add", "package")
-    git("commit", "--quiet", "--message", "one")
-    commit = git("rev-parse", "HEAD")
-    assert commit_of(package) == commit  # although the repository has other changes
-    assert commit_of(installed) is None  # although it lies in the repository
-    (package / "__init__.py").write_text("one = 2\n")
-    assert commit_of(package) == f"{commit}+changes"
-
-
 CODE = '''
 """A module."""
 def double(x):
@@ -148,30 +121,3 @@ def test_the_hash_of_code_is_of_what_it_does() -> None:
     assert found == sha256_of_code(["def double(x):\n\n    return (2\n        * x)\n"])
     assert found != sha256_of_code([CODE.replace("2 * x", "3 * x")])
     assert found != sha256_of_code([CODE, CODE])
-
-
-def test_clocks_are_those_of_the_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own number: `CUDA_VISIBLE_DEVICES` gives another card the index 0."""
-    asked: list[tuple[str, ...]] = []
-
-    def answer(*command: str) -> str:
-        asked.append(command)
-        return "1980, 2619, 1980, 31, 75.5"
-
-    properties = SimpleNamespace(uuid="0f2c")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(environment, "_first_line", answer)
-    assert environment.read_clocks(torch.device("cuda", 0))["clocks.sm"] == "1980"
-    assert "--id=GPU-0f2c" in asked[0]
-
-
-def test_the_high_water_mark_counts_what_was_held() -> None:
-    before = read_high_water_mark()
-    if before is None:
-        pytest.skip("this system does not tell")
-    size = before + 2**26
-    block = bytearray(size)
-    block[::4096] = b"1" * len(range(0, size, 4096))
-    after = read_high_water_mark()
-    assert after is not None
-    assert after > size

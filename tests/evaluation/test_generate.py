@@ -571,7 +571,7 @@ def test_a_log_tells_the_time_left_however_long_a_batch_takes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
+    monkeypatch.setattr("elfatt_sd.progress.time.monotonic", lambda: clock[0])
     with image_progress(100, shown=True) as advance:
         advance(0, "sd")
         for _ in range(4):

@@ -345,7 +345,7 @@ def test_another_count_must_be_allowed_and_is_named(tmp_path: Path, monkeypatch:
 def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what it is of and the time left; what was there before does not count as speed."""
     clock, lines = [0.0], list[str]()
-    monkeypatch.setattr(extraction, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("elfatt_sd.progress.time.monotonic", lambda: clock[0])
     monkeypatch.setattr(extraction, "CHUNK", 4)
     progress, extractor, slow = extraction.every_minute(lines.append), regions(), regions()
     pictures = SourcePictures(open_source(flat(tmp_path)), Preprocessing())

@@ -7,9 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.evaluation.measure import MEMORY_FILE, TIME_FILE
 from elfatt_sd.evaluation.results import SCORES_FILE, join_results
-from elfatt_sd.evaluation.run import RUN_FILE, Run
+from elfatt_sd.evaluation.run import MEMORY_FILE, RUN_FILE, TIME_FILE, Run
 from elfatt_sd.files import sha256_of_data, write_json
 
 

@@ -17,10 +17,10 @@ import tiny_pipelines as tiny
 from small_run import row_of
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import dry_run, generate, measure, sources, stages
+from elfatt_sd.evaluation import dry_run, generate, memory, sources, stages
 from elfatt_sd.evaluation import score as scoring
 from elfatt_sd.evaluation.features import load_extractor
-from elfatt_sd.evaluation.measure import program_of
+from elfatt_sd.evaluation.memory import program_of
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.run import Run, RunFailure
@@ -32,7 +32,7 @@ from elfatt_sd.presets import METHODS
 def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`eval run eval/paper_table.toml` with its sizes overridden; memory in this process in place of fresh ones."""
     monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(measure, "run_worker", measure.measure_peaks)
+    monkeypatch.setattr(memory, "run_worker", memory.measure_peaks)
     protocol = load_protocol(
         Path(__file__).parents[2] / "eval" / "paper_table.toml",
         [
@@ -218,7 +218,7 @@ def test_a_failed_row_is_in_the_results_with_its_reason(
     full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-    monkeypatch.setattr(measure, "run_worker", measure.measure_peaks)
+    monkeypatch.setattr(memory, "run_worker", memory.measure_peaks)
     check = generate.check_images
 
     def broken(images: Any, indices: list[int]) -> None:
@@ -472,7 +472,7 @@ def _three_calls(pipe: Any, protocol: Protocol, cell: Any, prompts: list[str], s
 def test_the_toys_protocol_fills_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`eval run eval/toy.toml` with everything in the package, at fewer images, steps and repeats."""
     monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(measure, "run_worker", measure.measure_peaks)
+    monkeypatch.setattr(memory, "run_worker", memory.measure_peaks)
     few = ["limit=2", "steps=2", "device=cpu", "reference.count=8", "memory.batches=[1, 2]", "memory.steps=2"]
     protocol = load_protocol("toy", [*few, "time.repeats=1", "time.warmup=0"])
     assert {cell.method for cell in protocol.cells} == set(METHODS)

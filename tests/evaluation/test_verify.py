@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from small_run import row_of
 
-from elfatt_sd.evaluation.measure import summarize_memory
+from elfatt_sd.evaluation.memory import summarize_memory
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.results import write_results
 from elfatt_sd.evaluation.run import RUN_FILE, Run

@@ -1,0 +1,193 @@
+"""The clock: things run in turns within each round, and ratios are taken within a round.
+
+A machine whose clock drifts slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch
+from torch import nn
+
+from elfatt_sd.devices import synchronize
+
+Reading = TypeVar("Reading")
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One thing's turn.
+
+    Attributes:
+        name: of the thing.
+        number: of the round; those below 0 warm up.
+        place: within the round, from 1.
+    """
+
+    name: str
+    number: int
+    place: int
+
+
+def interleave(
+    names: Sequence[str],
+    take: Callable[[Turn], Reading],
+    rounds: Iterable[int],
+    *,
+    seconds: float = math.inf,
+    lose: Callable[[Turn, Exception], None] | None = None,
+) -> Iterator[Iterator[tuple[Turn, Reading]]]:
+    """Let things take turns in every round, each round starting with another one.
+
+    Args:
+        names: of the things.
+        take: runs one of them once, and returns what was measured.
+        rounds: the numbers of the rounds.
+        seconds: start no further round past this time, once there is one.
+        lose: told what a turn raised; the thing has no further turns. Without it, the exception goes on to the caller.
+
+    Yields:
+        The turns of a round, each with what it gave; a round runs while its turns are taken out.
+    """
+    start, lost = time.monotonic(), set[str]()
+    for index, number in enumerate(rounds):
+        if index and time.monotonic() - start > seconds:
+            return
+        shift = number % len(names)
+        yield _round([*names[shift:], *names[:shift]], number, take, lost, lose)
+
+
+def _round(
+    names: Sequence[str],
+    number: int,
+    take: Callable[[Turn], Reading],
+    lost: set[str],
+    lose: Callable[[Turn, Exception], None] | None,
+) -> Iterator[tuple[Turn, Reading]]:
+    for place, name in enumerate(names, 1):
+        if name in lost:
+            continue
+        turn = Turn(name, number, place)
+        try:
+            reading = take(turn)
+        except Exception as error:
+            if lose is None:
+                raise
+            lose(turn, error)
+            lost.add(name)
+        else:
+            yield turn, reading
+
+
+class Stopwatch:
+    """Measures the `seconds` of a block, between moments at which the device has nothing left to do."""
+
+    seconds = 0.0
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the device that the block runs on."""
+        self._device = device
+
+    def __enter__(self) -> Self:
+        """Start."""
+        synchronize(self._device)
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop."""
+        synchronize(self._device)
+        self.seconds = time.perf_counter() - self._start
+
+
+def timed(call: Call, device: torch.device, repeated: int = 1) -> float:
+    """Return the seconds of a call, as the mean of several ones."""
+    with Stopwatch(device) as watch:
+        for _ in range(repeated):
+            call()
+    return watch.seconds / repeated
+
+
+class CallTimer:
+    """Adds up the time of a module's calls, without a synchronisation between them on CUDA."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        """Take the module to watch and the device whose clock counts."""
+        self.module, self.device = module, device
+        self.marks: list[Any] = []
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Watch; what hooks of a patch do counts as part of the call."""
+        self.handles = [
+            self.module.register_forward_pre_hook(lambda *_: self._mark(), prepend=True),
+            self.module.register_forward_hook(lambda *_: self._mark()),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop watching."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _mark(self) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
+            self.marks.append(event)
+        else:
+            synchronize(self.device)
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """Return the sum over all calls; waits for the device."""
+        pairs = list(zip(self.marks[::2], self.marks[1::2], strict=True))
+        if self.device.type != "cuda":
+            return float(sum(end - start for start, end in pairs))
+        synchronize(self.device)
+        return sum(float(start.elapsed_time(end)) for start, end in pairs) / 1000
+
+
+def ratios(base: Sequence[float], own: Sequence[float]) -> tuple[float, ...]:
+    """Return `base / own` of each round that both have."""
+    return tuple(before / after for before, after in zip(base, own, strict=False))
+
+
+class Spread(NamedTuple):
+    """What values of several rounds have in the middle, at least and at most."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def over(cls, values: Iterable[float]) -> Self:
+        """Work it out."""
+        values = list(values)
+        return cls(statistics.median(values), min(values), max(values))
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Self:
+        """Read it from results, which may say more."""
+        return cls(data["median"], data["min"], data["max"])
+
+    def words(self, digits: int = 2) -> str:
+        """Return the median, and in brackets the least and the greatest value where the rounds differ."""
+        median, least, greatest = (f"{value:.{digits}f}" for value in self)
+        return median if least == greatest else f"{median} ({least} to {greatest})"
+
+
+def now() -> str:
+    """Return date and time, for records."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,121 @@
+"""Peak memory: what PyTorch has allocated on CUDA; on a CPU that of the process, or of the tensors of one call.
+
+Where a system does not tell, the peak is None, which is shown as not measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from elfatt_sd.devices import is_out_of_memory, proc_value, synchronize
+from elfatt_sd.measuring.clock import Call
+
+_PROCESS_KINDS = {"linux": "VmHWM", "win32": "peak working set", "darwin": "maximum resident set"}
+
+
+def process_peak() -> int | None:
+    """Return the highest memory use of this process so far in bytes, None where the system does not tell."""
+    if sys.platform == "darwin":
+        return _resident_on_macos()
+    if value := proc_value("/proc/self/status", "VmHWM"):  # ru_maxrss would include the parent's before `exec`
+        return int(value.split()[0]) * 1024
+    peak: int | None = getattr(psutil.Process().memory_info(), "peak_wset", None)  # on Windows
+    return peak
+
+
+def _resident_on_macos() -> int | None:
+    try:
+        import resource
+    except ImportError:
+        return None
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # in bytes there
+
+
+class PeakMeter:
+    """Reads the highest memory use of a device: PyTorch's on CUDA, on a CPU that of the process.
+
+    Attributes:
+        kind: what is counted; None where it cannot be measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the device; on CUDA the peak starts anew."""
+        self.device = device
+        self.kind: str | None = None
+        if device.type == "cuda":
+            self.kind = "CUDA allocated"
+            self.restart()
+        elif device.type == "cpu" and process_peak() is not None:
+            self.kind = _PROCESS_KINDS.get(sys.platform, sys.platform)
+
+    def restart(self) -> bool:
+        """Start anew from the present use; tell whether that was possible."""
+        if self.device.type == "cuda":
+            synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return True
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> int | None:
+        """Wait for the device, and return the highest use in bytes; None where it cannot be measured."""
+        synchronize(self.device)
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return process_peak() if self.device.type == "cpu" else None
+
+    def read_reserved(self) -> int | None:
+        """Return the same of what CUDA's allocator holds; None on another device."""
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
+
+
+def peak_memory(call: Call, device: torch.device) -> int | None:
+    """Return the bytes that tensors hold at the highest point of a call, beyond what they hold before it.
+
+    On a CPU this is the running sum of what PyTorch's profiler sees allocated and freed. What libraries take without
+    PyTorch's allocator, and the pages of the code that runs, is not in it.
+
+    Args:
+        call: what to run, once.
+        device: that it runs on.
+
+    Returns:
+        None where the device does not tell, or where there is not as much memory.
+    """
+    if device.type not in ("cpu", "cuda"):
+        return None
+    gc.collect()
+    try:
+        return _tensors_on_cuda(call, device) if device.type == "cuda" else _tensors_on_cpu(call)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _tensors_on_cuda(call: Call, device: torch.device) -> int:
+    meter, before = PeakMeter(device), torch.cuda.memory_allocated(device)
+    call()
+    return (meter.read() or 0) - before
+
+
+def _tensors_on_cpu(call: Call) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    profiler: Any = profiled.profiler
+    events = profiler.kineto_results.events()
+    changes: list[tuple[int, int]] = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
+    return max(itertools.accumulate((size for _, size in changes), initial=0))

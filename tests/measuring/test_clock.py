@@ -1,0 +1,100 @@
+"""Things take turns, ratios are taken within rounds; no time is asserted from above."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from elfatt_sd.measuring import clock
+from elfatt_sd.measuring.clock import CallTimer, Spread, Stopwatch, Turn, interleave, ratios, timed
+
+CPU = torch.device("cpu")
+
+
+def test_things_take_turns_and_every_round_starts_with_another() -> None:
+    found = [
+        [(turn, name) for turn, name in turns] for turns in interleave("abc", lambda turn: turn.name, range(-1, 2))
+    ]
+    assert [["".join(name for _, name in turns)] for turns in found] == [["cab"], ["abc"], ["bca"]]
+    assert found[2][1][0] == Turn("c", 1, 2)
+
+
+def test_a_round_runs_while_it_is_taken_out() -> None:
+    """So that what is finished can be kept before the next thing begins."""
+    seen: list[str] = []
+    rounds = interleave("ab", lambda turn: seen.append(turn.name), range(2))
+    turns = next(rounds)
+    next(turns)
+    assert seen == ["a"]
+    assert [len(list(each)) for each in (turns, next(rounds))] == [1, 2]
+
+
+def test_what_fails_has_no_further_turns() -> None:
+    lost: list[tuple[Turn, str]] = []
+
+    def take(turn: Turn) -> int:
+        if turn.name == "b" and turn.number == 1:
+            raise ValueError("no")
+        return turn.number
+
+    rounds = interleave("ab", take, range(3), lose=lambda turn, error: lost.append((turn, str(error))))
+    assert [[(turn.name, number) for turn, number in turns] for turns in rounds] == [
+        [("a", 0), ("b", 0)], [("a", 1)], [("a", 2)],
+    ]  # fmt: skip
+    assert lost == [(Turn("b", 1, 1), "no")]
+    with pytest.raises(ValueError, match="no"):
+        [list(turns) for turns in interleave("ab", take, range(3))]
+
+
+def test_no_round_starts_late_but_one_runs() -> None:
+    assert len([list(turns) for turns in interleave("a", lambda turn: 0, range(100), seconds=0)]) == 1
+
+
+def test_ratios_are_taken_within_rounds_that_both_have() -> None:
+    assert ratios([2.0, 4.0, 9.0], [1.0, 1.0, 3.0]) == (2.0, 4.0, 3.0)
+    assert ratios([2.0], [1.0, 5.0]) == (2.0,)
+
+
+def test_the_spread_of_rounds() -> None:
+    spread = Spread.over([2.0, 4.0, 3.0])
+    assert spread._asdict() == {"median": 3.0, "min": 2.0, "max": 4.0}
+    assert (spread.words(), Spread.over([1.001, 1.0]).words()) == ("3.00 (2.00 to 4.00)", "1.00")
+    assert Spread.read({"name": "floor", **spread._asdict()}) == spread
+
+
+def test_the_clock_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(clock, "synchronize", waited.append)
+    with Stopwatch(torch.device("cuda:1")) as watch:
+        time.sleep(0.02)
+    assert waited == [torch.device("cuda:1")] * 2
+    assert watch.seconds >= 0.02
+
+
+def test_a_call_has_the_mean_of_its_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+
+    def call() -> None:
+        now[0] += 6 if now[0] else 2
+
+    assert timed(call, CPU, repeated=2) == 4
+
+
+def test_a_modules_time_is_the_sum_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+
+    class Network(torch.nn.Module):
+        def forward(self, seconds: float) -> None:
+            now[0] += seconds
+
+    network = Network()
+    with CallTimer(network, CPU) as timer:
+        network(2.0)
+        now[0] += 100  # the scheduler
+        network(3.0)
+    network(50.0)
+    assert timer.seconds() == 5.0

@@ -1,0 +1,64 @@
+"""A bar on a terminal, and lines elsewhere: at each stage's start and now and then, with the time that is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from elfatt_sd import progress
+from elfatt_sd.progress import Lines, progress_of
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that a test turns."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_line_for_each_stage_and_after_a_while(clock: list[float]) -> None:
+    said: list[str] = []
+    tell = Lines(said.append, "calls", every=30)
+    for done in range(5):
+        tell("first", done, 10)
+        clock[0] += 20
+    tell("second", 5, 10)
+    assert said == [
+        "first: 0 of 10 calls done",
+        "first: 2 of 10 calls done, about 0:02:40 left",
+        "first: 4 of 10 calls done, about 0:02:00 left",
+        "second: 5 of 10 calls done, about 0:01:40 left",
+    ]
+
+
+def test_another_count_has_its_own_speed(clock: list[float]) -> None:
+    said: list[str] = []
+    tell = Lines(said.append, "images", every=0, at_once=False)
+    tell("first", 3, 3)
+    clock[0] += 1000
+    tell("second", 10, 30)
+    clock[0] += 10
+    tell("second", 20, 30)
+    tell("third", 5, 30)
+    assert said[1:] == [
+        "second: 10 of 30 images done",
+        "second: 20 of 30 images done, about 0:00:10 left",
+        "third: 5 of 30 images done",
+    ]
+
+
+def test_nothing_is_said_of_what_is_quick(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_of("steps", at_once=False) as tell:
+        tell("image 1 of 1", 1, 2)
+    with progress_of("steps", shown=False) as tell:
+        clock[0] += 1000
+        tell("image 1 of 1", 2, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    with progress_of("steps") as tell:
+        tell("image 1 of 3", 7, 90)
+    assert "image 1 of 3" in (shown := capsys.readouterr().err) and "7/90 steps" in shown
