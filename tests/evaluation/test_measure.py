@@ -174,7 +174,7 @@ def test_nothing_is_measured_on_another_model(
     for name in ("timed_call", "run_worker"):
         monkeypatch.setattr(measure, name, lambda *_: pytest.fail("measured"))
     with pytest.raises(ElfattError, match=r"images come out differently \(model_sha256: \w+ there, \w+ here\)"):
-        getattr(measure, stage)(tmp_path / "run", timed, lambda line: None)
+        getattr(measure, stage)(Run(tmp_path / "run", timed), lambda line: None)
 
 
 def test_an_error_while_timing_fails_its_row_alone(
