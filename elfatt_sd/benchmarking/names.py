@@ -5,8 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from elfatt_sd.config import METHODS, ElfattError
+
 UNPATCHED, PEER, FLOOR = "untouched", "tomesd", "floor"
 COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  # at the end of a name
+
+ALONE = ("spread", "cell_spread", "sampled")  # attentions after exact early steps
+
+
+def check_method(name: str) -> None:
+    """Check the name of a method to time: a preset, the package tomesd, or an attention alone.
+
+    Raises:
+        ElfattError: it is not known.
+    """
+    known = (*METHODS, PEER, *ALONE)
+    if name not in known:
+        raise ElfattError(f"method={name!r} is not known; accepted: {', '.join(known)}.")
 
 
 def plain_name(name: str) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, is_peer
-from elfatt_sd.config import EXACT, METHODS, ElfattError, PatchConfig, Phase
+from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, check_method, is_peer
+from elfatt_sd.config import EXACT, METHODS, ElfattError, PatchConfig, Phase, known_method
 from elfatt_sd.layers import find_denoisers, find_layers, levels_of, select_layers
 from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch
@@ -177,10 +177,8 @@ def named(method: str) -> PatchConfig:
         return dataclasses.replace(PatchConfig.preset("tome"), method=PEER)
     if method in ATTENTIONS_ALONE:
         return PatchConfig(method, (Phase(0.2), ATTENTIONS_ALONE[method]))
-    if method not in METHODS:
-        accepted = ", ".join([*METHODS, PEER, *ATTENTIONS_ALONE])
-        raise ElfattError(f"method={method!r} is not known; accepted: {accepted}.")
-    return PatchConfig.preset(method)
+    check_method(method)
+    return PatchConfig.preset(known_method(method))
 
 
 def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any) -> list[PatchConfig]:
