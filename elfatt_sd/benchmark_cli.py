@@ -5,22 +5,28 @@ from __future__ import annotations
 import importlib
 import shlex
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from elfatt_sd.benchmarking.names import ALONE, PEER, check_method
 from elfatt_sd.config import ElfattError
 from elfatt_sd.console import FAILURE, adds_options, output, quiet_libraries
 from elfatt_sd.optional import need
+from elfatt_sd.pipelines import check_model, check_names
+from elfatt_sd.preflight import check_device, check_sizes_fit
 from elfatt_sd.presets import METHODS
 from elfatt_sd.progress import progress_of
+from elfatt_sd.request import SHAPE_NAMES
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
 
 app = typer.Typer(no_args_is_help=True)
+FORECAST_FROM = 10.0  # seconds that are worth saying
 
 Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
 Sizes = Annotated[list[int], typer.Option("--size", help="Side of the pictures in pixels; may be given several times.")]
@@ -28,7 +34,7 @@ Methods = Annotated[
     list[str] | None,
     typer.Option(
         "--method",
-        help=f"One of {', '.join(METHODS)}, tomesd, spread, cell_spread, sampled; with settings as in "
+        help=f"One of {', '.join((*METHODS, PEER, *ALONE))}; with settings as in "
         "elfatt-fast:block_size=512,levels=2; several times, or all presets and their variations.",
     ),
 ]
@@ -41,6 +47,8 @@ Repeats = Annotated[int, typer.Option(help="Rounds that count.")]
 MaxSeconds = Annotated[float, typer.Option(help="Leave out what is expected to take longer for one call.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+Variant = Annotated[str | None, typer.Option(help="Of a model's weights: fp16 loads *.fp16.safetensors.")]
+Force = Annotated[bool, typer.Option("--force", help="Time even what is estimated not to fit into memory.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Time everything but tomesd through torch.compile too.")]
 Autotune = Annotated[
     bool, typer.Option("--autotune", help="Time every method also with only those layers patched that it makes faster.")
@@ -76,20 +84,25 @@ SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def build_session(out: Path | None, name: str | None, as_markdown: bool, again: bool) -> Session:
-    """Check the folder, and return where results go.
+def build_session(out: Path | None, name: str | None, as_markdown: bool, again: bool) -> Callable[[], Session]:
+    """Check the folder, and return what makes the place where results go, which needs PyTorch.
 
     Raises:
         ElfattError: the folder cannot be written, or the name is no file name.
     """
-    from elfatt_sd.benchmarking.record import Session
     from elfatt_sd.files import check_writable
 
     if name is not None and (out is None or Path(name).name != name):
         raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
     if out is not None:
         check_writable(out)
-    return Session(out, name, again, markdown=as_markdown, command=shlex.join(["elfatt-sd", *sys.argv[1:]]))
+
+    def make() -> Session:
+        from elfatt_sd.benchmarking.record import Session
+
+        return Session(out, name, again, markdown=as_markdown, command=shlex.join(["elfatt-sd", *sys.argv[1:]]))
+
+    return make
 
 
 takes_session = adds_options("session", SESSION_OPTIONS, build_session)
@@ -143,9 +156,12 @@ def unet(
     autotune: Autotune = False,
     memory: Memory = True,
     memory_batch: MemoryBatch = None,
+    variant: Variant = None,
+    force: Force = False,
 ) -> None:
     """One UNet call in every phase of every method, added up over a run."""
-    options = {"batch": batch, "repeats": repeats, "seconds": seconds, **_given(ratio=ratio)}
+    _check(model, variant, device, dtype, [] if force else sizes, batch)
+    options = {"batch": batch, "repeats": repeats, "seconds": seconds, **_given(ratio=ratio, variant=variant)}
     options |= {"model": model, "sizes": sizes, "methods": methods, "memory": memory_batch if memory else []}
     options |= {"compile": compile, "autotune": autotune}
     _run("unet", session, device=device, dtype=dtype, **options)
@@ -165,9 +181,13 @@ def pipeline(
     memory: Memory = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    variant: Variant = None,
+    force: Force = False,
 ) -> None:
     """A whole pipeline with guidance, from prompt to picture."""
-    options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory, **_given(ratio=ratio)}
+    _check(model, variant, device, dtype, [] if force else sizes, 2 * batch)
+    options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory}
+    options |= _given(ratio=ratio, variant=variant)
     _run("pipeline", session, model=model, sizes=sizes, methods=methods, device=device, dtype=dtype, **options)
 
 
@@ -199,10 +219,14 @@ def orders(
     seed: Annotated[int, typer.Option(help="Of the first picture.")] = 0,
     draws: Annotated[int, typer.Option(help="How often what is random is drawn.")] = 4,
     device: Device = "auto",
+    variant: Variant = None,
 ) -> None:
     """The error of every block order, size and attention on a pipeline's own activations."""
+    if model in SHAPE_NAMES:
+        raise ElfattError(f"model={model!r} has random weights, which say nothing about errors; give a real model.")
+    _check(model, variant, device)
     options = {"steps": steps, "record_at": record_at, "guidance": guidance, "seed": seed, "draws": draws}
-    _run("orders", session, model=model, device=device, **options, **_given(prompts=prompts))
+    _run("orders", session, model=model, device=device, **options, **_given(prompts=prompts, variant=variant))
 
 
 @app.command()
@@ -242,18 +266,39 @@ def _given(**settings: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _run(name: str, session: Session, **options: Any) -> None:
+def _check(
+    model: str, variant: str | None, device: str, dtype: str = "auto", sizes: Sequence[int] = (), batch: int = 1
+) -> None:
+    """Check what can be checked before PyTorch is imported: the model, the device and the sizes of images."""
+    check_names(device, dtype)
+    check_device(device)
+    if model in SHAPE_NAMES:
+        if variant is not None:
+            raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
+    else:
+        check_model(model, variant=variant)
+    for size in sizes:
+        if size <= 0 or size % 8:
+            raise ElfattError(f"size={size} is not accepted; give a positive multiple of 8.")
+    check_sizes_fit(model, device, dtype, [(size, size) for size in sizes], batch)
+
+
+def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None:
     """Run a benchmark, and show what it has, also when it is stopped."""
     need("elfatt-sd bench", "matplotlib", "tomesd")
     for option in ("batch", "repeats", "steps", "draws"):
         if options.get(option, 1) < 1:
             raise ElfattError(f"{option}={options[option]} is not accepted; give a whole number of at least 1.")
+    for text in options.get("methods") or ():
+        check_method(_parts(text)[0])
+    session = make_session()
     if options.get("methods") is not None:
         options["methods"] = [_method(text) for text in options["methods"]]
     bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
     quiet_libraries()
     try:
-        with progress_of("calls") as session.progress:
+        with progress_of("calls") as tell:
+            session.progress = Forecast(tell)
             bench(session=session, **options)
     finally:
         _show(session)
@@ -261,15 +306,47 @@ def _run(name: str, session: Session, **options: Any) -> None:
         raise typer.Exit(FAILURE)
 
 
+class Forecast:
+    """Says before a benchmark how many calls it makes, and how long that takes once calls were timed; passes on.
+
+    Args:
+        tell: who is told of every call: the name of the stage, what is done, and how much there is in all.
+    """
+
+    def __init__(self, tell: Callable[[str, int, int], None]) -> None:
+        self._tell = tell
+        self._latest = (0, 0.0)
+        self._said = 0.0  # seconds
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Say it; calls that warm up are shorter, so that it is said anew where it has doubled."""
+        now = time.monotonic()
+        before, moment = self._latest
+        if not moment:
+            print(f"{total} calls in all", file=sys.stderr)
+        elif done > before > 0:  # the very first call takes longer
+            seconds = (now - moment) / (done - before) * total
+            if seconds > max(FORECAST_FROM, 2 * self._said):
+                self._said = seconds
+                took = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+                print(f"about {took} in all, if each takes as long as the latest", file=sys.stderr)
+        self._latest = done, now
+        self._tell(name, done, total)
+
+
 def _method(text: str) -> Any:
     """Return what `--method` names, with the settings that follow its name."""
     from elfatt_sd.benchmarking.variants import varied
     from elfatt_sd.console import name_and_value
 
+    method, settings = _parts(text)
+    return varied(method, **dict(map(name_and_value, settings.split(",")))) if settings else method
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """Split `elfatt:ratio=0.4`, `package.module:Class` or both together in the method and its settings."""
     method, _, settings = text.rpartition(":")
-    if "=" not in settings:
-        return varied(text)  # a name, or package.module:Class
-    return varied(method, **dict(map(name_and_value, settings.split(","))))
+    return (method, settings) if "=" in settings else (text, "")
 
 
 def _show(session: Session) -> None:

@@ -32,7 +32,7 @@ from elfatt_sd.console import (
 )
 from elfatt_sd.files import check_writable
 from elfatt_sd.progress import progress_of
-from elfatt_sd.request import SCHEDULERS, SHAPE_NAMES, Request, check_sizes, read_prompts, unquoted
+from elfatt_sd.request import SCHEDULERS, SHAPE_NAMES, Request, check_quoted, check_sizes, read_prompts
 
 if TYPE_CHECKING:
     from elfatt_sd.generation import Drawn, Result
@@ -105,6 +105,7 @@ def generate(
     width: Width = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures.")] = Path("outputs"),
     compare: Annotated[bool, typer.Option("--compare", help="Untouched and patched, side by side.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="Prompts of one word are meant: draw each one.")] = False,
     negative_prompt: NegativePrompt = None,
     scheduler: Scheduler = None,
     force: Force = False,
@@ -115,6 +116,8 @@ def generate(
 ) -> None:
     """Draw pictures, each a PNG with its settings inside and a JSON beside it."""
     words = list(prompts or ())
+    if not each:
+        check_quoted(words, "elfatt-sd generate")
     prompts = [*words, *(read_prompts(prompt_file) if prompt_file else ())]
     if not prompts:
         raise ElfattError("there is no prompt; give one, such as 'a red star', or --prompt-file FILE.")
@@ -136,10 +139,9 @@ def generate(
         force,
     )
     check_writable(out)
-    if note := unquoted(words):
-        complain(note, "note")
     source = Source(model, device, dtype, allow_pickle, variant)
     source.check()
+    source.check_fits(request)
     if model == "toy":
         _tell_unknown_words(prompts)
     pipe = source.load()
@@ -193,6 +195,7 @@ def try_methods(
     check_writable(out)
     source = Source(model, device, dtype, allow_pickle, variant)
     source.check()
+    source.check_fits(request)
     if model == "toy":
         _tell_unknown_words(list(request.prompts))
     pipe = source.load()
@@ -286,9 +289,19 @@ class Source:
     def check(self) -> None:
         """Check what can be checked without PyTorch."""
         from elfatt_sd.pipelines import check_model, check_names
+        from elfatt_sd.preflight import check_device
 
         check_names(self.device, self.dtype)
+        check_device(self.device)
         check_model(self.model, allow_pickle=self.allow_pickle, variant=self.variant)
+
+    def check_fits(self, request: Request) -> None:
+        """Refuse an image that the CPU's memory cannot hold, as far as a directory tells without PyTorch."""
+        from elfatt_sd.preflight import check_sizes_fit
+
+        if not request.force:
+            sizes = [(request.height, request.width)]
+            check_sizes_fit(self.model, self.device, self.dtype, sizes, batch=1 + (request.guidance > 1))
 
     def load(self) -> Any:
         """Load the pipeline."""

@@ -21,7 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import elfatt_sd
-from elfatt_sd.budget import check_fits
+from elfatt_sd.budget import check_fits, dimensions_of
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.families import main_denoiser, unwrap
 from elfatt_sd.files import atomic_file, write_json
@@ -136,7 +136,7 @@ class Studio:
 
         Raises:
             ElfattError: it needs more than a prompt, there are too many steps, the scheduler does not fit, or the image
-                cannot fit into this machine's memory.
+                is too small for the UNet or too large for this machine's memory.
         """
         check_text_to_image(self.pipe)
         request = self.request
@@ -148,6 +148,10 @@ class Studio:
         if request.negative_prompt is not None:
             self._check_negative_prompt()
         self._warn_of_cut_prompts()
+        dimensions = dimensions_of(self.pipe)
+        dimensions.check(request.height, request.width)
+        if text := dimensions.small(request.height, request.width):
+            warnings.warn(text, stacklevel=3)
         if not request.force:
             images = len(request.prompts) * request.num_images * (1 + request.compare)
             sizes = {"height": request.height, "width": request.width}

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.config import ElfattError, ElfattFailure
+from elfatt_sd.request import SHAPE_NAMES
 
 if TYPE_CHECKING:
     import torch
@@ -152,6 +153,11 @@ def check_model(
         return path
     if _HUB_ID.fullmatch(str(model)):
         return str(model)
+    if str(model) in SHAPE_NAMES:
+        raise ElfattError(
+            f"model={str(model)!r} is a shape without weights, for elfatt-sd bench and patch; give 'toy', a diffusers "
+            "directory, a .safetensors file, or a hub id."
+        )
     raise ElfattError(
         f"model={str(model)!r} does not exist; give 'toy', a diffusers directory, a .safetensors file, or a hub id "
         "such as 'owner/name'."
@@ -243,7 +249,7 @@ def _parts(path: Path) -> list[str]:
 
 def _kind_of_directory(path: Path) -> str | None:
     """Return the class of pipeline that a directory holds; None where it holds none."""
-    return _index(path).get("_class_name") if (path / INDEX).is_file() else None
+    return str(_index(path)["_class_name"]) if (path / INDEX).is_file() else None
 
 
 def _index(path: Path) -> dict[str, Any]:
@@ -257,6 +263,8 @@ def _index(path: Path) -> dict[str, Any]:
         raise ElfattError(f"{index} is not valid JSON ({error}); the model directory is damaged.") from error
     if not isinstance(parts, dict):
         raise ElfattError(f"{index} holds a {type(parts).__name__}, not an object; the model directory is damaged.")
+    if not isinstance(parts.get("_class_name"), str):
+        raise ElfattError(f"{index} names no pipeline (its _class_name); give a diffusers pipeline directory.")
     return parts
 
 

@@ -110,14 +110,21 @@ def scheduler_class(name: str) -> str:
     return found
 
 
-def unquoted(prompts: Sequence[str]) -> str:
-    """Return what to say where the words of one prompt came as several prompts; empty where they did not."""
-    words = [prompt for prompt in prompts if len(prompt.split()) == 1]
-    if len(words) < 2:
-        return ""
-    return (
-        f"{len(prompts)} prompts, {', '.join(map(repr, prompts[:4]))}{', ...' * (len(prompts) > 4)}: each is drawn; "
-        + (f'quote a prompt of several words: "{" ".join(prompts)}"')
+def check_quoted(prompts: Sequence[str], command: str) -> None:
+    """Refuse prompts that look like the words of one, without quotes.
+
+    Args:
+        prompts: as they came from the command line.
+        command: that they were given to.
+
+    Raises:
+        ElfattError: two of them or more are single words.
+    """
+    if sum(len(prompt.split()) == 1 for prompt in prompts) < 2:
+        return
+    raise ElfattError(
+        f"{len(prompts)} prompts, some of one word, look like one without quotes; give "
+        f'{command} "{" ".join(prompts)}", or --each to draw every one of them (or --prompt-file, one a line).'
     )
 
 

@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 import elfatt_sd
 from elfatt_sd import generation
 from elfatt_sd.autotune import Decision, Tuner
+from elfatt_sd.benchmark_cli import Forecast
 from elfatt_sd.cli import app
 from elfatt_sd.files import check_writable
 from elfatt_sd.generation import Studio, check_text_to_image, free_name
@@ -319,6 +320,12 @@ GENERATE_ERRORS = {
     "seed": (["--seed", "-1"], "seed=-1"),
     "guidance": (["--guidance", "nan"], "guidance=nan"),
     "device": (["--device", "cuda:77"], "device='cuda:77'"),
+    "too small for its levels": (
+        ["--model", "toy", "--height", "8"],
+        "height=8 is not accepted; this model needs at least 32, and is",
+    ),
+    "too large for the machine": (["--width", "8000000"], "x8000000 needs about "),
+    "no weights": (["--model", "sdxl"], "model='sdxl' is a shape without weights, for elfatt-sd bench and patch"),
     "unknown device": (["--device", "abacus"], "device='abacus' is not known; accepted: auto"),
     "dtype": (["--dtype", "int8"], "dtype='int8' is not known; accepted: auto, float32"),
     "model": (["--model", "nowhere/to/be/found"], "model='nowhere/to/be/found' does not exist"),
@@ -505,7 +512,7 @@ def test_bench_prints_and_saves(tmp_path: Path) -> None:
     assert "|" not in result.stdout and "nbsp" not in result.stdout
     assert "64 tokens, batch 2, float32: ours is " in result.stdout or "no method is faster than" in result.stdout
     assert "One round tells little: repeat with more rounds." in result.stdout
-    assert result.stderr.startswith("64 tokens, batch 2, float32: 0 of 6 calls done\n")
+    assert result.stderr.startswith("6 calls in all\n64 tokens, batch 2, float32: 0 of 6 calls done\n")
     assert files(tmp_path / "out") == ["merging.json", "merging.md", "merging.png"]
 
 
@@ -526,6 +533,22 @@ def test_bench_shows_a_bar_that_counts_calls(monkeypatch: Any) -> None:
     assert {total for _, total in counts} == {"15", "18"}  # the second size's warm-up is known when it begins
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.stdout.splitlines()]
     assert max(map(len, lines)) <= 80
+
+
+def test_bench_says_beforehand_how_much_it_does(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """How many calls, and how long they take once calls were timed; anew where that has doubled."""
+    moments = iter([1.0, 100.0, 103.0, 104.0, 124.0, 125.0])
+    monkeypatch.setattr("elfatt_sd.benchmark_cli.time.monotonic", lambda: next(moments))
+    told: list[int] = []
+    forecast = Forecast(lambda name, done, total: told.append(done))
+    for done in range(6):
+        forecast("256 pixels", done, 20)
+    assert told == list(range(6))
+    assert capfd.readouterr().err.splitlines() == [
+        "20 calls in all",
+        "about 60 s in all, if each takes as long as the latest",
+        "about 7 min in all, if each takes as long as the latest",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -610,6 +633,24 @@ EARLY = [
     ["try", "nowhere/to/be/found"],
     ["patch", "toy", "--height", "12"],
     ["patch", "nowhere/to/be/found"],
+    ["generate", "a", "red", "star"],
+    ["generate", PROMPT, "--height", "8"],
+    ["generate", PROMPT, "--height", "80000", "--width", "80000"],
+    ["try", "sdxl"],
+    ["bench", "unet", "--model", "toyy"],
+    ["bench", "unet", "--model", "toy", "--variant", "fp16"],
+    ["bench", "unet", "--variant", "fp16"],
+    ["bench", "unet", "--method", "faster"],
+    ["bench", "unet", "--size", "-8"],
+    ["bench", "unet", "--model", "toy", "--size", "80000"],
+    ["bench", "unet", "--repeats", "0"],
+    ["bench", "unet", "--dtype", "int8"],
+    ["bench", "pipeline", "--device", "abacus"],
+    ["bench", "pipeline", "--out", __file__],
+    ["bench", "orders", "--model", "sd15"],
+    ["eval", "run", "toy", "--out", "runs/none", "--model", "nowhere/to/be/found"],
+    ["eval", "run", "toy", "--out", "runs/none", "--device", "abacus"],
+    ["eval", "generate", "toy", "--out", __file__],
 ]
 
 
@@ -636,12 +677,11 @@ def test_unknown_commands_are_one_line() -> None:
     check_error(call("paint"), "No such command 'paint'")
 
 
-def test_words_without_quotes_are_pointed_out(model: Path, tmp_path: Path) -> None:
-    result = call("generate", "a", "red", "star", "--model", model, "--steps", 1, "--out", tmp_path)
-    assert result.exit_code == 0
-    assert result.stderr.startswith(
-        "note: 3 prompts, 'a', 'red', 'star': each is drawn; quote a prompt of several words"
-    )
+def test_words_without_quotes_are_refused_unless_each_is_meant(model: Path, tmp_path: Path) -> None:
+    words = ["generate", "a", "red", "star", "--model", model, "--steps", 1, "--out", tmp_path]
+    check_error(call(*words), 'give elfatt-sd generate "a red star", or --each')
+    assert files(tmp_path) == []
+    assert call(*words, "--each").exit_code == 0
     assert len(list(tmp_path.glob("*.png"))) == 3
     assert draw(model, tmp_path / "one").stderr == ""
 

@@ -109,6 +109,9 @@ def test_an_index_that_is_missing_or_damaged(damaged: Path) -> None:
     refused(damaged, "model_index.json")
     index.write_bytes(b"\xff\xfe\x00")
     refused(damaged, "model_index.json")
+    for text in ("{}", '{"_class_name": 3}'):
+        index.write_text(text)
+        refused(damaged, "names no pipeline")
     index.unlink()
     refused(damaged, "has no model_index.json")
 

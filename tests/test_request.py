@@ -5,22 +5,19 @@ from __future__ import annotations
 import pytest
 
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.request import SCHEDULERS, Request, scheduler_class, unquoted
+from elfatt_sd.request import SCHEDULERS, Request, check_quoted, scheduler_class
 
 
-@pytest.mark.parametrize(
-    "prompts",
-    [["a", "red", "star"], ["red", "star"], ["a red", "star", "here"]],
-)
-def test_a_prompt_without_quotes_is_pointed_out(prompts: list[str]) -> None:
-    note = unquoted(prompts)
-    assert note.startswith(f"{len(prompts)} prompts, 'a") or note.startswith("2 prompts, 'red', 'star'")
-    assert f'"{" ".join(prompts)}"' in note
+@pytest.mark.parametrize("prompts", [["a", "red", "star"], ["red", "star"], ["a red", "star", "here"]])
+def test_a_prompt_without_quotes_is_refused(prompts: list[str]) -> None:
+    with pytest.raises(ElfattError) as caught:
+        check_quoted(prompts, "draw")
+    assert f'give draw "{" ".join(prompts)}", or --each' in str(caught.value)
 
 
 @pytest.mark.parametrize("prompts", [[], ["star"], ["a red star", "a blue moon"], ["a red star", "moon"]])
 def test_quoted_prompts_are_left_alone(prompts: list[str]) -> None:
-    assert unquoted(prompts) == ""
+    check_quoted(prompts, "draw")
 
 
 def test_schedulers_by_short_name_and_by_class() -> None:

@@ -74,18 +74,21 @@ def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:
     return call
 
 
-def make_model(name: str, device: torch.device, dtype: torch.dtype) -> Model:
+def make_model(name: str, device: torch.device, dtype: torch.dtype, variant: str | None = None) -> Model:
     """Build a UNet with random weights (`sd15`, `sdxl`) or take a pipeline's (`toy`, a path, a hub id)."""
     if name in SHAPES:
         return Model(random_unet(SHAPES[name], device, dtype), SCALE)
-    pipe = load_pipeline(name, device=str(device), dtype=dtype)
+    pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
     return Model(pipe.unet, int(pipe.vae_scale_factor))
 
 
-def make_pipeline(name: str, device: torch.device, dtype: torch.dtype, batch: int) -> tuple[Any, dict[str, Any]]:
+def make_pipeline(
+    name: str, device: torch.device, dtype: torch.dtype, batch: int, variant: str | None = None
+) -> tuple[Any, dict[str, Any]]:
     """Return a pipeline and its inputs; one with random weights is given embeddings."""
     if name not in SHAPES:
-        return load_pipeline(name, device=str(device), dtype=dtype), {"prompt": ["a red circle"] * batch}
+        pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
+        return pipe, {"prompt": ["a red circle"] * batch}
     import diffusers
 
     library: Any = diffusers

@@ -56,6 +56,7 @@ def orders(
     seed: int = 0,
     draws: int = DRAWS,
     device: str = "auto",
+    variant: str | None = None,
     session: Session | None = None,
 ) -> Results:
     """Measure the relative error of block orders, agents and merging against exact attention.
@@ -70,6 +71,7 @@ def orders(
         seed: of the first picture.
         draws: how often what is random is drawn.
         device: as for `load_pipeline`.
+        variant: of the weights, likewise.
         session: where the results go.
 
     Returns:
@@ -80,7 +82,7 @@ def orders(
     asked |= {"guidance": _own_guidance(model) if guidance is None else guidance, "seed": seed, "draws": draws}
     asked["methods"] = {name: config.to_dict() for name, config in chosen.items()}
     place = pick_device(device)
-    pipe = load_pipeline(model, device=str(place), dtype="float32")
+    pipe = load_pipeline(model, device=str(place), dtype="float32", variant=variant)
     pipe.set_progress_bar_config(disable=True)
     record = Record(session, "orders", place, {**asked, "weights": weights_sha256(pipe)}, bases=[])
     done = {row["method"] for row in record.results["rows"]}

@@ -31,6 +31,7 @@ def pipeline(
     memory: bool = True,
     device: str = "auto",
     dtype: str = "auto",
+    variant: str | None = None,
     session: Session | None = None,
     **settings: Any,
 ) -> Results:
@@ -46,6 +47,7 @@ def pipeline(
         memory: also measure the peak memory of a run, of every variant but the floors.
         device: as for `load_pipeline`.
         dtype: likewise.
+        variant: of a model's weights, as for `load_pipeline`.
         session: where the results go.
         **settings: for the presets.
 
@@ -55,11 +57,11 @@ def pipeline(
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     lineup = whole(resolve_methods(methods, **settings))
-    pipe, inputs = make_pipeline(model, place, precision, batch)
+    pipe, inputs = make_pipeline(model, place, precision, batch, variant)
     pipe.set_progress_bar_config(disable=True)
     twins = {name: twin(pipe, variant) for name, variant in lineup.variants.items()}
     asked: dict[str, Any] = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
-    asked["variants"] = lineup.described()
+    asked |= {"variants": lineup.described(), **({"variant": variant} if variant else {})}
     record = Record(session, "pipeline", place, asked, **lineup.details((UNPATCHED, PEER)))
     sizes = sizes or (int(pipe.unet.config.sample_size * pipe.vae_scale_factor),)
     measured = [name for name, variant in lineup.variants.items() if memory and variant.kind != FLOOR]

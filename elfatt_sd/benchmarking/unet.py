@@ -46,6 +46,7 @@ def unet(
     graphs: bool = False,
     memory: Sequence[int] | None = None,
     seconds: float = math.inf,
+    variant: str | None = None,
     session: Session | None = None,
     **settings: Any,
 ) -> Results:
@@ -66,6 +67,7 @@ def unet(
         memory: batches at which the peak memory is measured, of every variant but the floors; by default `batch` and
             twice that, which gives the growth for one more picture.
         seconds: for each size, start no further round past this time.
+        variant: of a model's weights, as for `load_pipeline`.
         session: where the results go.
         **settings: for the presets, such as `ratio=0.5`.
 
@@ -84,13 +86,14 @@ def unet(
         raise ElfattError(f"batch={batch}, memory={list(batches)} is not accepted; give batches of at least 1.")
     lineup = by_phase(resolve_methods(methods, **settings))
     lineup = with_compiled(lineup) if compile else with_autotuned(lineup) if autotune else lineup
-    made = model if isinstance(model, Model) else make_model(model, place, precision)
+    made = model if isinstance(model, Model) else make_model(model, place, precision, variant)
     units = _units(made, lineup.variants)
     asked: dict[str, Any] = {
         "model": model if isinstance(model, str) else "given",
         "dtype": str(precision).removeprefix("torch."),
         "graphs": graphs,
         "variants": lineup.described(),
+        **({"variant": variant} if variant else {}),
     }
     details = lineup.details((UNPATCHED, PEER, UNPATCHED + COMPILED))
     record = Record(session, "unet", place, asked, **details)

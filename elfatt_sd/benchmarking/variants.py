@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd import checks
-from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, is_peer
+from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, check_method, is_peer
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.families import find_layers, levels_of, main_denoiser, select_layers
 from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.planning import describe
-from elfatt_sd.presets import METHODS, method_named, method_names
+from elfatt_sd.presets import METHODS, method_named
 from elfatt_sd.processor import STATE, Call, PatchedLayer
 
 PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
@@ -179,8 +178,7 @@ def named(method: str) -> PatchConfig:
         return dataclasses.replace(PatchConfig.preset("tome"), method=PEER)
     if method in ATTENTIONS_ALONE:
         return PatchConfig(method, (Phase(0.2), ATTENTIONS_ALONE[method]))
-    if ":" not in method:
-        checks.choice("method", method, [*method_names(), PEER, *ATTENTIONS_ALONE])
+    check_method(method)
     return method_named(method)
 
 

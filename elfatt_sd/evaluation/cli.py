@@ -16,6 +16,9 @@ from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, output
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run, RunFailure
+from elfatt_sd.files import check_writable
+from elfatt_sd.pipelines import check_model
+from elfatt_sd.preflight import check_device
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -106,6 +109,8 @@ def run_command(
     quiet: Quiet = False,
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
+    if not dry_run:
+        _check_early(protocol, out)
     from elfatt_sd.evaluation.processes import is_first
     from elfatt_sd.evaluation.report.data import load_results
     from elfatt_sd.evaluation.report.terminal import terminal_summary
@@ -128,6 +133,7 @@ def run_command(
 @reports_failure
 def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Quiet = False) -> None:
     """Make the images of every row. Several processes share them under `accelerate launch`."""
+    _check_early(protocol, out)
     from elfatt_sd.evaluation.generate import generate
     from elfatt_sd.evaluation.processes import is_first, leave_processes
 
@@ -249,6 +255,13 @@ def page_command(
     for path, content in {page: filled.encode(), **plots}.items() if not check else ():
         with atomic_file(path) as file:
             file.write(content)
+
+
+def _check_early(protocol: Protocol, out: Path) -> None:
+    """Check folder, device and model, before PyTorch is imported."""
+    check_writable(out)
+    check_device(protocol.device)
+    check_model(protocol.model)
 
 
 def _print_estimate(run: Run, reuse: Sequence[Path]) -> None:

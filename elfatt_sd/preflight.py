@@ -1,0 +1,71 @@
+"""What can be checked of a command before PyTorch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.pipelines import TOY, check_names
+from elfatt_sd.sizes import dimensions_in, memory_of_cpu, refuse_if_beyond
+
+
+def check_device(device: str) -> None:
+    """Check for a device as far as that is possible without PyTorch.
+
+    Raises:
+        ElfattError: it has no known name, or surely is not on this machine.
+    """
+    check_names(device, "auto")
+    kind = device.partition(":")[0]
+    if (kind == "cuda" and lacks_cuda()) or (kind == "mps" and sys.platform != "darwin"):
+        raise ElfattError(f"device={device!r} is not on this machine; give auto or cpu.")
+
+
+def lacks_cuda() -> bool:
+    """Tell whether this machine surely has no device that PyTorch calls `cuda`: NVIDIA's, or AMD's by ROCm."""
+    try:
+        build = version("torch")
+    except PackageNotFoundError:
+        build = ""
+    if build.endswith("+cpu") or sys.platform == "darwin":
+        return True
+    if "rocm" in build or Path("/dev/kfd").exists():
+        return False
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return True
+    return False
+
+
+def check_sizes_fit(
+    model: str | Path, device: str, dtype: str, sizes: Iterable[tuple[int | None, int | None]], batch: int
+) -> None:
+    """Refuse images of sizes that are too small for a model or too large for the CPU's memory, without PyTorch.
+
+    Only directories tell their sizes; what else there is, is seen when the model is loaded.
+
+    Args:
+        model: as for `load_pipeline`.
+        device: likewise; its memory counts if it surely is the CPU.
+        dtype: likewise.
+        sizes: height and width of each; None is the model's own.
+        batch: rows of the UNet's batch.
+
+    Raises:
+        ElfattError: a size is refused.
+    """
+    known = dimensions_in(TOY if str(model) == "toy" else Path(model))
+    if known is None:
+        return
+    on_cpu = device == "cpu" or (device == "auto" and lacks_cuda() and sys.platform != "darwin")
+    each = 4 if dtype in ("auto", "float32", "fp32") else 2
+    for height, width in sizes:
+        known.check(height, width)
+        if on_cpu:
+            size = known.size(height, width)
+            refuse_if_beyond(size, known.memory(size, batch, each), "cpu", memory_of_cpu())

@@ -1,0 +1,51 @@
+"""What is checked before PyTorch is imported; tests/test_cli.py checks that it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elfatt_sd import preflight
+from elfatt_sd.config import ElfattError
+
+
+def test_a_machine_that_surely_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.sys, "platform", "linux")  # type: ignore[attr-defined]
+    monkeypatch.setattr(preflight, "version", lambda name: "2.15.0+cpu")
+    assert preflight.lacks_cuda()
+    with pytest.raises(ElfattError, match="device='cuda:1' is not on this machine; give auto or cpu"):
+        preflight.check_device("cuda:1")
+    with pytest.raises(ElfattError, match="device='mps' is not on this machine"):
+        preflight.check_device("mps")
+    preflight.check_device("auto")
+    monkeypatch.setattr(preflight, "version", lambda name: "2.15.0+rocm7.0")
+    assert not preflight.lacks_cuda()
+    monkeypatch.setattr(preflight, "version", lambda name: "2.15.0")
+    monkeypatch.setattr(preflight.Path, "exists", lambda path: False)  # type: ignore[attr-defined]
+
+    def load(name: str) -> Any:
+        if not there:
+            raise OSError(name)
+
+    monkeypatch.setattr(preflight.ctypes, "CDLL", load)  # type: ignore[attr-defined]
+    for there in (True, False):
+        assert preflight.lacks_cuda() is not there
+
+
+def test_sizes_are_checked_against_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "memory_of_cpu", lambda: (2.0**30, 2.0**29))
+    with pytest.raises(ElfattError, match=r"an image of 8192x8192 needs about .* cpu has 1.0 GiB, of which 0.5"):
+        preflight.check_sizes_fit("toy", "cpu", "auto", [(256, 256), (8192, 8192)], 2)
+    with pytest.raises(ElfattError, match="height=8 is not accepted; this model needs at least 32"):
+        preflight.check_sizes_fit("toy", "cuda", "auto", [(8, None)], 2)
+    preflight.check_sizes_fit("toy", "cuda", "auto", [(8192, 8192)], 2)  # whose memory PyTorch tells
+    preflight.check_sizes_fit("owner/name", "cpu", "auto", [(8192, 8192)], 2)  # of which nothing is known yet
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sample_size": 64}'])
+def test_a_configuration_that_tells_nothing_is_left_to_the_loader(text: str, tmp_path: Path) -> None:
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").write_text(text)
+    preflight.check_sizes_fit(tmp_path, "cpu", "auto", [(8, 8)], 2)
