@@ -36,4 +36,4 @@ class Softmax(Attention):
     @property
     def family(self) -> str:
         """What is left when tokens are merged before it."""
-        return "token merging"
+        return "merging (ToMe)"

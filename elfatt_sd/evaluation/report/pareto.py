@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.config import ElfattError, Phase
 from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, legend_above
 from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, check_alike, dig, number, setting_text
 from elfatt_sd.evaluation.report.palette import INK, PAPER
@@ -51,38 +51,27 @@ class _Entrant:
         return self.spot.row.verdict(self.run.distance or "") or MISSING
 
     @property
-    def phases(self) -> list[Mapping[str, Any]]:
+    def phases(self) -> list[Phase]:
         """The phases of the row's method that approximate; empty where the run does not tell them."""
         cells = self.run.protocol.get("cells") or []
         config = next((dig(cell, "config") for cell in cells if dig(cell, "name") == self.spot.row.cell), None)
-        return [each for each in dig(config, "phases") or [] if each["attention"] != "softmax" or each["ratio"] > 0]
+        try:
+            phases = [Phase.from_dict(each) for each in dig(config, "phases") or []]
+        except ElfattError:  # an attention of somebody else's, which is not registered here
+            return []
+        return [phase for phase in phases if not phase.exact]
 
     @property
     def kind(self) -> str:
         """What the method approximates with, as the legend says it; merging is named where there is nothing else."""
-        found = {_kind(phase) for phase in self.phases}
+        found = {phase.attention.family for phase in self.phases}
         own = found - {_MERGING} or found
         return next((kind for kind in reversed(_KINDS) if kind in own), "unknown")
 
     @property
     def shared(self) -> bool:
         """Whether several steps share the difference to exact attention."""
-        return any(phase["residual_steps"] > 1 for phase in self.phases)
-
-
-def _kind(phase: Mapping[str, Any]) -> str:
-    """Name what a phase approximates with; a spread block joined with a cell, or in each half of the heads, is one.
-
-    ELFATT with agents in none or all of the heads is what is left of it.
-    """
-    attention, share = phase["attention"], phase["agent_share"]
-    if attention == "agent" or (attention == "elfatt" and share == 1):
-        return "agents"
-    if attention == "elfatt" and share > 0:
-        return "ELFATT"
-    orders = {phase["block_order"], phase["second_order"] or phase["block_order"]}
-    blocks = "spread blocks" if orders == {"spread"} else "other blocks"
-    return {"sampled": "sampled keys", "softmax": _MERGING}.get(attention, blocks)
+        return any(phase.residual_steps > 1 for phase in self.phases)
 
 
 def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
