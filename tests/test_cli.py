@@ -686,6 +686,12 @@ def test_words_without_quotes_are_refused_unless_each_is_meant(model: Path, tmp_
     assert draw(model, tmp_path / "one").stderr == ""
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_size_far_below_the_model_s_own_is_warned_of(model: Path, tmp_path: Path) -> None:
+    result = draw(model, tmp_path, "--height", 8, "--width", 8)
+    assert "warning: the model is made for images of 32x32; expect poor ones at 8x8." in result.stderr
+
+
 def test_settings_without_effect_are_warned_of(model: Path, tmp_path: Path) -> None:
     result = draw(model, tmp_path, "--method", "tome", "--agents", 7)
     assert result.stderr == "warning: agents=7 has no effect on method 'tome'\n"
