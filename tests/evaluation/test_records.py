@@ -80,14 +80,12 @@ def test_a_damaged_run_file_is_told_and_not_to_be_deleted(copy: Path, changed: d
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("place", ["name", "cell"])
-@pytest.mark.parametrize("name", ["../../x", "/etc", "a/b", "..", "a:b", "nul", 3])
-def test_results_lead_nowhere_else(copy: Path, place: str, name: Any) -> None:
+@pytest.mark.parametrize("name", ["../../x", "/etc", "a/b", "..", "a:b", "nul"])
+def test_results_lead_nowhere_else(copy: Path, name: str) -> None:
     data = json.loads((copy / "results.json").read_text())
-    (data if place == "name" else data["rows"][0])[place] = name
-    (copy / "results.json").write_text(json.dumps(data))
+    (copy / "results.json").write_text(json.dumps(data | {"name": name}))
     with pytest.raises(ElfattError, match=r"results\.json has the name .*, which cannot be that of a folder"):
-        load_results(copy)
+        _ = load_results(copy).folder_name
 
 
 @pytest.mark.parametrize(

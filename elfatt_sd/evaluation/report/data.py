@@ -20,7 +20,6 @@ PARTS = {"end_to_end": "end to end", "unet": "UNet alone"}
 TIME_COLUMNS = {"end_to_end": "s/img", "unet": "UNet, s/img"}
 CROWD = 8  # methods; with more, colours repeat and a legend cannot name them
 _SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common
-_ANEW = "make the file anew with `elfatt-sd eval score`"
 _TEXTS = 14  # rows; with more, their texts in a plot cover each other
 
 
@@ -329,6 +328,17 @@ class Results:
         return str(self.data.get("name") or "unnamed protocol")
 
     @property
+    def folder_name(self) -> str:
+        """The name, checked for use as that of a folder.
+
+        Raises:
+            ElfattError: it would lead elsewhere, or a system keeps it for itself.
+        """
+        if not is_plain_name(self.name):
+            raise ElfattError(f"{RESULTS_FILE} has the name {self.name!r}, which cannot be that of a folder.")
+        return self.name
+
+    @property
     def protocol(self) -> Mapping[str, Any]:
         """The whole protocol, overrides included."""
         protocol = self.data.get("protocol")
@@ -442,21 +452,10 @@ def load_results(run_dir: Path) -> Results:
         raise ElfattError(f"{path} cannot be read ({error.strerror}); `elfatt-sd eval score` writes it.") from error
     except ValueError as error:
         raise ElfattError(f"{path} is no valid JSON ({error}); make it anew with `elfatt-sd eval score`.") from error
-    if isinstance(data, dict):
-        _check_names(path, data)
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("rows"), list):
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ElfattError(f"{path} has format {found!r}; accepted: an object with format {FORMAT} and a list of rows.")
     return Results(data)
-
-
-def _check_names(path: Path, data: Mapping[str, Any]) -> None:
-    """Refuse names that lead out of the folders that are named after them."""
-    rows = data.get("rows")
-    cells = [row.get("cell") for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
-    for name in (data.get("name"), *cells):
-        if name not in (None, "") and not (isinstance(name, str) and is_plain_name(name)):
-            raise ElfattError(f"{path} has the name {name!r}, which cannot be that of a folder; {_ANEW}.")
 
 
 def _label(row: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.evaluation.report.data import NULL, Results, Row
+from elfatt_sd.files import is_plain_name
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Pictures:
         return self.run_dir / "cells" / row.cell
 
     def _indices(self, row: Row) -> list[int]:
-        if not row.cell or Path(row.cell).name != row.cell:  # a folder of this run, nothing else
+        if not is_plain_name(row.cell):  # a folder of this run, nothing else
             return []
         files = (self._folder(row) / "images").glob("*.png")
         return sorted(int(file.stem) for file in files if file.stem.isdecimal())
