@@ -230,7 +230,6 @@ def test_it_gets_a_row_in_a_bench(module: str, pipe: Any) -> None:
     from elfatt_sd.benchmarking.unet import unet
 
     chosen = [_method(f"{module}:factor=0.5"), _method(module)]
-    assert [config.method for config in chosen] == ["values:factor=0.5", "values"]
     model = Model(pipe.unet, pipe.vae_scale_factor)
     rows = unet(model, sizes=(32,), methods=chosen, repeats=1, memory=(), device="cpu")["rows"]
     assert {"untouched", "values:factor=0.5", "values"} <= {row["method"] for row in rows}
