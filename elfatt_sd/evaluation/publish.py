@@ -39,7 +39,7 @@ def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
         ElfattError: the run has no results, or a folder cannot be written.
     """
     results = load_results(run_dir)
-    target = folder / results.name
+    target = folder / results.folder_name
     files = report_files(run_dir, results, page=page)
     try:
         write_json(target / RESULTS_FILE, dict(results.data))
