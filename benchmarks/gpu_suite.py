@@ -34,8 +34,8 @@ from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.unet import unet
 from elfatt_sd.benchmarking.variants import resolve_methods
-from elfatt_sd.evaluation.environment import describe_environment
 from elfatt_sd.files import write_json
+from elfatt_sd.measuring.machine import describe_machine
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
 TINY = {
@@ -147,7 +147,7 @@ class Suite:
     def earlier(self) -> dict[str, Any]:
         """Return the results that are there, to which single parts are added, or whose place they take."""
         results: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
-        here = {"device": describe_environment(self.device)["device"], "code_sha256": code_hash()}
+        here = {"device": describe_machine(self.device)["device"], "code_sha256": code_hash()}
         for name, part in results["parts"].items():
             if any(part["machine"].get(key) != value for key, value in here.items()):
                 sys.exit(f"{self.path} holds {name!r} of another machine or of other code; give another --out")

@@ -8,10 +8,11 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+if TYPE_CHECKING:  # the GPU suite does without rich
+    from rich.console import Console
+    from rich.progress import Progress as Bar
 
 Progress = Callable[[str, int, int], None]  # of a stage: its name, what is done, and how much there is in all
 
@@ -73,10 +74,13 @@ def progress_of(
     Yields:
         What is to be told of every step.
     """
-    console = Console(stderr=True)
     if not shown:
         yield lambda name, done, total: None
-    elif not console.is_terminal:
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
         say = functools.partial(print, file=sys.stderr, flush=True)
         yield Lines(say, unit, every=every, title=title, at_once=at_once)
     else:
@@ -91,7 +95,9 @@ def progress_of(
 
 
 def _bar(console: Console) -> Bar:
-    return Bar(
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[counted]}"),
