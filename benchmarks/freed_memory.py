@@ -28,8 +28,8 @@ from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, single_phases
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.console import quiet_libraries
-from elfatt_sd.evaluation.environment import read_high_water_mark
 from elfatt_sd.families import copy_structure
+from elfatt_sd.measuring.memory import process_peak
 
 MODELS = {"toy": (256, torch.float32), "sd15": (512, torch.bfloat16)}
 FAST = "elfatt-fast"
@@ -53,7 +53,7 @@ def measure(name: str, keeps: bool) -> dict[str, float]:
             call()
             times.append(time.perf_counter() - start)
         found[label] = statistics.median(times[1:])
-    return {**found, "peak": float(read_high_water_mark() or 0)}
+    return {**found, "peak": float(process_peak() or 0)}
 
 
 def compare(record: Record, name: str, rounds: int) -> None:

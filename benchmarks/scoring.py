@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from elfatt_sd.devices import device_name
-from elfatt_sd.evaluation.measure import PeakMeter
 from elfatt_sd.evaluation.score import torchmetrics_distance
 from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, frechet_estimate, kernel_distance
+from elfatt_sd.measuring.memory import PeakMeter
 
 ROWS = 4096  # drawn at once
 
@@ -38,7 +38,8 @@ def score(folder: Path, count: int, dimension: int, reference: FeatureStatistics
     """Score one row against a baseline and print the seconds of each part and the growth of memory."""
     row, baseline = (draw(folder / f"{name}.npy", count, dimension, seed) for seed, name in enumerate(("row", "base")))
     meter = PeakMeter(torch.device("cpu"))
-    before, began = meter.read(), time.perf_counter()
+    meter.restart()
+    before, began = meter.read() or 0, time.perf_counter()
     mine, other = (frechet_estimate(side, reference.mean, reference.covariance) for side in (row, baseline))
     low, high = (mine - other).interval(torch.arange(count) // 2)  # type: ignore[misc]
     distance = time.perf_counter()
@@ -52,8 +53,9 @@ def score(folder: Path, count: int, dimension: int, reference: FeatureStatistics
         "kernel distance": kernel - published,
     }
     listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
+    grown = ((meter.read() or 0) - before) / 2**30
     print(
-        f"{count} pictures of {dimension} features: {kernel - began:.1f} s ({listed}); {meter.read() - before:.2f} GiB "
+        f"{count} pictures of {dimension} features: {kernel - began:.1f} s ({listed}); {grown:.2f} GiB "
         f"with the mapped files; interval {high - low:.3g} wide",
         flush=True,
     )

@@ -39,7 +39,7 @@ def test_phases_of_a_run(method: str, counts: list[int]) -> None:
     assert [count for _, count in parts] == counts
     for part, _ in parts:
         assert all(phase.until == 1 for phase in part.config.phases)
-    attentions = [part.config.phases[0].attention if part.config.phases else "softmax" for part, _ in parts]
+    attentions = [part.config.phases[0].attention.name if part.config.phases else "softmax" for part, _ in parts]
     assert attentions == ([phase.attention.name for phase in config.phases] or ["softmax"])
 
 
