@@ -22,7 +22,7 @@ from elfatt_sd.grids import (
     order_merged,
     stratified_samples,
 )
-from elfatt_sd.tiling import partition
+from elfatt_sd.tiling import partition, sample_counts
 
 CPU = torch.device("cpu")
 ORDERS = ["windows", "curve", "strided", "spread"]
@@ -75,7 +75,7 @@ def test_one_frame_is_ordered_as_an_image_was(grid: Grid) -> None:
                 compact_path(grid, size, CPU, rolled=rolled),
                 ordering.compact_path(height, width, size, CPU, rolled=rolled),
             )
-        count, groups = sampled.sample_counts(grid.tokens, size, 8)
+        count, groups = sample_counts(grid.tokens, size, 8)
         chosen = stratified_samples(grid, count, groups, draws[:count])
         assert torch.equal(chosen, sampled.stratified_samples(height, width, count, groups, draws[:count]))
     for groups in range(1, 33):
@@ -90,7 +90,7 @@ def test_orders_of_one_frame_never_change() -> None:
     for grid, size in itertools.product(FRAMES, BLOCK_SIZES):
         for name in ORDERS:
             digest.update(order(name, grid, size).numpy().tobytes())
-        count, groups = sampled.sample_counts(grid.tokens, size, 8)
+        count, groups = sample_counts(grid.tokens, size, 8)
         digest.update(stratified_samples(grid, count, groups, noise(count)).numpy().tobytes())
     assert digest.hexdigest()[:16] == "536ee2162a51d330"
 

@@ -116,18 +116,27 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
             assert not {name.partition(".")[0] for name in found} & optional, path
 
 
-MATHEMATICS = ("errors", "files", "config", "attention", "merging", "ordering", "sampled", "cell_spread", "schedule")
-CORE = (*MATHEMATICS, "layers", "processor", "autotune", "shapes", "planning", "patch", "standalone")
+MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "cell_spread", "grids", "log_sum_exp")
+MATHEMATICS += ("joint", "rotary")
+DATA = (*MATHEMATICS, "files", "checks", "methods", "config", "presets", "timesteps", "schedule")
+CORE = (*DATA, "families", "processor", "autotune", "shapes", "planning", "patch", "standalone")
+
+
+def files_of(name: str) -> list[Path]:
+    """A module's file, or those of a package."""
+    own = ROOT / "elfatt_sd" / f"{name}.py"
+    return [own] if own.exists() else sorted((ROOT / "elfatt_sd" / name).glob("*.py"))
 
 
 @pytest.mark.parametrize("name", CORE)
 def test_imports_of_the_core_point_one_way(name: str) -> None:
     """The mathematics knows no pipeline, the core nothing above it, and neither the peer that it is compared with."""
-    found = imports(ROOT / "elfatt_sd" / f"{name}.py")
+    found = set().union(*(imports(path) for path in files_of(name)))
     assert "tomesd" not in {module.partition(".")[0] for module in found}
-    own = {module.partition(".")[2] for module in found if module.startswith("elfatt_sd.")}
-    assert own <= set(MATHEMATICS if name in MATHEMATICS else (*CORE, "devices"))
-    if name in ("config", "merging", "schedule"):
+    own = {module.split(".")[1] for module in found if module.startswith("elfatt_sd.")}
+    allowed = MATHEMATICS if name in MATHEMATICS else DATA if name in DATA else CORE
+    assert own <= {*allowed, "devices"}
+    if name in DATA and name != "attention":
         assert not any(module.startswith("diffusers") for module in found)
 
 

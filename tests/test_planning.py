@@ -133,7 +133,7 @@ def test_agents_that_are_merged_cost_their_matching() -> None:
     ],
 )
 def test_a_phase_says_what_its_grids_cannot_give(phase: Phase, grids: list[tuple[int, int]], what: str) -> None:
-    assert describe(phase, grids) == what
+    assert describe(phase, [Grid(*grid) for grid in grids]) == what
 
 
 def test_the_phases_of_a_plan_say_what_really_happens(pipe: Any) -> None:

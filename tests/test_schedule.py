@@ -53,7 +53,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Position, str]]:
 
     def record(self: Denoiser, position: Position, *args: Any, **kwargs: Any) -> None:
         begin(self, position, *args, **kwargs)
-        calls.append((position, self.phase.attention))
+        calls.append((position, self.phase.attention.name))
 
     monkeypatch.setattr(Denoiser, "begin", record)
     return calls
@@ -93,8 +93,8 @@ def test_fifty_steps(name: str, extra: dict[str, Any]) -> None:
     positions = [schedule.locate(timestep) for timestep in chosen.timesteps]
     calls = {"PNDMScheduler": 51, "HeunDiscreteScheduler": 99, "KDPM2DiscreteScheduler": 99}.get(name, 50)
     assert positions == [Position(index, calls) for index in range(calls)]
-    elfatt = [PatchConfig.preset("elfatt").phase_at(*position[:2]).attention for position in positions if position]
-    agent = [PatchConfig.preset("agent").phase_at(*position[:2]).attention for position in positions if position]
+    elfatt = [PatchConfig.preset("elfatt").phase_at(*position[:2]).attention.name for position in positions if position]
+    agent = [PatchConfig.preset("agent").phase_at(*position[:2]).attention.name for position in positions if position]
     assert elfatt.count("elfatt") == {50: 10, 51: 11, 99: 20}[calls]  # of 51, two calls share the second timestep
     assert agent.count("agent") == {50: 20, 51: 21, 99: 40}[calls]
 

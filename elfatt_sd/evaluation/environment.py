@@ -6,9 +6,6 @@ import ast
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
-from elfatt_sd import attention
 from elfatt_sd.evaluation.protocols import Cell
 from elfatt_sd.files import sha256_of_data
 
@@ -74,6 +71,9 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
         pipe: the row's pipeline, patched or not.
         cell: the row.
     """
+    import torch
+
+    from elfatt_sd import attention
     from elfatt_sd.families import find_denoisers
     from elfatt_sd.patch import choose_layers
 

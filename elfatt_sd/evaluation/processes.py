@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from elfatt_sd.config import ElfattError
 
 Value = TypeVar("Value")
@@ -45,12 +43,16 @@ def is_first() -> bool:
 
 def among_others() -> bool:
     """Tell whether there are other processes that this one has not left."""
+    import torch
+
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def leave_processes() -> None:
     """Wait for the other processes of a launch and part from them."""
     if among_others():
+        import torch
+
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 

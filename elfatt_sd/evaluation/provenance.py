@@ -34,6 +34,7 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
     "sampled",
     "schedule",
     "tiling",
+    "timesteps",
 )
 _IMAGE_CODE = (
     images.denoiser,
