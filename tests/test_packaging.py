@@ -116,7 +116,18 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
             assert not {name.partition(".")[0] for name in found} & optional, path
 
 
-MATHEMATICS = ("errors", "files", "config", "attention", "merging", "ordering", "sampled", "cell_spread", "schedule")
+MATHEMATICS = (
+    "errors",
+    "files",
+    "config",
+    "attention",
+    "merging",
+    "ordering",
+    "sampled",
+    "cell_spread",
+    "timesteps",
+    "schedule",
+)
 CORE = (*MATHEMATICS, "layers", "processor", "autotune", "shapes", "planning", "patch", "standalone")
 
 
