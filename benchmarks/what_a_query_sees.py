@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elfatt_sd.ordering import block_permutation, compact_path, lattice_order
-from elfatt_sd.sampled import stratified_samples
-from elfatt_sd.tiling import partition
+from elfatt_sd.ordering import block_permutation, compact_path, lattice_order, stratified_samples
+from elfatt_sd.tiling import Grid, partition
 
 SIDE, SIZE, QUERY = 32, 32, 12 * 32 + 13
+GRID = Grid.image(SIDE, SIDE)
 CPU = torch.device("cpu")
 EMPTY, OTHERS, SEEN, ASKING = range(4)
 COLOURS = ("#eceff1", "#b3d4ee", "#1f77b4", "#d62728")
@@ -21,7 +21,7 @@ COLOURS = ("#eceff1", "#b3d4ee", "#1f77b4", "#d62728")
 def own_block(order: str) -> Tensor:
     """Return the tokens `[SIZE]` in the query's block."""
     noise = torch.rand(SIDE * SIDE, generator=torch.Generator().manual_seed(0))
-    permutation = block_permutation(order, SIDE, SIDE, SIZE, noise=noise)
+    permutation = block_permutation(order, GRID, SIZE, noise=noise)
     permutation = torch.arange(SIDE * SIDE) if permutation is None else permutation
     blocks, base, larger = partition(SIDE * SIDE, SIZE)
     parts = permutation.split([base + 1] * larger + [base] * (blocks - larger))
@@ -30,15 +30,15 @@ def own_block(order: str) -> Tensor:
 
 def own_cell() -> Tensor:
     """Return the tokens of the compact cell, each of which is in another block."""
-    cells = compact_path(SIDE, SIDE, SIDE * SIDE // SIZE, CPU).view(SIZE, -1)
+    cells = compact_path(GRID, SIDE * SIDE // SIZE, CPU).view(SIZE, -1)
     return next(cell for cell in cells if QUERY in cell)
 
 
 def samples(groups: int) -> tuple[Tensor, Tensor]:
     """Return the keys of the query's group, and of the other groups."""
     noise = torch.rand(SIZE, generator=torch.Generator().manual_seed(0))
-    keys = stratified_samples(SIDE, SIDE, SIZE, groups, noise).view(SIZE, groups)
-    lattices = lattice_order(SIDE, SIDE, groups, CPU)
+    keys = stratified_samples(GRID, SIZE, groups, noise).view(SIZE, groups)
+    lattices = lattice_order(GRID, groups, CPU)
     place = QUERY if lattices is None else int(lattices[1][QUERY])
     own = place % groups
     return keys[:, own], torch.cat([keys[:, :own], keys[:, own + 1 :]], dim=1).flatten()

@@ -167,7 +167,7 @@ class Tuner:
             return _OFFLOADED
         if sample.device.type == "meta":
             return _NO_WEIGHTS
-        size = (_batch(sample), state.grid[0] * state.grid[1], attention.query_dim)
+        size = (_batch(sample), state.grid.tokens, attention.query_dim)
         tokens = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu").to(sample)
         block_input = tokens.mT.contiguous().mT if state.layer.channels_first else tokens
         twin = copy.copy(state)
@@ -249,7 +249,7 @@ def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
     settings |= {name: getattr(config, name) for name in ("attention_backend", "fp32_logits", "use_rand")}
     settings |= {"channels_first": state.layer.channels_first and phase.matches}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    shape = "x".join(map(str, (_batch(sample), *state.grid, attention.inner_dim)))
+    shape = "x".join(map(str, (_batch(sample), *state.grid[1:], attention.inner_dim)))
     dtype = str(sample.dtype)
     if torch.is_autocast_enabled(device.type):
         dtype += f" under autocast to {torch.get_autocast_dtype(device.type)}"

@@ -74,8 +74,8 @@ def estimate(pipe: Any, height: int | None, width: int | None, *, steps: int, gu
         decoder_work = _convolved(reversed(vae.decoder.up_blocks), pixels)
     call: float = sum(_convolved(blocks, rows * columns) for blocks in (unet.down_blocks, reversed(unet.up_blocks)))
     for layer in find_layers(unet):
-        high, wide = layer.grid(rows, columns)
-        call += 2 * (high * wide) ** 2 * layer.attention.inner_dim
+        tokens = layer.grid(rows, columns).tokens
+        call += 2 * tokens**2 * layer.attention.inner_dim
     memory = dimensions.memory(size, 1 + guided, pipe.dtype.itemsize, decoded)
     return Need(memory, call * (1 + guided) * steps + decoder_work)
 

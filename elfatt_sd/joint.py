@@ -6,8 +6,8 @@ has the weight of the tokens that it stands for: unweighted, the image would cou
 are drawn.
 
 Shapes: B batch, N image tokens, T tokens of the context, H heads, D head size. q, k, v and every result are
-`[B, N, H, D]`. In cell order (`grids.cell_order`), N is a matrix `[places, cells]`, row by row: a column is a cell, a
-run of rows is a group with a token of every cell; the tokens left over, of the first cells, follow.
+`[B, N, H, D]`. In cell order (`ordering.cell_order`), N is a matrix `[places, cells]`, row by row: a column is a cell,
+a run of rows is a group with a token of every cell; the tokens left over, of the first cells, follow.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def sampled_joint_attention(
 ) -> Tensor:
     """Attend to a sample of the image and to the whole context: `softmax(q_n [K_g + log w; K_T]^T) [V_g; V_T]`.
 
-    The group of query n is `g = n mod groups`; `grids.lattice_order` spreads each over the grid. Only the sampled
-    tokens' keys and values are needed (`grids.stratified_samples`), as long as no context queries need the others.
+    The group of query n is `g = n mod groups`; `ordering.lattice_order` spreads each over the grid. Only the sampled
+    tokens' keys and values are needed (`ordering.stratified_samples`), as long as no context queries need the others.
 
     Args:
         q: image queries.

@@ -1,44 +1,42 @@
-"""Which tokens share a block: permutations of the tokens of a grid. Pure tensors.
+"""Orders, cells, lattices and samples of the tokens of a grid of frames, rows and columns. Pure tensors.
 
-A permutation lists positions (row-major) in block order; block i is its i-th run after `attention.partition`.
+An image is a grid of one frame. Positions count columns first, then rows, then frames. A permutation lists positions
+in block order; block i is its i-th run after `tiling.partition`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.tiling import BLOCK_ORDERS, partition
+from elfatt_sd.tiling import BLOCK_ORDERS, Grid, partition
+
+MOST_FRAMES = 4  # in a cell: a latent frame is four frames of the video already, and things move
 
 
 def block_permutation(
-    order: str,
-    height: int,
-    width: int,
-    block_size: int,
-    *,
-    noise: Tensor | None = None,
-    device: torch.device | str = "cpu",
+    order: str, grid: Grid, block_size: int, *, noise: Tensor | None = None, device: torch.device | str = "cpu"
 ) -> Tensor | None:
     """Return the tokens of a grid in block order.
 
     Args:
-        order: `sequence` and `raster` (as they are), `windows` (compact rectangles), `curve` (Hilbert curve),
-            `strided` (each run of as many tokens as there are blocks gives one token to every block, in turn), or
-            `spread` (a stratified random sample: each compact cell of that many tokens gives one to every block, at
-            random).
-        height: rows of the grid.
-        width: columns of the grid.
+        order: `sequence` and `raster` (as they are), `windows` (compact boxes), `curve` (Hilbert curve; several frames
+            at a time), `strided` (each run of as many tokens as there are blocks gives one token to every block, in
+            turn), or `spread` (a stratified random sample: each compact cell of that many tokens gives one to every
+            block, at random).
+        grid: of the tokens.
         block_size: wanted tokens in a block.
-        noise: uniform random numbers `[height * width]` on the device, used by `spread`.
+        noise: uniform random numbers `[tokens]` on the device, used by `spread`.
         device: where the result lies.
 
     Returns:
-        Positions `[height * width]`, int64; None where the tokens stay as they are.
+        Positions `[tokens]`, int64; None where the tokens stay as they are.
 
     Raises:
         ElfattError: the order is not known, or `spread` got no noise of the right length.
@@ -49,50 +47,103 @@ def block_permutation(
         return None
     device = torch.device(device)
     if order != "spread":
-        return _static_on(order, height, width, block_size, device).clone()
-    if noise is None or noise.shape != (height * width,):
+        return _static_on(order, grid, block_size, device).clone()
+    if noise is None or noise.shape != (grid.tokens,):
         given = None if noise is None else list(noise.shape)
-        raise ElfattError(f"block_order='spread' got noise of shape {given}; give one of shape [{height * width}].")
-    blocks, base, larger = partition(height * width, block_size)
-    cells = compact_path(height, width, blocks, device)
+        raise ElfattError(f"block_order='spread' got noise of shape {given}; give one of shape [{grid.tokens}].")
+    blocks, base, larger = partition(grid.tokens, block_size)
+    cells = compact_path(grid, blocks, device)
     whole, rest = cells[: blocks * base].view(base, blocks), cells[blocks * base :]
     whole = whole.gather(1, noise[: blocks * base].view(base, blocks).argsort(dim=1))
     rest = rest[noise[blocks * base :].argsort()]
     return _deal(whole, rest, larger)
 
 
-def compact_path(height: int, width: int, cell: int, device: torch.device, *, rolled: bool = False) -> Tensor:
-    """Return all positions of a grid, `[height * width]`, such that runs of `cell` of them are compact; read only.
+def compact_path(grid: Grid, cell: int, device: torch.device, *, rolled: bool = False) -> Tensor:
+    """Return all positions `[tokens]` of a grid, such that runs of `cell` of them are compact; read only.
 
-    With `rolled`, tokens that are spaced evenly along a run are far from each other in rows and columns.
+    A run is as cubic as possible, over at most about `MOST_FRAMES` frames. With `rolled`, tokens that are spaced
+    evenly along a run are far from each other in frames, rows and columns.
     """
-    return _static_on("rolled cells" if rolled else "cells", height, width, cell, device)
+    return _static_on("rolled cells" if rolled else "cells", grid, cell, device)
+
+
+def stratified_samples(grid: Grid, samples: int, groups: int, noise: Tensor) -> Tensor:
+    """Draw the keys of all groups: one token of every compact cell for each, spaced evenly along the cell.
+
+    The spacing makes the groups' errors differ, so that those of neighbouring queries average out. These are the only
+    tokens whose keys and values sampled attention needs.
+
+    Args:
+        grid: of the tokens.
+        samples: cells, as many as each group has keys; they are equal but for one token.
+        groups: number of groups, at most the tokens of a cell.
+        noise: uniform random numbers `[samples]` in [0, 1); the result lies on their device.
+
+    Returns:
+        Positions `[samples * groups]`, int64; sample i of group g is at `i * groups + g`.
+    """
+    path = compact_path(grid, round(grid.tokens / samples), noise.device, rolled=True)
+    edges = torch.arange(samples + 1, device=noise.device) * grid.tokens // samples
+    place = (noise[:, None] + torch.arange(groups, device=noise.device) / groups) % 1
+    chosen = edges[:-1, None] + (place * edges.diff()[:, None]).long()
+    return path[chosen.flatten()]
+
+
+def cell_order(grid: Grid, cells: int, groups: int, noise: Tensor) -> Tensor:
+    """Order a grid as a matrix `[places, cells]`: a column is a compact cell, a run of rows is a group.
+
+    Each group has equally many tokens of every cell, spaced evenly along it. Where the cells do not divide the tokens,
+    the first ones have one token more; these follow the matrix.
+
+    Args:
+        grid: of the tokens.
+        cells: number of cells.
+        groups: number of groups; divides `tokens // cells`.
+        noise: uniform random numbers `[cells]` in [0, 1), which turn the cells; the result lies on their device.
+
+    Returns:
+        Positions `[tokens]`, int64, the matrix row by row.
+    """
+    device = noise.device
+    places, larger = divmod(grid.tokens, cells)
+    path = compact_path(grid, round(grid.tokens / cells), device, rolled=True)
+    cell = torch.arange(cells, device=device)
+    size = places + (cell < larger).long()
+    start = cell * places + cell.clamp(max=larger)
+    row = torch.arange(places, device=device).view(-1, groups).t().reshape(-1, 1)  # evenly spaced places lie in a run
+    row = torch.cat([row, row.new_full((1, 1), places)])
+    chosen = start + (row + (noise * size).long()) % size
+    return path[chosen.flatten()[: grid.tokens]]
 
 
 @functools.lru_cache(maxsize=256)
 @torch.inference_mode(False)  # what is kept may be used where gradients are wanted
-def lattice_order(height: int, width: int, groups: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Order a grid so that every `groups`-th token is on a lattice of the picture, where they would form columns.
+def lattice_order(grid: Grid, groups: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Order a grid so that every `groups`-th token is on a lattice of it, where they would form columns.
 
-    Row y is rolled, so that token (x, y) comes to a place `n` with `n mod groups = (x + slope * y) mod groups`, for the
-    slope whose lattice has the most distant neighbours: a chessboard for two groups. Where the groups do not divide the
-    width, a row has a seam.
+    Rows are rolled, so that token (t, y, x) comes to a place `n` with `n mod groups = (x + a y + b t) mod groups`, for
+    slopes whose lattice has the most distant neighbours: a chessboard for two groups. Where the groups do not divide
+    the columns, a row has a seam.
 
     Args:
-        height: rows of the grid.
-        width: columns of the grid.
+        grid: of the tokens.
         groups: number of lattices.
         device: where the result lies.
 
     Returns:
-        Positions `[height * width]`, int64, and the place of every token in them; read only. None where the tokens stay
-        as they are.
+        Positions `[tokens]`, int64, and the place of every token in them; read only. None where the tokens stay as
+        they are.
     """
-    shift = (_lattice_slope(groups) - width) % groups
-    if shift == 0:
+    frames, rows, columns = grid
+    row_slope, frame_slope = _lattice_slopes(groups)
+    row_shift, frame_shift = (row_slope - columns) % groups, (frame_slope - rows * columns) % groups
+    if row_shift == 0 and (frames == 1 or frame_shift == 0):
         return None
-    row = torch.arange(height, device=device)[:, None]
-    order = (row * width + (torch.arange(width, device=device) - shift * row % groups) % width).flatten()
+    frame = torch.arange(frames, device=device)[:, None, None]
+    row = torch.arange(rows, device=device)[:, None]
+    shift = (row_shift * row + frame_shift * frame) % groups
+    order = ((frame * rows + row) * columns + (torch.arange(columns, device=device) - shift) % columns).flatten()
     return order, inverse_permutation(order)
 
 
@@ -106,7 +157,7 @@ def order_merged(permutation: Tensor | None, positions: Tensor) -> Tensor:
     """Put merged tokens in block order.
 
     Args:
-        permutation: block order `[N]` of the whole grid; None is the row-major order.
+        permutation: block order `[N]` of the whole grid; None leaves the tokens as they are.
         positions: grid positions `[B, M]` of the merged tokens.
 
     Returns:
@@ -125,57 +176,73 @@ def _deal(whole: Tensor, rest: Tensor, larger: int) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 @torch.inference_mode(False)  # what is kept may be used where gradients are wanted
-def _static_on(order: str, height: int, width: int, size: int, device: torch.device) -> Tensor:
+def _static_on(order: str, grid: Grid, size: int, device: torch.device) -> Tensor:
     """Return a fixed order on a device; built once, moved once."""
-    return _static(order, height, width, size).to(device)
+    return _static(order, grid, size).to(device)
 
 
 @functools.lru_cache(maxsize=256)
-def _static(order: str, height: int, width: int, size: int) -> Tensor:
+def _static(order: str, grid: Grid, size: int) -> Tensor:
     """Return a fixed order on the CPU. `size` is the block size; for cells their tokens."""
     if order == "curve":
-        return torch.tensor([y * width + x for x, y in _hilbert(width, height)])
+        return _curve(grid, size)
     if order == "strided":
-        blocks, base, larger = partition(height * width, size)
-        tokens = torch.arange(height * width)
+        blocks, base, larger = partition(grid.tokens, size)
+        tokens = torch.arange(grid.tokens)
         return _deal(tokens[: blocks * base].view(base, blocks), tokens[blocks * base :], larger)
-    return _bands(height, width, size, rolled=order == "rolled cells")
+    bands = [_rolled(band, size) if order == "rolled cells" else band for band in _bands(grid, size)]
+    return torch.cat([(band.flip(0) if index % 2 else band).flatten() for index, band in enumerate(bands)])
 
 
-@functools.lru_cache
-def _lattice_slope(groups: int) -> int:
-    """Return the slope for which the points with `(x + slope * y) mod groups = 0` lie farthest apart."""
+def _bands(grid: Grid, cell: int) -> Iterator[Tensor]:
+    """Cut a grid in slabs of frames and these in bands of rows, such that runs of `cell` tokens of a band are compact.
 
-    def nearest(slope: int) -> int:
-        rows = range(1, groups + 1)
-        return min(min(slope * y % groups, -slope * y % groups) ** 2 + y * y for y in rows)
+    Walked column by column, every other band backwards and the bands of every other slab from below, they make one
+    path. Where the numbers divide, its runs are equal boxes.
 
-    return max(range(groups), key=nearest)
-
-
-def _bands(height: int, width: int, cell: int, *, rolled: bool = False) -> Tensor:
-    """Order a grid so that runs of `cell` tokens are compact, as square as possible.
-
-    The grid is cut in bands of rows, each walked column by column, every other one backwards; where the numbers
-    divide, the runs are equal rectangles. With `rolled`, the walk starts further down in every column, once around
-    within a run, so that tokens spaced evenly along a run are far from each other in rows and columns.
+    Yields:
+        Positions `[columns, rows of the band, frames of the slab]`.
     """
-    bands = _band_count(height, width, cell)
-    edges = [height * band // bands for band in range(bands + 1)]
-    grid = torch.arange(height * width).view(height, width)
-    walked = []
-    for band in range(bands):
-        columns = grid[edges[band] : edges[band + 1]].t()
-        if rolled:
-            rows = columns.shape[1]
-            start = (torch.arange(width)[:, None] * rows * rows / cell).round().long()
-            columns = columns.gather(1, (start + torch.arange(rows)) % rows)
-        walked.append((columns.flip(0) if band % 2 else columns).flatten())
-    return torch.cat(walked)
+    slabs = _slab_count(grid.frames, cell)
+    bands = _band_count(grid.rows, grid.columns, cell * slabs / grid.frames)
+    tokens = torch.arange(grid.tokens).view(grid).permute(2, 1, 0)
+    for index, slab in enumerate(_cut(grid.frames, slabs)):
+        rows = _cut(grid.rows, bands)
+        for band in reversed(rows) if index % 2 else rows:
+            yield tokens[:, band, slab]
 
 
-def _band_count(height: int, width: int, cell: int) -> int:
-    """Choose the number of bands: cells that tile the grid if they are at most twice as long as wide, else squares."""
+def _cut(length: int, parts: int) -> list[slice]:
+    """Cut a side in nearly equal parts."""
+    edges = [length * part // parts for part in range(parts + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(edges)]
+
+
+def _rolled(band: Tensor, cell: int) -> Tensor:
+    """Start the walk further on in every column, once around rows and frames within a run of `cell` tokens."""
+    columns, *sides = band.shape
+    before = torch.arange(columns) * math.prod(sides)
+    for dim, side in enumerate(sides, start=1):
+        start = (before * side / cell).round().long()
+        places = (start[:, None] + torch.arange(side)) % side
+        band = band.gather(dim, places.unsqueeze(3 - dim).expand_as(band))
+    return band
+
+
+def _slab_count(frames: int, cell: int) -> int:
+    """Choose the number of slabs: of the depth of a cube, but at most `MOST_FRAMES`."""
+    depth = min(cell ** (1 / 3), MOST_FRAMES)
+
+    def badness(slabs: int) -> tuple[bool, float]:
+        elongation = abs(math.log(frames / slabs / depth))
+        tiles = frames % slabs == 0 and cell % (frames // slabs) == 0
+        return not (tiles and elongation <= math.log(2) + 1e-9), elongation
+
+    return min(range(1, frames + 1), key=badness)
+
+
+def _band_count(height: int, width: int, cell: float) -> int:
+    """Choose the number of bands: cells that tile a frame if they are at most twice as long as wide, else squares."""
 
     def badness(bands: int) -> tuple[bool, float]:
         rows = height / bands
@@ -184,6 +251,35 @@ def _band_count(height: int, width: int, cell: int) -> int:
         return not (tiles and elongation <= math.log(2) + 1e-9), elongation
 
     return min(range(1, height + 1), key=badness)
+
+
+@functools.lru_cache
+def _lattice_slopes(groups: int) -> tuple[int, int]:
+    """Return slopes a, b for which the points with `(x + a y + b t) mod groups = 0` lie far apart.
+
+    First the best in a frame, then the best over frames with it.
+    """
+    reach = math.isqrt(2 * groups)  # no shortest vector of a lattice with one point in `groups` is longer
+
+    def nearest(row_slope: int, frame_slope: int, frames: int) -> int:
+        steps = [(y, t) for t in range(frames) for y in range(-reach, reach + 1) if y or t]
+        along = [(row_slope * y + frame_slope * t) % groups for y, t in steps]
+        return min(min(x, groups - x) ** 2 + y * y + t * t for x, (y, t) in zip(along, steps, strict=True))
+
+    row_slope = max(range(groups), key=lambda slope: nearest(slope, 0, 1))
+    return row_slope, max(range(groups), key=lambda slope: nearest(row_slope, slope, reach + 1))
+
+
+def _curve(grid: Grid, size: int) -> Tensor:
+    """Walk slabs of frames along a Hilbert curve, up and down through the frames, every other slab backwards."""
+    points = torch.tensor([y * grid.columns + x for x, y in _hilbert(grid.columns, grid.rows)])
+    slabs = []
+    for index, slab in enumerate(_cut(grid.frames, _slab_count(grid.frames, size))):
+        frames = torch.arange(slab.start, slab.stop) * len(points)
+        walked = (points.flip(0) if index % 2 else points)[:, None] + frames
+        walked[1::2] = walked[1::2].flip(1)
+        slabs.append(walked.flatten())
+    return torch.cat(slabs)
 
 
 def _hilbert(width: int, height: int) -> list[tuple[int, int]]:

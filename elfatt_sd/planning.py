@@ -320,7 +320,7 @@ def _merging(phase: Phase, grids: Sequence[Grid]) -> str:
 
 def _grids(index: int, layers: Sequence[PlannedLayer]) -> list[Grid]:
     """Return the grids on which a phase approximates."""
-    return list(dict.fromkeys(Grid(layer.height, layer.width) for layer in layers if layer.approximated[index]))
+    return list(dict.fromkeys(Grid.image(layer.height, layer.width) for layer in layers if layer.approximated[index]))
 
 
 def _plan_layer(
@@ -356,7 +356,8 @@ def _plan_layer(
         denoiser,
         layer.name,
         layer.downsample,
-        *grid,
+        grid.rows,
+        grid.columns,
         attention.heads,
         channels,
         any(approximated),

@@ -30,7 +30,7 @@ from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.ordering import order_merged
 from elfatt_sd.schedule import Position, Run
 
-_NO_GRID = Grid(0, 0)
+_NO_GRID = Grid(0, 0, 0)
 STATE = "elfatt_state"  # attribute of a patched attention module
 KEPT_CALLS = 32  # of one step, that keep something for the next steps; it bounds the memory of calls without a schedule
 _DEFAULT: Any = AttnProcessor2_0
@@ -332,9 +332,9 @@ class PatchedLayer:
         """Take the grid from what arrives, `[batch, channels, rows, columns]`, where it was thought to be another."""
         if torch.compiler.is_compiling() or hidden_states.ndim != 4:
             return
-        state, (rows, columns) = self.state, map(int, hidden_states.shape[-2:])
-        if state is not None and state.grid != (rows, columns):
-            state.grid = Grid(rows, columns)
+        state, grid = self.state, Grid.image(*map(int, hidden_states.shape[-2:]))
+        if state is not None and state.grid != grid:
+            state.grid = grid
             state.begin(state.phase, state.call.step, hidden_states.device)
             self.denoiser.grids[self.index, *state.call.sample_size] = state.grid
 
@@ -345,7 +345,7 @@ class LayerState:
     Args:
         patched: the layer.
         call: of the denoiser.
-        grid: rows and columns of its tokens.
+        grid: of its tokens.
     """
 
     def __init__(self, patched: PatchedLayer, call: Call, grid: Grid = _NO_GRID) -> None:
@@ -466,7 +466,7 @@ class LayerState:
         if self.candidates is None:
             known = self.block_input
             metric = known if known is not None and known.shape == tokens.shape else tokens
-            self.candidates = find_candidates(metric, *self.grid, stride, self.choice)
+            self.candidates = find_candidates(metric, self.grid.rows, self.grid.columns, stride, self.choice)
         candidates = self.candidates
         matching = None if candidates is None else match_candidates(candidates, ratio)
         if reused:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from elfatt_sd.attention import softmax_attention
-from elfatt_sd.ordering import compact_path
 
 
 def sampled_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, **kernel: Any) -> Tensor:
@@ -38,26 +36,3 @@ def sampled_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, **kernel: An
     grouped = (batch, -1, groups * heads, size)
     mixed = softmax_attention(*(x.reshape(grouped) for x in (padded, k, v)), **kernel).reshape(padded.shape)
     return mixed[:, :tokens]
-
-
-def stratified_samples(height: int, width: int, samples: int, groups: int, noise: Tensor) -> Tensor:
-    """Draw the keys of all groups: one token of every compact cell for each, spaced evenly along the cell.
-
-    The spacing makes the groups' errors differ, so that those of neighbouring queries average out.
-
-    Args:
-        height: rows of the grid.
-        width: columns of the grid.
-        samples: cells, as many as each group has keys; they are equal but for one token.
-        groups: number of groups, at most the tokens of a cell.
-        noise: uniform random numbers `[samples]` in [0, 1); the result lies on their device.
-
-    Returns:
-        Positions `[samples * groups]`, int64; sample i of group g is at `i * groups + g`.
-    """
-    tokens = height * width
-    path = compact_path(height, width, round(tokens / samples), noise.device, rolled=True)
-    edges = torch.arange(samples + 1, device=noise.device) * tokens // samples
-    place = (noise[:, None] + torch.arange(groups, device=noise.device) / groups) % 1
-    chosen = edges[:-1, None] + (place * edges.diff()[:, None]).long()
-    return path[chosen.flatten()]

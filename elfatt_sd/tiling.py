@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 BlockOrder = Literal["sequence", "raster", "windows", "curve", "strided", "spread"]
 BLOCK_ORDERS: tuple[BlockOrder, ...] = get_args(BlockOrder)
+
+
+class Grid(NamedTuple):
+    """The image tokens of a layer: columns first, then rows, then frames.
+
+    Attributes:
+        frames: of the latent video; an image has one.
+        rows: of a frame.
+        columns: of a frame.
+    """
+
+    frames: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def image(cls, rows: int, columns: int) -> Self:
+        """Return the grid of an image."""
+        return cls(1, rows, columns)
+
+    @property
+    def tokens(self) -> int:
+        """Their number."""
+        return self.frames * self.rows * self.columns
 
 
 def partition(tokens: int, block_size: int) -> tuple[int, int, int]:

@@ -255,7 +255,7 @@ def test_a_shape_has_nothing_to_measure() -> None:
 
 
 def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    measured: set[tuple[int, int]] = set()
+    measured: set[tuple[int, ...]] = set()
 
     def decide(tuner: Tuner, state: LayerState, phase: elfatt_sd.Phase, sample: torch.Tensor) -> Decision:
         measured.add(state.grid)
@@ -263,7 +263,7 @@ def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Pat
 
     monkeypatch.setattr(Tuner, "decide", decide)
     draw(model, tmp_path, "--autotune", "--compare", "--height", 64, "--width", 48)
-    assert measured == {(32, 24)}
+    assert measured == {(1, 32, 24)}
 
 
 def test_autotune_is_passed_on(model: Path, tmp_path: Path, monkeypatch: Any) -> None:

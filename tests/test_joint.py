@@ -13,7 +13,6 @@ from torch import Tensor
 
 from elfatt_sd.cell_spread import cell_spread_attention
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.grids import Grid, cell_order, inverse_permutation, lattice_order, stratified_samples
 from elfatt_sd.joint import (
     Keys,
     cell_agents,
@@ -27,6 +26,8 @@ from elfatt_sd.joint import (
     sampled_joint_attention,
     sampled_joint_cost,
 )
+from elfatt_sd.ordering import cell_order, inverse_permutation, lattice_order, stratified_samples
+from elfatt_sd.tiling import Grid
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CELLS = [(12, 4, 3), (64, 8, 8), (64, 8, 2), (64, 16, 1), (35, 8, 2), (35, 8, 4), (67, 9, 7), (67, 9, 1), (30, 1, 5)]

@@ -55,7 +55,7 @@ def test_a_layer_that_the_estimate_makes_slower_says_so(pipe: Any) -> None:
     ],
 )
 def test_the_numbers_that_a_grid_gets(phase: Phase, grid: tuple[int, int], what: str) -> None:
-    assert describe(_fitted(phase, Grid(*grid))) == what
+    assert describe(_fitted(phase, Grid.image(*grid))) == what
 
 
 def test_a_plan_shows_what_each_level_gets(pipe: Any) -> None:
@@ -78,9 +78,9 @@ def test_each_phase_of_a_layer_is_described(pipe: Any) -> None:
 @pytest.mark.parametrize("grid", [(1, 1), (1, 7), (3, 5), (33, 33), (64, 64)])
 def test_every_method_fits_every_grid(method: str, grid: tuple[int, int]) -> None:
     for phase in PatchConfig.preset(method).phases:
-        fitted = _fitted(phase, Grid(*grid))
-        assert describe(_fitted(fitted, Grid(*grid))) == describe(fitted)
-        assert multiply_adds(phase, Grid(*grid), channels=8) > 0
+        fitted = _fitted(phase, Grid.image(*grid))
+        assert describe(_fitted(fitted, Grid.image(*grid))) == describe(fitted)
+        assert multiply_adds(phase, Grid.image(*grid), channels=8) > 0
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_a_shared_matching_costs_each_layer_its_part(pipe: Any, settings: dict[s
 def test_steps_share_what_exact_attention_costs() -> None:
     approximated = Phase(1.0, "sampled", block_size=16, groups=2)
     corrected = Phase(1.0, "sampled", block_size=16, groups=2, residual_steps=4)
-    plain, exact = multiply_adds(approximated, Grid(8, 8), 8), multiply_adds(EXACT, Grid(8, 8), 8)
-    assert multiply_adds(corrected, Grid(8, 8), 8) == plain + exact // 4
-    assert multiply_adds(Phase(residual_steps=4), Grid(8, 8), 8) == exact
+    plain, exact = multiply_adds(approximated, Grid.image(8, 8), 8), multiply_adds(EXACT, Grid.image(8, 8), 8)
+    assert multiply_adds(corrected, Grid.image(8, 8), 8) == plain + exact // 4
+    assert multiply_adds(Phase(residual_steps=4), Grid.image(8, 8), 8) == exact
     assert describe(corrected) == "16 sampled keys (2 groups), exact in 1 of 4 steps and corrected in between"
 
 
@@ -108,8 +108,8 @@ def test_agents_that_are_merged_cost_their_matching() -> None:
     agents = Phase(1.0, "agent", agent_source="merged", agent_ratio=0.5)
     similarities, tokens = 16 * 48 * 8, 64
     work = similarities + 4 * tokens * 8**2 + 32 * 8**2 + 2 * tokens * 2 * 32 * 8
-    assert multiply_adds(agents, Grid(8, 8), 8) == work
-    assert multiply_adds(EXACT, Grid(8, 8), 8) == 4 * tokens * 8**2 + 2 * tokens**2 * 8
+    assert multiply_adds(agents, Grid.image(8, 8), 8) == work
+    assert multiply_adds(EXACT, Grid.image(8, 8), 8) == 4 * tokens * 8**2 + 2 * tokens**2 * 8
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_agents_that_are_merged_cost_their_matching() -> None:
     ],
 )
 def test_a_phase_says_what_its_grids_cannot_give(phase: Phase, grids: list[tuple[int, int]], what: str) -> None:
-    assert describe(phase, [Grid(*grid) for grid in grids]) == what
+    assert describe(phase, [Grid.image(*grid) for grid in grids]) == what
 
 
 def test_the_phases_of_a_plan_say_what_really_happens(pipe: Any) -> None:

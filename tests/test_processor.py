@@ -19,12 +19,11 @@ from elfatt_sd.families import find_layers
 from elfatt_sd.families.plain import PlainProjections
 from elfatt_sd.merging import match_tokens
 from elfatt_sd.methods import Draws
-from elfatt_sd.ordering import block_permutation
+from elfatt_sd.ordering import block_permutation, stratified_samples
 from elfatt_sd.presets import METHODS
 from elfatt_sd.processor import LayerState
-from elfatt_sd.sampled import stratified_samples
 from elfatt_sd.schedule import Position, Run
-from elfatt_sd.tiling import partition
+from elfatt_sd.tiling import Grid, partition
 
 ROWS = COLUMNS = 16
 
@@ -146,7 +145,7 @@ def test_blocks_of_tokens_in_the_picture(order: str, ratio: float) -> None:
     """Merged tokens are put in blocks by where they are; each token gets its own result back."""
     phase = Phase(1.0, "block", ratio=ratio, block_size=20, block_order=order)
     layer = Layer(PatchConfig("blocks", (phase,)))
-    permutation = block_permutation(order, ROWS, COLUMNS, 20)
+    permutation = block_permutation(order, Grid.image(ROWS, COLUMNS), 20)
     place = torch.arange(256) if permutation is None else permutation.argsort()
     merge = layer.matching(ratio, 2) if ratio else None
     tokens = layer.tokens if merge is None else merge.merge(layer.tokens)
@@ -165,7 +164,7 @@ def test_half_of_the_heads_in_blocks_of_another_order(first: str, second: str) -
     q, k, v = layer.qkv(layer.tokens)
     mixed = []
     for head, order in enumerate((first, second)):
-        permutation = block_permutation(order, ROWS, COLUMNS, 20)
+        permutation = block_permutation(order, Grid.image(ROWS, COLUMNS), 20)
         place = torch.arange(256) if permutation is None else permutation.argsort()
         allowed = same_block(256, 20)[place][:, place]
         mixed.append(softmax(*(x[:, head : head + 1] for x in (q, k, v)), allowed=allowed))
@@ -179,7 +178,7 @@ def test_every_query_attends_to_the_sample_of_its_group(groups: int, lattice: bo
     """Groups are lattices of the picture (a chessboard for two), or columns; each token gets its own result back."""
     layer = Layer(PatchConfig("samples", (Phase(1.0, "sampled", block_size=20, groups=groups, lattice=lattice),)))
     drawn = Draws(0, 0, 0, torch.device("cpu")).uniform("samples", 20)
-    keys = stratified_samples(ROWS, COLUMNS, 20, groups, drawn).view(20, groups).t()
+    keys = stratified_samples(Grid.image(ROWS, COLUMNS), 20, groups, drawn).view(20, groups).t()
     row, column = torch.arange(256) // COLUMNS, torch.arange(256) % COLUMNS
     slope = {1: 0, 2: 1, 5: 2}[groups]
     shift = (slope - COLUMNS) * row % groups if lattice else 0

@@ -9,8 +9,9 @@ import torch
 from checks import Work
 from torch import Tensor
 
-from elfatt_sd.sampled import sampled_attention, stratified_samples
-from elfatt_sd.tiling import sample_counts
+from elfatt_sd.ordering import stratified_samples
+from elfatt_sd.sampled import sampled_attention
+from elfatt_sd.tiling import Grid, sample_counts
 
 GRIDS = [(64, 64, 128, 8), (64, 64, 128, 32), (96, 64, 128, 8), (65, 49, 100, 7), (8, 8, 64, 1), (5, 7, 6, 5)]
 
@@ -38,7 +39,7 @@ def test_formula(tokens: int, samples: int, groups: int, options: dict[str, Any]
 @pytest.mark.parametrize(("height", "width", "samples", "groups"), GRIDS)
 def test_each_group_takes_one_token_of_every_cell(height: int, width: int, samples: int, groups: int) -> None:
     tokens = height * width
-    chosen = stratified_samples(height, width, samples, groups, noise(samples)).view(samples, groups)
+    chosen = stratified_samples(Grid.image(height, width), samples, groups, noise(samples)).view(samples, groups)
     assert chosen.unique().numel() == samples * groups, "no token is a key twice"
     assert (chosen >= 0).all()
     assert (chosen < tokens).all()
@@ -54,7 +55,7 @@ def test_every_token_of_a_cell_is_as_likely(height: int, width: int, samples: in
     sweep = (torch.arange(840) + 0.5) / 840
     counts = torch.zeros(groups, height * width)
     for value in sweep.tolist():
-        chosen = stratified_samples(height, width, samples, groups, torch.full((samples,), value))
+        chosen = stratified_samples(Grid.image(height, width), samples, groups, torch.full((samples,), value))
         for group in range(groups):
             counts[group, chosen[group::groups]] += 1
     sizes = height * width / samples
@@ -64,20 +65,20 @@ def test_every_token_of_a_cell_is_as_likely(height: int, width: int, samples: in
 
 @pytest.mark.parametrize(("samples", "rows", "columns"), [(128, 8, 4), (256, 4, 4), (512, 4, 2)])
 def test_two_groups_see_tokens_half_a_cell_apart(samples: int, rows: int, columns: int) -> None:
-    chosen = stratified_samples(64, 64, samples, 2, noise(samples)).view(samples, 2)
+    chosen = stratified_samples(Grid.image(64, 64), samples, 2, noise(samples)).view(samples, 2)
     assert ((chosen // 64).diff().abs() == rows // 2).all()
     assert ((chosen % 64).diff().abs() == columns // 2).all()
 
 
 def test_samples_depend_on_the_noise_alone() -> None:
-    first, again, other = (stratified_samples(64, 64, 128, 8, noise(128, seed)) for seed in (1, 1, 2))
+    first, again, other = (stratified_samples(Grid.image(64, 64), 128, 8, noise(128, seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 def test_one_sample_of_every_token_is_exact_attention() -> None:
     q, k, v = qkv(35, 35)
-    chosen = stratified_samples(5, 7, 35, 1, noise(35))
+    chosen = stratified_samples(Grid.image(5, 7), 35, 1, noise(35))
     assert torch.equal(chosen.sort().values, torch.arange(35))
     exact = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     torch.testing.assert_close(sampled_attention(q, k[:, chosen], v[:, chosen], 1), exact)
@@ -107,7 +108,7 @@ def test_the_mean_over_samples_comes_close_to_exact_attention() -> None:
     def error(samples: int, draws: int) -> float:
         made = []
         for seed in range(draws):
-            chosen = stratified_samples(32, 32, samples, 4, noise(samples, seed))
+            chosen = stratified_samples(Grid.image(32, 32), samples, 4, noise(samples, seed))
             made.append(sampled_attention(q, k[:, chosen], v[:, chosen], 4))
         return float((torch.stack(made).mean(0) - exact).norm() / exact.norm())
 

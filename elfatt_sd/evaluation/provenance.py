@@ -26,6 +26,8 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
     "attention",
     "cell_spread",
     "config",
+    "joint",
+    "log_sum_exp",
     "merging",
     "ordering",
     "patch",

@@ -67,7 +67,7 @@ class SelfAttention:
         halvings = self.downsample.bit_length() - 1
         for up in (*self.rounding, *[True] * halvings)[:halvings]:
             height, width = (height + up) // 2, (width + up) // 2
-        return Grid(height, width)
+        return Grid.image(height, width)
 
     @property
     def processor(self) -> Any:

@@ -9,12 +9,13 @@ from typing import Literal, TypeVar
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods.agents import Agents
-from elfatt_sd.methods.base import Attention, Draws, Grid, Layer, Merge, Prepared, Size
+from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
 from elfatt_sd.methods.blocks import Blocks
 from elfatt_sd.methods.cell_spread import CellSpread
 from elfatt_sd.methods.elfatt import Elfatt
 from elfatt_sd.methods.sampled import Sampled
 from elfatt_sd.methods.softmax import Softmax
+from elfatt_sd.tiling import Grid
 
 __all__ = [
     "Agents",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from elfatt_sd import checks
-from elfatt_sd.methods.base import Attention, Draws, Grid, Layer, Merge, Prepared, Size
+from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
 from elfatt_sd.methods.blocks import check_order, order_tokens
-from elfatt_sd.tiling import BlockOrder
+from elfatt_sd.tiling import BlockOrder, Grid
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,22 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.tiling import Grid
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-
-class Grid(NamedTuple):
-    """The image tokens of a layer: row after row."""
-
-    rows: int
-    columns: int
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        return self.rows * self.columns
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.methods.base import Attention, Draws, Grid, Layer, Merge, Prepared, Size
-from elfatt_sd.tiling import BLOCK_ORDERS, BlockOrder, partition
+from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
+from elfatt_sd.tiling import BLOCK_ORDERS, BlockOrder, Grid, partition
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,7 +140,7 @@ def order_tokens(order: BlockOrder, grid: Grid, size: int, draws: Draws, what: s
     from elfatt_sd.ordering import block_permutation, inverse_permutation
 
     noise = draws.upload(draws.uniform(what, grid.tokens)) if order == "spread" else None
-    places = block_permutation(order, *grid, size, noise=noise, device=draws.device)
+    places = block_permutation(order, grid, size, noise=noise, device=draws.device)
     inverse = None if places is None else inverse_permutation(places)
     return Prepared(places, inverse, sorts_merged=order != "sequence")
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from elfatt_sd import checks
-from elfatt_sd.methods.base import Attention, Draws, Grid, Layer, Merge, Prepared, Size
+from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
 from elfatt_sd.methods.blocks import order_tokens
-from elfatt_sd.tiling import cell_blocks
+from elfatt_sd.tiling import Grid, cell_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor

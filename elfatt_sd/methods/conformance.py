@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.methods.base import Attention, Draws, Grid, Merge, Size
+from elfatt_sd.methods.base import Attention, Draws, Merge, Size
+from elfatt_sd.tiling import Grid
 
-_GRIDS = (Grid(8, 8), Grid(5, 7))
+_GRIDS = (Grid.image(8, 8), Grid.image(5, 7))
 _HEADS, _HEAD_DIM, _BATCH = 2, 8, 2
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 from elfatt_sd import checks
 from elfatt_sd.methods import agents as by_agents
 from elfatt_sd.methods.agents import AgentSource
-from elfatt_sd.methods.base import Attention, Draws, Grid, Layer, Merge, Prepared, Size
+from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
 from elfatt_sd.methods.blocks import check_blocks, fitted_block_size, order_tokens
-from elfatt_sd.tiling import BlockOrder
+from elfatt_sd.tiling import BlockOrder, Grid
 
 if TYPE_CHECKING:
     from torch import Tensor

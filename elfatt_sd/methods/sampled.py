@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from elfatt_sd import checks
-from elfatt_sd.methods.base import Attention, Draws, Grid, Layer, Merge, Prepared, Size, span
-from elfatt_sd.tiling import sample_counts
+from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size, span
+from elfatt_sd.tiling import Grid, sample_counts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,13 +58,12 @@ class Sampled(Attention):
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Draw the keys of every group, and put the queries in the order of their groups."""
-        from elfatt_sd.ordering import lattice_order
-        from elfatt_sd.sampled import stratified_samples
+        from elfatt_sd.ordering import lattice_order, stratified_samples
 
         count, groups = sample_counts(grid.tokens, self.keys, self.groups)
         draws = draws if self.redraw else draws.once
-        keys = draws.upload(stratified_samples(*grid, count, groups, draws.uniform("samples", count)))
-        moved = lattice_order(*grid, groups, draws.device) if self.lattice else None
+        keys = draws.upload(stratified_samples(grid, count, groups, draws.uniform("samples", count)))
+        moved = lattice_order(grid, groups, draws.device) if self.lattice else None
         if moved is None:
             return _Sample(keys=keys, groups=groups)
         order, inverse = moved

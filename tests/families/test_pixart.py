@@ -44,7 +44,7 @@ def latents(pipe: Any, steps: int = 4, **options: Any) -> torch.Tensor:
 def test_layers_and_grid(pixart: Any) -> None:
     layers = find_layers(pixart.transformer)
     assert [layer.name for layer in layers] == ["transformer_blocks.0.attn1", "transformer_blocks.1.attn1"]
-    assert layers[0].grid(32, 24) == (16, 12)
+    assert layers[0].grid(32, 24) == (1, 16, 12)
     assert find_denoisers(pixart) == {"transformer": pixart.transformer}
 
 
