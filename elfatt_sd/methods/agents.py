@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
 from elfatt_sd import checks
 from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
@@ -48,36 +48,41 @@ class Agents(Attention):
         Raises:
             ElfattError: a field is out of range.
         """
-        check_agents(self)
+        checks.whole("agents", self.agents, 1)
+        checks.choice("agent_source", self.agent_source, AGENT_SOURCES)
+        checks.real("agent_ratio", self.agent_ratio, 0.0, 1.0, open_high=True)
+        checks.real("agent_scale", self.agent_scale, 0.0, 2.0)
+        checks.real("value_shortcut", self.value_shortcut, 0.0, 1.0)
         check_order("block_order", self.block_order)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Order the tokens so that those of one pool lie together."""
         size = max(1, grid.tokens // self.agents)
-        return order_tokens(self.block_order, grid, size, draws) if self.agent_source == "pooled" else Prepared()
+        return Prepared() if self.matches else order_tokens(self.block_order, grid, size, draws)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
         """Attend through agents."""
         from elfatt_sd.attention import agent_attention, pool_agents
 
         q, k, v = layer.project(tokens)
-        agents = merged_agents(self, layer)
-        agents = pool_agents(q, self.agents) if agents is None else agents
-        scale = query_scale(self, q.shape[-1])
+        agents = self.merged_agents(layer) if self.matches else pool_agents(q, self.agents)
+        scale = self.query_scale(q.shape[-1])
         return agent_attention(q, k, v, agents, query_scale=scale, value_shortcut=self.value_shortcut, **layer.kernel)
 
     def cost(self, size: Size) -> float:
         """Every agent meets every token twice: as a query, and as a key."""
-        projected = size.projections(size.tokens, size.tokens) + agent_projections(self, size)
-        return projected + round(2 * size.tokens * 2.0 * agent_count(self, size.grid) * size.channels)
+        return self.projections(size) + round(2 * size.tokens * 2.0 * self.count(size.grid) * size.channels)
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
-        """At most as many agents as tokens."""
-        return dataclasses.replace(self, **fitted_agents(self, grid, merge))
+        """At most as many agents as tokens, and as many merged tokens as the stride allows."""
+        ratio = merge.merged(grid, self.agent_ratio) / grid.tokens
+        return dataclasses.replace(self, agents=min(self.agents, merge.kept(grid)), agent_ratio=ratio)
 
     def words(self, fitted: Sequence[Self]) -> str:
         """Say where the agents come from."""
-        return agent_words(self, fitted)
+        if self.agent_source == "merged":
+            return self.said(fitted, "agent_ratio", "agents merged at #", "{:.0%}")
+        return self.said(fitted, "agents", "# agents")
 
     @property
     def family(self) -> str:
@@ -92,56 +97,24 @@ class Agents(Attention):
     @property
     def used_settings(self) -> frozenset[str]:
         """The settings that change what it does."""
-        return agent_settings(self)
+        by_source = {"agent_ratio"} if self.agent_source == "merged" else {"agents", "block_order"}
+        return frozenset({"agent_source", "agent_scale", "value_shortcut"} | by_source)
 
+    def merged_agents(self, layer: Layer) -> Tensor:
+        """Return Agent-SD's agents, the queries of merged tokens."""
+        return layer.queries(layer.merged(self.agent_ratio))
 
-def check_agents(attention: Any) -> None:
-    """Check the fields of `Agents`, in it and in `Elfatt`."""
-    checks.whole("agents", attention.agents, 1)
-    checks.choice("agent_source", attention.agent_source, AGENT_SOURCES)
-    checks.real("agent_ratio", attention.agent_ratio, 0.0, 1.0, open_high=True)
-    checks.real("agent_scale", attention.agent_scale, 0.0, 2.0)
-    checks.real("value_shortcut", attention.value_shortcut, 0.0, 1.0)
+    def query_scale(self, head_dim: int) -> float | None:
+        """Return the scale `s2` of the queries' softmax; None is the usual one."""
+        scale: float | None = head_dim ** (-0.5 * self.agent_scale) if self.agent_scale != 1 else None
+        return scale
 
+    def count(self, grid: Grid) -> int:
+        """Return the number of agents, once it is fitted to a grid."""
+        merged = self.agent_source == "merged"
+        return round(grid.tokens * (1 - self.agent_ratio)) if merged else self.agents
 
-def agent_settings(attention: Any) -> frozenset[str]:
-    """Return the settings of `Agents` that change anything."""
-    by_source = {"pooled": {"agents", "block_order"}, "merged": {"agent_ratio"}}[attention.agent_source]
-    return frozenset({"agent_source", "agent_scale", "value_shortcut"} | by_source)
-
-
-def merged_agents(attention: Any, layer: Layer) -> Tensor | None:
-    """Return Agent-SD's agents, the queries of merged tokens; None where queries are pooled."""
-    return None if attention.agent_source == "pooled" else layer.queries(layer.merged(attention.agent_ratio))
-
-
-def query_scale(attention: Any, head_dim: int) -> float | None:
-    """Return the scale `s2` of the queries' softmax; None is the usual one."""
-    scale: float | None = head_dim ** (-0.5 * attention.agent_scale) if attention.agent_scale != 1 else None
-    return scale
-
-
-def agent_count(attention: Any, grid: Grid) -> int:
-    """Return the number of agents of an attention that was fitted to a grid."""
-    merged = attention.agent_source == "merged"
-    return round(grid.tokens * (1 - attention.agent_ratio)) if merged else int(attention.agents)
-
-
-def agent_projections(attention: Any, size: Size) -> float:
-    """Return the multiply-adds that the agents' own projection takes."""
-    return agent_count(attention, size.grid) * size.channels**2 if attention.agent_source == "merged" else 0
-
-
-def fitted_agents(attention: Any, grid: Grid, merge: Merge) -> dict[str, Any]:
-    """Return the fields of `Agents` that depend on the grid."""
-    merged = merge.merged(grid, attention.agent_ratio)
-    return {"agents": min(attention.agents, merge.kept(grid)), "agent_ratio": merged / grid.tokens}
-
-
-def agent_words(attention: Any, fitted: Sequence[Any]) -> str:
-    """Say where agents come from."""
-    if attention.agent_source == "merged":
-        said: str = attention.said(fitted, "agent_ratio", "agents merged at #", "{:.0%}")
-        return said
-    said = attention.said(fitted, "agents", "# agents")
-    return said
+    def projections(self, size: Size) -> float:
+        """Return the multiply-adds of all projections; merged agents have one of their own."""
+        own = self.count(size.grid) * size.channels**2 if self.matches else 0
+        return size.projections(size.tokens, size.tokens) + own

@@ -50,7 +50,9 @@ class Blocks(Attention):
         Raises:
             ElfattError: a field is out of range.
         """
-        check_blocks(self)
+        checks.whole("block_size", self.block_size, 1)
+        check_order("block_order", self.block_order)
+        checks.flag("redraw", self.redraw)
         if self.second_order is not None:
             check_order("second_order", self.second_order)
 
@@ -118,13 +120,6 @@ class Blocks(Attention):
 def check_order(name: str, order: object) -> None:
     """Check the name of an order."""
     checks.choice(name, order, BLOCK_ORDERS)
-
-
-def check_blocks(attention: Any) -> None:
-    """Check the fields that `Blocks` and `Elfatt` share."""
-    checks.whole("block_size", attention.block_size, 1)
-    check_order("block_order", attention.block_order)
-    checks.flag("redraw", attention.redraw)
 
 
 def order_tokens(order: BlockOrder, grid: Grid, size: int, draws: Draws, what: str = "blocks") -> Prepared:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
 from elfatt_sd import checks
-from elfatt_sd.methods import agents as by_agents
-from elfatt_sd.methods.agents import AgentSource
-from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
-from elfatt_sd.methods.blocks import check_blocks, fitted_block_size, order_tokens
-from elfatt_sd.tiling import BlockOrder, Grid
+from elfatt_sd.methods.agents import Agents
+from elfatt_sd.methods.base import Draws, Layer, Merge, Prepared, Size
+from elfatt_sd.methods.blocks import fitted_block_size, order_tokens
+from elfatt_sd.tiling import Grid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,17 +21,13 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass(frozen=True)
-class Elfatt(Attention):
+class Elfatt(Agents):
     """Global attention through agents and local attention inside blocks, each in a part of the heads or channels.
 
+    Its fields are those of `Agents`, where `block_order` also says which tokens share a block (see `Blocks`), and:
+
     Attributes:
-        agents: number of agent tokens when they are pooled.
-        agent_source: see `Agents`.
-        agent_ratio: see `Agents`.
-        agent_scale: see `Agents`.
-        value_shortcut: see `Agents`.
         block_size: tokens in a block, to the nearest size that tiles the sequence.
-        block_order: which tokens share a block, and are pooled to an agent; see `Blocks`.
         redraw: whether what is random is drawn anew in every step, or once for a run.
         agent_share: fraction of the heads (or channels) that attends through agents.
         split: `heads` gives each half its own heads (eq. lepe2sd), `channels` half of every head's channels
@@ -41,13 +36,7 @@ class Elfatt(Attention):
 
     name: ClassVar[str] = "elfatt"
 
-    agents: int = 64
-    agent_source: AgentSource = "pooled"
-    agent_ratio: float = 0.95
-    agent_scale: float = 1.0
-    value_shortcut: float = 0.0
     block_size: int = 128
-    block_order: BlockOrder = "sequence"
     redraw: bool = True
     agent_share: float = 0.5
     split: Split = "auto"
@@ -58,33 +47,35 @@ class Elfatt(Attention):
         Raises:
             ElfattError: a field is out of range.
         """
-        by_agents.check_agents(self)
-        check_blocks(self)
+        super().__post_init__()
+        checks.whole("block_size", self.block_size, 1)
+        checks.flag("redraw", self.redraw)
         checks.real("agent_share", self.agent_share, 0.0, 1.0)
         checks.choice("split", self.split, SPLITS)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
-        """Order the tokens block by block."""
-        if not self._blocks and self.agent_source == "merged":
-            return Prepared()
-        size = self.block_size if self._blocks else max(1, grid.tokens // self.agents)
-        return order_tokens(self.block_order, grid, size, draws if self.redraw else draws.once)
+        """Order the tokens block by block; without blocks, pool by pool."""
+        draws = draws if self.redraw else draws.once
+        return (
+            order_tokens(self.block_order, grid, self.block_size, draws)
+            if self._blocks
+            else super().prepare(grid, draws)
+        )
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
         """Attend in both ways."""
         from elfatt_sd.attention import elfatt_attention
 
         q, k, v = layer.project(tokens)
-        agents = by_agents.merged_agents(self, layer) if self._agents else None
         return elfatt_attention(
             q,
             k,
             v,
-            agents=self.agents if agents is None else agents,
+            agents=self.merged_agents(layer) if self.matches else self.agents,
             block_size=self.block_size,
             agent_share=self.agent_share,
             split=self.split,
-            query_scale=by_agents.query_scale(self, q.shape[-1]),
+            query_scale=self.query_scale(q.shape[-1]),
             value_shortcut=self.value_shortcut,
             **layer.kernel,
         )
@@ -92,20 +83,18 @@ class Elfatt(Attention):
     def cost(self, size: Size) -> float:
         """Both parts, by the fraction of the heads that each has."""
         share = self.agent_share
-        pairs = share * 2 * by_agents.agent_count(self, size.grid) + (1 - share) * self.block_size
-        projected = size.projections(size.tokens, size.tokens)
-        own = by_agents.agent_projections(self, size) if self._agents else 0
-        return projected + own + round(2 * size.tokens * pairs * size.channels)
+        pairs = share * 2 * self.count(size.grid) + (1 - share) * self.block_size
+        return self.projections(size) + round(2 * size.tokens * pairs * size.channels)
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """Take the block size that tiles the sequence, and at most as many agents as tokens."""
         size = fitted_block_size(self.block_size, merge.kept(grid)) if self._blocks else self.block_size
-        return dataclasses.replace(self, block_size=size, **by_agents.fitted_agents(self, grid, merge))
+        return dataclasses.replace(super().fit(grid, merge), block_size=size)
 
     def words(self, fitted: Sequence[Self]) -> str:
         """Say which agents and which blocks."""
         blocks = self.said(fitted, "block_size", f"{self.block_order} blocks of #")
-        return f"{by_agents.agent_words(self, fitted)} and {blocks}"
+        return f"{super().words(fitted)} and {blocks}"
 
     @property
     def family(self) -> str:
@@ -117,14 +106,14 @@ class Elfatt(Attention):
     @property
     def matches(self) -> bool:
         """Agent-SD's agents are merged tokens."""
-        return self._agents and self.agent_source == "merged"
+        return self._agents and super().matches
 
     @property
     def used_settings(self) -> frozenset[str]:
         """The settings that change what it does."""
-        used = {"agent_share", "split"}
-        used |= by_agents.agent_settings(self) if self._agents else set()
-        return frozenset(used | ({"block_size", "block_order", "redraw"} if self._blocks else set()))
+        of_agents = super().used_settings if self._agents else frozenset()
+        of_blocks = {"block_size", "block_order", "redraw"} if self._blocks else set()
+        return of_agents | of_blocks | {"agent_share", "split"}
 
     @property
     def _agents(self) -> bool:
