@@ -56,11 +56,9 @@ class Elfatt(Agents):
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Order the tokens block by block; without blocks, pool by pool."""
         draws = draws if self.redraw else draws.once
-        return (
-            order_tokens(self.block_order, grid, self.block_size, draws)
-            if self._blocks
-            else super().prepare(grid, draws)
-        )
+        if not self._blocks:
+            return super().prepare(grid, draws)
+        return order_tokens(self.block_order, grid, self.block_size, draws)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
         """Attend in both ways."""
