@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.families import unwrap
+from elfatt_sd.families import find_layers, main_denoiser, unwrap
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.pipelines import load_pipeline
 from elfatt_sd.shapes import SHAPES, call_arguments, empty_unet
@@ -27,10 +27,10 @@ VAE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Model:
-    """A UNet and what its inputs look like.
+    """A denoiser and what its inputs look like.
 
     Attributes:
-        unet: the denoiser.
+        unet: the denoiser, a UNet or a transformer of a known family.
         scale: pixels of the picture to one of the latent, on each side.
     """
 
@@ -39,9 +39,10 @@ class Model:
 
     @property
     def least_size(self) -> int:
-        """Side in pixels of a small picture that every level of the UNet can halve."""
-        config: Any = unwrap(self.unet).config
-        return int(2 ** len(config.block_out_channels) * self.scale)
+        """Side in pixels of a small image that every level can halve, and that has a few tokens at the deepest."""
+        deepest = max(layer.downsample for layer in find_layers(self.unet))
+        levels = len(getattr(unwrap(self.unet).config, "block_out_channels", ()))
+        return int(max(2**levels, 2 * deepest) * self.scale)
 
     def inputs(self, size: int, batch: int) -> dict[str, Any]:
         """Return the keyword arguments of a UNet call for square pictures of `size` pixels.
@@ -64,12 +65,12 @@ class Model:
 
 
 def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return a function that calls a UNet, without gradients."""
-    others = {name: value for name, value in inputs.items() if name != "sample"}
+    """Return a function that calls a denoiser, without gradients; its sample by position, as tomesd wants it."""
+    (_, sample), *others = inputs.items()
 
     def call() -> Any:
         with torch.inference_mode():
-            return unet(inputs["sample"], **others).sample
+            return unet(sample, **dict(others)).sample
 
     return call
 
@@ -79,7 +80,7 @@ def make_model(name: str, device: torch.device, dtype: torch.dtype, variant: str
     if name in SHAPES:
         return Model(random_unet(SHAPES[name], device, dtype), SCALE)
     pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
-    return Model(pipe.unet, int(pipe.vae_scale_factor))
+    return Model(main_denoiser(pipe), int(pipe.vae_scale_factor))
 
 
 def make_pipeline(

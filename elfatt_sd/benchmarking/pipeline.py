@@ -13,9 +13,9 @@ from elfatt_sd.benchmarking.models import make_pipeline
 from elfatt_sd.benchmarking.names import FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.variants import Variant, resolve_methods, whole
+from elfatt_sd.benchmarking.variants import Variant, fitting, resolve_methods, whole
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.families import copy_structure
+from elfatt_sd.families import copy_structure, family_of, main_denoiser
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
@@ -59,11 +59,12 @@ def pipeline(
     lineup = whole(resolve_methods(methods, **settings))
     pipe, inputs = make_pipeline(model, place, precision, batch, variant)
     pipe.set_progress_bar_config(disable=True)
+    lineup = fitting(lineup, main_denoiser(pipe))
     twins = {name: twin(pipe, variant) for name, variant in lineup.variants.items()}
     asked: dict[str, Any] = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
     asked |= {"variants": lineup.described(), **({"variant": variant} if variant else {})}
     record = Record(session, "pipeline", place, asked, **lineup.details((UNPATCHED, PEER)))
-    sizes = sizes or (int(pipe.unet.config.sample_size * pipe.vae_scale_factor),)
+    sizes = sizes or (int(main_denoiser(pipe).config.sample_size * pipe.vae_scale_factor),)
     measured = [name for name, variant in lineup.variants.items() if memory and variant.kind != FLOOR]
     record.announce(len(sizes) * (repeats * len(twins) + len(measured)))
     for size in sizes:
@@ -78,9 +79,9 @@ def pipeline(
 
 
 def twin(pipe: Any, variant: Variant) -> Any:
-    """Return a pipeline of the same parts, with a variant on its own copy of the UNet's structure."""
-    other = copy.copy(pipe)
-    other.unet = copy_structure(pipe.unet)
+    """Return a pipeline of the same parts, with a variant on its own copy of the denoiser's structure."""
+    other, denoiser = copy.copy(pipe), main_denoiser(pipe)
+    setattr(other, family_of(denoiser).part, copy_structure(denoiser))
     return variant.install(other)
 
 

@@ -17,6 +17,7 @@ from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.variants import (
     Variant,
     by_phase,
+    fitting,
     forget_matchings,
     forget_residuals,
     repeated_call,
@@ -87,6 +88,7 @@ def unet(
     lineup = by_phase(resolve_methods(methods, **settings))
     lineup = with_compiled(lineup) if compile else with_autotuned(lineup) if autotune else lineup
     made = model if isinstance(model, Model) else make_model(model, place, precision, variant)
+    lineup = fitting(lineup, made.unet)
     units = _units(made, lineup.variants)
     asked: dict[str, Any] = {
         "model": model if isinstance(model, str) else "given",
@@ -165,7 +167,7 @@ def _peak(unet: Any, call: Call, variant: Variant, device: torch.device) -> int 
 def _graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Call:
     """Capture a UNet call in a CUDA graph at its first call; what its hooks prepare on the host, that prepares once."""
     call = unet_call(unet, inputs)
-    device = inputs["sample"].device
+    device = next(unet.parameters()).device
 
     @functools.cache
     def capture() -> torch.cuda.CUDAGraph:

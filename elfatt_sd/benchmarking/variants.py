@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, check_method, is_peer
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
-from elfatt_sd.families import find_layers, levels_of, main_denoiser, select_layers
+from elfatt_sd.families import family_of, find_layers, levels_of, main_denoiser, select_layers
+from elfatt_sd.families.unet import UNet
 from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.planning import describe
@@ -253,6 +254,15 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
     for name, variant in floors.items():
         lineup.add(name, variant)
     return lineup
+
+
+def fitting(lineup: Lineup, denoiser: nn.Module) -> Lineup:
+    """Leave out tomesd where the denoiser is no UNet, which are all that it patches."""
+    if isinstance(family_of(denoiser), UNet):
+        return lineup
+    variants = {name: variant for name, variant in lineup.variants.items() if variant.kind != PEER}
+    runs = {row: run for row, run in lineup.runs.items() if all(name in variants for name, _ in run.parts)}
+    return Lineup(variants, runs)
 
 
 def with_autotuned(lineup: Lineup) -> Lineup:

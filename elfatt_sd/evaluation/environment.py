@@ -74,6 +74,7 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
     import torch
 
     from elfatt_sd import attention
+    from elfatt_sd.evaluation.images import denoiser
     from elfatt_sd.families import find_denoisers
     from elfatt_sd.patch import choose_layers
 
@@ -84,7 +85,7 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
         return ["flash-attn" if config.attention_backend == "flash" else config.attention_backend]
     if all(phase.exact or phase.attention.needs_sums for phase in config.phases):
         return ["native"]
-    dtype = torch.float32 if config.fp32_logits else pipe.unet.dtype
+    dtype = torch.float32 if config.fp32_logits else denoiser(pipe).dtype
     layers = [layer.attention for _, chosen in choose_layers(find_denoisers(pipe), config).values() for layer in chosen]
     queries = [torch.empty(0, layer.inner_dim // layer.heads, device=pipe.device, dtype=dtype) for layer in layers]
     return sorted({"flash-attn" if attention.flash_takes(query) else "native" for query in queries})

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.families import find_denoisers
+from elfatt_sd.families import main_denoiser
 from elfatt_sd.optional import need
 
 
@@ -25,7 +25,7 @@ class BadImage(ElfattError):
 
 def denoiser(pipe: Any) -> Any:
     """Return the network of a pipeline that is called in every step."""
-    return next(iter(find_denoisers(pipe).values()))
+    return main_denoiser(pipe)
 
 
 def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any:

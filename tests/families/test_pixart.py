@@ -139,3 +139,19 @@ def test_transformers_of_no_known_family_are_refused_by_name(tmp_path: Path) -> 
     pipeline = SimpleNamespace(transformer=other, components={"transformer": other})
     with pytest.raises(ElfattError, match="DiTTransformer2DModel is not a denoiser whose layers are known"):
         elfatt_sd.apply_patch(pipeline, "tome")
+
+
+def test_it_is_timed_in_benches(pixart: Any, tmp_path: Path) -> None:
+    """Beside its floor, and without tomesd, which patches UNets alone."""
+    from elfatt_sd.benchmarking.pipeline import pipeline
+    from elfatt_sd.benchmarking.unet import unet
+
+    pixart.save_pretrained(tmp_path / "pixart")
+    options: dict[str, Any] = {"methods": ["tome", "elfatt-fast"], "repeats": 1, "device": "cpu"}
+    for rows in (
+        unet(str(tmp_path / "pixart"), sizes=[32], memory=[], **options)["rows"],
+        pipeline(str(tmp_path / "pixart"), sizes=[32], steps=2, memory=False, **options)["rows"],
+    ):
+        assert {"untouched", "tome", "elfatt-fast"} <= {row["method"] for row in rows}
+        assert all(row["seconds"] > 0 for row in rows)
+        assert "tomesd" not in {row["method"] for row in rows}
