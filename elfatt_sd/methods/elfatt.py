@@ -104,7 +104,7 @@ class Elfatt(Agents):
     @property
     def matches(self) -> bool:
         """Agent-SD's agents are merged tokens."""
-        return self._agents and super().matches
+        return self._agents and self.agent_source == "merged"  # torch.compile takes super().matches to be true
 
     @property
     def used_settings(self) -> frozenset[str]:
