@@ -155,7 +155,7 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
 def _limit_roots(
     spectrum: Spectrum, root: Tensor, phi: Tensor, slope: Tensor, ratio: Tensor, free: Tensor, rank: int
 ) -> Tensor:
-    """tr S^(1/2) of the distribution `[2, ...]`, with all directions below the scales that are seen, and with none.
+    """Roots of the distribution `[2, ...]`, with all directions below the scales that are seen, and with none.
 
     Args:
         spectrum: of the images.

@@ -1,4 +1,4 @@
-"""The kernel distance (KID; Binkowski et al. 2018): the unbiased squared maximum mean discrepancy of two sets of features.
+"""The kernel distance (KID; Binkowski et al. 2018): an unbiased squared maximum mean discrepancy of two sets of features.
 
 Legend for shapes: n images, m reference images, d features.
 """
@@ -16,7 +16,9 @@ KERNEL_SAMPLE = 5000  # images of a block, and of the reference, at most
 ROWS = 1024  # of a piece of the kernel matrix
 
 
-def kernel_distance(features: Features, reference: Features, groups: Groups, *, within: float | None = None) -> Estimate:
+def kernel_distance(
+    features: Features, reference: Features, groups: Groups, *, within: float | None = None
+) -> Estimate:
     """Unbiased squared maximum mean discrepancy with the kernel (x . y / d + 1)^3, and its derivative in every image.
 
     Images are dealt out to blocks of at most `KERNEL_SAMPLE`, image i to block i modulo their number. The figure is the

@@ -64,7 +64,7 @@ class Spectrum:
 
     @property
     def root(self) -> Tensor:
-        """tr S^(1/2)."""
+        """Tr S^(1/2)."""
         return self.values.sqrt().sum()
 
     @property
@@ -176,7 +176,9 @@ def _products(seen: Tensor, weights: Tensor) -> Tensor:
     """Sums `[g, k, m, m]` of weights `[k, r]` times the products of any two of the rows `[g, m, r]`."""
     count, size, rank = seen.shape
     found = seen.new_zeros(count, len(weights), size, size)
-    for first, second in zip(*(torch.split(each, max(ELEMENTS // (count * rank), 1)) for each in torch.triu_indices(size, size)), strict=True):
+    for first, second in zip(
+        *(torch.split(each, max(ELEMENTS // (count * rank), 1)) for each in torch.triu_indices(size, size)), strict=True
+    ):
         sums = ((seen[:, first] * seen[:, second]) @ weights.T).mT
         found[:, :, first, second] = sums
         found[:, :, second, first] = sums

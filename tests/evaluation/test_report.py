@@ -13,6 +13,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.evaluation.report import charts, page, write_report
 from elfatt_sd.evaluation.report.ablation import ablation
 from elfatt_sd.evaluation.report.data import Estimate, Results, shortened
@@ -26,7 +27,6 @@ from elfatt_sd.evaluation.report.tables import main_table, more_table, study_tab
 from elfatt_sd.evaluation.report.terminal import terminal_summary
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, unit_for
 from elfatt_sd.evaluation.report.writers import to_csv, to_latex, to_markdown
-from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
 
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> $\\frac{ & | _x % {{ 7 * 7 }} \N{SNOWMAN}"
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from elfatt_sd.evaluation.intervals import BETTER, WORSE
 from elfatt_sd.evaluation.report.data import BASELINE, NULL, PARTS, Results, Row, shortened
 from elfatt_sd.evaluation.report.palette import BASE, INK, PAPER, Palette
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval
-from elfatt_sd.evaluation.statistics import BETTER, WORSE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from elfatt_sd.config import ElfattError, Phase
+from elfatt_sd.evaluation.intervals import BETTER, WORSE
 from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, legend_above
 from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, check_alike, dig, number, setting_text
 from elfatt_sd.evaluation.report.palette import INK, PAPER
@@ -17,7 +18,6 @@ from elfatt_sd.evaluation.report.palette import METHODS as COLOURS
 from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Measure, Spot, draw_front, front, write_beside
 from elfatt_sd.evaluation.report.text import MISSING, TIMES, decimals_for, fixed, interval, span
 from elfatt_sd.evaluation.report.writers import md_table
-from elfatt_sd.evaluation.statistics import BETTER, WORSE
 from elfatt_sd.presets import METHODS
 
 _MERGING = "merging (ToMe)"

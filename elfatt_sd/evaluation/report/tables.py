@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elfatt_sd.evaluation.intervals import BETTER, TOO_FEW, WORSE
 from elfatt_sd.evaluation.report.data import (
     BASELINE,
     NULL,
@@ -32,7 +33,6 @@ from elfatt_sd.evaluation.report.text import (
     unit_for,
     unit_text,
 )
-from elfatt_sd.evaluation.statistics import BETTER, TOO_FEW, WORSE
 
 DASH = "—"
 REFERENCE = "reference"
