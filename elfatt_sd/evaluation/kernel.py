@@ -1,4 +1,4 @@
-"""The kernel distance (KID; Binkowski et al. 2018): an unbiased squared maximum mean discrepancy of two sets of features.
+"""The kernel distance (KID; Binkowski et al. 2018), an unbiased squared maximum mean discrepancy of sets of features.
 
 Legend for shapes: n images, m reference images, d features.
 """

@@ -38,6 +38,7 @@ from elfatt_sd.progress import Progress
 FORMAT = 5
 
 Array = np.ndarray[Any, Any]
+Distance = FrechetFigures | Estimate  # of Frechet, or of a kernel
 
 
 def score_run(
@@ -171,7 +172,7 @@ class Scale:
         self.extractor, self.reference, self.cache = extractor, reference, cache
         self.distance_name = extractor.distance_name + reference.metric_suffix
         self.kernel_name = extractor.kernel_name + reference.metric_suffix
-        self._known: dict[str, dict[str, FrechetFigures | Estimate]] = {}
+        self._known: dict[str, dict[str, Distance]] = {}
         self._right: dict[str, dict[str, Tensor]] = {}
 
     def extract(self, images: Images, batch_size: int, progress: Progress | None = None) -> None:
@@ -208,7 +209,7 @@ class Scale:
         key = sha256_of_data([images.identity, self.extractor.identity])
         return self.cache / f"{images.name}-{self.extractor.name}-{key[:16]}.npy"
 
-    def distances(self, images: Images) -> dict[str, FrechetFigures | Estimate]:
+    def distances(self, images: Images) -> dict[str, Distance]:
         """The Frechet distance and, where the reference has features, the kernel distance; computed once per row."""
         if images.name not in self._known:
             features = self.features(images)
@@ -286,9 +287,7 @@ def _distances(images: Images, baseline: Images | None, scales: Sequence[Scale])
     return rows
 
 
-def _distance(
-    figure: FrechetFigures | Estimate, other: FrechetFigures | Estimate | None, classes: int
-) -> dict[str, Any]:
+def _distance(figure: Distance, other: Distance | None, classes: int) -> dict[str, Any]:
     """A distance as it is published; its paired difference is that of infinitely many images, and says so.
 
     The kernel distance has the same expectation for any number of images.

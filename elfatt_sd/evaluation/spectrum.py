@@ -65,17 +65,20 @@ class Spectrum:
     @property
     def root(self) -> Tensor:
         """Tr S^(1/2)."""
-        return self.values.sqrt().sum()
+        root: Tensor = self.values.sqrt().sum()
+        return root
 
     @property
     def phi(self) -> Tensor:
         """Degrees of freedom above each scale, `[q]`."""
-        return self.shares.sum(1)
+        phi: Tensor = self.shares.sum(1)
+        return phi
 
     @property
     def slope(self) -> Tensor:
         """Their decrease from scale to scale, `[q]`."""
-        return (self.shares * (1 - self.shares)).sum(1)
+        slope: Tensor = (self.shares * (1 - self.shares)).sum(1)
+        return slope
 
 
 def integral(squares: Tensor, slope: Tensor) -> Tensor:
@@ -120,31 +123,25 @@ def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum
         groups: the class of each image.
     """
     _, place, sizes = torch.unique(torch.as_tensor(groups), return_inverse=True, return_counts=True)
-    columns, scales = len(sizes), len(spectrum.scales)
-    numbers = torch.zeros(4, columns, dtype=torch.float64)
-    phi, slope = (torch.zeros(columns, scales, dtype=torch.float64) for _ in range(2))
+    count, scales = len(features), len(spectrum.scales)
+    along, sums, squares, roots = torch.zeros(4, len(sizes), dtype=torch.float64)
+    phi, slope = torch.zeros(2, len(sizes), scales, dtype=torch.float64)
     outside = torch.zeros(scales, dtype=torch.float64)
     for chosen, rows in _chunks(place, sizes, len(spectrum.values), scales):
+        shape, rest = (*rows.shape, -1), count - rows.shape[1]
         centred = take(features, rows.flatten()) - mean
-        seen = (centred @ spectrum.basis).unflatten(0, rows.shape)  # [g, m, r]
-        centred = centred.unflatten(0, rows.shape)
+        seen = (centred @ spectrum.basis).reshape(shape)  # [g, m, r]
+        centred = centred.reshape(shape)
         total = centred.sum(1)
-        numbers[:, chosen] = torch.stack(
-            (
-                total @ shift,
-                total.square().sum(1),
-                centred.square().sum((1, 2)),
-                (seen.square() @ spectrum.values.sqrt()).sum(1),
-            )
-        )
-        rest = len(features) - rows.shape[1]
+        along[chosen], sums[chosen] = total @ shift, total.square().sum(1)
+        squares[chosen], roots[chosen] = centred.square().sum((1, 2)), seen.square().sum(1) @ spectrum.values.sqrt()
         if rest >= 2:
-            # centred features about the mean of the rest: C^T (1 + 11^T / rest) C is what the class adds to the scatter
-            seen = seen + seen.mean(1, keepdim=True) * (math.sqrt(len(features) / rest) - 1)
+            # without the class the mean moves, too: its part of the scatter is C^T (1 + 11^T / rest) C
+            seen = seen + seen.mean(1, keepdim=True) * (math.sqrt(count / rest) - 1)
             large = 4 * rows.shape[1] > len(spectrum.values)
             phi[chosen], slope[chosen], far = (_anew if large else _downdated)(seen, spectrum)
-            outside += far / len(features)
-    return ByClass(sizes, *numbers, phi, slope, outside)
+            outside += far / count
+    return ByClass(sizes, along, sums, squares, roots, phi, slope, outside)
 
 
 def _chunks(place: Tensor, sizes: Tensor, rank: int, scales: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -164,8 +161,7 @@ def _downdated(seen: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor, Tensor
     """
     first = spectrum.shares * (1 - spectrum.shares)
     weights = torch.stack((spectrum.shares, first, first * (1 - 2 * spectrum.shares)))
-    leverages = _products(seen, weights.flatten(0, 1)).unflatten(1, weights.shape[:2])  # [g, 3, q, m, m]
-    here, once, twice = leverages.unbind(1)
+    here, once, twice = _products(seen, weights.flatten(0, 1)).chunk(3, dim=1)  # [g, q, m, m] each
     inverse = torch.linalg.inv(torch.eye(seen.shape[1], dtype=torch.float64) - here)
     moved = inverse @ once
     falls = (_trace(moved, moved) + _trace(inverse, twice), _trace(inverse, once), _trace(inverse, here))
@@ -176,9 +172,8 @@ def _products(seen: Tensor, weights: Tensor) -> Tensor:
     """Sums `[g, k, m, m]` of weights `[k, r]` times the products of any two of the rows `[g, m, r]`."""
     count, size, rank = seen.shape
     found = seen.new_zeros(count, len(weights), size, size)
-    for first, second in zip(
-        *(torch.split(each, max(ELEMENTS // (count * rank), 1)) for each in torch.triu_indices(size, size)), strict=True
-    ):
+    for pairs in torch.split(torch.triu_indices(size, size), max(ELEMENTS // (count * rank), 1), dim=1):
+        first, second = pairs
         sums = ((seen[:, first] * seen[:, second]) @ weights.T).mT
         found[:, :, first, second] = sums
         found[:, :, second, first] = sums
