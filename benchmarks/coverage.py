@@ -83,7 +83,7 @@ def covered(setting: Setting, runs: int) -> Rates:
         after = setting.correlation * before + (1 - setting.correlation**2) ** 0.5 * other
         ours, theirs = (frechet_figures(each * scale, target, classes) for each in (setting.variety * after, before))
         _, interval = ours.limit_difference(theirs)
-        distances.append((theirs.published.value, theirs.published.interval(least=0.0)))
+        distances.append((theirs.published.value, theirs.published.interval()))
         differences.append((truth, interval))
         said.append(verdict(interval, count // 2))
     wrong = (BETTER,) if truth else (BETTER, WORSE)

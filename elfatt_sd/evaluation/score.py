@@ -295,7 +295,7 @@ def _distance(figure: Distance, other: Distance | None, classes: int) -> dict[st
     if not isinstance(figure, FrechetFigures):
         found = figure_as_dict(figure.value, figure.interval())
         return {**found, "difference": _difference(figure, other, classes)} if isinstance(other, Estimate) else found
-    found = figure_as_dict(figure.published.value, figure.published.interval(least=0.0))
+    found = figure_as_dict(figure.published.value, figure.published.interval())
     if isinstance(other, FrechetFigures):
         value, interval = figure.limit_difference(other)
         found["difference"] = {**_judged(value, interval, classes), "images": "infinite"}
