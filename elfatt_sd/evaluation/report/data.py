@@ -200,7 +200,7 @@ class Row:
 
     def extrapolated(self, name: str) -> bool:
         """Tell whether that difference is of infinitely many images; otherwise it is that of the two distances."""
-        return dig(self.data, "distances", name, "difference", "images") == "infinite"
+        return bool(dig(self.data, "distances", name, "difference", "images") == "infinite")
 
     def verdict(self, name: str) -> str | None:
         """Return the verdict that the scoring gave."""
