@@ -125,7 +125,11 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
         raise ElfattError(message)
     statistics = FeatureStatistics.of(features)
     trace, shift = statistics.covariance.trace(), statistics.mean - target.mean
-    constant, length, free = target.covariance.trace(), shift.square().sum(), torch.tensor(count - 1.0)
+    constant, length, free = (
+        target.covariance.trace(),
+        shift.square().sum(),
+        torch.tensor(count - 1, dtype=torch.float64),
+    )
     spectrum = Spectrum(features, statistics, target.factor)
     left = by_class(features, statistics.mean, shift, spectrum, groups)
 
