@@ -89,7 +89,7 @@ def test_nothing_in_the_package_imports_the_tools() -> None:
 
 
 def test_the_wheel_holds_none_of_the_tools(wheel: zipfile.ZipFile) -> None:
-    """Neither the folder nor a copy of a file of it elsewhere; the unfinished weights share files with the package's."""
+    """Nor a copy of a file of it; the unfinished weights share files with those of the package."""
     inside = {wheel.read(name): name for name in wheel.namelist()}
     files = {ROOT / line for line in tracked("tools") if not line.startswith("tools/toy_dit/snapshot/")}
     assert {path.parent.name for path in files} >= {"pages", "toy", "toy_dit", "weights-training"}
