@@ -15,6 +15,7 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.pipelines import TOY
 from elfatt_sd.toy.renderer import sample_parameters
 from tools.toy import export, growing, models, recipe, training
 
@@ -77,6 +78,13 @@ def test_training_goes_on_from_exported_weights(trained, tmp_path):
     moved = [(after[n].float() - before[n].float()).abs().max() for n in before if n.startswith("unet")]
     assert 0 < max(moved) < 0.2
     assert list(export.load_record(tmp_path / "pipeline")["stages"]) == [*recipe.STAGES, "finish (2)"]
+
+
+def test_training_of_the_weights_in_the_package_can_go_on(tmp_path):
+    """What only training needs lies in the tools, not beside these weights."""
+    workshop = recipe.Workshop(recipe.full_recipe(1), tmp_path, 0, torch.device("cpu"))
+    workshop.load(TOY)
+    assert {"vae", "classifier", "finish"} <= workshop.records.keys()
 
 
 def test_resuming_from_nothing_is_named(tmp_path):
