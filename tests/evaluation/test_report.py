@@ -304,6 +304,34 @@ def test_a_singular_covariance_is_told(results):
     assert "64 pictures a row are no more than the 64 features of FD-toy" in told_of(results, "KD-toy, among the other")
 
 
+def test_a_kernel_verdict_that_disagrees_is_named(results):
+    """A row that either distance calls worse is not recommended as one that is not worse."""
+    shown = verdicts(results, *["no difference shown"] * 9)
+    first = headline(shown).split(":")[0]
+    for row in results["rows"]:
+        if row["role"] == "method" and not row["failed"]:
+            row["distances"]["KD-toy"]["difference"]["verdict"] = "worse"
+    shown = Results(results)
+    assert headline(shown).startswith(f"No setting is shown to be faster without being worse. {first}")
+    assert ", not shown to be worse in FD-toy, but worse in KD-toy" in headline(shown)
+    assert "; KD-toy disagrees on" in scope(shown)
+    assert any(told.startswith("KD-toy disagrees with FD-toy") for told in findings(shown))
+
+
+def test_a_difference_of_infinitely_many_images_says_so(results):
+    """And where a plot sets it off against the untouched pipeline's value, it is not mixed with the row's own."""
+    titles = [column.title for column in main_table(Results(results)).columns]
+    assert "Difference" in titles
+    for row in results["rows"]:
+        for distance in (row["distances"] or {}).values():
+            if "difference" in distance:
+                distance["difference"] |= {"images": "infinite", "value": 5.0, "interval": [4.0, 6.0]}
+    shown = Results(results)
+    assert "Difference, extrapolated" in [column.title for column in main_table(shown).columns]
+    base, row = shown.baseline.distance("FD-toy").value, shown.methods[0]
+    assert shown.paired_distance(row) == Estimate(base + 5, base + 4, base + 6)
+
+
 def test_many_comparisons_warn_of_chance_verdicts(sweep):
     assert "of 38 rows that do not differ, about 2 would get one" in told_of(sweep, "verdicts rest on")
 

@@ -40,7 +40,7 @@ def headline(results: Results) -> str:
     best = _fastest(results, faster)
     if _is_worse(results, best):
         start = f"No setting is shown to be faster without being worse. {_as_fast(results, best)}"
-        return f"{start}, but {_said(results, best)}{_closeness(best)}."
+        return f"{start}, {_said(results, best)}{_closeness(best)}."
     figures = f"{_as_fast(results, best)}{_closeness(best)}{_beside_null(results)}"
     return f"{figures}. Its quality is not judged: {_no_verdict(results)}."
 
