@@ -27,11 +27,12 @@ import torch
 from torch import Tensor, nn
 
 import elfatt_sd
+from elfatt_sd.calls import Call, LayerState
 from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.devices import device_name, is_out_of_memory, synchronize
 from elfatt_sd.families import SelfAttention, family_of, unwrap
 from elfatt_sd.files import cache_folder, write_json
-from elfatt_sd.processor import Call, LayerState, PatchedLayer, approximate
+from elfatt_sd.processor import PatchedLayer, approximate
 
 ROUNDS, MOST_ROUNDS, WARM_UP = 7, 21, 2
 CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, to the same side

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from elfatt_sd.autotune import Tuner, measure_phases
+from elfatt_sd.calls import Call, Denoiser, is_recomputing
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase, Settings
 from elfatt_sd.devices import in_optimized_module
 from elfatt_sd.families import SelfAttention, family_of, find_denoisers, find_layers, levels_of, select_layers, unwrap
@@ -21,7 +22,7 @@ from elfatt_sd.methods import Attention, is_own
 from elfatt_sd.methods.conformance import check
 from elfatt_sd.planning import Plan, latent_grid, make_plan
 from elfatt_sd.presets import Method
-from elfatt_sd.processor import Call, Denoiser, PatchedLayer, is_recomputing
+from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, SchedulerFinder, unknown_position
 
 Pipeline = TypeVar("Pipeline")

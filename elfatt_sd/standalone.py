@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elfatt_sd.calls import Denoiser
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import SelfAttention, copy_structure
-from elfatt_sd.processor import Denoiser, PatchedLayer
+from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.schedule import Position, Run
 
 

@@ -21,10 +21,11 @@ from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProces
 import elfatt_sd
 from elfatt_sd import autotune, processor
 from elfatt_sd.autotune import Decision, Decisions, Tuner, decision_key
+from elfatt_sd.calls import Call, Denoiser, LayerState
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families import find_layers
 from elfatt_sd.methods import Draws
-from elfatt_sd.processor import Call, Denoiser, LayerState, PatchedLayer
+from elfatt_sd.processor import PatchedLayer
 
 SAMPLE = torch.zeros(2, 4, 16, 16)
 

@@ -119,7 +119,7 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
 MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "cell_spread", "log_sum_exp")
 MATHEMATICS += ("joint", "rotary")
 DATA = (*MATHEMATICS, "files", "checks", "methods", "config", "presets", "timesteps", "schedule")
-CORE = (*DATA, "families", "processor", "autotune", "shapes", "planning", "patch", "standalone")
+CORE = (*DATA, "families", "calls", "processor", "autotune", "shapes", "planning", "patch", "standalone")
 
 
 def files_of(name: str) -> list[Path]:

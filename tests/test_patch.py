@@ -20,11 +20,12 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 import elfatt_sd
 from elfatt_sd import processor as processor_module
 from elfatt_sd.benchmarking.variants import forget_residuals, patched_layers
+from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.patch import current_config
 from elfatt_sd.presets import METHODS
-from elfatt_sd.processor import ElfattProcessor, LayerState
+from elfatt_sd.processor import ElfattProcessor
 
 ACTIVE = [method for method in METHODS if method != "sd"]
 EVERY_SETTING = [

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
 import elfatt_sd.processor as processor_module
+from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import find_layers
 from elfatt_sd.families.plain import PlainProjections
@@ -21,7 +22,6 @@ from elfatt_sd.merging import match_tokens
 from elfatt_sd.methods import Draws
 from elfatt_sd.ordering import block_permutation, stratified_samples
 from elfatt_sd.presets import METHODS
-from elfatt_sd.processor import LayerState
 from elfatt_sd.schedule import Position, Run
 from elfatt_sd.tiling import Grid, partition
 

@@ -32,6 +32,7 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
     "ordering",
     "patch",
     "presets",
+    "calls",
     "processor",
     "sampled",
     "schedule",

@@ -31,12 +31,13 @@ from elfatt_sd.benchmarking.rows import Results, make_rows
 from elfatt_sd.benchmarking.tables import clock, markdown
 from elfatt_sd.benchmarking.unet import _graphed_call, _peak, unet
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, patched_layers, varied
+from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import copy_structure
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.merging import Matching
 from elfatt_sd.methods import attentions
-from elfatt_sd.processor import ElfattProcessor, LayerState
+from elfatt_sd.processor import ElfattProcessor
 from elfatt_sd.tiling import BLOCK_ORDERS
 
 QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}
