@@ -43,6 +43,8 @@ class AttentionSettings(TypedDict, total=False):
     stride: int
     keys: int
     block_size: int
+    cell: int | None
+    weighted: bool
     block_order: BlockOrder
     second_order: BlockOrder | None
     groups: int

@@ -103,6 +103,7 @@ def cell_joint_attention(
     weighted: bool = True,
     context: Keys | None = None,
     scale: float | None = None,
+    fp32_logits: bool = False,
 ) -> Tensor:
     """Attend to the own cell, to the own group's tokens of all other cells, and to the whole context.
 
@@ -118,6 +119,7 @@ def cell_joint_attention(
         weighted: whether sampled keys have weights.
         context: exact keys.
         scale: of the logits; None is `head_dim ** -0.5`.
+        fp32_logits: compute in float32 and round the result alone.
 
     Returns:
         As the queries.
@@ -125,6 +127,13 @@ def cell_joint_attention(
     Raises:
         ElfattError: cells and groups do not fit the tokens.
     """
+    if fp32_logits:
+        dtype = q.dtype
+        q, k, v = (_at_least_float32(x) for x in (q, k, v))
+        context = context and context._replace(k=_at_least_float32(context.k), v=_at_least_float32(context.v))
+        with torch.autocast(q.device.type, enabled=False):
+            out = cell_joint_attention(q, k, v, cells, groups, weighted=weighted, context=context, scale=scale)
+        return out.to(dtype)
     _check_cells(q.shape[1], cells, groups)
     if 1 in (cells, groups):
         image = attend(q, k, v, scale=scale)
@@ -205,29 +214,6 @@ def run_agents(q: Tensor, agents: int) -> Tensor:
     return (functional.normalize(mean, dim=3, eps=torch.finfo(precision).tiny) * lengths).to(q.dtype)
 
 
-@functools.lru_cache(maxsize=256)
-def cell_counts(tokens: int, cell: int, keys: int) -> tuple[int, int]:
-    """Return the number of cells and of groups that come closest to what is wanted.
-
-    Cells that divide the tokens are preferred, for they need no copy.
-
-    Args:
-        tokens: of the grid.
-        cell: wanted tokens in a cell.
-        keys: wanted tokens in a group; it has at least one of every cell, so that this times `cell` is at least
-            `tokens`.
-    """
-
-    def badness(counts: tuple[int, int]) -> float:
-        cells, groups = counts
-        seen = tokens // cells // groups * cells
-        return abs(math.log(tokens / cells / cell)) + abs(math.log(seen / keys)) + (0.1 if tokens % cells else 0.0)
-
-    wanted = min(max(1, tokens // cell), tokens)
-    choices = range(max(1, wanted // 2), min(tokens, 2 * wanted) + 1)
-    return min(((cells, groups) for cells in choices for groups in _divisors(tokens // cells)), key=badness)
-
-
 def sampled_joint_cost(tokens: int, samples: int, context: int, channels: int) -> int:
     """Multiply-adds of `sampled_joint_attention` for one image; `channels` are those of all heads."""
     return 2 * tokens * (samples + context) * channels
@@ -263,6 +249,10 @@ def _seen(q: Tensor, keys: Keys, scale: float | None) -> Part:
 
 def _with_context(q: Tensor, image: Part, context: Keys | None, scale: float | None) -> Tensor:
     return (image if context is None else image.joined(_seen(q, context, scale))).mixed
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _check_cells(tokens: int, cells: int, groups: int) -> None:
@@ -345,7 +335,3 @@ def _concatenated(first: Part, second: Part) -> Part:
 def _near_pairs(tokens: int, cells: int) -> int:
     places, larger = divmod(tokens, cells)
     return cells * places**2 + larger * (2 * places + 1)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

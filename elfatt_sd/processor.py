@@ -242,6 +242,7 @@ class LayerInCall:
     def __init__(self, given: Projections, state: LayerState, tokens: Tensor) -> None:
         config = state.call.config
         self.kernel: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
+        self.context = None
         self.heads: tuple[int, ...] = ()  # and their size, once queries are projected
         self.dtype = tokens.dtype
         self._given = given

@@ -12,11 +12,9 @@ from checks import Work
 from torch import Tensor
 
 from elfatt_sd.attention import elfatt_attention
-from elfatt_sd.cell_spread import cell_spread_attention
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.joint import (
     Keys,
-    cell_counts,
     cell_joint_attention,
     cell_joint_cost,
     elfatt_joint_attention,
@@ -28,7 +26,7 @@ from elfatt_sd.joint import (
     sampled_joint_cost,
 )
 from elfatt_sd.ordering import cell_order, inverse_permutation, lattice_order, stratified_samples
-from elfatt_sd.tiling import Grid, partition
+from elfatt_sd.tiling import Grid, cell_counts, partition
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CELLS = [(12, 4, 3), (64, 8, 8), (64, 8, 2), (64, 16, 1), (35, 8, 2), (35, 8, 4), (67, 9, 7), (67, 9, 1), (30, 1, 5)]
@@ -190,11 +188,6 @@ def test_all_keys_are_dense_attention(grid: Grid) -> None:
     celled = cell_joint_attention(*(x[:, ordered] for x in (q, k, v)), 8, 1, context=words)
     for out in (sampled, celled[:, inverse_permutation(ordered)]):
         torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
-
-
-def test_one_token_of_each_cell_is_cell_spread() -> None:
-    q, k, v = image(64)
-    assert torch.equal(cell_joint_attention(q, k, v, 8, 8), cell_spread_attention(q, k, v, 8))
 
 
 CALLS: list[Callable[..., Tensor]] = [

@@ -116,7 +116,7 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
             assert not {name.partition(".")[0] for name in found} & optional, path
 
 
-MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "cell_spread", "log_sum_exp")
+MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "log_sum_exp", "joint")
 MATHEMATICS += ("joint", "rotary")
 DATA = (*MATHEMATICS, "files", "checks", "methods", "config", "presets", "timesteps", "schedule")
 CORE = (*DATA, "families", "calls", "processor", "autotune", "shapes", "planning", "patch", "standalone")

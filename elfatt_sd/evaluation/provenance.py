@@ -24,7 +24,6 @@ from elfatt_sd.measuring.machine import describe_machine
 
 _METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families
     "attention",
-    "cell_spread",
     "config",
     "joint",
     "log_sum_exp",
