@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import elfatt_sd
+from elfatt_sd import PatchConfig
 
 GOLDEN = Path(__file__).with_name("identity.json")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,9 +84,11 @@ def test_latents_are_unchanged(toy: Any, same_machine: bool, case: str) -> None:
     expected, made = json.loads(GOLDEN.read_text())[case], summary(latents(toy, *CASES[case]))
     if same_machine:
         assert made["sha256"] == expected["sha256"]
-    # Elsewhere rounding may merge other tokens, which moves a few values.
+    # On another processor, rounding merges other tokens: what merges is then compared with what merging can move.
+    config = PatchConfig.preset(CASES[case][0])  # type: ignore[arg-type]
+    merges = any(phase.matches for phase in config.phases)
     difference = torch.tensor(made["sample"]) - torch.tensor(expected["sample"])
-    assert difference.abs().median() < 0.02
+    assert difference.abs().median() < (0.2 if merges else 0.02)
 
 
 if __name__ == "__main__":
