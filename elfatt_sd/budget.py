@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from elfatt_sd.families import find_layers, main_denoiser, unwrap
+from elfatt_sd.methods import Grid
 from elfatt_sd.sizes import Dimensions, in_words, memory_of_cpu, refuse_if_beyond
 
 LONG = 30 * 60  # seconds that are worth a warning
@@ -74,8 +75,8 @@ def estimate(pipe: Any, height: int | None, width: int | None, *, steps: int, gu
         decoder_work = _convolved(reversed(vae.decoder.up_blocks), pixels)
     call: float = sum(_convolved(blocks, rows * columns) for blocks in (unet.down_blocks, reversed(unet.up_blocks)))
     for layer in find_layers(unet):
-        tokens = layer.grid(rows, columns).tokens
-        call += 2 * tokens**2 * layer.attention.inner_dim
+        tokens = layer.grid(Grid.image(rows, columns)).tokens
+        call += 2 * tokens**2 * layer.channels
     memory = dimensions.memory(size, 1 + guided, pipe.dtype.itemsize, decoded)
     return Need(memory, call * (1 + guided) * steps + decoder_work)
 

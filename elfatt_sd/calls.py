@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elfatt_sd.config import EXACT, PatchConfig, Phase
-from elfatt_sd.families.base import SelfAttention
+from elfatt_sd.families.base import Given, SelfAttention
 from elfatt_sd.merging import Candidates, Matching, find_candidates, match_candidates
 from elfatt_sd.methods import Draws, Grid, Prepared, is_own
 from elfatt_sd.methods.conformance import raises_in_one_line
@@ -35,7 +35,7 @@ class Call:
         config: the method.
         phase: of the call's step.
         step: of the call, from which random draws are made.
-        sample_size: height and width of the denoiser's input.
+        given: what the denoiser was given.
         memory: what the run keeps.
         matchings: of this call, and of its like in earlier steps.
         scheduled: whether the call is one of a run over a schedule.
@@ -49,7 +49,7 @@ class Call:
         self.config = config
         self.phase = phase
         self.step = step
-        self.sample_size = (0, 0)
+        self.given = Given(torch.empty(0), 0, _NO_GRID)
         self.memory = Memory()
         self.matchings: dict[object, Matching | None] = {}
         self.scheduled = self.shares = self.last = self.entered = False
@@ -112,7 +112,7 @@ class Denoiser:
         self.config = config
         self.pays = pays
         self.layers: list[PatchedLayer] = []
-        self.grids: dict[tuple[int, int, int], Grid] = {}  # measured, by layer and size of the input
+        self.grids: dict[tuple[int, Grid], Grid] = {}  # measured, by layer and grid of the input
         self.latest: Call | None = None  # of any thread
         self._live: dict[int, Call] = {}  # by thread
         self._inputs: dict[tuple[int, int], tuple[Any, Any]] = {}  # of what a checkpoint may compute once more
@@ -132,7 +132,7 @@ class Denoiser:
         call = self.call
         return EXACT if call is None else call.phase
 
-    def begin(self, position: Position, run: Run, sample: Tensor) -> None:
+    def begin(self, position: Position, run: Run, given: Given) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
 
         A step may take several calls: with the prompt and without, or one for each view of a panorama. What a call
@@ -141,9 +141,9 @@ class Denoiser:
         Args:
             position: of the call in the schedule.
             run: the run that it belongs to; nothing is carried over from another one.
-            sample: the denoiser's input, `[batch, ..., height, width]`.
+            given: what the denoiser is given.
         """
-        config, step = self.config, position.step
+        config, step, sample = self.config, position.step, given.sample
         call = Call(config, config.phase_at(step, position.steps), step)
         phase, shape = call.phase, tuple(map(int, sample.shape))
         call.memory = memory = run.kept.setdefault(id(self), call.memory)
@@ -155,9 +155,9 @@ class Denoiser:
         residuals = memory.residuals.take(group, place, kept and phase.residual_steps > 1)
         call.shares = kept and config.shares_difference(step, position.steps)
         call.last = 1 < position.steps == step + 1
-        height, width = call.sample_size = shape[-2], shape[-1]
+        call.given = given
         for layer in self.layers:
-            grid = self.grids.get((layer.index, height, width)) or layer.layer.grid(height, width)
+            grid = self.grids.get((layer.index, given.grid)) or layer.layer.grid(given.grid)
             state = LayerState(layer, call, grid)
             own = phase
             if self.pays is not None and not own.exact and not self.pays(state, own, sample):

@@ -17,10 +17,19 @@ from elfatt_sd.autotune import Tuner, measure_phases
 from elfatt_sd.calls import Call, Denoiser, is_recomputing
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase, Settings
 from elfatt_sd.devices import in_optimized_module
-from elfatt_sd.families import SelfAttention, family_of, find_denoisers, find_layers, levels_of, select_layers, unwrap
+from elfatt_sd.families import (
+    Given,
+    SelfAttention,
+    family_of,
+    find_denoisers,
+    find_layers,
+    levels_of,
+    select_layers,
+    unwrap,
+)
 from elfatt_sd.methods import Attention, is_own
 from elfatt_sd.methods.conformance import check
-from elfatt_sd.planning import Plan, latent_grid, make_plan
+from elfatt_sd.planning import Plan, input_grid, make_plan
 from elfatt_sd.presets import Method
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, SchedulerFinder, unknown_position
@@ -122,6 +131,7 @@ def plan(
     *,
     height: int | None = None,
     width: int | None = None,
+    frames: int | None = None,
     autotune: bool = False,
     take_over: Sequence[str] = (),
     **settings: Unpack[Settings],
@@ -133,6 +143,7 @@ def plan(
         method: as for `apply_patch`.
         height: of the picture in pixels (of the latent, for a bare UNet); the model's own by default.
         width: likewise.
+        frames: of a video; the model's own number by default.
         autotune: measure on this device, for one picture with guidance, which layers the method makes faster;
             without, the plan says which of them the multiply-adds make slower.
         take_over: as for `apply_patch`.
@@ -144,15 +155,15 @@ def plan(
     config = resolve(method, settings)
     denoisers = find_denoisers(pipe)
     chosen = choose_layers(denoisers, config, take_over)
-    rows, columns = latent_grid(pipe, height, width)
+    size = input_grid(pipe, height, width, frames)
     decisions = {}
     if autotune:
         for name, net in denoisers.items():
             shared = Denoiser(config)
             shared.layers = _patched_layers(shared, chosen[name])
             for layer in shared.layers:
-                decisions[name, layer.layer.name] = measure_phases(layer, net, rows, columns)
-    return make_plan(config, chosen, decisions, rows, columns).counting(denoisers)
+                decisions[name, layer.layer.name] = measure_phases(layer, net, size)
+    return make_plan(config, chosen, decisions, size).counting(denoisers)
 
 
 def is_patched(pipe: Any) -> bool:
@@ -336,7 +347,7 @@ class _Patch:
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step and tell the layers."""
         self._direct.pop(threading.get_ident(), None)
-        self._begin(*self._family.call(args, kwargs))
+        self._begin(self._family.call(self._module, args, kwargs))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -354,7 +365,7 @@ class _Patch:
             given = self._direct.pop(thread, {})
             if given:
                 given.setdefault(what, args[0])
-                self._begin(given["sample"], given["timestep"])
+                self._begin(Given.latent(given["sample"], given["timestep"]))
             if self._shared.call is not None:
                 self._shared.call.entered = True
         elif call is None or call.entered:
@@ -369,9 +380,10 @@ class _Patch:
                 "ControlNetModel.from_unet do; the copy has no patch. Call apply_patch on the pipeline that it is in.",
             )
 
-    def _begin(self, sample: torch.Tensor, timestep: Any) -> None:
+    def _begin(self, given: Given) -> None:
         """Find the step of a call and tell the layers."""
         self._refuse_tracing()
+        sample, timestep = given.sample, given.timestep
         compiled = self._is_compiled()
         if compiled and self._shared.threads and self._shared.call is None:
             raise ElfattError(
@@ -401,7 +413,7 @@ class _Patch:
         self._warn_if_idle(position, run)
         if compiled:
             self._allow_recompiling()
-        self._shared.begin(position, run, sample)
+        self._shared.begin(position, run, given)
         if torch.is_grad_enabled() and self._shared.call is not None:
             self._shared.remember(sample, self._shared.call)
 

@@ -161,7 +161,7 @@ class PatchedLayer:
         if state is not None and state.grid != grid:
             state.grid = grid
             state.begin(state.phase, state.call.step, hidden_states.device)
-            self.denoiser.grids[self.index, *state.call.sample_size] = state.grid
+            self.denoiser.grids[self.index, state.call.given.grid] = state.grid
 
 
 class ElfattProcessor:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from elfatt_sd.families import family_of, unwrap
 from elfatt_sd.families.base import Fill
 from elfatt_sd.families.unet import SCALE
+from elfatt_sd.methods import Grid
 
 SHAPES: dict[str, dict[str, Any]] = {
     "sd15": {
@@ -64,10 +65,10 @@ def empty_unet(shape: Mapping[str, Any]) -> nn.Module:
     return unet
 
 
-def call_arguments(denoiser: nn.Module, height: int, width: int, batch: int, fill: Fill) -> dict[str, Any]:
+def call_arguments(denoiser: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
     """Return keyword arguments that a denoiser can be called with; see `families.base.Family.arguments`."""
     module = unwrap(denoiser)
-    return family_of(module).arguments(module, height, width, batch, fill)
+    return family_of(module).arguments(module, grid, batch, fill)
 
 
 @dataclass(frozen=True)
@@ -84,17 +85,16 @@ class Blueprint:
         return cls(type(module), json.dumps(dict(getattr(module, "config", {})), default=list, sort_keys=True))
 
     @functools.cache  # noqa: B019 - a blueprint is small, and there are few
-    def multiply_adds(self, height: int, width: int) -> int | None:
+    def multiply_adds(self, grid: Grid) -> int | None:
         """Return the multiply-adds of an untouched call for one image; None where it cannot be run without weights.
 
         Args:
-            height: of the latent.
-            width: of the latent.
+            grid: of its input.
         """
         try:
             with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
                 module: Any = self.kind.from_config(json.loads(self.config)).eval()  # type: ignore[attr-defined]
-                module(**call_arguments(module, height, width, 1, torch.empty))
+                module(**call_arguments(module, grid, 1, torch.empty))
         except Exception:  # of a class that takes other arguments, or reads values: whatever its authors raise
             return None
         return int(counter.get_total_flops()) // 2 or None

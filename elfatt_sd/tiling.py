@@ -33,6 +33,10 @@ class Grid(NamedTuple):
         """Their number."""
         return self.frames * self.rows * self.columns
 
+    def __str__(self) -> str:
+        """Return rows and columns, and the frames of a video: `64x64`, `21x30x52`."""
+        return "x".join(map(str, self if self.frames > 1 else self[1:]))
+
 
 def partition(tokens: int, block_size: int) -> tuple[int, int, int]:
     """Cut a sequence in blocks of nearly equal size, none dropped.

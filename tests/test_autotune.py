@@ -24,7 +24,7 @@ from elfatt_sd.autotune import Decision, Decisions, Tuner, decision_key
 from elfatt_sd.calls import Call, Denoiser, LayerState
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families import find_layers
-from elfatt_sd.methods import Draws
+from elfatt_sd.methods import Draws, Grid
 from elfatt_sd.processor import PatchedLayer
 
 SAMPLE = torch.zeros(2, 4, 16, 16)
@@ -35,7 +35,7 @@ def state_of(pipe: Any, config: PatchConfig) -> LayerState:
     layer = next(layer for layer in find_layers(pipe.unet) if layer.downsample == 1)
     denoiser = Denoiser(config)
     denoiser.layers = [PatchedLayer(layer, 0, layer.attention.processor, denoiser)]
-    return LayerState(denoiser.layers[0], Call(config), layer.grid(*SAMPLE.shape[-2:]))
+    return LayerState(denoiser.layers[0], Call(config), layer.grid(Grid.image(*SAMPLE.shape[-2:])))
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
+import elfatt_sd.calls as calls_module
 import elfatt_sd.processor as processor_module
 from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.families import find_layers
+from elfatt_sd.families import Given, find_layers
 from elfatt_sd.families.plain import PlainProjections
 from elfatt_sd.merging import match_tokens
 from elfatt_sd.methods import Draws
@@ -227,7 +228,7 @@ def test_logits_in_float32_on_request(phase: Phase, fp32_logits: bool, monkeypat
 def test_both_ratios_of_agent_sd_share_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
     """What costs is computed once, although tokens are merged at one ratio and agents at another."""
     found: list[Any] = []
-    find_candidates = processor_module.find_candidates
+    find_candidates = calls_module.find_candidates
     monkeypatch.setattr(
         processor_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given)
     )
@@ -279,7 +280,7 @@ def test_a_shared_difference_is_that_of_the_first_step(phase: Phase) -> None:
     draws = []
     for step in range(3):
         tokens = torch.randn(2, ROWS * COLUMNS, attention.query_dim, generator=noise)
-        layer.denoiser.begin(Position(step, 6), run, sample)
+        layer.denoiser.begin(Position(step, 6), run, Given.latent(sample, 0))
         state = layer.state
         result, own = attention(tokens), processor_module.approximate(around(attention, tokens), state, phase, tokens)
         if step == 0:
@@ -359,13 +360,13 @@ def test_parts_of_a_layers_input_keep_their_own() -> None:
     attention: Any = find_layers(unet)[0].attention
     layer, run, (sample, _), noise = attention.elfatt_state, Run(), inputs(torch.float32), generator()
     parts = [torch.randn(size, ROWS * COLUMNS, attention.query_dim, generator=noise) for size in (2, 2, 1)]
-    layer.denoiser.begin(Position(0, 6), run, sample)
+    layer.denoiser.begin(Position(0, 6), run, Given.latent(sample, 0))
     state, differences = layer.state, []
     for tokens in parts:
         exact = AttnProcessor2_0()(attention, tokens)
         torch.testing.assert_close(attention(tokens), exact, atol=1e-5, rtol=0)
         differences.append(exact - processor_module.approximate(around(attention, tokens), state, CORRECTED[0], tokens))
-    layer.denoiser.begin(Position(1, 6), run, sample)
+    layer.denoiser.begin(Position(1, 6), run, Given.latent(sample, 0))
     state = layer.state
     for tokens, difference in zip(parts, differences, strict=True):
         own = processor_module.approximate(around(attention, tokens), state, CORRECTED[0], tokens)

@@ -12,6 +12,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
+from elfatt_sd.methods import Grid
 from elfatt_sd.shapes import SHAPES, Blueprint, call_arguments, sketch
 
 
@@ -67,24 +68,24 @@ MODULES = {
 @pytest.mark.parametrize("name", list(MODULES))
 def test_a_call_is_counted(name: str, folder: Path) -> None:
     module = MODULES[name](folder)
-    arguments = call_arguments(module, 16, 24, 1, torch.zeros)
-    assert Blueprint.of(module).multiply_adds(16, 24) == by_hand(module, arguments)
+    arguments = call_arguments(module, Grid.image(16, 24), 1, torch.zeros)
+    assert Blueprint.of(module).multiply_adds(Grid.image(16, 24)) == by_hand(module, arguments)
 
 
 def test_a_patch_an_adapter_and_a_wrapper_change_nothing() -> None:
     """What is counted is the untouched module; nothing is taken from the weights."""
     plain = tiny.unet()
-    count = Blueprint.of(plain).multiply_adds(16, 16)
-    assert Blueprint.of(nn.DataParallel(tiny.unet())).multiply_adds(16, 16) == count
+    count = Blueprint.of(plain).multiply_adds(Grid.image(16, 16))
+    assert Blueprint.of(nn.DataParallel(tiny.unet())).multiply_adds(Grid.image(16, 16)) == count
     plain.set_attention_slice(1)
-    assert Blueprint.of(plain).multiply_adds(16, 16) == count
-    assert Blueprint.of(plain.to("meta")).multiply_adds(16, 16) == count
+    assert Blueprint.of(plain).multiply_adds(Grid.image(16, 16)) == count
+    assert Blueprint.of(plain.to("meta")).multiply_adds(Grid.image(16, 16)) == count
 
 
 def test_what_cannot_be_called_is_not_counted() -> None:
-    assert Blueprint.of(nn.Linear(2, 2)).multiply_adds(8, 8) is None
+    assert Blueprint.of(nn.Linear(2, 2)).multiply_adds(Grid.image(8, 8)) is None
     text = tiny.unet(encoder_hid_dim=24, encoder_hid_dim_type="image_proj", addition_embed_type="image")
-    assert Blueprint.of(text).multiply_adds(8, 8) is None
+    assert Blueprint.of(text).multiply_adds(Grid.image(8, 8)) is None
 
 
 @pytest.mark.parametrize("name", list(SHAPES))

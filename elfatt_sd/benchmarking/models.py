@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from elfatt_sd.config import ElfattError
 from elfatt_sd.families import find_layers, main_denoiser, unwrap
 from elfatt_sd.families.unet import SCALE
+from elfatt_sd.methods import Grid
 from elfatt_sd.pipelines import load_pipeline
 from elfatt_sd.shapes import SHAPES, call_arguments, empty_unet
 
@@ -61,7 +62,7 @@ class Model:
         def noise(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(parameter)
 
-        return call_arguments(self.unet, side, side, batch, noise)
+        return call_arguments(self.unet, Grid.image(side, side), batch, noise)
 
 
 def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:

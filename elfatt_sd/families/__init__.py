@@ -9,13 +9,14 @@ from torch import nn
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families.base import Family, SelfAttention, copy_structure, is_plain, unwrap
+from elfatt_sd.families.base import Family, Given, SelfAttention, copy_structure, is_plain, unwrap
 from elfatt_sd.families.pixart import PixArt
 from elfatt_sd.families.unet import UNet
 
 __all__ = [
     "FAMILIES",
     "Family",
+    "Given",
     "SelfAttention",
     "copy_structure",
     "family_of",
