@@ -17,14 +17,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.families.base import Given, SelfAttention
 from elfatt_sd.merging import Candidates, Matching, find_candidates, match_candidates
-from elfatt_sd.methods import Draws, Grid, Prepared, is_own
-from elfatt_sd.methods.conformance import raises_in_one_line
+from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
+from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.schedule import Position, Run
 
 if TYPE_CHECKING:
     from elfatt_sd.processor import PatchedLayer
 
 _NO_GRID = Grid(0, 0, 0)
+STATE = "elfatt_state"  # attribute of a patched attention module
 KEPT_CALLS = 32  # of one step, that keep something for the next steps; it bounds the memory of calls without a schedule
 
 
@@ -335,3 +336,13 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
 def is_recomputing() -> bool:
     """Tell whether a checkpoint computes a layer once more, for its gradients."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def attend(attention: Attention, layer: Any, tokens: Tensor, prepared: Prepared | None) -> Tensor:
+    """Attend; what an attention of somebody else's breaks is said in one line."""
+    if is_own(type(attention)):
+        return attention.attend(layer, tokens, prepared)
+    with raises_in_one_line(attention, "attend"):
+        mixed = attention.attend(layer, tokens, prepared)
+    check_result(attention, mixed, (*tokens.shape[:2], *layer.heads), layer.dtype)
+    return mixed

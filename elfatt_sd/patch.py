@@ -331,8 +331,9 @@ class _Patch:
             last = entrance is entrances[-1][1]
             hook = functools.partial(self._before_entrance, what, last)
             self._handles.append(entrance.register_forward_pre_hook(hook))
-        stem = dict(entrances)["sample"]
-        self._handles.append(stem.register_state_dict_pre_hook(self._before_copy))  # type: ignore[no-untyped-call]
+        stem: Any = dict(entrances).get("sample")
+        if stem is not None:
+            self._handles.append(stem.register_state_dict_pre_hook(self._before_copy))
         setattr(module, _PATCH, self)
 
     def remove(self) -> None:

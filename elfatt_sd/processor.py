@@ -19,14 +19,13 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0
 from torch import Tensor
 
-from elfatt_sd.calls import Call, Denoiser, LayerState, is_recomputing
+from elfatt_sd.calls import STATE, Call, Denoiser, LayerState, attend, is_recomputing
 from elfatt_sd.config import EXACT, ElfattError, Phase
-from elfatt_sd.families.base import Projections, SelfAttention, is_plain
-from elfatt_sd.methods import Grid, Prepared, is_own
-from elfatt_sd.methods.conformance import check_result, raises_in_one_line
+from elfatt_sd.families.base import Projections, SelfAttention
+from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
+from elfatt_sd.methods import Grid
 from elfatt_sd.ordering import order_merged
 
-STATE = "elfatt_state"  # attribute of a patched attention module
 _DEFAULT: Any = AttnProcessor2_0
 _OVERRIDDEN = ("get_processor", "set_processor")  # of a patched attention module: they speak of the original
 
@@ -81,7 +80,7 @@ class PatchedLayer:
         """Put our processor into the layer."""
         attention: Any = self.layer.attention
         setattr(attention, STATE, self)
-        self._put(processor_for(self.accepted)())
+        self._put(self._ours())
         for name in _OVERRIDDEN:
             setattr(attention, name, getattr(self, name))
 
@@ -94,6 +93,13 @@ class PatchedLayer:
             self._put(self.original)
         delattr(attention, STATE)
 
+    def _ours(self) -> Any:
+        """Return a processor of ours for the original."""
+        if self.layer.joint:
+            kind: Any = type(self.original)
+            return joint_processor_for(kind)(self.original)
+        return processor_for(self.accepted)()
+
     def _put(self, processor: Any) -> None:
         """Set the layer's processor; an original that is a module stays a child, whose weights are moved and saved."""
         attention: Any = self.layer.attention
@@ -105,7 +111,7 @@ class PatchedLayer:
     @property
     def installed(self) -> bool:
         """Whether our processor is in the layer, and nothing has taken its place."""
-        return isinstance(self.layer.attention.processor, ElfattProcessor)
+        return isinstance(self.layer.attention.processor, OURS)
 
     def get_processor(self, return_deprecated_lora: bool = False) -> Any:
         """Return the original processor, or the one that has displaced ours."""
@@ -113,11 +119,11 @@ class PatchedLayer:
 
     def set_processor(self, processor: Any) -> None:
         """Replace the original; one that is not plain attention takes our place, until a plain one is back."""
-        if isinstance(processor, ElfattProcessor):
+        if isinstance(processor, OURS):
             return
         self.original = processor
-        ours = is_plain(processor) or type(processor).__name__ in self.taken_over
-        self._put(processor_for(self.accepted)() if ours else processor)
+        ours = self.layer.knows(processor) or type(processor).__name__ in self.taken_over
+        self._put(self._ours() if ours else processor)
 
     @property
     def state(self) -> LayerState | None:
@@ -206,6 +212,9 @@ class ElfattProcessor:
         return given.close(output)
 
 
+OURS = (ElfattProcessor, JointProcessor)
+
+
 def accepted_names(processor: Callable[..., Tensor]) -> frozenset[str]:
     """Return the names of the arguments that a processor names, as diffusers looks them up."""
     return frozenset(inspect.signature(processor.__call__).parameters)  # type: ignore[operator]
@@ -278,19 +287,8 @@ def approximate(given: Projections, state: LayerState, phase: Phase, tokens: Ten
         merged = matching.merge(tokens)
     else:
         merged = tokens if order is None else tokens.index_select(1, order)
-    mixed = _attend(LayerInCall(given, state, tokens), phase, merged, prepared)
+    mixed = attend(phase.attention, LayerInCall(given, state, tokens), merged, prepared)
     output = given.output(mixed)
     if matching is not None:
         return matching.unmerge(output)
     return output if prepared is None or prepared.inverse is None else output.index_select(1, prepared.inverse)
-
-
-def _attend(layer: LayerInCall, phase: Phase, tokens: Tensor, prepared: Prepared | None) -> Tensor:
-    """Attend; what an attention of somebody else's breaks is said in one line."""
-    attention = phase.attention
-    if is_own(type(attention)):
-        return attention.attend(layer, tokens, prepared)
-    with raises_in_one_line(attention, "attend"):
-        mixed = attention.attend(layer, tokens, prepared)
-    check_result(attention, mixed, (*tokens.shape[:2], *layer.heads), layer.dtype)
-    return mixed

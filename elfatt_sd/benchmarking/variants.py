@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, check_method, is_peer
-from elfatt_sd.calls import Call
+from elfatt_sd.calls import STATE, Call
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.families import family_of, find_layers, levels_of, main_denoiser, select_layers
 from elfatt_sd.families.unet import UNet
@@ -21,7 +21,7 @@ from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.planning import describe
 from elfatt_sd.presets import METHODS, method_named
-from elfatt_sd.processor import STATE, PatchedLayer
+from elfatt_sd.processor import PatchedLayer
 
 PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 STEPS = 50  # of the run that the phases of a method are added up to

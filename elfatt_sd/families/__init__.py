@@ -10,6 +10,7 @@ from torch import nn
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.base import Family, Given, SelfAttention, copy_structure, is_plain, unwrap
+from elfatt_sd.families.flux import Flux
 from elfatt_sd.families.pixart import PixArt
 from elfatt_sd.families.unet import UNet
 
@@ -30,7 +31,7 @@ __all__ = [
     "unwrap",
 ]
 
-FAMILIES: tuple[Family, ...] = (UNet(), PixArt())
+FAMILIES: tuple[Family, ...] = (UNet(), PixArt(), Flux())
 
 
 def is_denoiser(module: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from diffusers.models import attention_processor
@@ -63,6 +63,7 @@ class SelfAttention:
     """A self-attention layer over the tokens of an image.
 
     Attributes:
+        joint: whether its processor is called with another attention function; see `families.joint`.
         name: its path in the denoiser, `down_blocks.0.attentions.0.transformer_blocks.0.attn1`.
         attention: the module.
         norm: the normalisation before it, whose input is the block's input; None where the layer normalises itself.
@@ -74,6 +75,8 @@ class SelfAttention:
         text: tokens of text that it joins with those of the image, at their usual number; 0 if it does not.
         projections: what it does around attention.
     """
+
+    joint: ClassVar[bool] = False
 
     name: str
     attention: Any
@@ -103,6 +106,10 @@ class SelfAttention:
         """Channels over all heads."""
         return int(self.attention.inner_dim)
 
+    def knows(self, processor: object) -> bool:
+        """Tell whether a processor is plain attention, which a method may take the place of."""
+        return is_plain(processor)
+
     @property
     def processor(self) -> Any:
         """Its own attention processor, also while it is patched."""
@@ -118,7 +125,7 @@ class SelfAttention:
         """Why its processor is left alone; empty if it is plain attention, which a method may take the place of."""
         return (
             ""
-            if is_plain(self.processor)
+            if self.knows(self.processor)
             else f"its processor, {self.processor_name}, is not known to be plain attention"
         )
 
@@ -129,12 +136,14 @@ class Family(Protocol):
     Attributes:
         part: where a pipeline holds it.
         title: how it is called in sentences.
-        what: which classes are meant, for error messages.
     """
 
     part: str
     title: str
-    what: str
+
+    @property
+    def what(self) -> str:
+        """Which classes are meant, for error messages."""
 
     def matches(self, module: object) -> bool:
         """Tell whether a module, without wrappers, is of this family."""

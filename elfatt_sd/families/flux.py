@@ -1,0 +1,61 @@
+"""Flux.1 and Chroma: blocks that join text and image, then blocks in which they are one sequence; rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from elfatt_sd.families.base import Fill, Given, SelfAttention
+from elfatt_sd.families.joint import JointFamily, grid_of_ids, named
+from elfatt_sd.methods import Grid
+
+
+class Flux(JointFamily):
+    """`FluxTransformer2DModel`: text first, then the image, then reference images (Kontext)."""
+
+    classes = ("FluxTransformer2DModel",)
+    processors = (
+        "FluxAttnProcessor",
+        "FluxAttnProcessor2_0",
+        "FusedFluxAttnProcessor2_0",
+        "FluxSingleAttnProcessor2_0",
+    )
+    text = 512
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        """Return the attention of every block of both kinds."""
+        double = [
+            self.layer(f"transformer_blocks.{index}.attn", block.attn, block.norm1)
+            for index, block in enumerate(module.transformer_blocks)  # type: ignore[arg-type]
+        ]
+        single = [
+            self.layer(f"single_transformer_blocks.{index}.attn", block.attn, block.norm)
+            for index, block in enumerate(module.single_transformer_blocks)  # type: ignore[arg-type]
+        ]
+        return double + single
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call was given; the timestep is a fraction of the run."""
+        given = named(module, args, kwargs)
+        text = given["encoder_hidden_states"].shape[1]
+        return Given(given["hidden_states"], given["timestep"], grid_of_ids(given["img_ids"]), text)
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        sample = fill(batch, grid.tokens, config.in_channels)
+        ids = torch.zeros(grid.tokens, 3, device=sample.device, dtype=sample.dtype)
+        place = torch.arange(grid.tokens, device=sample.device)
+        ids[:, 1], ids[:, 2] = place // grid.columns, place % grid.columns
+        given = {
+            "hidden_states": sample,
+            "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
+            "timestep": fill(batch) + 0.72,
+            "img_ids": ids,
+            "txt_ids": torch.zeros(self.text, 3, device=sample.device, dtype=sample.dtype),
+        }
+        if "pooled_projection_dim" in config:
+            given["pooled_projections"] = fill(batch, config.pooled_projection_dim)
+        return {**given, "guidance": fill(batch) + 3.5} if config.get("guidance_embeds") else given
