@@ -398,7 +398,7 @@ class _Patch:
             return
         if self._tuner is not None:
             self._tuner.compiling = compiled
-        position = self._schedule.locate(timestep)
+        position = self._schedule.locate(timestep, given.unit)
         if not self._needs_steps and not (position is not None and position.scheduled):
             position = ANYWHERE
         if position is None:

@@ -27,12 +27,14 @@ class Given(NamedTuple):
         timestep: of the call.
         grid: of the input: that of the latent or, where the input is tokens, theirs.
         before: tokens of text before those of the image, in the sequence that attention sees.
+        unit: of the timestep, of `timesteps.other_units`; None for timesteps.
     """
 
     sample: Tensor
     timestep: Any
     grid: Grid
     before: int = 0
+    unit: int | None = None
 
     @classmethod
     def latent(cls, sample: Tensor, timestep: Any) -> Self:

@@ -10,6 +10,7 @@ from torch import nn
 from elfatt_sd.families.base import Fill, Given, SelfAttention
 from elfatt_sd.families.joint import JointFamily, grid_of_ids, named
 from elfatt_sd.methods import Grid
+from elfatt_sd.timesteps import FRACTION
 
 
 class Flux(JointFamily):
@@ -40,7 +41,7 @@ class Flux(JointFamily):
         """Return what a call was given; the timestep is a fraction of the run."""
         given = named(module, args, kwargs)
         text = given["encoder_hidden_states"].shape[1]
-        return Given(given["hidden_states"], given["timestep"], grid_of_ids(given["img_ids"]), text)
+        return Given(given["hidden_states"], given["timestep"], grid_of_ids(given["img_ids"]), text, FRACTION)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
