@@ -160,7 +160,7 @@ class Denoiser:
         for layer in self.layers:
             grid = self.grids.get((layer.index, given.grid)) or layer.layer.grid(given.grid)
             state = LayerState(layer, call, grid)
-            own = phase
+            own = phase if grid.tokens else EXACT
             if self.pays is not None and not own.exact and not self.pays(state, own, sample):
                 own = EXACT
             state.begin(own, step, sample.device)

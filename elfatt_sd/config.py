@@ -12,7 +12,8 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, Unpack, get_args
 
 from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError as ElfattError
@@ -226,6 +227,8 @@ class PatchConfig:
     attention_backend: Backend = "auto"
     fp32_logits: bool = False
 
+    changes: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # that `with_settings` made, of an object
+
     def __post_init__(self) -> None:
         """Check every field.
 
@@ -298,7 +301,9 @@ class PatchConfig:
         if "active_fraction" in settings:
             checks.real("active_fraction", settings["active_fraction"], 0.0, 1.0)
             phases = _with_active_fraction(phases, float(settings["active_fraction"]))
-        return dataclasses.replace(self, phases=phases, **own)
+        changed = dataclasses.replace(self, phases=phases, **own)
+        object.__setattr__(changed, "changes", {**self.changes, **settings})
+        return changed
 
     def without_effect(self, settings: Iterable[str]) -> list[str]:
         """Return those of some settings that change nothing in this configuration, which has them already."""

@@ -30,7 +30,7 @@ from elfatt_sd.families import (
 from elfatt_sd.methods import Attention, is_own
 from elfatt_sd.methods.conformance import check
 from elfatt_sd.planning import Plan, input_grid, make_plan
-from elfatt_sd.presets import Method
+from elfatt_sd.presets import Method, for_transformers
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, SchedulerFinder, unknown_position
 
@@ -65,8 +65,8 @@ def apply_patch(
     Raises:
         ElfattError: unknown method or setting, no UNet, or no layer that the method could patch.
     """
-    config = resolve(method, settings)
     denoisers = find_denoisers(pipe)
+    config = fitted(resolve(method, settings), denoisers)
     chosen = choose_layers(denoisers, config, take_over)
     remove_patch(pipe)
     if config.active:
@@ -152,8 +152,8 @@ def plan(
     Raises:
         ElfattError: as `apply_patch`, or a size that does not fit the model.
     """
-    config = resolve(method, settings)
     denoisers = find_denoisers(pipe)
+    config = fitted(resolve(method, settings), denoisers)
     chosen = choose_layers(denoisers, config, take_over)
     size = input_grid(pipe, height, width, frames)
     decisions = {}
@@ -180,8 +180,7 @@ def is_patched(pipe: Any) -> bool:
 
 def current_config(pipe: Any) -> PatchConfig | None:
     """Return the configuration that a pipeline is patched with, or None."""
-    patch = _patches(pipe).get("unet")
-    return None if patch is None else patch.config
+    return next((patch.config for patch in _patches(pipe).values()), None)
 
 
 def _patches(pipe: Any) -> dict[str, _Patch]:
@@ -204,6 +203,36 @@ def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> Pat
     for phase in config.phases:
         if not is_own(type(phase.attention)):
             check(phase.attention)
+    return config
+
+
+def fitted(config: PatchConfig, denoisers: dict[str, nn.Module]) -> PatchConfig:
+    """Return the configuration that a method is on a family of denoisers; presets have one for transformers.
+
+    Raises:
+        ElfattError: the method merges tokens that have rotary positions, or does not attend to text.
+    """
+    main = next(iter(denoisers.values()))
+    family = family_of(main)
+    if not family.joint:
+        return config
+    config, name = for_transformers(config), type(unwrap(main)).__name__
+    for phase in config.phases:
+        if phase.matches and not family.merges:
+            raise ElfattError(
+                f"method {config.method!r} merges tokens, and those of {name} have rotary positions, which cannot be "
+                "merged; give a method that does not merge, such as 'elfatt-fast'."
+            )
+        if family.text and not phase.attention.joint:
+            raise ElfattError(
+                f"attention={phase.attention.name!r} does not attend to text (its `joint` is False), and {name} joins "
+                "image and text; give another one."
+            )
+    if family.text and config.attention_backend != "auto":
+        raise ElfattError(
+            f"attention_backend={config.attention_backend!r} is not accepted for {name}, whose parts of attention are "
+            "joined by log-sum-exps; leave it away, and call set_attention_backend of the model for exact attention."
+        )
     return config
 
 
@@ -409,6 +438,8 @@ class _Patch:
                 "the timestep of this call is on no schedule and in a unit that is not known (a noise level?), so that "
                 "its attention is exact; iterate over a tensor of all timesteps, such as scheduler.timesteps.",
             )
+        if not given.grid.tokens:
+            self._tell("no grid", "the image tokens of this call are no grid of rows and columns; they stay exact.")
         run = self._schedule.run if position.scheduled else Run()
         self._warn_if_displaced()
         self._warn_if_idle(position, run)

@@ -138,10 +138,16 @@ class Family(Protocol):
     Attributes:
         part: where a pipeline holds it.
         title: how it is called in sentences.
+        joint: whether its layers are `families.joint.JointSelfAttention`.
+        merges: whether image tokens may be merged: their positions are added to them, and not in the attention.
+        text: usual number of text tokens that its layers join with those of the image.
     """
 
     part: str
     title: str
+    joint: bool
+    merges: bool
+    text: int
 
     @property
     def what(self) -> str:

@@ -51,18 +51,17 @@ class JointFamily:
     Attributes:
         classes: names of the modules.
         processors: see `JointSelfAttention`.
-        text: usual number of text tokens that are joined with those of the image.
-        merges: whether image tokens may be merged: their positions are added to them, and not in the attention.
         default: the model's usual latent.
         patch: frames, rows and columns of the latent to a token.
     """
 
     part = "transformer"
     title = "transformer"
+    joint = True
     classes: ClassVar[tuple[str, ...]] = ()
     processors: ClassVar[tuple[str, ...]] = ()
-    text: ClassVar[int] = 0
-    merges: ClassVar[bool] = False
+    text: int = 0
+    merges: bool = False
     default: ClassVar[Grid] = Grid.image(128, 128)
     patch: ClassVar[tuple[int, int, int]] = (1, 2, 2)
 

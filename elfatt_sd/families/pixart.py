@@ -17,6 +17,9 @@ class PixArt:
 
     part = "transformer"
     title = "transformer"
+    joint = False
+    merges = True
+    text = 0
     what = "PixArtTransformer2DModel"
 
     def matches(self, module: object) -> bool:

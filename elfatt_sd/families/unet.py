@@ -24,6 +24,9 @@ class UNet:
 
     part = "unet"
     title = "UNet"
+    joint = False
+    merges = True
+    text = 0
     what = "a UNet whose layers are known (conv_in, down_blocks, mid_block)"
 
     def matches(self, module: object) -> bool:
