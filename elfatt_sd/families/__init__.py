@@ -12,6 +12,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.base import Family, Given, SelfAttention, copy_structure, is_plain, unwrap
 from elfatt_sd.families.flux import Flux
 from elfatt_sd.families.pixart import PixArt
+from elfatt_sd.families.refused import reason_against
 from elfatt_sd.families.unet import UNet
 
 __all__ = [
@@ -49,10 +50,9 @@ def family_of(module: nn.Module) -> Family:
     for family in FAMILIES:
         if family.matches(inner):
             return family
-    known = ", or ".join(family.what for family in FAMILIES)
+    name, known = type(inner).__name__, ", or ".join(family.what for family in FAMILIES)
     raise ElfattError(
-        f"{type(inner).__name__} is not a denoiser whose layers are known; give a diffusers pipeline with {known}; or "
-        "such a module."
+        f"{name} cannot be patched: {reason_against(name)}. Give a diffusers pipeline with {known}; or such a module."
     )
 
 
