@@ -10,7 +10,8 @@ from torch import nn
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.base import Family, Given, SelfAttention, copy_structure, is_plain, unwrap
-from elfatt_sd.families.flux import Flux
+from elfatt_sd.families.flux import Chroma, Flux, FluxControlNet
+from elfatt_sd.families.flux2 import Flux2
 from elfatt_sd.families.pixart import PixArt
 from elfatt_sd.families.refused import reason_against
 from elfatt_sd.families.unet import UNet
@@ -32,7 +33,7 @@ __all__ = [
     "unwrap",
 ]
 
-FAMILIES: tuple[Family, ...] = (UNet(), PixArt(), Flux())
+FAMILIES: tuple[Family, ...] = (UNet(), PixArt(), Flux(), FluxControlNet(), Chroma(), Flux2())
 
 
 def is_denoiser(module: object) -> bool:
