@@ -33,7 +33,9 @@ def controlnet(**changes: Any) -> Any:
 
     torch.manual_seed(3)
     text = {"joint_attention_dim": tiny_pixart.TEXT_WIDTH, "pooled_projection_dim": tiny.TEXT_WIDTH}
-    net = FluxControlNetModel(**{**_BLOCKS, **text, "axes_dims_rope": (4, 6, 6), **changes}).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # diffusers' own import
+        net = FluxControlNetModel(**{**_BLOCKS, **text, "axes_dims_rope": (4, 6, 6), **changes}).eval()
     with torch.no_grad():
         for layer in [*net.controlnet_blocks, *net.controlnet_single_blocks, net.controlnet_x_embedder]:
             layer.weight.normal_(0, 0.3)
