@@ -311,8 +311,8 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
     module = unwrap(main_denoiser(pipe))
     family = family_of(module)
     own = family.latent(module)
-    scale, time = (int(getattr(pipe, name, 1)) for name in ("vae_scale_factor", "vae_scale_factor_temporal"))
-    scale = int(getattr(pipe, "vae_scale_factor_spatial", scale))
+    scale = _factor(pipe, "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
+    time = _factor(pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
     sides = []
     for side, name, pixels in ((own.rows, "height", height), (own.columns, "width", width)):
         if pixels is not None and (not isinstance(pixels, numbers.Integral) or pixels <= 0 or pixels % scale):
@@ -324,6 +324,11 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
             raise ElfattError(f"frames={frames!r} is not accepted; give a multiple of {time}, and 1 more.")
         length = (frames - 1) // time + 1
     return family.grid(module, Grid(length, *sides))
+
+
+def _factor(pipe: Any, *names: str) -> int:
+    """Return the first of some factors of a VAE that a pipeline has."""
+    return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)
 
 
 def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:

@@ -27,15 +27,8 @@ class Flux(JointFamily):
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         """Return the attention of every block of both kinds."""
-        double = [
-            self.layer(f"transformer_blocks.{index}.attn", block.attn, block.norm1)
-            for index, block in enumerate(module.transformer_blocks)  # type: ignore[arg-type]
-        ]
-        single = [
-            self.layer(f"single_transformer_blocks.{index}.attn", block.attn, block.norm)
-            for index, block in enumerate(module.single_transformer_blocks)  # type: ignore[arg-type]
-        ]
-        return double + single
+        double = self.blocks(module, "transformer_blocks", "attn", "norm1")
+        return double + self.blocks(module, "single_transformer_blocks", "attn", "norm")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Return what a call was given; the timestep is a fraction of the run."""

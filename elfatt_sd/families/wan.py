@@ -25,17 +25,14 @@ class Wan(JointFamily):
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         """Return `attn1` of every block."""
-        return [
-            self.layer(f"blocks.{index}.attn1", block.attn1, block.norm1)
-            for index, block in enumerate(module.blocks)  # type: ignore[arg-type]
-        ]
+        return self.blocks(module, "blocks", "attn1", "norm1")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given; of timesteps by token, the last one: those of a given first frame are 0."""
+        """Return what a call was given; of timesteps by token, the noisiest one: those of given frames are 0."""
         given = named(module, args, kwargs)
         sample, timestep = given["hidden_states"], given["timestep"]
         latent = Grid(*map(int, sample.shape[-3:]))
-        return Given(sample, timestep[:, -1] if timestep.ndim == 2 else timestep, self.grid(module, latent))
+        return Given(sample, timestep.amax(1) if timestep.ndim == 2 else timestep, self.grid(module, latent))
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
