@@ -38,6 +38,12 @@ def pipeline(name: str, *transformers: Any, scheduler: Any = None, **parts: Any)
     return tiny.quiet(kind(**{name: parts.get(name) for name in names if name in parts or name not in options}))
 
 
+class Sizes(torch.nn.Module):
+    """As much of a VAE of videos as the first versions of LTX's pipeline ask for."""
+
+    spatial_compression_ratio, temporal_compression_ratio = 32, 8
+
+
 def runner(pipe: Any, **fixed: Any) -> Callable[..., torch.Tensor]:
     def run(**options: Any) -> torch.Tensor:
         given = {"num_inference_steps": 3, "output_type": "latent", **fixed, **options}
@@ -99,7 +105,7 @@ def ltx_video(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
     """Two blocks; 3x6x4 tokens."""
     config = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8}
     config |= {"cross_attention_dim": 16, "num_layers": 2, "caption_channels": WIDTH}
-    pipe = pipeline("LTXPipeline", transformer("LTXVideoTransformer3DModel", **config))
+    pipe = pipeline("LTXPipeline", transformer("LTXVideoTransformer3DModel", **config), vae=Sizes())
     mask = torch.ones(1, TEXT, dtype=torch.long)
     given = {"prompt_embeds": embeds(), "prompt_attention_mask": mask, "num_frames": 17, "guidance_scale": 3.0}
     given |= {"negative_prompt_embeds": embeds(1), "negative_prompt_attention_mask": mask}

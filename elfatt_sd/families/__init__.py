@@ -96,7 +96,6 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
         )
     name, denoiser = next(iter(held.items()))
     family_of(denoiser)
-    family_of(denoiser)
     second = getattr(target, "transformer_2", None)  # which goes on in the low noise
     more = {"transformer_2": second} if is_denoiser(second) else {}
     controlnet = getattr(target, "controlnet", None)

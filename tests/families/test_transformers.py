@@ -62,8 +62,10 @@ def test_steps(case: Case) -> None:
 
 
 def test_plan(case: Case) -> None:
+    """The first version of HunyuanVideo reads its mask, which a plan without weights cannot."""
     pipe, _ = case.make()
-    joint.check_plan(pipe, case.tokens, case.layers, **case.size)
+    counted = case.pipeline != "HunyuanVideoPipeline" or hasattr(diffusers, "WanPipeline")
+    joint.check_plan(pipe, case.tokens, case.layers, counted=counted, **case.size)
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
