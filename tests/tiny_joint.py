@@ -42,6 +42,7 @@ class Sizes(torch.nn.Module):
     """As much of a VAE of videos as the first versions of LTX's pipeline ask for."""
 
     spatial_compression_ratio, temporal_compression_ratio = 32, 8
+    device, dtype = torch.device("cpu"), torch.float32
 
 
 def runner(pipe: Any, **fixed: Any) -> Callable[..., torch.Tensor]:
