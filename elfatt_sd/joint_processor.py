@@ -169,9 +169,16 @@ def _obstacle(
         return f"it was given {query.shape[1]} tokens in place of {state.grid} and {image.start} of text"
     if options.get("is_causal"):
         return "its attention is causal"
-    if mask is not None and (mask.dtype != torch.bool or (mask.ndim == 4 and mask.shape[1] != 1)):
+    if mask is not None and not _is_of_keys(mask, state.layer.masks_text):  # type: ignore[attr-defined]
         return "it was given a mask that is not of keys alone"
     return ""
+
+
+def _is_of_keys(mask: Tensor, masks_text: bool) -> bool:
+    """Tell whether a mask is of text and references alone, the same for all queries of the image."""
+    per_head = mask.ndim == 4 and mask.shape[1] != 1
+    per_query = mask.ndim > 2 and mask.shape[-2] > 1
+    return not per_head and (masks_text or (mask.dtype == torch.bool and not per_query))
 
 
 class _Joint:
@@ -181,7 +188,7 @@ class _Joint:
         state: of the layer.
         exact: the function itself.
         tensors: queries, keys and values.
-        mask: of the keys, or of the keys for each query; True where a key counts.
+        mask: of the keys, or of the keys for each query; True where a key counts, or what is added to its logits.
         options: of the function.
     """
 
@@ -227,6 +234,8 @@ class _Joint:
         if mask is not None:
             if mask.ndim > 2:  # a row for all queries, or one for each
                 mask = mask.flatten(1, -2)[:, image.start if mask.shape[-2] > 1 else 0]
+            if mask.dtype != torch.bool:  # what is added to all logits alike changes nothing
+                mask = mask - mask[:, image.start : image.start + 1]
             mask = torch.cat([mask[:, part] for part in parts], 1).expand(k.shape[0], -1)
         return Keys(torch.cat([k[:, part] for part in parts], 1), torch.cat([v[:, part] for part in parts], 1), mask)
 

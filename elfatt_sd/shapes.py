@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,13 @@ class Blueprint:
             grid: of its input.
         """
         try:
-            with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            with (
+                warnings.catch_warnings(),
+                torch.device("meta"),
+                torch.no_grad(),
+                FlopCounterMode(display=False) as counter,
+            ):
+                warnings.simplefilter("ignore")  # of building such a model once more
                 module: Any = self.kind.from_config(json.loads(self.config)).eval()  # type: ignore[attr-defined]
                 module(**call_arguments(module, grid, 1, torch.empty))
         except Exception:  # of a class that takes other arguments, or reads values: whatever its authors raise

@@ -11,7 +11,8 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.base import Family, Given, SelfAttention, copy_structure, is_plain, unwrap
 from elfatt_sd.families.cogvideox import CogVideoX
-from elfatt_sd.families.flux import Flux
+from elfatt_sd.families.flux import Chroma, Flux, FluxControlNet
+from elfatt_sd.families.flux2 import Flux2
 from elfatt_sd.families.hunyuan_video import HunyuanVideo, HunyuanVideo15
 from elfatt_sd.families.ltx_video import LTXVideo
 from elfatt_sd.families.pixart import PixArt
@@ -44,6 +45,9 @@ FAMILIES: tuple[Family, ...] = (
     PixArt(),
     StableDiffusion3(),
     Flux(),
+    FluxControlNet(),
+    Chroma(),
+    Flux2(),
     QwenImage(),
     ZImage(),
     Wan(),

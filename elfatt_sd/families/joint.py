@@ -32,11 +32,13 @@ class JointSelfAttention(SelfAttention):
 
     Attributes:
         processors: names of the classes of diffusers' own processors for it, which are plain softmax attention.
+        masks_text: see `JointFamily`.
     """
 
     joint: ClassVar[bool] = True
 
     processors: tuple[str, ...] = ()
+    masks_text: bool = False
 
     def knows(self, processor: object) -> bool:
         """Tell whether a processor is plain attention, with a function that can be exchanged."""
@@ -51,6 +53,8 @@ class JointFamily:
     Attributes:
         classes: names of the modules.
         processors: see `JointSelfAttention`.
+        masks_text: whether the model's masks treat all image tokens alike, as queries and as keys, so that they can
+            have a row for each query, or be added to the logits.
         default: the model's usual latent.
         patch: frames, rows and columns of the latent to a token.
     """
@@ -60,6 +64,7 @@ class JointFamily:
     joint = True
     classes: ClassVar[tuple[str, ...]] = ()
     processors: ClassVar[tuple[str, ...]] = ()
+    masks_text: ClassVar[bool] = False
     text: int = 0
     merges: bool = False
     default: ClassVar[Grid] = Grid.image(128, 128)
@@ -116,7 +121,9 @@ class JointFamily:
     def layer(self, name: str, attention: Any, norm: nn.Module | None, text: int | None = None) -> SelfAttention:
         """Return a layer of this family."""
         text = self.text if text is None else text
-        return JointSelfAttention(name, attention, norm, 1, text=text, processors=self.processors)
+        return JointSelfAttention(
+            name, attention, norm, 1, text=text, processors=self.processors, masks_text=self.masks_text
+        )
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
