@@ -21,7 +21,7 @@ class Flux(JointFamily):
     """
 
     classes = ("FluxTransformer2DModel",)
-    processors = (
+    processors: tuple[str, ...] = (
         "FluxAttnProcessor",
         "FluxAttnProcessor2_0",
         "FusedFluxAttnProcessor2_0",

@@ -18,6 +18,7 @@ class HunyuanVideo(JointFamily):
     classes = ("HunyuanVideoTransformer3DModel",)
     processors = ("HunyuanVideoAttnProcessor2_0",)
     text = 256
+    masks_text = True
     default = Grid(33, 90, 160)
 
     def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
