@@ -21,7 +21,7 @@ class Flux(JointFamily):
     """
 
     classes = ("FluxTransformer2DModel",)
-    processors: tuple[str, ...] = (
+    processors: ClassVar[tuple[str, ...]] = (
         "FluxAttnProcessor",
         "FluxAttnProcessor2_0",
         "FusedFluxAttnProcessor2_0",

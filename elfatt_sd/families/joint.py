@@ -62,7 +62,7 @@ class JointFamily:
     part = "transformer"
     title = "transformer"
     joint = True
-    classes: tuple[str, ...] = ()
+    classes: ClassVar[tuple[str, ...]] = ()
     processors: ClassVar[tuple[str, ...]] = ()
     masks_text: ClassVar[bool] = False
     text: int = 0
