@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from elfatt_sd.families.base import Fill, Given, SelfAttention
+from elfatt_sd.families.base import Fill, Given, SelfAttention, some_timestep
 from elfatt_sd.families.joint import JointFamily, grid_of_ids, named
 from elfatt_sd.methods import Grid
 from elfatt_sd.timesteps import FRACTION
@@ -51,7 +51,7 @@ class Flux(JointFamily):
         given = {
             "hidden_states": sample,
             "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
-            "timestep": fill(batch) + 0.72,
+            "timestep": some_timestep(sample.device, fraction=True).expand(batch),
             "img_ids": ids,
             "txt_ids": torch.zeros(self.text, self.axes, device=sample.device, dtype=sample.dtype),
         }

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from elfatt_sd.families.base import Fill, Given, SelfAttention
+from elfatt_sd.families.base import Fill, Given, SelfAttention, some_timestep
 from elfatt_sd.families.joint import JointFamily, named
 from elfatt_sd.methods import Grid
 from elfatt_sd.timesteps import FRACTION
@@ -34,9 +34,10 @@ class QwenImage(JointFamily):
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
         config: Any = module.config
+        sample = fill(batch, grid.tokens, config.in_channels)
         return {
-            "hidden_states": fill(batch, grid.tokens, config.in_channels),
+            "hidden_states": sample,
             "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
-            "timestep": fill(batch) + 0.72,
+            "timestep": some_timestep(sample.device, fraction=True).expand(batch),
             "img_shapes": [[tuple(grid)]] * batch,
         }
