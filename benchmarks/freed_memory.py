@@ -22,7 +22,7 @@ import torch
 from elfatt_sd.allocation import keep_freed_memory
 from elfatt_sd.benchmarking.models import make_model, unet_call
 from elfatt_sd.benchmarking.names import KEPT
-from elfatt_sd.benchmarking.page import save
+from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, single_phases

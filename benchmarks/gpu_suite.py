@@ -25,7 +25,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from elfatt_sd.benchmarking.goals import greatest_peak, verdict
 from elfatt_sd.benchmarking.layer import growth
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, make_model, random_unet
@@ -37,6 +36,7 @@ from elfatt_sd.benchmarking.variants import resolve_methods
 from elfatt_sd.files import write_json
 from elfatt_sd.measuring.machine import describe_machine
 from elfatt_sd.pipelines import pick_device, pick_dtype
+from tools.pages.goals import greatest_peak, verdict
 
 TINY = {
     "block_out_channels": (32, 64, 64),

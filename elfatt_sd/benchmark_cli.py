@@ -229,39 +229,6 @@ def orders(
     _run("orders", session, model=model, device=device, **options, **_given(prompts=prompts, variant=variant))
 
 
-@app.command()
-def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of JSON files.")] = Path(
-        "benchmarks/results"
-    ),
-    out: Annotated[Path, typer.Option(metavar="PAGE", help="Page with markers `<!-- bench NAME -->`.")] = Path(
-        "docs/performance.md"
-    ),
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit code 1 if the page is out of step.")
-    ] = False,
-) -> None:
-    """Make the tables and plots of a folder of results anew, and put them into a page."""
-    need("elfatt-sd bench report", "matplotlib")
-    from elfatt_sd.benchmarking.page import fill_page, render
-    from elfatt_sd.console import complain
-    from elfatt_sd.files import atomic_file
-
-    if not out.is_file():
-        raise ElfattError(f"out={str(out)!r} does not exist; give a page with markers '<!-- bench NAME -->'.")
-    if not check:
-        render(folder)
-    before = out.read_text(encoding="utf-8")
-    after = fill_page(before, folder, out.parent)
-    if check and after != before:
-        complain(f"{out} is not in step with {folder}; elfatt-sd bench report {folder} --out {out} mends it")
-        raise typer.Exit(FAILURE)
-    if after != before:
-        with atomic_file(out) as file:
-            file.write(after.encode())
-    print(out)
-
-
 def _given(**settings: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
@@ -351,7 +318,7 @@ def _parts(text: str) -> tuple[str, str]:
 
 def _show(session: Session) -> None:
     """Print the rows that there are and what they say, and write table and plot beside the JSON file."""
-    from elfatt_sd.benchmarking.page import save
+    from elfatt_sd.benchmarking.plots import save
     from elfatt_sd.benchmarking.tables import markdown
     from elfatt_sd.benchmarking.terminal import show
 

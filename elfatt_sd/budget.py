@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from elfatt_sd.devices import memory_of
 from elfatt_sd.families import find_layers, main_denoiser, unwrap
 from elfatt_sd.methods import Grid
-from elfatt_sd.sizes import Dimensions, in_words, memory_of_cpu, refuse_if_beyond
+from elfatt_sd.sizes import Dimensions, in_words, refuse_if_beyond
 
 LONG = 30 * 60  # seconds that are worth a warning
 _WORTH_TIMING = 1e13  # multiply-adds; fewer than that are not long on any machine
@@ -87,15 +88,6 @@ def dimensions_of(pipe: Any) -> Dimensions:
     vae: Any = getattr(pipe, "vae", None)
     decoder = vae.config if hasattr(vae, "decoder") else None
     return Dimensions.of(unet.config, decoder, int(getattr(pipe, "vae_scale_factor", 8)))
-
-
-def memory_of(device: torch.device) -> tuple[float, float]:
-    """Return the bytes that this process could have on a device, and those that are free now."""
-    if device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(whole - torch.cuda.memory_allocated(device)), float(free + cached)
-    return memory_of_cpu()
 
 
 def _convolved(blocks: Any, positions: int) -> float:

@@ -19,6 +19,7 @@ from elfatt_sd.families.base import Given, SelfAttention
 from elfatt_sd.merging import Candidates, Matching, find_candidates, match_candidates
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
 from elfatt_sd.methods.conformance import check_result, raises_in_one_line
+from elfatt_sd.residuals import Residual, check_memory, kept_bytes
 from elfatt_sd.schedule import Position, Run
 
 if TYPE_CHECKING:
@@ -155,6 +156,8 @@ class Denoiser:
         group = step // phase.residual_steps, phase
         residuals = memory.residuals.take(group, place, kept and phase.residual_steps > 1)
         call.shares = kept and config.shares_difference(step, position.steps)
+        if call.shares and step == run.first:
+            self._check_memory(given)
         call.last = 1 < position.steps == step + 1
         call.given = given
         for layer in self.layers:
@@ -167,6 +170,18 @@ class Denoiser:
             state.residuals = residuals.setdefault(layer.index, {})
             call.states[layer.index] = state
         self.enter(call)
+
+    def _check_memory(self, given: Given) -> None:
+        """Refuse differences that take too much memory; called at the beginning of a run.
+
+        Raises:
+            ElfattError: they do.
+        """
+        config, sample = self.config, given.sample
+        sizes = [(layer.layer.grid(given.grid).tokens, layer.layer.channels) for layer in self.layers]
+        dtype = sample.dtype if sample.dtype.is_floating_point else torch.float32
+        needed = kept_bytes(sizes, len(sample), dtype, config.residuals)
+        check_memory(needed, config.residuals, config.residual_limit, sample.device)
 
     def enter(self, call: Call) -> None:
         """Let a call be the one that goes on in this thread."""
@@ -213,7 +228,7 @@ class LayerState:
         self.candidates: Candidates | None = None  # of this call
         self.prepared: Prepared | None = None  # by the phase's attention
         self.calls = 0  # of the layer in this call of the denoiser: several, where that splits its input
-        self.residuals: dict[int, Tensor] = {}  # of each: exact minus approximated output; see `residual_steps`
+        self.residuals: dict[int, Residual] = {}  # of each: exact minus approximated output; see `residual_steps`
         self.added: dict[int, Tensor | None] = {}  # of each: the difference that was added, None where it was measured
         self.outcome = ""  # why the layer was not approximated in this call; `done` if it was
 
@@ -292,13 +307,15 @@ class LayerState:
                 its result is returned; there also when a checkpoint computes the layer once more.
         """
         turn = self.turn
-        known = self.added[turn] if turn in self.added else self.residuals.get(turn)
+        kept = self.residuals.get(turn)
+        known = self.added[turn] if turn in self.added else None if kept is None else kept.restore()
         if known is not None:
             output = approximated() + known
         else:
             output = exact()
             if self.call.shares:
-                self.residuals[turn] = (output - approximated()).detach()
+                difference = (output - approximated()).detach()
+                self.residuals[turn] = Residual.keep(difference, self.call.config.residuals)
         if torch.is_grad_enabled():
             self.added[turn] = known
         if self.call.last:  # what decodes the latents needs the memory

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # The accepted values, once for type checkers and editors, and once to check what comes at run time.
 Downsample = Literal[1, 2, 4, 8]
 Backend = Literal["auto", "native", "flash", "flash_hub", "_flash_3", "flex", "sage", "xformers"]
+Kept = Literal["device", "host", "fp8"]
+KEPT: tuple[Kept, ...] = get_args(Kept)
 DOWNSAMPLES: tuple[Downsample, ...] = get_args(Downsample)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
@@ -78,6 +80,8 @@ class Settings(AttentionSettings, total=False):
     reuse_layers: bool
     attention_backend: Backend
     fp32_logits: bool
+    residuals: Kept
+    residual_limit: float | None
 
 
 _MERGE_SETTINGS = frozenset(field.name for field in dataclasses.fields(Merge))
@@ -214,6 +218,9 @@ class PatchConfig:
         attention_backend: `auto`, or the name of a backend of diffusers' attention dispatcher, which then serves the
             patched layers in exact phases too.
         fp32_logits: compute the attention logits of approximated layers in float32 (advised for SD 2.1).
+        residuals: where the differences of `residual_steps` are kept: on the `device`, on the `host`, which copies them
+            there and back, or in 8 bits on the device (`fp8`).
+        residual_limit: GiB that they may take in one call of the model; None is half of what is free.
     """
 
     method: str = "custom"
@@ -226,6 +233,8 @@ class PatchConfig:
     reuse_layers: bool = False
     attention_backend: Backend = "auto"
     fp32_logits: bool = False
+    residuals: Kept = "device"
+    residual_limit: float | None = None
 
     changes: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # that `with_settings` made, of an object
 
@@ -253,6 +262,9 @@ class PatchConfig:
         checks.whole("reuse_steps", self.reuse_steps, 1)
         checks.choice("attention_backend", self.attention_backend, BACKENDS)
         checks.flag("fp32_logits", self.fp32_logits)
+        checks.choice("residuals", self.residuals, KEPT)
+        if self.residual_limit is not None:
+            checks.real("residual_limit", self.residual_limit, 0.0, 10**6)
         needing = [phase.attention.name for phase in self.phases if phase.attention.needs_sums]
         if needing and self.attention_backend not in ("auto", "native"):
             raise ElfattError(

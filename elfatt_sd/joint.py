@@ -33,7 +33,8 @@ class Keys(NamedTuple):
     Attributes:
         k: keys `[B, T, H, D]`.
         v: values, shaped as the keys.
-        mask: `[B, T]`, True where a key counts, or what is added to its logits; None where all count alike. A mask costs a slower kernel on a GPU.
+        mask: `[B, T]`, True where a key counts, or what is added to its logits; None where all count alike. A mask
+            costs a slower kernel on a GPU.
         stands_for: tokens that each key stands for, as where tokens are merged.
     """
 

@@ -49,20 +49,21 @@ class JointProcessor:
 
     def __init__(self, original: Any) -> None:
         self.original = original
+        kind: Any = type(original)
+        self._approximating = with_attention(kind, _attend)
 
-    def __call__(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply the layer; arguments and result are the original's."""
         state: LayerState | None = attn.elfatt_state.state if hasattr(attn, STATE) else None
         if state is None or state.phase.exact:
             return self.original(attn, *args, **kwargs)
         current = _compiled if torch.compiler.is_compiling() else _eager
-        kind: Any = type(self.original)
         matching = None
         if state.phase.merge.ratio:
             matching, args, kwargs = _merge(state, args, kwargs)
         current.state, current.matching = state, matching
         try:
-            output = with_attention(kind, _attend)(self.original, attn, *args, **kwargs)
+            output = self._approximating(self.original, attn, *args, **kwargs)
         finally:
             current.state = current.matching = None
             state.block_input = state.candidates = state.patched.recomputed = None
@@ -79,10 +80,8 @@ def joint_processor_for(kind: Any) -> type[JointProcessor]:
     """Return a class of ours for a class of processors: with its signature, by which diffusers hands over arguments."""
 
     class JointProcessorOf(JointProcessor):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return JointProcessor.__call__(self, *args, **kwargs)
+        __call__ = _with_signature_of(kind.__call__)
 
-    JointProcessorOf.__call__.__signature__ = inspect.signature(kind.__call__)  # type: ignore[attr-defined]
     JointProcessorOf.__name__ = JointProcessor.__name__
     for name in _FORWARDED:
         if hasattr(kind, name):
@@ -92,6 +91,20 @@ def joint_processor_for(kind: Any) -> type[JointProcessor]:
 
         AttentionProcessorRegistry.register(JointProcessorOf, AttentionProcessorRegistry.get(kind))
     return JointProcessorOf
+
+
+def _with_signature_of(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `apply` with the signature of an original, written out: torch.compile reads it, as diffusers does."""
+    parameters = list(inspect.signature(call).parameters.values())[2:]  # after self and attn
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    first, *named = (each.name for each in parameters if each.kind not in stars)
+    others = "".join(f", {stars[each.kind]}{each.name}" for each in parameters if each.kind in stars)
+    wanted = f", {first}" + "".join(f", {name}=None" for name in named)
+    given = "".join(f", {name}" if "*args" in others else f", {name}={name}" for name in (first, *named))
+    made: dict[str, Any] = {}
+    exec(f"def __call__(self, attn{wanted}{others}):\n    return self.apply(attn{given}{others})", made)
+    written: Callable[..., Any] = made["__call__"]
+    return written
 
 
 def _forwarded(name: str) -> property:

@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from elfatt_sd.autotune import Decision, matching_uses
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.families import SelfAttention, family_of, main_denoiser, unwrap
 from elfatt_sd.methods import Grid, Size
+from elfatt_sd.residuals import kept_bytes
 from elfatt_sd.shapes import Blueprint
 
 _MOST_PLACES = 8  # that a plan lists one by one; a UNet has fewer blocks on a level
@@ -165,6 +167,14 @@ class Plan:
         least = before - round(sum(map(self._approximated, self.layers)))
         return PlannedCall(counts, before, after, before / after, before / max(1, least))
 
+    @property
+    def kept_bytes(self) -> float:
+        """Memory of the differences that steps share (`Phase.residual_steps`), for one image in 16 bits; 0 for none."""
+        if all(phase.residual_steps == 1 or phase.exact for phase in self.config.phases):
+            return 0.0
+        sizes = [(layer.tokens, layer.channels) for layer in self.layers if layer.patched]
+        return kept_bytes(sizes, 1, torch.float16, self.config.residuals)
+
     def average(self, layer: PlannedLayer) -> float:
         """Return a layer's multiply-adds with the patch, averaged over the run."""
         return sum(part * work for part, work in zip(self._parts, layer.multiply_adds_by_phase, strict=True))
@@ -194,6 +204,12 @@ class Plan:
             f"self-attention of a call: {giga(self.multiply_adds_before)} G multiply-adds before, "
             f"{giga(self.multiply_adds_after)} G after on average ({fraction:.0%})"
         )
+        kept = self.kept_bytes
+        if kept:
+            size = f"{kept / 2**30:.2f} GiB" if kept > 2**29 else f"{kept / 2**20:.1f} MiB"
+            what = "in 8 bits" if self.config.residuals == "fp8" else "in 16 bits"
+            where = "host" if self.config.residuals == "host" else "device"
+            rows.append(f"differences that steps share: {size} for each image of a batch {what}, kept on the {where}")
         return [*rows, str(self.call)] if self.blueprints else rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -295,8 +311,8 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
     module = unwrap(main_denoiser(pipe))
     family = family_of(module)
     own = family.latent(module)
-    scale, time = (int(getattr(pipe, name, 1)) for name in ("vae_scale_factor", "vae_scale_factor_temporal"))
-    scale = int(getattr(pipe, "vae_scale_factor_spatial", scale))
+    scale = _factor(pipe, "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
+    time = _factor(pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
     sides = []
     for side, name, pixels in ((own.rows, "height", height), (own.columns, "width", width)):
         if pixels is not None and (not isinstance(pixels, numbers.Integral) or pixels <= 0 or pixels % scale):
@@ -308,6 +324,11 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
             raise ElfattError(f"frames={frames!r} is not accepted; give a multiple of {time}, and 1 more.")
         length = (frames - 1) // time + 1
     return family.grid(module, Grid(length, *sides))
+
+
+def _factor(pipe: Any, *names: str) -> int:
+    """Return the first of some factors of a VAE that a pipeline has."""
+    return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)
 
 
 def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:

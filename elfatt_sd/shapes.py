@@ -1,4 +1,4 @@
-"""UNets of known shapes without weights, the arguments that a denoiser's call takes, and what a call costs."""
+"""Denoisers of known shapes without weights, the arguments that a denoiser's call takes, and what a call costs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, unwrap
 from elfatt_sd.families.base import Fill
 from elfatt_sd.families.unet import SCALE
@@ -44,6 +45,38 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class Transformer:
+    """The shape of a transformer.
+
+    Attributes:
+        kind: name of its class in diffusers.
+        config: what differs from that class's own.
+        few: the same, for a model with a few of its blocks, which can be timed where the whole one does not fit.
+    """
+
+    kind: str
+    config: Mapping[str, Any]
+    few: Mapping[str, Any]
+
+
+_SD35_MEDIUM = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "qk_norm": "rms_norm"}
+_SD35_MEDIUM |= {"pos_embed_max_size": 384, "dual_attention_layers": tuple(range(13))}
+_WAN_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+TRANSFORMERS: dict[str, Transformer] = {
+    "sd3.5-medium": Transformer(
+        "SD3Transformer2DModel", _SD35_MEDIUM, {"num_layers": 2, "dual_attention_layers": (0,)}
+    ),
+    "flux": Transformer("FluxTransformer2DModel", {"guidance_embeds": True}, {"num_layers": 1, "num_single_layers": 2}),
+    "qwen-image": Transformer("QwenImageTransformer2DModel", {}, {"num_layers": 2}),
+    "wan-1.3b": Transformer("WanTransformer3DModel", _WAN_SMALL, {"num_layers": 2}),
+    "wan-14b": Transformer("WanTransformer3DModel", {}, {"num_layers": 2}),
+    "hunyuan-video": Transformer(
+        "HunyuanVideoTransformer3DModel", {}, {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1}
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Sketch:
     """What a plan needs of a pipeline: a UNet without weights, and pixels of the image to one of the latent."""
 
@@ -51,9 +84,42 @@ class Sketch:
     vae_scale_factor: int = SCALE
 
 
-def sketch(name: str) -> Sketch:
-    """Return a shape of `SHAPES` without weights: nothing is allocated."""
+@dataclass(frozen=True)
+class TransformerSketch:
+    """The same of a pipeline with a transformer."""
+
+    transformer: nn.Module
+    vae_scale_factor: int = SCALE
+    vae_scale_factor_temporal: int = 4
+
+
+def sketch(name: str) -> Sketch | TransformerSketch:
+    """Return a shape of `SHAPES` or `TRANSFORMERS` without weights: nothing is allocated.
+
+    Raises:
+        ElfattError: the installed diffusers has no such model.
+    """
+    if name in TRANSFORMERS:
+        return TransformerSketch(empty_transformer(TRANSFORMERS[name]))
     return Sketch(empty_unet(SHAPES[name]))
+
+
+def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:
+    """Build a transformer on the meta device, with a few of its blocks or all of them.
+
+    Raises:
+        ElfattError: the installed diffusers has no such class.
+    """
+    import diffusers
+
+    make: Any = getattr(diffusers, shape.kind, None)
+    if make is None:
+        raise ElfattError(
+            f"the installed diffusers {diffusers.__version__} has no {shape.kind}; pip install -U diffusers."
+        )
+    with torch.device("meta"):
+        transformer: nn.Module = make(**{**shape.config, **(shape.few if few else {})})
+    return transformer
 
 
 def empty_unet(shape: Mapping[str, Any]) -> nn.Module:

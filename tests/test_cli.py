@@ -487,7 +487,7 @@ def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypat
 
 def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from elfatt_sd import pipelines
-    from elfatt_sd.toy.models import GUIDANCE
+    from elfatt_sd.toy import GUIDANCE
 
     loaded = pipelines.load_pipeline(model, device="cpu")
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)

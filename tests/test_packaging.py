@@ -83,6 +83,19 @@ def imports(path: Path) -> set[str]:
     return names | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
+def test_nothing_in_the_package_imports_the_tools() -> None:
+    for path in (ROOT / "elfatt_sd").rglob("*.py"):
+        assert not {"tools", "tests", "benchmarks"} & {module.partition(".")[0] for module in imports(path)}, path
+
+
+def test_the_wheel_holds_none_of_the_tools(wheel: zipfile.ZipFile) -> None:
+    """Nor a copy of a file of it; the unfinished weights share files with those of the package."""
+    inside = {wheel.read(name): name for name in wheel.namelist()}
+    files = {ROOT / line for line in tracked("tools") if not line.startswith("tools/toy_dit/snapshot/")}
+    assert {path.parent.name for path in files} >= {"pages", "toy", "toy_dit", "weights-training"}
+    assert {inside.get(path.read_bytes()) for path in files} == {None}
+
+
 def test_every_import_is_declared() -> None:
     found = set().union(*(imports(path) for path in (ROOT / "elfatt_sd").rglob("*.py")))
     imported = {name.partition(".")[0] for name in found} - sys.stdlib_module_names - {"elfatt_sd"}
@@ -116,10 +129,21 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
             assert not {name.partition(".")[0] for name in found} & optional, path
 
 
-MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "log_sum_exp", "joint")
-MATHEMATICS += ("joint", "rotary")
+MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "log_sum_exp", "joint", "rotary")
 DATA = (*MATHEMATICS, "files", "checks", "methods", "config", "presets", "timesteps", "schedule")
-CORE = (*DATA, "families", "calls", "processor", "autotune", "shapes", "planning", "patch", "standalone")
+CORE = (
+    *DATA,
+    "families",
+    "residuals",
+    "calls",
+    "joint_processor",
+    "processor",
+    "autotune",
+    "shapes",
+    "planning",
+    "patch",
+    "standalone",
+)
 
 
 def files_of(name: str) -> list[Path]:

@@ -12,9 +12,10 @@ from torch import Tensor
 import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.presets import METHODS
-from elfatt_sd.toy import quality
+from elfatt_sd.toy import GUIDANCE
 from elfatt_sd.toy.features import load_feature_extractor
-from elfatt_sd.toy.models import GUIDANCE
+from elfatt_sd.toy.renderer import class_labels, describe
+from tools.toy import quality
 
 COUNT, STEPS = 8, 10
 RIGHT = 31 / 32  # share of the 8 pictures' attributes that are right, untouched
@@ -56,7 +57,7 @@ def classes() -> list[tuple[str, str, str, str]]:
 
 
 def pictures(pipeline: Any) -> Tensor:
-    prompts = [quality.describe(*labels) for labels in classes()]
+    prompts = [describe(*labels) for labels in classes()]
     return torch.cat(
         list(quality.generate(pipeline, prompts, 40, 4, num_inference_steps=STEPS, guidance_scale=GUIDANCE))
     )
@@ -76,7 +77,7 @@ def measure(pipeline: Any, untouched: Tensor, reference: Tensor) -> Callable[[st
         with elfatt_sd.patched(pipeline, method):
             made = pictures(pipeline)
         errors = (made.double() - untouched.double()).square().mean((1, 2, 3))
-        hits = quality.predicted(classifier, made) == quality.class_labels(classes())
+        hits = quality.predicted(classifier, made) == class_labels(classes())
         return {
             "psnr": (10 * torch.log10(255**2 / errors)).mean().item(),
             "distance": quality.distance(classifier(made), reference) - before,

@@ -229,9 +229,7 @@ def test_both_ratios_of_agent_sd_share_the_similarities(monkeypatch: pytest.Monk
     """What costs is computed once, although tokens are merged at one ratio and agents at another."""
     found: list[Any] = []
     find_candidates = calls_module.find_candidates
-    monkeypatch.setattr(
-        processor_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given)
-    )
+    monkeypatch.setattr(calls_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given))
     layer = Layer(PatchConfig.preset("agent"))
     assert len(found) == 3  # one for each layer of the finest level
     assert layer.attention.elfatt_state.latest.candidates is None, "nothing is kept after the call"
@@ -444,9 +442,9 @@ def test_a_call_that_is_repeated_takes_nothing_over() -> None:
     denoiser = find_layers(unet)[0].attention.elfatt_state.denoiser  # type: ignore[union-attr]
     sample, text = inputs(torch.float32)
     exact = unet(sample, timesteps[0], text).sample
-    for _ in range(processor_module.KEPT_CALLS + 3):
+    for _ in range(calls_module.KEPT_CALLS + 3):
         assert torch.equal(unet(sample, timesteps[0], text).sample, exact)
-    assert len(denoiser.latest.memory.residuals._kept) == processor_module.KEPT_CALLS
+    assert len(denoiser.latest.memory.residuals._kept) == calls_module.KEPT_CALLS
     assert not torch.equal(unet(sample, timesteps[1], text).sample, exact)
 
 
@@ -458,7 +456,7 @@ def test_no_difference_outlives_its_run() -> None:
     held = []
     for timestep in timesteps:
         unet(sample, timestep, text).sample.sum().backward()
-        kept = [tensor for layer in denoiser.layers for tensor in layer.latest.residuals.values()]
+        kept = [one.values for layer in denoiser.layers for one in layer.latest.residuals.values()]
         assert not any(tensor.requires_grad for tensor in kept)
         held.append(len(kept))
     assert held == [3, 3, 3, 3, 3, 0]

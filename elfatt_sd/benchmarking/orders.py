@@ -98,6 +98,6 @@ def orders(
 
 
 def _own_guidance(model: str) -> float:
-    from elfatt_sd.toy.models import GUIDANCE
+    from elfatt_sd.toy import GUIDANCE
 
     return GUIDANCE if model == "toy" else 7.5

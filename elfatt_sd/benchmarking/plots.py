@@ -1,4 +1,4 @@
-"""Results as a plot."""
+"""Results as a plot, which is saved beside their table."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from elfatt_sd.benchmarking.names import is_reference
 from elfatt_sd.benchmarking.rows import Results, own_part
-from elfatt_sd.benchmarking.tables import groups
+from elfatt_sd.benchmarking.tables import groups, markdown
+from elfatt_sd.files import atomic_file
 from elfatt_sd.optional import need
 
 
@@ -22,6 +24,16 @@ def plot(results: Results) -> Any:
     about = filter(None, [what, settings.get("dtype"), results["machine"]["device"]])
     figure.suptitle(", ".join(about), fontsize=10)
     return figure
+
+
+def save(results: Results, path: Path) -> list[Path]:
+    """Write a Markdown table and a plot beside the JSON file of results; return the paths of the three."""
+    table, picture = path.with_suffix(".md"), path.with_suffix(".png")
+    with atomic_file(table) as file:
+        file.write(markdown(results).encode())
+    with atomic_file(picture) as file:
+        plot(results).savefig(file, format="png", dpi=150)
+    return [path, table, picture]
 
 
 def _figure(results: Results) -> Any:

@@ -217,46 +217,6 @@ def verify_command(
     typer.echo(f"{run}: images and figures are as they were made")
 
 
-@app.command("publish")
-@reports_failure
-def publish_command(
-    run: RunDir,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of all published results.")] = Path("eval/results"),
-    page: Annotated[bool, typer.Option("--page/--no-page", help="Copy the page with its pictures, too.")] = True,
-) -> None:
-    """Copy results, tables and plots of a finished run to a folder to commit, without the images."""
-    from elfatt_sd.evaluation.publish import MOST_BYTES, publish
-
-    folder = publish(run, out, page=page)
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    typer.echo(f"{folder} ({size / 1e6:.1f} MB)")
-    if size > MOST_BYTES:
-        complain(f"more than {MOST_BYTES / 1e6:.0f} MB; --no-page leaves out the page with its pictures", "warning")
-
-
-@app.command("page")
-@reports_failure
-def page_command(
-    page: Annotated[Path, typer.Argument(help="A Markdown page with markers '<!-- eval NAME PLOT ... -->'.")],
-    results: Annotated[Path, typer.Option(metavar="DIR", help="Folder of published results.")] = Path("eval/results"),
-    check: Annotated[bool, typer.Option("--check", help="Only tell whether the page is in step.")] = False,
-) -> None:
-    """Put the tables and plots of published results into a page."""
-    from elfatt_sd.evaluation.publish import fill_page
-    from elfatt_sd.files import atomic_file
-
-    try:
-        text = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ElfattError(f"{page} cannot be read: {error.strerror}.") from error
-    filled, plots = fill_page(text, results, page.parent)
-    if check and filled != text:
-        raise RunFailure(f"{page} is not in step with {results}; elfatt-sd eval page {page} mends it")
-    for path, content in {page: filled.encode(), **plots}.items() if not check else ():
-        with atomic_file(path) as file:
-            file.write(content)
-
-
 def _check_early(protocol: Protocol, out: Path) -> None:
     """Check folder, device and model, before PyTorch is imported."""
     check_writable(out)

@@ -370,8 +370,7 @@ def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) 
 
 
 def _right(extractor: ToyExtractor, features: Array, classes: Sequence[int]) -> dict[str, Tensor]:
-    from elfatt_sd.toy.quality import class_labels
-    from elfatt_sd.toy.renderer import CLASSES
+    from elfatt_sd.toy.renderer import CLASSES, class_labels
 
     seen = extractor.classify(torch.from_numpy(np.array(features)))
     wanted = class_labels([CLASSES[number] for number in classes])

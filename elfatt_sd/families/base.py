@@ -229,9 +229,10 @@ def copy_structure(module: Module) -> Module:
     return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
-def some_timestep(device: torch.device) -> Tensor:
-    """Return a timestep of which the run that it belongs to is known."""
-    return torch.arange(999, -1, -1, device=device)[STEP]
+def some_timestep(device: torch.device, *, fraction: bool = False) -> Tensor:
+    """Return a timestep, or a fraction of the run, of which the run that it belongs to is known."""
+    timesteps = torch.arange(999, -1, -1, device=device)
+    return ((timesteps + 1) / 1000 if fraction else timesteps)[STEP]
 
 
 def latent_size(module: nn.Module) -> Grid:

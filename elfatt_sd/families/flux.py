@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from elfatt_sd.families.base import Fill, Given, SelfAttention
+from elfatt_sd.families.base import Fill, Given, SelfAttention, some_timestep
 from elfatt_sd.families.joint import JointFamily, grid_of_ids, named
 from elfatt_sd.methods import Grid
 from elfatt_sd.timesteps import FRACTION
@@ -21,7 +21,7 @@ class Flux(JointFamily):
     """
 
     classes = ("FluxTransformer2DModel",)
-    processors = (
+    processors: ClassVar[tuple[str, ...]] = (
         "FluxAttnProcessor",
         "FluxAttnProcessor2_0",
         "FusedFluxAttnProcessor2_0",
@@ -32,15 +32,8 @@ class Flux(JointFamily):
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         """Return the attention of every block of both kinds."""
-        double = [
-            self.layer(f"transformer_blocks.{index}.attn", block.attn, block.norm1)
-            for index, block in enumerate(module.transformer_blocks)  # type: ignore[arg-type]
-        ]
-        single = [
-            self.layer(f"single_transformer_blocks.{index}.attn", block.attn, block.norm)
-            for index, block in enumerate(module.single_transformer_blocks)  # type: ignore[arg-type]
-        ]
-        return double + single
+        double = self.blocks(module, "transformer_blocks", "attn", "norm1")
+        return double + self.blocks(module, "single_transformer_blocks", "attn", "norm")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Return what a call was given; the timestep is a fraction of the run."""
@@ -58,7 +51,7 @@ class Flux(JointFamily):
         given = {
             "hidden_states": sample,
             "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
-            "timestep": fill(batch) + 0.72,
+            "timestep": some_timestep(sample.device, fraction=True).expand(batch),
             "img_ids": ids,
             "txt_ids": torch.zeros(self.text, self.axes, device=sample.device, dtype=sample.dtype),
         }

@@ -111,6 +111,13 @@ class JointFamily:
         """Return arguments of a call; `grid` is that of the tokens."""
         raise NotImplementedError
 
+    def blocks(self, module: nn.Module, blocks: str, attention: str, norm: str) -> list[SelfAttention]:
+        """Return one layer of each of some blocks, by the names of its attention and of the normalisation before it."""
+        return [
+            self.layer(f"{blocks}.{index}.{attention}", getattr(block, attention), getattr(block, norm))
+            for index, block in enumerate(getattr(module, blocks))
+        ]
+
     def layer(self, name: str, attention: Any, norm: nn.Module | None, text: int | None = None) -> SelfAttention:
         """Return a layer of this family."""
         text = self.text if text is None else text

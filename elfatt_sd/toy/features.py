@@ -69,23 +69,7 @@ def load_feature_extractor(device: str | torch.device = "cpu", path: str | Path 
     from elfatt_sd.config import ElfattError
 
     if not Path(path).is_file():
-        raise ElfattError(f"no classifier at {path}; accepted is a file that `python -m elfatt_sd.toy.recipe` writes")
+        raise ElfattError(f"no classifier at {path}; accepted is a file that the toy's recipe writes")
     model = ToyClassifier()
     model.load_state_dict({name: value.float() for name, value in load_file(path).items()})
     return model.requires_grad_(False).eval().to(device)
-
-
-def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Blur, tint and noise that training adds so that slightly imperfect pictures are still read right.
-
-    Args:
-        images: `[n, 3, s, s]` in [0, 1].
-        generator: the source of randomness, on the images' device.
-    """
-    draw = torch.rand(6, len(images), 1, 1, 1, generator=generator, device=images.device)
-    noise = torch.randn(images.shape, generator=generator, device=images.device)
-    tint = torch.rand(2, len(images), 3, 1, 1, generator=generator, device=images.device) - 0.5
-    blurred = functional.avg_pool2d(functional.pad(images, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
-    images = images + draw[0] * (blurred - images)
-    images = images * (1 + 0.16 * tint[0]) + 0.1 * tint[1]
-    return images + 0.12 * draw[1] * draw[2] * noise

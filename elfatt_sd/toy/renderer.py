@@ -189,6 +189,11 @@ def scene_labels(scenes: Sequence[Scene]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).view(-1, len(ATTRIBUTES))
 
 
+def class_labels(classes: Sequence[tuple[str, str, str, str]]) -> Tensor:
+    """Label indices `[n, 4]` in the order of `ATTRIBUTES`."""
+    return torch.tensor([[v.index(x) for v, x in zip(ATTRIBUTES.values(), row, strict=True)] for row in classes])
+
+
 def render(scenes: Sequence[Scene], size: int = 256, device: str | torch.device = "cpu") -> Tensor:
     """Draw scenes.
 

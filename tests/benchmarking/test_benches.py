@@ -23,9 +23,8 @@ from elfatt_sd.benchmarking import timing
 from elfatt_sd.benchmarking.layer import growth, layer, layer_phases
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, make_pipeline, unet_call
-from elfatt_sd.benchmarking.page import save
 from elfatt_sd.benchmarking.pipeline import pipeline, twin
-from elfatt_sd.benchmarking.plots import plot
+from elfatt_sd.benchmarking.plots import plot, save
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.rows import Results, make_rows
 from elfatt_sd.benchmarking.tables import clock, markdown

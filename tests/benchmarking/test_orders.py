@@ -10,7 +10,7 @@ import tiny_pipelines as tiny
 
 from elfatt_sd.benchmarking import orders as module
 from elfatt_sd.benchmarking.orders import order_configs, orders
-from elfatt_sd.benchmarking.page import save
+from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.methods import attentions
@@ -75,6 +75,6 @@ def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_toy_has_its_own_guidance() -> None:
-    from elfatt_sd.toy.models import GUIDANCE
+    from elfatt_sd.toy import GUIDANCE
 
     assert orders("toy", configs=configs("raster"), **RUN)["settings"]["guidance"] == GUIDANCE

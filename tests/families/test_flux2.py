@@ -17,7 +17,9 @@ from elfatt_sd import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import find_layers
 from elfatt_sd.methods import Grid
 
-pytestmark = pytest.mark.skipif(not hasattr(diffusers, "Flux2KleinKVPipeline"), reason="this diffusers has no Flux.2 klein")
+pytestmark = pytest.mark.skipif(
+    not hasattr(diffusers, "Flux2KleinKVPipeline"), reason="this diffusers has no Flux.2 klein"
+)
 
 
 @pytest.fixture(scope="module")

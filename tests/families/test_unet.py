@@ -94,7 +94,7 @@ def test_controlnets_are_found_by_name(pipe: Any) -> None:
 @pytest.mark.parametrize("other", [None, 3, "sd", nn.Linear(2, 2), object()])
 def test_what_has_no_unet_is_refused(other: Any) -> None:
     assert not is_denoiser(other)
-    with pytest.raises(ElfattError, match=f"{type(other).__name__} (has no UNet|is not a denoiser)"):
+    with pytest.raises(ElfattError, match=f"{type(other).__name__} (has no UNet|cannot be patched)"):
         find_denoisers(other)
 
 

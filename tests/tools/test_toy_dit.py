@@ -17,9 +17,9 @@ import transformers
 from diffusers import FluxPipeline
 from safetensors.torch import load_file
 
-from elfatt_sd.toy import quality, training
-from elfatt_sd.toy import recipe as first
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASS_PROMPTS
+from tools.toy import quality, training
+from tools.toy import recipe as first
 from tools.toy_dit import denoiser, export, models, preview, recipe, snapshot
 
 TINY = ["--config", "tiny", "--device", "cpu"]

@@ -11,16 +11,17 @@ from diffusers import StableDiffusionPipeline
 
 import elfatt_sd
 from elfatt_sd.config import ElfattError
-from elfatt_sd.toy import quality
+from elfatt_sd.pipelines import TOY
+from elfatt_sd.toy import GUIDANCE
 from elfatt_sd.toy.features import CLASSIFIER_FILE, load_feature_extractor
-from elfatt_sd.toy.models import GUIDANCE, TOKENS
-from elfatt_sd.toy.quality import WEIGHTS
-from elfatt_sd.toy.renderer import ATTRIBUTES, VOCABULARY, render, sample_scenes
+from elfatt_sd.toy.renderer import ATTRIBUTES, VOCABULARY, class_labels, describe, render, sample_scenes
+from tools.toy import quality
+from tools.toy.models import TOKENS
 
 
 @pytest.fixture(scope="module")
 def pipeline():
-    return StableDiffusionPipeline.from_pretrained(WEIGHTS)
+    return StableDiffusionPipeline.from_pretrained(TOY)
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +34,14 @@ def size(folder: Path) -> int:
 
 
 def test_the_files_are_small():
-    assert size(WEIGHTS) <= 12_000_000
+    assert size(TOY) <= 12_000_000
     assert size(CLASSIFIER_FILE.parent) <= 1_000_000
 
 
 def test_it_is_a_standard_directory_without_pickles():
-    index = json.loads((WEIGHTS / "model_index.json").read_text())
+    index = json.loads((TOY / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionPipeline"
-    assert not [path for path in WEIGHTS.rglob("*") if path.suffix in {".bin", ".pt", ".ckpt", ".pkl"}]
+    assert not [path for path in TOY.rglob("*") if path.suffix in {".bin", ".pt", ".ckpt", ".pkl"}]
 
 
 def test_the_finest_grid_has_4096_tokens_and_even_heads(pipeline):
@@ -108,9 +109,9 @@ def test_the_autoencoder_restores_renders(pipeline):
 def hits(pipeline, classifier):
     """Which attributes of six pictures are right, `[6, 4]`."""
     classes = quality.draw_classes(6, 1)
-    prompts = [quality.describe(*labels) for labels in classes]
+    prompts = [describe(*labels) for labels in classes]
     made = quality.generate(pipeline, prompts, 0, 3, num_inference_steps=15, guidance_scale=GUIDANCE)
-    return quality.predicted(classifier, torch.cat(list(made))) == quality.class_labels(classes)
+    return quality.predicted(classifier, torch.cat(list(made))) == class_labels(classes)
 
 
 def test_pictures_show_what_was_asked_for(hits):

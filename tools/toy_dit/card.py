@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.toy.card import plot_curves
+from tools.toy.card import plot_curves
 
 RECORD = "training.json"  # in a pipeline's folder: how it was trained
 TEXT = """---
@@ -56,7 +56,7 @@ Seed {seed}; {versions}; {date}.
 {quality}
 """
 QUALITY = """{count} images of {steps} steps, seed {seed}
-(`python -m elfatt_sd.toy.quality --pipeline elfatt_sd/toy/weights-dit --count {count} --steps {steps} --out DIR`):
+(`python -m tools.toy.quality --pipeline elfatt_sd/toy/weights-dit --count {count} --steps {steps} --out DIR`):
 
 | | |
 |---|---|
@@ -100,7 +100,7 @@ def write_card(folder: Path, quality: dict[str, Any] | None = None) -> None:
 
 
 def describe_quality(figures: dict[str, Any]) -> str:
-    """The section of the card about what `elfatt_sd.toy.quality` measured."""
+    """The section of the card about what `tools.toy.quality` measured."""
     return QUALITY.format(
         **{name: figures[name] for name in ("count", "steps", "seed", "mean_accuracy", "all_four_right")},
         reference_renders=figures["reference_renders"],
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and write the card anew."""
     parser = argparse.ArgumentParser(prog="python -m tools.toy_dit.card", description=__doc__)
     parser.add_argument("pipeline", type=Path)
-    parser.add_argument("--quality", type=Path, help="what `python -m elfatt_sd.toy.quality` wrote")
+    parser.add_argument("--quality", type=Path, help="what `python -m tools.toy.quality` wrote")
     options = parser.parse_args(arguments)
     write_card(options.pipeline, json.loads(options.quality.read_text()) if options.quality else None)
 

@@ -7,14 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import elfatt_sd.toy
-from elfatt_sd.toy.export import DIFFUSERS_VERSION, environment, save_half, save_text_encoder
-from elfatt_sd.toy.models import write_json
+from elfatt_sd.pipelines import TOY
+from tools.toy.export import DIFFUSERS_VERSION, environment, save_half, save_text_encoder
+from tools.toy.models import write_json
 from tools.toy_dit import models
 from tools.toy_dit.card import RECORD, write_card
 from tools.toy_dit.denoiser import Denoiser
 
-FIRST_WEIGHTS = Path(elfatt_sd.toy.__file__).parent / "weights"
 PARTS = ("transformer", "text_encoder", "text_encoder_2")  # that are trained
 COMMON = {"_diffusers_version": DIFFUSERS_VERSION}
 
@@ -62,8 +61,8 @@ def save_networks(sizes: models.Sizes, denoiser: Denoiser, folder: Path) -> None
 def copy_first(folder: Path) -> None:
     """Copy the autoencoder and the CLIP tokenizer of the first pipeline."""
     for name in ("vae", "tokenizer"):
-        shutil.copytree(FIRST_WEIGHTS / name, folder / name, dirs_exist_ok=True)
-    config = json.loads((FIRST_WEIGHTS / "vae" / "config.json").read_text(encoding="utf-8"))
+        shutil.copytree(TOY / name, folder / name, dirs_exist_ok=True)
+    config = json.loads((TOY / "vae" / "config.json").read_text(encoding="utf-8"))
     write_json(folder / "vae" / "config.json", {**config, "shift_factor": 0.0})  # which FluxPipeline adds
 
 

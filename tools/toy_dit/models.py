@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elfatt_sd.toy import models as first
 from elfatt_sd.toy.renderer import VOCABULARY
+from tools.toy import models as first
 
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 PIECES = (PAD, END, UNKNOWN, "▁", *(f"▁{word}" for word in VOCABULARY), ".", ",")

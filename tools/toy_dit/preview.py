@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from elfatt_sd.pipelines import TOY
 from elfatt_sd.toy.features import load_feature_extractor
-from elfatt_sd.toy.models import SCALING
-from elfatt_sd.toy.quality import by_attribute, class_labels, draw_classes, save_sheet, to_bytes
-from elfatt_sd.toy.renderer import ATTRIBUTES
+from elfatt_sd.toy.renderer import ATTRIBUTES, class_labels
+from tools.toy.models import SCALING
+from tools.toy.quality import by_attribute, draw_classes, save_sheet, to_bytes
 from tools.toy_dit import models
 from tools.toy_dit.denoiser import Denoiser
-from tools.toy_dit.export import FIRST_WEIGHTS
 from tools.toy_dit.recipe import Words, load_words, shift
 from tools.toy_dit.snapshot import load_checkpoint
 
@@ -70,7 +70,7 @@ def decode(latents: Tensor) -> Tensor:
     import diffusers
 
     loader: Any = diffusers.AutoencoderKL
-    vae = loader.from_pretrained(FIRST_WEIGHTS / "vae")
+    vae = loader.from_pretrained(TOY / "vae")
     images = torch.cat([vae.decode(part / SCALING).sample for part in torch.split(latents, 4)])
     return (images / 2 + 0.5).clamp(0, 1)
 

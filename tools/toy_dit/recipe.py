@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.toy import recipe as first
-from elfatt_sd.toy.export import load_half
-from elfatt_sd.toy.models import SCALING, encode_code
+from elfatt_sd.pipelines import TOY
 from elfatt_sd.toy.renderer import ATTRIBUTES, render_parameters, sample_parameters
-from elfatt_sd.toy.training import Stage, train
+from tools.toy import recipe as first
+from tools.toy.export import load_half
+from tools.toy.models import SCALING, encode_code
+from tools.toy.training import Stage, train
 from tools.toy_dit import models
 from tools.toy_dit.denoiser import SLOTS, Denoiser
-from tools.toy_dit.export import FIRST_WEIGHTS, PARTS, export, load_record
+from tools.toy_dit.export import PARTS, export, load_record
 
 COPIES = 0.5  # fraction of the steps with the padding of a plain call; the others draw a length
 UNKNOWN = 0.01  # fraction of the text tokens that are hidden
@@ -244,7 +245,7 @@ def load_words(sizes: models.Sizes, tokenizer: Path, device: torch.device) -> Wo
     t5_tokenizer: Any = getattr(transformers, "T5TokenizerFast")  # noqa: B009 - newer releases make it on demand
     return Words(
         t5_tokenizer.from_pretrained(tokenizer),
-        first.load_tokenizer(FIRST_WEIGHTS / "tokenizer"),
+        first.load_tokenizer(TOY / "tokenizer"),
         sizes.layers,
         device,
     )

@@ -19,7 +19,6 @@ STAGES = {"text": "Text", "unet": "UNet", "vae": "VAE", "reserved": "Reserved"}
 PARTS = {"end_to_end": "end to end", "unet": "UNet alone"}
 TIME_COLUMNS = {"end_to_end": "s/img", "unet": "UNet, s/img"}
 CROWD = 8  # methods; with more, colours repeat and a legend cannot name them
-_SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common
 _TEXTS = 14  # rows; with more, their texts in a plot cover each other
 
 
@@ -424,19 +423,6 @@ class Results:
     def from_protocol(self, key: str) -> Any:
         """Return the value of a key at any depth of the protocol, the outermost first; None where there is none."""
         return next((value for name, value in _walk(self.protocol) if name == key), None)
-
-
-def check_alike(runs: Sequence[Results]) -> None:
-    """Check that rows of several runs can stand beside each other.
-
-    Raises:
-        ElfattError: the runs are of different pipelines, sizes, steps or seeds.
-    """
-    for key in _SAME:
-        values = {run.name: run.protocol.get(key) for run in runs}
-        if len({str(value) for value in values.values()}) > 1:
-            said = ", ".join(f"{name} {value}" for name, value in values.items())
-            raise ElfattError(f"runs with different {key} have nothing in common: {said}.")
 
 
 def load_results(run_dir: Path) -> Results:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.toy import GUIDANCE as GUIDANCE
 from elfatt_sd.toy.renderer import VOCABULARY
 
 START, END = "<|startoftext|>", "<|endoftext|>"

@@ -1,4 +1,4 @@
-"""Measure the embedded pipeline: `python -m elfatt_sd.toy.quality --out DIR` generates, classifies, compares.
+"""Measure the embedded pipeline: `python -m tools.toy.quality --out DIR` generates, classifies, compares.
 
 It writes `quality.json` (attribute accuracy; `FD-toy` against held-out renders, beside that of as many other renders,
 the floor) and `sheet.png`, the first 64 pictures.
@@ -19,11 +19,12 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn import functional
 
+from elfatt_sd.pipelines import TOY
+from elfatt_sd.toy import GUIDANCE
 from elfatt_sd.toy.features import ToyClassifier, load_feature_extractor
-from elfatt_sd.toy.models import GUIDANCE, write_json
-from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES, describe, render, sample_scenes, scene_labels
+from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES, class_labels, describe, render, sample_scenes, scene_labels
+from tools.toy.models import write_json
 
-WEIGHTS = Path(__file__).parent / "weights"
 SIDE = 256  # of the pictures that the classifier was made for
 REFERENCE_SEED, FLOOR_SEED = 9_000_001, 9_000_002
 
@@ -63,11 +64,6 @@ def shrink(images: Tensor) -> Tensor:
     """Pictures `[n, 3, s, s]` (uint8), averaged down to `SIDE` if they are larger."""
     factor = max(1, images.shape[-1] // SIDE)
     return images if factor == 1 else functional.avg_pool2d(images.float(), factor).round().byte()
-
-
-def class_labels(classes: Sequence[tuple[str, str, str, str]]) -> Tensor:
-    """Label indices `[n, 4]` in the order of `ATTRIBUTES`."""
-    return torch.tensor([[v.index(x) for v, x in zip(ATTRIBUTES.values(), row, strict=True)] for row in classes])
 
 
 def predicted(classifier: ToyClassifier, images: Tensor) -> Tensor:
@@ -161,9 +157,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     from diffusers import DiffusionPipeline
 
-    parser = argparse.ArgumentParser(prog="python -m elfatt_sd.toy.quality", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.toy.quality", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for quality.json and sheet.png")
-    parser.add_argument("--pipeline", type=Path, default=WEIGHTS, help="diffusers directory (default: the package's)")
+    parser.add_argument("--pipeline", type=Path, default=TOY, help="diffusers directory (default: the package's)")
     parser.add_argument("--count", type=int, default=256)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--guidance", type=float, default=GUIDANCE)

@@ -12,26 +12,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from elfatt_sd.benchmarking.goals import goals_table, verdict
-from elfatt_sd.benchmarking.plots import plot
+from elfatt_sd.benchmarking.plots import plot, save
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.config import ElfattError
 from elfatt_sd.files import atomic_file
 from elfatt_sd.measuring.machine import short_commit
-from elfatt_sd.pages import check_results, fill_blocks
+from tools.pages.blocks import check_results, fill_blocks
+from tools.pages.goals import goals_table, verdict
 
 MISSING = "Not measured yet."
-
-
-def save(results: Results, path: Path) -> list[Path]:
-    """Write a Markdown table and a plot beside the JSON file of results; return the paths of the three."""
-    table, picture = path.with_suffix(".md"), path.with_suffix(".png")
-    with atomic_file(table) as file:
-        file.write(markdown(results).encode())
-    with atomic_file(picture) as file:
-        plot(results).savefig(file, format="png", dpi=150)
-    return [path, table, picture]
 
 
 def render(folder: Path) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from elfatt_sd.config import ElfattError, Phase
 from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, legend_above
-from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, check_alike, dig, number, setting_text
+from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, dig, number, setting_text
 from elfatt_sd.evaluation.report.palette import INK, PAPER
 from elfatt_sd.evaluation.report.palette import METHODS as COLOURS
 from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Measure, Spot, draw_front, front, write_beside
@@ -19,6 +19,7 @@ from elfatt_sd.evaluation.report.text import MISSING, TIMES, decimals_for, fixed
 from elfatt_sd.evaluation.report.writers import md_table
 from elfatt_sd.evaluation.statistics import BETTER, WORSE
 from elfatt_sd.presets import METHODS
+from tools.pages.compare import check_alike
 
 _MERGING = "merging (ToMe)"
 # Marker and colour of what a method approximates with.

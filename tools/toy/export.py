@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.toy import models
-from elfatt_sd.toy.card import write_card
+from tools.toy import models
+from tools.toy.card import RECORD, training_folder, write_card
 
 DIFFUSERS_VERSION = "0.32.1"  # the oldest release whose settings these files use
-RECORD = Path("weights-training", "record.json")
 
 
 def export(
@@ -57,7 +56,9 @@ def export(
         save_half(module.state_dict(), out / f"weights-{name}" / f"{name}.safetensors")
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
     record = {**environment(), "device": device, "seed": seed, "parameters": counts, **training}
-    (out / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")  # long curves, in one line
+    (training_folder(folder) / RECORD).write_text(
+        json.dumps(record) + "\n", encoding="utf-8"
+    )  # long curves, in one line
     write_card(folder, record)
     return folder
 
@@ -122,8 +123,8 @@ def load_half(module: nn.Module, folder: Path) -> None:
 
 
 def load_record(folder: Path) -> dict[str, Any]:
-    """The training record that `export` wrote into a folder; empty if there is none."""
-    path = folder / RECORD
+    """The training record of a pipeline's folder; empty if there is none."""
+    path = training_folder(folder) / RECORD
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 

@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.toy.models import GUIDANCE, SCALING
+from elfatt_sd.pipelines import TOY
+from elfatt_sd.toy import GUIDANCE
 from elfatt_sd.toy.renderer import COLORS, PATTERNS, SHAPES
+from tools.toy.models import SCALING
 
+PUBLISHED = Path(__file__).parent / "weights-training"  # of the weights in the package
+RECORD = "record.json"
 TEXT = """---
 license: mit
 library_name: diffusers
@@ -37,7 +41,7 @@ PNDM as in SD 1.5, but with `v_prediction` and `beta_end` 0.02. The autoencoder 
 of 4x4 pixels in four directions, `scaling_factor` {scaling}), so the UNet can train on small renders without it.
 
 ## Training
-By `python -m elfatt_sd.toy.recipe`, on endless renders of `elfatt_sd.toy.renderer`; no other data. {machine}
+By `python -m tools.toy.recipe`, on endless renders of `elfatt_sd.toy.renderer`; no other data. {machine}
 Seed {seed}; {versions}; {date}.
 
 | stage | steps | pictures a step | hours |
@@ -56,7 +60,7 @@ softmax attention everywhere.
 {quality}
 """
 QUALITY = """{count} pictures, {steps} PNDM steps, guidance {guidance}, seed {seed}
-(`python -m elfatt_sd.toy.quality --count {count} --steps {steps} --guidance {guidance} --out DIR`):
+(`python -m tools.toy.quality --count {count} --steps {steps} --guidance {guidance} --out DIR`):
 
 | | |
 |---|---|
@@ -99,7 +103,7 @@ def write_card(folder: Path, record: dict[str, Any], quality: dict[str, Any] | N
         date=record["date"],
         stages="\n".join(rows),
         finish=record.get("notes", ""),
-        quality=_quality(quality) if quality else "Not measured yet: `python -m elfatt_sd.toy.quality --out DIR`.",
+        quality=_quality(quality) if quality else "Not measured yet: `python -m tools.toy.quality --out DIR`.",
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
     plot_curves({name: stage["curve"] for name, stage in stages.items()}, folder / "curves.png")
@@ -113,6 +117,11 @@ def _quality(figures: dict[str, Any]) -> str:
         distance=figures["FD-toy"],
         floor=figures["FD-toy of renders (floor)"],
     )
+
+
+def training_folder(pipeline: Path) -> Path:
+    """Return where the training record of a pipeline lies, with what further training needs: beside it, if not here."""
+    return PUBLISHED if pipeline.resolve() == TOY else pipeline.parent / PUBLISHED.name
 
 
 def plot_curves(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
@@ -137,15 +146,15 @@ def plot_curves(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the card anew, for `python -m elfatt_sd.toy.card PIPELINE --quality quality.json`."""
+    """Write the card anew, for `python -m tools.toy.card PIPELINE --quality quality.json`."""
     import argparse
 
-    parser = argparse.ArgumentParser(prog="python -m elfatt_sd.toy.card", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.toy.card", description=main.__doc__)
     parser.add_argument("pipeline", type=Path)
-    parser.add_argument("--record", type=Path, help="of the training (default: weights-training beside the pipeline)")
-    parser.add_argument("--quality", type=Path, help="what `python -m elfatt_sd.toy.quality` wrote")
+    parser.add_argument("--record", type=Path, help="of the training (default: where the recipe wrote it)")
+    parser.add_argument("--quality", type=Path, help="what `python -m tools.toy.quality` wrote")
     options = parser.parse_args(arguments)
-    record = options.record or options.pipeline.parent / "weights-training" / "record.json"
+    record = options.record or training_folder(options.pipeline) / RECORD
     read = [json.loads(path.read_text(encoding="utf-8")) for path in (record, options.quality) if path]
     write_card(options.pipeline, *read)
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import fake_run
 import pytest
-from typer.testing import CliRunner
 
-from elfatt_sd.cli import app
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.publish import MISSING, MOST_BYTES, fill_page, publish
 from elfatt_sd.evaluation.report import write_report, written_tables
 from elfatt_sd.evaluation.report.data import load_results
+from tools import publish as tool
+from tools.pages.__main__ import main as fill
+from tools.pages.evaluation import MISSING, fill_page
+from tools.publish import MOST_BYTES, publish
 
 ROOT = Path(__file__).parents[2]
 TEXT = """# Page
@@ -104,25 +105,28 @@ def test_what_is_wrong_is_named(published: Path, tmp_path: Path) -> None:
         publish(tmp_path, published)
 
 
-def test_commands(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, page = CliRunner(), tmp_path / "page.md"
-    done = runner.invoke(app, ["eval", "publish", str(run), "--out", str(tmp_path / "results")])
-    assert done.exit_code == 0
-    assert "toy_full (" in done.output
-    assert "--no-page" not in done.output
-    monkeypatch.setattr("elfatt_sd.evaluation.publish.MOST_BYTES", 1000)
-    done = runner.invoke(app, ["eval", "publish", str(run), "--out", str(tmp_path / "results")])
-    assert (done.exit_code, "--no-page" in done.output) == (0, True)
+def test_commands(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, page = tmp_path / "results", tmp_path / "page.md"
+    assert tool.main([str(run), "--out", str(results)]) == 0
+    said = capsys.readouterr()
+    assert "toy_full (" in said.out and said.err == ""
+    monkeypatch.setattr(tool, "MOST_BYTES", 1000)
+    assert tool.main([str(run), "--out", str(results)]) == 0
+    assert "--no-page" in capsys.readouterr().err
+    assert tool.main([str(tmp_path / "no-run"), "--out", str(results)]) == 2
     page.write_text(TEXT)
-    arguments = ["eval", "page", str(page), "--results", str(tmp_path / "results")]
-    assert runner.invoke(app, [*arguments, "--check"]).exit_code == 1
+    words = ["eval", str(page), "--results"]
+    assert fill([*words, str(results), "--check"]) == 1
     assert page.read_text() == TEXT
-    assert runner.invoke(app, arguments).exit_code == 0
-    assert runner.invoke(app, [*arguments, "--check"]).exit_code == 0
+    assert fill([*words, str(results)]) == 0
+    assert fill([*words, str(results), "--check"]) == 0
     filled = page.read_text()
-    assert runner.invoke(app, [*arguments[:-1], str(tmp_path / "mistyped")]).exit_code == 2
+    assert fill([*words, str(tmp_path / "mistyped")]) == 2
     assert page.read_text() == filled
-    assert runner.invoke(app, ["eval", "page", str(tmp_path / "none.md")]).exit_code == 2
+    assert fill(["eval", str(tmp_path / "none.md")]) == 2
+    assert "none.md cannot be read" in capsys.readouterr().err
 
 
 def test_the_page_on_quality_is_in_step_and_names_every_study() -> None:

@@ -14,13 +14,15 @@ import pytest
 from typer.testing import CliRunner
 
 from elfatt_sd.benchmarking.merging import merging
-from elfatt_sd.benchmarking.page import MISSING, fill_page, render, save
+from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.variants import resolve_methods
 from elfatt_sd.cli import app
 from elfatt_sd.config import ElfattError
+from tools.pages.__main__ import main as fill
+from tools.pages.bench import MISSING, fill_page, render
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TEXT = "# Title\n\n<!-- bench merging -->\nold\n<!-- end -->\n\nProse.\n\n<!-- bench other -->\n<!-- end -->\n"
@@ -84,29 +86,31 @@ def test_a_page_without_markers_and_a_foreign_file_are_refused(results: Path, tm
         fill_page(TEXT, results, tmp_path)
 
 
-def test_the_command_fills_and_checks_the_page(results: Path, tmp_path: Path) -> None:
+def test_the_command_fills_and_checks_the_page(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.md"
     page.write_text(TEXT)
-    words = ["bench", "report", str(results), "--out", str(page)]
-    assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 1
+    words = ["bench", str(page), "--results"]
+    assert fill([*words, str(results), "--check"]) == 1
     assert page.read_text() == TEXT
     (results / "merging.md").unlink()
     plot = (results / "merging.png").read_bytes()
     (results / "merging.png").write_bytes(b"old")
-    assert CliRunner().invoke(app, words).exit_code == 0
+    assert fill([*words, str(results)]) == 0
     assert "64 tokens, batch 2, float32:" in page.read_text()
     assert (results / "merging.md").read_text() in page.read_text()
     assert (results / "merging.png").read_bytes() == plot
-    assert CliRunner().invoke(app, [*words, "--check"]).exit_code == 0
-    filled, words[2] = page.read_text(), str(tmp_path / "mistyped")
-    refused = CliRunner().invoke(app, words)
-    assert (refused.exit_code, "mistyped' is not a folder" in refused.output) == (2, True)
+    assert fill([*words, str(results), "--check"]) == 0
+    filled = page.read_text()
+    assert fill([*words, str(tmp_path / "mistyped")]) == 2
+    assert "mistyped' is not a folder" in capsys.readouterr().err
     assert page.read_text() == filled
 
 
 def test_the_committed_page_is_in_step_with_the_committed_results() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert fill_page(text, RESULTS, PAGE.parent) == text, "elfatt-sd bench report benchmarks/results mends it"
+    assert fill_page(text, RESULTS, PAGE.parent) == text, "python -m tools.pages bench docs/performance.md mends it"
 
 
 def commands() -> list[str]:
@@ -115,7 +119,7 @@ def commands() -> list[str]:
     return re.findall(r"^elfatt-sd bench .*$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", [each for each in commands() if " report" not in each])
+@pytest.mark.parametrize("command", commands())
 def test_every_published_command_can_be_parsed(command: str, monkeypatch: Any, tmp_path: Path) -> None:
     """Options exist, methods are known, and the file's name has its place on the page."""
     seen: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The recipe of the embedded pipeline: `python -m elfatt_sd.toy.recipe --out DIR` renders, trains and exports it.
+"""The recipe of the embedded pipeline: `python -m tools.toy.recipe --out DIR` renders, trains and exports it.
 
 Stages: the autoencoder, the classifier, the UNet with its text encoder from the inner levels outwards, and the export.
 Each finished or interrupted stage is kept under `DIR/checkpoints`; the same command goes on from there after a kill.
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elfatt_sd.toy import export, models
-from elfatt_sd.toy.features import ToyClassifier, augment
-from elfatt_sd.toy.growing import Denoiser, train_with
+from elfatt_sd.toy.features import ToyClassifier
 from elfatt_sd.toy.renderer import ATTRIBUTES, describe, render_parameters, sample_parameters
-from elfatt_sd.toy.training import Stage, train
+from tools.toy import export, models
+from tools.toy.card import training_folder
+from tools.toy.growing import Denoiser, train_with
+from tools.toy.training import Stage, train
 
 CAPTION_SHARES = (0.40, 0.10, 0.15, 0.10, 0.10, 0.05, 0.10)  # of the wordings in `wordings`, the empty one last
 SNR_LIMIT = 5.0
@@ -86,6 +87,22 @@ def pictures(batch: int, size: int, generator: torch.Generator, scale: float = 1
     labels, geometry = sample_parameters(batch, generator, scale)
     images = 2 * render_parameters(labels, geometry, size) - 1
     return images.contiguous(memory_format=torch.channels_last), labels
+
+
+def augment(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Blur, tint and noise that training adds so that slightly imperfect pictures are still read right.
+
+    Args:
+        images: `[n, 3, s, s]` in [0, 1].
+        generator: the source of randomness, on the images' device.
+    """
+    draw = torch.rand(6, len(images), 1, 1, 1, generator=generator, device=images.device)
+    noise = torch.randn(images.shape, generator=generator, device=images.device)
+    tint = torch.rand(2, len(images), 3, 1, 1, generator=generator, device=images.device) - 0.5
+    blurred = functional.avg_pool2d(functional.pad(images, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
+    images = images + draw[0] * (blurred - images)
+    images = images * (1 + 0.16 * tint[0]) + 0.1 * tint[1]
+    return images + 0.12 * draw[1] * draw[2] * noise
 
 
 def object_weights(geometry: Tensor, side: int) -> Tensor:
@@ -252,8 +269,8 @@ class Workshop:
         for name, module in parts.items():
             export.load_half(module, folder / name)
         export.load_half(self.classifier, folder.parent / "weights-classifier")
-        export.load_half(self.denoiser.doors, folder.parent / "weights-training")
-        earlier = export.load_record(folder.parent)
+        export.load_half(self.denoiser.doors, training_folder(folder))
+        earlier = export.load_record(folder)
         self.records, self.notes = dict(earlier.get("stages", {})), earlier.get("notes", "")
 
     def run(self, name: str) -> None:
@@ -299,7 +316,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(prog="python -m elfatt_sd.toy.recipe", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.toy.recipe", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints and results")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--config", choices=("full", "tiny"), default="full")

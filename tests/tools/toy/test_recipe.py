@@ -15,8 +15,9 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.toy import export, growing, models, recipe, training
+from elfatt_sd.pipelines import TOY
 from elfatt_sd.toy.renderer import sample_parameters
+from tools.toy import export, growing, models, recipe, training
 
 TINY = ["--config", "tiny", "--device", "cpu"]
 
@@ -39,7 +40,7 @@ def test_a_tiny_run_exports_a_pipeline(trained):
     image = pipeline("a red star", num_inference_steps=2, output_type="np").images
     assert image.shape == (1, 64, 64, 3)
     assert {value.dtype for value in weights(trained).values()} == {torch.float16}
-    assert list(export.load_record(trained)["stages"]) == list(recipe.STAGES)
+    assert list(export.load_record(trained / "pipeline")["stages"]) == list(recipe.STAGES)
     assert (trained / "pipeline" / "README.md").is_file()
 
 
@@ -53,7 +54,7 @@ def test_a_finished_run_is_not_run_again(trained, monkeypatch):
 
 def test_a_killed_run_goes_on_to_the_same_weights(trained, tmp_path):
     """Killed without warning in the third stage, after its first checkpoints."""
-    command = [sys.executable, "-m", "elfatt_sd.toy.recipe", "--out", str(tmp_path), *TINY, "--save-every", "0"]
+    command = [sys.executable, "-m", "tools.toy.recipe", "--out", str(tmp_path), *TINY, "--save-every", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 300
@@ -61,7 +62,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(trained, tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
-    assert not export.load_record(tmp_path)
+    assert not export.load_record(tmp_path / "pipeline")
     recipe.main(["--out", str(tmp_path), *TINY])
     expected, resumed = weights(trained), weights(tmp_path)
     assert expected.keys() == resumed.keys()
@@ -76,7 +77,14 @@ def test_training_goes_on_from_exported_weights(trained, tmp_path):
     assert all(name in same for name in before if name.startswith(("vae", "weights-classifier")))
     moved = [(after[n].float() - before[n].float()).abs().max() for n in before if n.startswith("unet")]
     assert 0 < max(moved) < 0.2
-    assert list(export.load_record(tmp_path)["stages"]) == [*recipe.STAGES, "finish (2)"]
+    assert list(export.load_record(tmp_path / "pipeline")["stages"]) == [*recipe.STAGES, "finish (2)"]
+
+
+def test_training_of_the_weights_in_the_package_can_go_on(tmp_path):
+    """What only training needs lies in the tools, not beside these weights."""
+    workshop = recipe.Workshop(recipe.full_recipe(1), tmp_path, 0, torch.device("cpu"))
+    workshop.load(TOY)
+    assert {"vae", "classifier", "finish"} <= workshop.records.keys()
 
 
 def test_resuming_from_nothing_is_named(tmp_path):

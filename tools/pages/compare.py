@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.report.data import Estimate, Results, Row, check_alike
+from elfatt_sd.evaluation.report.data import Estimate, Results, Row
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval
 from elfatt_sd.evaluation.report.writers import md_table
 from elfatt_sd.evaluation.statistics import Estimate as Mean
 
 _MEASURES = {"psnr": "PSNR, dB", "ssim": "SSIM"}
+_SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common
 _TITLES = ["Row", "Against", *_MEASURES.values(), "Closer by PSNR"]
 
 
@@ -79,3 +80,16 @@ def _mean(row: Row, differences: Sequence[float | None]) -> Estimate | None:
 
 def _text(mean: Estimate, decimals: int) -> str:
     return f"{fixed(mean.value, decimals, sign=True)} {interval(mean, decimals, sign=True)}".strip()
+
+
+def check_alike(runs: Sequence[Results]) -> None:
+    """Check that rows of several runs can stand beside each other.
+
+    Raises:
+        ElfattError: the runs are of different pipelines, sizes, steps or seeds.
+    """
+    for key in _SAME:
+        values = {run.name: run.protocol.get(key) for run in runs}
+        if len({str(value) for value in values.values()}) > 1:
+            said = ", ".join(f"{name} {value}" for name, value in values.items())
+            raise ElfattError(f"runs with different {key} have nothing in common: {said}.")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elfatt_sd.toy import models
+from tools.toy import models
 
 MATRIX_KEYS = 1024  # up to which attention is computed as plain matrix products in training
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elfatt_sd.benchmarking.goals import goals_table
+from tools.pages.goals import goals_table
 
 
 def ratio(value: float) -> dict[str, float]:

@@ -1,4 +1,10 @@
-"""Keep what a finished run found, without its pictures, in a folder to commit; fill pages from there."""
+"""The page on quality: tables and plots of published runs, between markers in a text that people write.
+
+<!-- eval NAME PLOT PLOT -->                  the table of a run and plots of it
+<!-- compare NAME ROW OTHER ROW OTHER -->     rows picture by picture; see `compare_rows`
+<!-- pareto MEASURE NAME NAME -->             several runs in one plane; see `draw_pareto`
+<!-- end -->
+"""
 
 from __future__ import annotations
 
@@ -7,46 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.report import replace_files, report_files
-from elfatt_sd.evaluation.report.compare import compare_rows
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.evaluation.report.tables import study_table
 from elfatt_sd.evaluation.report.text import plural
 from elfatt_sd.evaluation.report.writers import to_markdown
-from elfatt_sd.evaluation.results import RESULTS_FILE
-from elfatt_sd.files import write_json
 from elfatt_sd.measuring.machine import short_commit
-from elfatt_sd.pages import check_results, fill_blocks
+from tools.pages.blocks import check_results, fill_blocks
+from tools.pages.compare import compare_rows
 
 MISSING = "Not measured yet."
-MOST_BYTES = 5_000_000  # of a run that is committed
-
-
-def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
-    """Write results, tables and plots of a run to `folder/NAME`, all from the same results.
-
-    What an earlier publication left there and this one does not have is removed.
-
-    Args:
-        run_dir: a run with its results.
-        folder: of all published results.
-        page: write the report's page, too, which holds pictures.
-
-    Returns:
-        The folder of the run's results.
-
-    Raises:
-        ElfattError: the run has no results, or a folder cannot be written.
-    """
-    results = load_results(run_dir)
-    target = folder / results.folder_name
-    files = report_files(run_dir, results, page=page)
-    try:
-        write_json(target / RESULTS_FILE, dict(results.data))
-    except OSError as error:
-        raise ElfattError(f"{target} cannot be written: {error.strerror}.") from error
-    replace_files(target, files)
-    return target
 
 
 def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, bytes]]:
@@ -88,8 +63,8 @@ def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, byt
 
 
 def _pareto(measure: str, names: Sequence[str], folder: Path, start: Path, plots: dict[Path, bytes]) -> str:
-    from elfatt_sd.evaluation.report.pareto import draw_pareto
     from elfatt_sd.evaluation.report.plots import drawing, to_png
+    from tools.pages.pareto import draw_pareto
 
     there = [name for name in names if (folder / name).is_dir()]
     if not there:

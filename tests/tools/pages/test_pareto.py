@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.publish import MISSING, fill_page
 from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.pareto import draw_pareto
 from elfatt_sd.evaluation.report.text import TO
 from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
 from elfatt_sd.files import write_json
+from tools.pages.evaluation import MISSING, fill_page
+from tools.pages.pareto import draw_pareto
 
 UNTOUCHED = {"cell": "sd", "method": "sd", "label": "SD", "role": "baseline"}
 

@@ -1,0 +1,1 @@
+"""What only the maintainers use: recipes, pages filled from results, publishing; no part of the package."""

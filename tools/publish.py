@@ -1,0 +1,70 @@
+"""Keep what a finished run found, without its pictures, in a folder to commit: `python -m tools.publish RUN`.
+
+`python -m tools.pages eval PAGE` fills pages from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.console import DONE, WRONG_USE, complain
+from elfatt_sd.evaluation.report import replace_files, report_files
+from elfatt_sd.evaluation.report.data import load_results
+from elfatt_sd.evaluation.results import RESULTS_FILE
+from elfatt_sd.files import write_json
+
+MOST_BYTES = 5_000_000  # of a run that is committed
+
+
+def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
+    """Write results, tables and plots of a run to `folder/NAME`, all from the same results.
+
+    What an earlier publication left there and this one does not have is removed.
+
+    Args:
+        run_dir: a run with its results.
+        folder: of all published results.
+        page: write the report's page, too, which holds pictures.
+
+    Returns:
+        The folder of the run's results.
+
+    Raises:
+        ElfattError: the run has no results, or a folder cannot be written.
+    """
+    results = load_results(run_dir)
+    target = folder / results.folder_name
+    files = report_files(run_dir, results, page=page)
+    try:
+        write_json(target / RESULTS_FILE, dict(results.data))
+    except OSError as error:
+        raise ElfattError(f"{target} cannot be written: {error.strerror}.") from error
+    replace_files(target, files)
+    return target
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.publish", description=__doc__)
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("--out", type=Path, default=Path("eval/results"), help="for all published results; %(default)s")
+    parser.add_argument("--no-page", action="store_true", help="leave out the report's page, which holds pictures")
+    options = parser.parse_args(arguments)
+    try:
+        folder = publish(options.run, options.out, page=not options.no_page)
+    except ElfattError as error:
+        complain(str(error))
+        return WRONG_USE
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"{folder} ({size / 1e6:.1f} MB)")
+    if size > MOST_BYTES:
+        complain(f"more than {MOST_BYTES / 1e6:.0f} MB; --no-page leaves out the page with its pictures", "warning")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
