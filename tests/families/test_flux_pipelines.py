@@ -15,7 +15,7 @@ from checks import generator, picture, recorded
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
-from elfatt_sd.families import find_denoisers, find_layers
+from elfatt_sd.families import family_of, find_denoisers, find_layers
 from elfatt_sd.methods import Grid
 
 SIZE: dict[str, Any] = {"height": 32, "width": 48}
@@ -26,17 +26,17 @@ MASK = {"mask_image": (torch.arange(48) < 20).float().expand(1, 1, 32, 48)}
 EDIT = {"_auto_resize": False, "max_area": 32 * 48}
 CHANNELS, FILL = {"in_channels": 32, "out_channels": 16}, {"in_channels": 48, "out_channels": 16}
 PIPELINES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "FluxImg2ImgPipeline": ({}, {**IMAGE, "strength": 0.6}),
-    "FluxInpaintPipeline": ({}, {**IMAGE, **MASK, "strength": 0.6}),
+    "FluxImg2ImgPipeline": ({}, {**IMAGE, "strength": 0.5}),
+    "FluxInpaintPipeline": ({}, {**IMAGE, **MASK, "strength": 0.5}),
     "FluxFillPipeline": (FILL, {**IMAGE, **MASK}),
     "FluxControlPipeline": (CHANNELS, CONTROL),
-    "FluxControlImg2ImgPipeline": (CHANNELS, {**CONTROL, **IMAGE, "strength": 0.6}),
-    "FluxControlInpaintPipeline": (CHANNELS, {**CONTROL, **IMAGE, **MASK, "strength": 0.6}),
+    "FluxControlImg2ImgPipeline": (CHANNELS, {**CONTROL, **IMAGE, "strength": 0.5}),
+    "FluxControlInpaintPipeline": (CHANNELS, {**CONTROL, **IMAGE, **MASK, "strength": 0.5}),
     "FluxKontextPipeline": ({}, {**IMAGE, **EDIT}),
     "FluxKontextInpaintPipeline": ({}, {**IMAGE, **MASK, **EDIT}),
     "FluxControlNetPipeline": ({}, CONTROL),
-    "FluxControlNetImg2ImgPipeline": ({}, {**CONTROL, **IMAGE, "strength": 0.6}),
-    "FluxControlNetInpaintPipeline": ({}, {**CONTROL, **IMAGE, **MASK, "strength": 0.6}),
+    "FluxControlNetImg2ImgPipeline": ({}, {**CONTROL, **IMAGE, "strength": 0.5}),
+    "FluxControlNetInpaintPipeline": ({}, {**CONTROL, **IMAGE, **MASK, "strength": 0.5}),
 }
 
 
@@ -99,17 +99,27 @@ def test_references_are_exact_keys(tmp_path: Path) -> None:
     assert all(prepared is not None for prepared in keys)
 
 
-@pytest.mark.parametrize("changes", [{"num_mode": 2}, {"conditioning_embedding_channels": 4, "patch_size": 2}])
-def test_kinds_of_controlnets(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """One with a token for its mode, and one with an encoder of its own, as of XLabs."""
-    net = tiny_flux.controlnet(**changes)
-    pipe = make(tmp_path, "FluxControlNetPipeline", {}, controlnet=net)
-    run = runner(pipe, **CONTROL, **({"control_mode": 1} if "num_mode" in changes else {}))
-    if "num_mode" not in changes:
-        run = runner(pipe, control_image=picture(128, 192))
+def test_a_controlnet_with_a_token_for_its_mode(tmp_path: Path) -> None:
+    pipe = make(tmp_path, "FluxControlNetPipeline", {}, controlnet=tiny_flux.controlnet(num_mode=2))
+    run = runner(pipe, **CONTROL, control_mode=1)
     joint.check_all_keys(pipe, run)
     joint.check_methods(pipe, run)
     joint.check_plan(pipe, 96, 4, **SIZE)
+
+
+def test_a_controlnet_with_an_encoder() -> None:
+    """Of XLabs: it is given pixels, 16 to a token on each side."""
+    net = tiny_flux.controlnet(conditioning_embedding_channels=4, patch_size=2)
+    torch.manual_seed(0)
+    arguments = family_of(net).arguments(net, Grid.image(8, 12), 2, torch.rand)
+    assert arguments["controlnet_cond"].shape == (2, 3, 128, 192)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.cat([sample for samples in net(**arguments, return_dict=False) for sample in samples])
+
+    joint.check_all_keys(net, run)
+    joint.check_methods(net, run)
 
 
 def test_several_controlnets(tmp_path: Path) -> None:
