@@ -300,6 +300,12 @@ def _modules_around(module: nn.Module, layers: list[PatchedLayer]) -> list[nn.Mo
     return list({id(part): part for path in paths for part in path}.values())
 
 
+def _skips_calls(modules: list[nn.Module]) -> bool:
+    """Tell whether one of diffusers' caches is on, which take what a layer or block gave in an earlier step."""
+    hooks = (getattr(getattr(module, "_diffusers_hook", None), "hooks", {}) for module in modules)
+    return any(getattr(hook, "_is_stateful", False) for own in hooks for hook in own.values())
+
+
 def _likely_cause(module: nn.Module, layers: list[PatchedLayer]) -> str:
     """Say what probably keeps layers from being approximated, and what to do."""
     if hasattr(module, "_tome_info"):
@@ -528,7 +534,8 @@ class _Patch:
         expected = [state for state in call.states.values() if not state.phase.exact and state.patched.installed]
         wrong = {state.layer.name: state.outcome for state in expected if state.outcome not in ("done", "")}
         skipped = [state.layer.name for state in expected if not state.outcome]
-        if skipped and (call.last or not call.scheduled or len(skipped) == len(expected)):
+        whole = call.last or not call.scheduled or len(skipped) == len(expected)
+        if skipped and whole and not _skips_calls(self._around):
             wrong |= dict.fromkeys(skipped, "its attention processor was never called")
         if wrong:
             name, why = next(iter(wrong.items()))
