@@ -140,8 +140,9 @@ def _attend(exact: Exact, query: Tensor, key: Tensor, value: Tensor, *args: Any,
     mask = options.pop("attn_mask", None)
     tokens = state.grid.tokens if matching is None else matching.positions.shape[1]
     image = slice(state.call.given.before, state.call.given.before + tokens)
-    state.outcome = _obstacle(state, query, key, image, mask, options)
-    if state.outcome:
+    obstacle = _obstacle(state, query, key, image, mask, options)
+    if obstacle:  # of an IP-Adapter's image, for instance, after the layer's own attention
+        state.outcome = state.outcome or obstacle
         return exact(query, key, value, attn_mask=mask, **options)
     joint = _Joint(state, exact, (query, key, value), mask, options)
     approximated = functools.partial(joint.approximated, image, matching)

@@ -1,4 +1,4 @@
-"""What diffusers offers around a transformer, on Flux: with a patch that sees all keys, it does what it does without."""
+"""What diffusers offers around a transformer, on Flux: a patch that sees all keys changes nothing of it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 import tiny_transformers as tiny
 import torch
 from checks import generator, recorded
+from diffusers.models import attention_processor
+from diffusers.models.transformers import transformer_flux
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
@@ -26,7 +28,10 @@ Feature = Callable[[Any], Any]
 
 def lora(pipe: Any) -> None:
     weights, own = {}, generator()
-    for block, names in (("transformer_blocks", ("to_q", "to_v", "add_k_proj")), ("single_transformer_blocks", ("to_k",))):
+    for block, names in (
+        ("transformer_blocks", ("to_q", "to_v", "add_k_proj")),
+        ("single_transformer_blocks", ("to_k",)),
+    ):
         for name in names:
             place = f"transformer.{block}.0.attn.{name}"
             weights[f"{place}.lora_A.weight"] = torch.randn(4, 32, generator=own) / 4
@@ -180,16 +185,17 @@ def test_caches_of_two_calls(make: Callable[[], Any], feature: Feature) -> None:
     assert 0 < check(make, feature, True, ALL, negative_prompt="b", true_cfg_scale=2.0) < 2 * 4 * STEPS
 
 
+IP_ADAPTER: Any = getattr(transformer_flux, "FluxIPAdapterAttnProcessor", None)
+IP_ADAPTER = IP_ADAPTER or attention_processor.FluxIPAdapterJointAttnProcessor2_0  # of older versions
+
+
 def set_ip_adapter(pipe: Any) -> None:
     """An IP-Adapter's processors in the first kind of blocks, as `load_ip_adapter` sets them."""
-    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
-
     torch.manual_seed(5)
     for block in pipe.transformer.transformer_blocks:
-        block.attn.set_processor(FluxIPAdapterAttnProcessor(32, 8))
+        block.attn.set_processor(IP_ADAPTER(32, 8))
 
 
-@pytest.mark.skipif(not hasattr(diffusers, "FirstBlockCacheConfig"), reason="this diffusers has other processors")
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_ip_adapters_are_left_alone(make: Callable[[], Any], patch_first: bool) -> None:
     """Their layers stay exact, and are named; the others are patched."""
@@ -200,11 +206,11 @@ def test_ip_adapters_are_left_alone(make: Callable[[], Any], patch_first: bool) 
     if patch_first:
         elfatt_sd.apply_patch(pipe, ALL)
         set_ip_adapter(pipe)
-        with pytest.warns(UserWarning, match=r"2 patched layers now have another .* \(FluxIPAdapterAttnProcessor\)"):
+        with pytest.warns(UserWarning, match=r"2 patched layers now have another .* \(FluxIPAdapter"):
             draw(pipe, **image)
     else:
         set_ip_adapter(pipe)
-        with pytest.warns(UserWarning, match=r"2 layers are left alone.* FluxIPAdapterAttnProcessor"):
+        with pytest.warns(UserWarning, match=r"2 layers are left alone.* FluxIPAdapter"):
             elfatt_sd.apply_patch(pipe, ALL)
     with recorded() as calls:
         found = draw(pipe, **image)
@@ -214,14 +220,13 @@ def test_ip_adapters_are_left_alone(make: Callable[[], Any], patch_first: bool) 
     assert torch.equal(draw(pipe, **image), expected)
 
 
-@pytest.mark.skipif(not hasattr(diffusers, "FirstBlockCacheConfig"), reason="this diffusers has other processors")
 def test_ip_adapters_can_be_taken_over(make: Callable[[], Any]) -> None:
     """The image's own tokens are approximated; those of the adapter's image are seen exactly."""
     image = {"joint_attention_kwargs": {"ip_hidden_states": [torch.rand(1, 4, 8, generator=generator())]}}
     pipe = make()
     set_ip_adapter(pipe)
     expected = draw(pipe, **image)
-    elfatt_sd.apply_patch(pipe, ALL, take_over=["FluxIPAdapterAttnProcessor"])
+    elfatt_sd.apply_patch(pipe, ALL, take_over=[IP_ADAPTER.__name__])
     with recorded() as calls:
         found = draw(pipe, **image)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
