@@ -1,7 +1,7 @@
 """How long scoring takes and how much memory: `python benchmarks/scoring.py`; features are drawn, no network runs.
 
-For each number of pictures: the Frechet distance of a row and of its baseline with the influence of every picture,
-torchmetrics' figure beside it, the kernel distance, and the paired difference with its interval over classes.
+For each number of images: a row's Frechet and kernel distance, with all that intervals need, and the paired differences
+to a baseline that is scored already, with their intervals over classes of two images.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from elfatt_sd.devices import device_name
-from elfatt_sd.evaluation.score import torchmetrics_distance
-from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, frechet_estimate, kernel_distance
+from elfatt_sd.evaluation.frechet import Target, frechet_figures
+from elfatt_sd.evaluation.kernel import KERNEL_SAMPLE, kernel_distance
+from elfatt_sd.evaluation.statistics import FeatureStatistics
 from elfatt_sd.measuring.memory import PeakMeter
 
 ROWS = 4096  # drawn at once
@@ -34,29 +35,25 @@ def draw(path: Path, count: int, dimension: int, seed: int) -> np.ndarray:
     return np.load(path, mmap_mode="r")
 
 
-def score(folder: Path, count: int, dimension: int, reference: FeatureStatistics, sample: np.ndarray) -> None:
+def score(folder: Path, count: int, reference: Target, sample: np.ndarray) -> None:
     """Score one row against a baseline and print the seconds of each part and the growth of memory."""
+    dimension = len(reference.mean)
     row, baseline = (draw(folder / f"{name}.npy", count, dimension, seed) for seed, name in enumerate(("row", "base")))
+    classes = torch.arange(count) // 2
+    base, other = frechet_figures(baseline, reference, classes), kernel_distance(baseline, sample, classes)
     meter = PeakMeter(torch.device("cpu"))
     meter.restart()
     before, began = meter.read() or 0, time.perf_counter()
-    mine, other = (frechet_estimate(side, reference.mean, reference.covariance) for side in (row, baseline))
-    low, high = (mine - other).interval(torch.arange(count) // 2)  # type: ignore[misc]
-    distance = time.perf_counter()
-    torchmetrics_distance(row, reference)
-    published = time.perf_counter()
-    kernel_distance(row, sample)
+    _, interval = frechet_figures(row, reference, classes).limit_difference(base)
+    frechet = time.perf_counter()
+    (kernel_distance(row, sample, classes) - other).interval()
     kernel = time.perf_counter()
-    parts = {
-        "difference with interval": distance - began,
-        "torchmetrics": published - distance,
-        "kernel distance": kernel - published,
-    }
-    listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
     grown = ((meter.read() or 0) - before) / 2**30
+    width = interval[1] - interval[0] if interval else 0.0
     print(
-        f"{count} pictures of {dimension} features: {kernel - began:.1f} s ({listed}); {grown:.2f} GiB "
-        f"with the mapped files; interval {high - low:.3g} wide",
+        f"{count} images of {dimension} features: {kernel - began:.1f} s (Frechet distance {frechet - began:.1f} s, "
+        f"kernel distance {kernel - frechet:.1f} s); {grown:.2f} GiB with the mapped file; "
+        f"interval of the difference {width:.3g} wide",
         flush=True,
     )
 
@@ -66,15 +63,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counts", type=int, nargs="+", default=[2000, 50_000])
     parser.add_argument("--features", type=int, default=2048)
-    parser.add_argument("--reference", type=int, default=2 * KERNEL_SAMPLE, help="pictures of the reference")
+    parser.add_argument("--reference", type=int, default=2 * KERNEL_SAMPLE, help="images of the reference")
     chosen = parser.parse_args()
     print(f"{device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(prefix="elfatt-scoring-") as name:
         folder = Path(name)
         sample = draw(folder / "reference.npy", chosen.reference, chosen.features, 7)
-        reference = FeatureStatistics.of(sample)
+        moments = FeatureStatistics.of(sample)
+        reference = Target(moments.mean, moments.covariance)
         for count in chosen.counts:
-            score(folder, count, chosen.features, reference, sample[:KERNEL_SAMPLE])
+            score(folder, count, reference, sample[:KERNEL_SAMPLE])
 
 
 if __name__ == "__main__":

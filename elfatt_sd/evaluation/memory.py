@@ -24,11 +24,11 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.evaluation.environment import same_images
 from elfatt_sd.evaluation.images import denoiser, image_seed, load_protocol_pipeline, make_images, row_patch, to_uint8
+from elfatt_sd.evaluation.intervals import student_quantile
 from elfatt_sd.evaluation.measure import Report, cycled_prompts, free_memory, reason
 from elfatt_sd.evaluation.protocols import Cell, Memory, Protocol
 from elfatt_sd.evaluation.provenance import code_hashes, image_environment
 from elfatt_sd.evaluation.run import MEMORY_FILE, Run, RunFailure
-from elfatt_sd.evaluation.statistics import student_quantile
 from elfatt_sd.files import sha256_of_data, write_json
 from elfatt_sd.measuring.clock import now
 from elfatt_sd.measuring.memory import PeakMeter

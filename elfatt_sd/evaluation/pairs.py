@@ -13,9 +13,9 @@ from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.extraction import quiet_pillow
+from elfatt_sd.evaluation.intervals import Estimate
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.similarity import structural_similarity
-from elfatt_sd.evaluation.statistics import Estimate
 from elfatt_sd.files import atomic_file, sha256_of_data
 from elfatt_sd.progress import Progress
 
@@ -98,12 +98,12 @@ def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[s
     """
     if not len(values):
         return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
-    mean = Estimate.mean(values)
-    ends = mean.interval(classes)
+    mean = Estimate.mean(values, classes)
+    ends = mean.interval(least=low)
     quartiles = torch.quantile(values, torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype)).tolist()
     return {
         "mean": mean.value,
-        "interval": None if ends is None else [max(ends[0], low), min(ends[1], high)],
+        "interval": None if ends is None else [ends[0], min(ends[1], high)],
         "median": quartiles[1],
         "quartiles": [quartiles[0], quartiles[2]],
         "lowest": values.min().item(),

@@ -20,10 +20,11 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.decoding import DECODING
 from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor
+from elfatt_sd.evaluation.kernel import KERNEL_SAMPLE
 from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
 from elfatt_sd.evaluation.protocols import Reference as Settings
 from elfatt_sd.evaluation.sources import left_out_words, open_source
-from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, load_moments
+from elfatt_sd.evaluation.statistics import FeatureStatistics, load_moments
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.locks import folder_lock
 from elfatt_sd.progress import Progress

@@ -6,47 +6,39 @@ was computed once is kept under `RUN/scores`, named by the hash of what it was c
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.extraction import Preprocessing, extract
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
+from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
+from elfatt_sd.evaluation.intervals import Estimate, Interval, as_list, figure_as_dict, share_interval, verdict
+from elfatt_sd.evaluation.kernel import kernel_distance, kernel_within
 from elfatt_sd.evaluation.pairs import most_changed, pair_changes, paired
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
 from elfatt_sd.evaluation.row_images import Images
-from elfatt_sd.evaluation.run import SCORES_FILE, Run, RunFailure, clear_disk_errors
-from elfatt_sd.evaluation.statistics import (
-    Estimate,
-    FeatureStatistics,
-    as_list,
-    batches,
-    estimate_as_dict,
-    frechet_estimate,
-    kernel_distance,
-    kernel_within,
-    share_interval,
-    verdict,
-)
+from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
+from elfatt_sd.evaluation.statistics import batches
 from elfatt_sd.files import cache_folder, sha256_of_data, write_json
 from elfatt_sd.optional import need
 from elfatt_sd.progress import Progress
 
-FORMAT = 4
-AGREEMENT = 1e-3  # relative, between our Frechet distance and torchmetrics'; that of a few to 1e-3 absolute
+FORMAT = 5
 
 Array = np.ndarray[Any, Any]
+Distance = FrechetFigures | Estimate  # of Frechet, or of a kernel
 
 
 def score_run(
@@ -70,7 +62,6 @@ def score_run(
 
     Raises:
         ElfattError: no row is finished, a picture was deleted or altered, or reference or extractor are missing.
-        RunFailure: our Frechet distance and torchmetrics' disagree.
     """
     need("a score", "torchmetrics")
     if not run.baseline.finished:
@@ -181,8 +172,7 @@ class Scale:
         self.extractor, self.reference, self.cache = extractor, reference, cache
         self.distance_name = extractor.distance_name + reference.metric_suffix
         self.kernel_name = extractor.kernel_name + reference.metric_suffix
-        self._within: float | None = None
-        self._known: dict[str, dict[str, Estimate]] = {}
+        self._known: dict[str, dict[str, Distance]] = {}
         self._right: dict[str, dict[str, Tensor]] = {}
 
     def extract(self, images: Images, batch_size: int, progress: Progress | None = None) -> None:
@@ -219,31 +209,24 @@ class Scale:
         key = sha256_of_data([images.identity, self.extractor.identity])
         return self.cache / f"{images.name}-{self.extractor.name}-{key[:16]}.npy"
 
-    def distances(self, images: Images) -> dict[str, Estimate]:
-        """The Frechet distance and, where the reference has features, the kernel distance; computed once per row.
-
-        Raises:
-            RunFailure: torchmetrics gets another Frechet distance.
-        """
+    def distances(self, images: Images) -> dict[str, Distance]:
+        """The Frechet distance and, where the reference has features, the kernel distance; computed once per row."""
         if images.name not in self._known:
-            self._known[images.name] = self._distances(images)
+            features = self.features(images)
+            self._known[images.name] = {self.distance_name: frechet_figures(features, self._target, images.classes)}
+            if self.reference.sample is not None:
+                self._known[images.name][self.kernel_name] = kernel_distance(
+                    features, self.reference.sample, images.classes, within=self._within
+                )
         return self._known[images.name]
 
-    def _distances(self, images: Images) -> dict[str, Estimate]:
-        features, statistics = self.features(images), self.reference.statistics
-        frechet = frechet_estimate(features, statistics.mean, statistics.covariance)
-        published = torchmetrics_distance(features, statistics)
-        if not math.isclose(frechet.value, published, rel_tol=AGREEMENT, abs_tol=AGREEMENT):
-            message = (
-                f"row {images.name!r}: {self.distance_name} is {frechet.value:.6g}, by torchmetrics {published:.6g}"
-            )
-            raise RunFailure(message)
-        found = {self.distance_name: Estimate(published, frechet.influence)}
-        if self.reference.sample is not None:
-            if self._within is None:
-                self._within = kernel_within(self.reference.sample)
-            found[self.kernel_name] = kernel_distance(features, self.reference.sample, within=self._within)
-        return found
+    @cached_property
+    def _target(self) -> Target:
+        return Target(self.reference.statistics.mean, self.reference.statistics.covariance)
+
+    @cached_property
+    def _within(self) -> float | None:
+        return None if self.reference.sample is None else kernel_within(self.reference.sample)
 
     def right(self, images: Images) -> dict[str, Tensor]:
         """Whether each picture shows its prompt's attributes: `[n]` of 0 or 1, per attribute; computed once per row.
@@ -253,39 +236,6 @@ class Scale:
         if images.name not in self._right and isinstance(self.extractor, ToyExtractor):
             self._right[images.name] = _right(self.extractor, self.features(images), images.classes)
         return self._right.get(images.name, {})
-
-
-class _Passed(nn.Module):
-    """Features that are extracted already, for torchmetrics."""
-
-    def __init__(self, dimension: int) -> None:
-        super().__init__()
-        self.num_features = dimension
-
-    def forward(self, features: Tensor) -> Tensor:
-        return features
-
-
-def torchmetrics_distance(features: Tensor | Array, reference: FeatureStatistics) -> float:
-    """Frechet distance by torchmetrics, whose figures are the published ones.
-
-    Args:
-        features: `[n, d]`, in memory or memory-mapped.
-        reference: the reference's moments.
-    """
-    need("a Frechet distance", "torchmetrics")
-    from torchmetrics.image.fid import FrechetInceptionDistance
-
-    metric = FrechetInceptionDistance(feature=_Passed(features.shape[1]), sync_on_compute=False).set_dtype(
-        torch.float64
-    )
-    count, mean = reference.count, reference.mean
-    metric.real_features_num_samples = torch.tensor(count)
-    metric.real_features_sum = mean * count
-    metric.real_features_cov_sum = reference.covariance * (count - 1) + count * torch.outer(mean, mean)
-    for rows in batches(features):
-        metric.update(rows, real=False)
-    return float(metric.compute())
 
 
 def score_cell(
@@ -333,16 +283,33 @@ def _distances(images: Images, baseline: Images | None, scales: Sequence[Scale])
         own = scale.distances(images)
         others = scale.distances(baseline) if baseline else {}
         for name, figure in own.items():
-            rows[name] = estimate_as_dict(figure, images.classes)
-            if others:
-                rows[name]["difference"] = _difference(figure, others[name], images.classes, lower_is_better=True)
+            rows[name] = _distance(figure, others.get(name), len(set(images.classes)))
     return rows
 
 
-def _difference(figure: Estimate, other: Estimate, classes: Sequence[int], *, lower_is_better: bool) -> dict[str, Any]:
+def _distance(figure: Distance, other: Distance | None, classes: int) -> dict[str, Any]:
+    """A distance as it is published; its paired difference is that of infinitely many images, and says so.
+
+    The kernel distance has the same expectation for any number of images.
+    """
+    if not isinstance(figure, FrechetFigures):
+        found = figure_as_dict(figure.value, figure.interval())
+        return {**found, "difference": _difference(figure, other, classes)} if isinstance(other, Estimate) else found
+    found = figure_as_dict(figure.published.value, figure.published.interval())
+    if isinstance(other, FrechetFigures):
+        value, interval = figure.limit_difference(other)
+        found["difference"] = {**_judged(value, interval, classes), "images": "infinite"}
+    return found
+
+
+def _difference(figure: Estimate, other: Estimate, classes: int, *, lower_is_better: bool = True) -> dict[str, Any]:
     difference = figure - other
-    found = verdict(difference.interval(classes), len(set(classes)), lower_is_better=lower_is_better)
-    return {**estimate_as_dict(difference, classes), "verdict": found}
+    return _judged(difference.value, difference.interval(), classes, lower_is_better=lower_is_better)
+
+
+def _judged(value: float, interval: Interval | None, classes: int, *, lower_is_better: bool = True) -> dict[str, Any]:
+    said = verdict(interval, classes, lower_is_better=lower_is_better)
+    return {**figure_as_dict(value, interval), "verdict": said}
 
 
 def _paired(images: Images, baseline: Images, changes: Tensor, scale: Scale) -> dict[str, Any]:
@@ -360,12 +327,13 @@ def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) 
     other = scale.right(baseline) if baseline else None
     rows: dict[str, Any] = {}
     for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
-        figure = Estimate.mean(values)
+        figure = Estimate.mean(values, images.classes)
         parts = 1 if name in right else len(right)
         rows[name] = {"value": figure.value, "interval": as_list(share_interval(values, images.classes, parts))}
         if other is not None:
-            before = Estimate.mean(other[name] if name in other else torch.stack(list(other.values())).mean(0))
-            rows[name]["difference"] = _difference(figure, before, images.classes, lower_is_better=False)
+            known = other[name] if name in other else torch.stack(list(other.values())).mean(0)
+            before = Estimate.mean(known, images.classes)
+            rows[name]["difference"] = _difference(figure, before, figure.classes, lower_is_better=False)
     return rows
 
 

@@ -50,7 +50,7 @@ class HunyuanVideo(JointFamily):
         sample = fill(batch, config.in_channels, *size)
         return {
             "hidden_states": sample,
-            "timestep": some_timestep(sample.device).expand(batch),
+            "timestep": some_timestep(sample.device, dtype=sample.dtype).expand(batch),
             "encoder_hidden_states": fill(batch, self.text, config.text_embed_dim),
             "encoder_attention_mask": torch.ones(batch, self.text, device=sample.device, dtype=torch.long),
         }

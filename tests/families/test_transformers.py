@@ -14,7 +14,8 @@ from checks import recorded
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
-from elfatt_sd.families import find_denoisers
+from elfatt_sd.families import family_of, find_denoisers
+from elfatt_sd.methods import Grid
 
 
 class Case(NamedTuple):
@@ -106,3 +107,33 @@ def test_stable_diffusion_3_merges(attention: Any, order: Any) -> None:
     assert torch.equal(run(), untouched)
     with elfatt_sd.patched(pipe, "tome"):
         assert not torch.equal(run(), untouched)
+
+
+@pytest.mark.skipif(
+    not hasattr(diffusers, "HunyuanVideo15Transformer3DModel"),
+    reason="this version of diffusers has no HunyuanVideo 1.5",
+)
+def test_hunyuan_video_15_with_padded_text() -> None:
+    """A call of the model alone: text of two encoders and of an image; its padding is moved to one end."""
+    config: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16}
+    config |= {
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "text_embed_dim": 12,
+        "text_embed_2_dim": 10,
+        "image_embed_dim": 8,
+    }
+    model = tiny.transformer("HunyuanVideo15Transformer3DModel", **config, rope_axes_dim=(4, 6, 6), task_type="t2v")
+    family = family_of(model)
+    generator = torch.Generator().manual_seed(0)
+    given = family.arguments(model, Grid(3, 6, 4), 1, lambda *size: torch.rand(size, generator=generator))
+    given["encoder_attention_mask"][:, 9:] = 0
+    given["encoder_attention_mask_2"][:, 5:] = 0
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            made: torch.Tensor = model(**given, return_dict=False)[0]
+        return made
+
+    joint.check_all_keys(model, run)
+    joint.check_methods(model, run)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.intervals import Estimate as Mean
 from elfatt_sd.evaluation.report.data import Estimate, Results, Row
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval
 from elfatt_sd.evaluation.report.writers import md_table
-from elfatt_sd.evaluation.statistics import Estimate as Mean
 
 _MEASURES = {"psnr": "PSNR, dB", "ssim": "SSIM"}
 _SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common
@@ -74,8 +74,9 @@ def _mean(row: Row, differences: Sequence[float | None]) -> Estimate | None:
     kept = [place for place, value in enumerate(differences) if value is not None]
     if not kept:
         return None
-    mean = Mean.mean(torch.tensor([differences[place] for place in kept], dtype=torch.float64))
-    return Estimate(mean.value, *(mean.interval([row.picture_classes[place] for place in kept]) or (None, None)))
+    values = torch.tensor([differences[place] for place in kept], dtype=torch.float64)
+    mean = Mean.mean(values, [row.picture_classes[place] for place in kept])
+    return Estimate(mean.value, *(mean.interval() or (None, None)))
 
 
 def _text(mean: Estimate, decimals: int) -> str:

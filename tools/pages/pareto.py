@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from elfatt_sd.config import ElfattError, Phase
+from elfatt_sd.evaluation.intervals import BETTER, WORSE
 from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, legend_above
 from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, dig, number, setting_text
 from elfatt_sd.evaluation.report.palette import INK, PAPER
@@ -17,7 +18,6 @@ from elfatt_sd.evaluation.report.palette import METHODS as COLOURS
 from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Measure, Spot, draw_front, front, write_beside
 from elfatt_sd.evaluation.report.text import MISSING, TIMES, decimals_for, fixed, interval, span
 from elfatt_sd.evaluation.report.writers import md_table
-from elfatt_sd.evaluation.statistics import BETTER, WORSE
 from elfatt_sd.presets import METHODS
 from tools.pages.compare import check_alike
 
@@ -135,6 +135,7 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     caption += "and down: 95 % interval; across: fastest and slowest round."
     if measure == "distance":
         caption += " Beyond 1 the axis is logarithmic."
+        caption += _extrapolated(runs)
     if any(entrant.shared for entrant in entrants):
         caption += " Hollow: several steps share the difference to exact attention."
     caption += _threads(runs)
@@ -162,6 +163,15 @@ def _threads(runs: Sequence[Results]) -> str:
     *few, (most, _) = sorted(by_count.items(), key=lambda item: len(item[1]))
     said = [f"{', '.join(f'`{name}`' for name in names)} with {count}" for count, names in few]
     return f" Timed with different numbers of threads: {', '.join(said)}, the others with {most}."
+
+
+def _extrapolated(runs: Sequence[Results]) -> str:
+    """Say which runs have differences of infinitely many images."""
+    names = [f"`{run.name}`" for run in runs if run.distance and run.extrapolated(run.distance)]
+    if not names:
+        return ""
+    whose = "All differences" if len(names) == len(runs) else f"The differences of {', '.join(names)}"
+    return f" {whose} are extrapolated to infinitely many images."
 
 
 def _measures(runs: Sequence[Results]) -> Mapping[str, Measure]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from elfatt_sd.evaluation.intervals import BETTER, WORSE
 from elfatt_sd.evaluation.report.data import BASELINE, NULL, PARTS, Results, Row, shortened
 from elfatt_sd.evaluation.report.palette import BASE, INK, PAPER, Palette
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval
-from elfatt_sd.evaluation.statistics import BETTER, WORSE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,6 +74,8 @@ def differences(results: Results, palette: Palette) -> Chart | str:
     axes.set_xlim(left, right)
     axes.set_xlabel(f"{name} minus untouched (left is better)")
     caption = "Line: 95 % interval of the paired difference. Filled: a verdict, since the interval excludes zero."
+    if results.extrapolated(name):
+        caption += " The difference is extrapolated to infinitely many images."
     if any(row.role == NULL for row in rows):
         caption += (
             " Shaded: the interval of the null row, the untouched pipeline with other seeds, where nothing but chance "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -184,12 +184,22 @@ class Row:
         return next((str(reason) for reason in reasons if reason), None)
 
     def distance(self, name: str) -> Estimate | None:
-        """Return the distance to the reference."""
-        return estimate(dig(self.data, "distances", name))
+        """Return the distance to the reference; the interval of a Frechet distance begins at 0, as no such is below.
+
+        The unbiased estimate of a kernel distance may itself be below 0, so its interval stays as it is.
+        """
+        found = estimate(dig(self.data, "distances", name))
+        if found is None or found.low is None or is_kernel(name):
+            return found
+        return replace(found, low=max(found.low, 0.0))
 
     def difference(self, name: str) -> Estimate | None:
         """Return the paired difference in distance, this row minus the baseline."""
         return estimate(dig(self.data, "distances", name, "difference"))
+
+    def extrapolated(self, name: str) -> bool:
+        """Tell whether that difference is of infinitely many images; otherwise it is that of the two distances."""
+        return bool(dig(self.data, "distances", name, "difference", "images") == "infinite")
 
     def verdict(self, name: str) -> str | None:
         """Return the verdict that the scoring gave."""
@@ -390,13 +400,27 @@ class Results:
         return next((name for name in self.distances if not is_kernel(name)), next(iter(self.distances), None))
 
     def paired_distance(self, row: Row) -> Estimate | None:
-        """Return a row's distance of the main table, its interval that of the difference to the baseline."""
+        """Return the baseline's distance of the main table plus a row's paired difference, with the interval of that.
+
+        Where the difference is extrapolated, this is not the row's own distance. A row without a difference stands at
+        its own distance where differences are not extrapolated, and nowhere else.
+        """
         name = self.distance or ""
         own, difference = row.distance(name), row.difference(name)
         base = None if self.baseline is None else self.baseline.distance(name)
-        if own is None or base is None or difference is None or difference.ends is None:
-            return own and Estimate(own.value)
-        return Estimate(own.value, *(base.value + end for end in difference.ends))
+        if base is None or difference is None:
+            return own and Estimate(own.value) if row is self.baseline or not self.extrapolated(name) else None
+        ends = difference.ends and tuple(base.value + end for end in difference.ends)
+        return Estimate(base.value + difference.value, *(ends or ()))
+
+    def extrapolated(self, name: str) -> bool:
+        """Tell whether paired differences in a distance are of infinitely many images."""
+        return any(row.extrapolated(name) for row in self.rows)
+
+    @cached_property
+    def kernel(self) -> str | None:
+        """The kernel distance of the same features as the distance of the main table, or the first one."""
+        return next((name for name in self.distances if is_kernel(name) and name != self.distance), None)
 
     @cached_property
     def attributes(self) -> list[str]:

@@ -63,11 +63,16 @@ def _distance(results: Results, palette: Palette, what: str, file: str, across: 
     name = results.distance
     if name is None:
         return f"Distance over {what}: no distance was measured."
-    up = Measure(f"{name} (down is better)", results.paired_distance)
+    limit = results.extrapolated(name)
+    title = f"{name} of untouched + difference" if limit else name
+    up = Measure(f"{title} (down is better)", results.paired_distance)
     caption = (
         f"Line up and down: 95 % interval of the paired difference in {name} to the untouched pipeline (dashed); that "
         f"of {name} itself, in the table, is wider."
     )
+    if limit:
+        caption += f" Height: {name} of the untouched pipeline plus the row's difference, extrapolated to infinitely "
+        caption += "many images."
     return _tradeoff(results, palette, file, f"{name} over {what}", across, up, caption)
 
 

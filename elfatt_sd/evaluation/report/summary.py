@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
+from elfatt_sd.evaluation.intervals import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.evaluation.report.data import PARTS, Estimate, Results, Row, dig, is_kernel, number, numbers
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, join_names, plural, span
 from elfatt_sd.evaluation.results import left_out_of_references, unreadable_references
-from elfatt_sd.evaluation.statistics import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 
 _COUNTED = (
     (BETTER, "{0} {1} better than the untouched pipeline"),
@@ -30,17 +30,17 @@ _TRIFLE = 0.05  # by which the untouched pipeline may differ from itself before 
 def headline(results: Results) -> str:
     """Say what a user wants to know: the fastest method that is not shown to be worse, and how close it stays."""
     faster = [row for row in results.methods if not row.failed and _is_faster(results, row)]
-    good = [row for row in faster if _verdict_of(results, row) in (BETTER, NO_DIFFERENCE)]
+    judged = [row for row in faster if _verdict_of(results, row) in (BETTER, NO_DIFFERENCE)]
+    good = [row for row in judged if not _is_worse(results, row)]
     if good:
         best = _fastest(results, good)
-        said = "better" if _verdict_of(results, best) == BETTER else "not shown to be worse"
-        return f"{_as_fast(results, best)}, {said} in {results.distance}{_closeness(best)}{_beside_null(results)}."
+        return f"{_as_fast(results, best)}, {_said(results, best)}{_closeness(best)}{_beside_null(results)}."
     if not faster:
         return _no_gain(results)
     best = _fastest(results, faster)
-    if _verdict_of(results, best) == WORSE:
+    if _is_worse(results, best):
         start = f"No setting is shown to be faster without being worse. {_as_fast(results, best)}"
-        return f"{start}, but worse in {results.distance}{_closeness(best)}."
+        return f"{start}, but {_said(results, best)}{_closeness(best)}."
     figures = f"{_as_fast(results, best)}{_closeness(best)}{_beside_null(results)}"
     return f"{figures}. Its quality is not judged: {_no_verdict(results)}."
 
@@ -62,13 +62,36 @@ def _no_gain(results: Results) -> str:
 def recommended(results: Results) -> Row | None:
     """Return the row that a reader should look at first: the fastest that is not worse, otherwise the fastest."""
     timed = [row for row in results.methods if not row.failed and row.speedup(results.time_part)]
-    good = [row for row in timed if _verdict_of(results, row) != WORSE] or timed
+    good = [row for row in timed if not _is_worse(results, row)] or timed
     known = [row for row in results.methods if not row.failed]
     return _fastest(results, good) if good else next(iter(known), None)
 
 
 def _verdict_of(results: Results, row: Row) -> str | None:
     return row.verdict(results.distance) if results.distance else None
+
+
+def _kernel_verdict(results: Results, row: Row) -> str | None:
+    """Return the verdict on the kernel distance of the same features; None where it says no more than the other."""
+    said = row.verdict(results.kernel) if results.kernel else None
+    return None if said == TOO_FEW else said
+
+
+def _is_worse(results: Results, row: Row) -> bool:
+    return WORSE in (_verdict_of(results, row), _kernel_verdict(results, row))
+
+
+def _said(results: Results, row: Row) -> str:
+    """Write both verdicts: `better in FID and KID`, or `not shown to be worse in FID, but worse in KID`."""
+    first, second = _verdict_of(results, row), _kernel_verdict(results, row)
+    words = {BETTER: "better", WORSE: "worse"}
+    start = f"{words.get(first or '', 'not shown to be worse')} in {results.distance}"
+    if second is None:
+        return start
+    if first == second:
+        return f"{start} and {results.kernel}"
+    join = "but" if WORSE in (first, second) else "and"
+    return f"{start}, {join} {words.get(second, 'not shown to be worse')} in {results.kernel}"
 
 
 def _fastest(results: Results, rows: Sequence[Row]) -> Row:
@@ -136,13 +159,15 @@ def _verdict_counts(results: Results) -> str:
     failed = sum(row.failed is not None for row in results.methods)
     parts += [f"{failed} failed"] if failed else []
     if any(count for _, count in counts):
-        return f"by {name}, {join_names(parts)}"
+        others = len(_disagreeing(results))
+        beside = f"; {results.kernel} disagrees on {others}" if others else ""
+        return f"by {name}, {join_names(parts)}{beside}"
     return join_names([f"no verdict, since {_no_verdict(results)}", *parts])
 
 
 def findings(results: Results) -> list[str]:
     """Return one sentence for each thing a reader must know: verdicts by name, chance, speed, kernels, memory, gaps."""
-    parts = (_named_verdicts, _null, _bias, _speed, _kernels, _memory)
+    parts = (_named_verdicts, _disagreement, _null, _bias, _speed, _kernels, _memory)
     found = [part(results) for part in parts]
     return [sentence for sentence in (*found, *_gaps(results)) if sentence]
 
@@ -165,6 +190,21 @@ def _named_verdicts(results: Results) -> str:
         chance = f"; of {count} rows that do not differ, about {max(round(count * _ERROR_RATE), 1)} would get one"
     rest = f"verdicts rest on the paired 95 % interval of the difference in {name}{chance}"
     return f"{text[0].upper()}{text[1:]} ({rest})."
+
+
+def _disagreeing(results: Results) -> list[Row]:
+    """Return the methods whose kernel distance has another verdict."""
+    pairs = ((row, _verdict_of(results, row), _kernel_verdict(results, row)) for row in results.methods)
+    return [row for row, first, second in pairs if None not in (first, second) and first != second]
+
+
+def _disagreement(results: Results) -> str:
+    """Name the rows on which the two distances disagree, with what the kernel distance says."""
+    rows = _disagreeing(results)
+    said = [(title, [row for row in rows if _kernel_verdict(results, row) == title]) for title, _ in _COUNTED]
+    parts = [f"{title}: {_grouped(found)}" for title, found in said if found]
+    start = f"{results.kernel} disagrees with {results.distance}, so look at both"
+    return f"{start}. By {results.kernel}, {'; '.join(parts)}." if parts else ""
 
 
 def _grouped(rows: Sequence[Row]) -> str:
@@ -211,7 +251,9 @@ def _bias(results: Results) -> str:
     if fewest is None or results.features is None or fewest > results.features:
         return ""
     unbiased = next((name for name in results.distances if is_kernel(name)), None)
-    other = f"; {unbiased}, among the other measures, is free of it" if unbiased else ""
+    free = ["the difference, which is extrapolated"] if results.extrapolated(results.distance or "") else []
+    free += [f"{unbiased}, among the other measures"] if unbiased else []
+    other = f"; {join_names(free)}, {'are' if len(free) > 1 else 'is'} free of it" if free else ""
     return (
         f"{plural(fewest, 'picture')} a row are no more than the {results.features} features of {results.distance}: "
         f"its value is raised by that, and not by the same amount for pictures of another variety{other}."

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elfatt_sd.evaluation.intervals import BETTER, TOO_FEW, WORSE
 from elfatt_sd.evaluation.report.data import (
     BASELINE,
     NULL,
@@ -15,7 +16,6 @@ from elfatt_sd.evaluation.report.data import (
     Estimate,
     Results,
     Row,
-    is_kernel,
     number,
     setting_text,
     setting_title,
@@ -32,9 +32,9 @@ from elfatt_sd.evaluation.report.text import (
     unit_for,
     unit_text,
 )
-from elfatt_sd.evaluation.statistics import BETTER, TOO_FEW, WORSE
 
 DASH = "—"
+EXTRAPOLATED = ", extrapolated"  # of a difference with infinitely many images
 REFERENCE = "reference"
 THIS_RUN = "This run"
 OTHER_PICTURE = 20  # dB: below, little is left of the untouched picture; unrelated ones have 10 to 20
@@ -166,8 +166,8 @@ def study_table(results: Results) -> Table:
         ("Feature cosine", _paired_maker(results, "cosine", 2)),
     ]
     if results.distance is not None:
-        _, difference, verdict = _distance_columns(results, results.distance)
-        makers += [(f"{results.distance} difference", difference[1]), verdict]
+        _, (title, difference), verdict = _distance_columns(results, results.distance)
+        makers += [(f"{results.distance} {title[0].lower()}{title[1:]}", difference), verdict]
     if "mean" in results.attributes:
         makers += [("Accuracy ↑", _accuracy_maker(results))]
     part = "unet" if any(row.seconds("unet") is not None for row in results.rows) else results.time_part
@@ -227,22 +227,12 @@ def _count(value: int | None) -> Entry:
 
 def _distance_columns(results: Results, name: str) -> list[tuple[str, _Maker]]:
     power = unit_for(row.distance(name) for row in results.rows)
-    values = _estimate_maker(results, lambda row: in_unit(shown_distance(row, name), power))
+    values = _estimate_maker(results, lambda row: in_unit(row.distance(name), power))
     difference = _difference_maker(results, lambda row: in_unit(row.difference(name), power))
     verdict, unit = _verdict_maker(lambda row: row.verdict(name)), unit_text(power)
     titles = ("Difference", "Verdict") if name == results.distance else (f"{name} difference", f"{name} verdict")
-    return [(f"{name}{unit} ↓", values), (f"{titles[0]}{unit}", difference), (titles[1], verdict)]
-
-
-def shown_distance(row: Row, name: str) -> Estimate | None:
-    """Return a distance as it is printed: the interval of a Frechet distance, which is never below 0, begins there.
-
-    The unbiased estimate of a kernel distance may itself be below 0, so its interval stays as it is.
-    """
-    found = row.distance(name)
-    if found is None or found.ends is None or is_kernel(name):
-        return found
-    return replace(found, low=max(found.ends[0], 0.0))
+    limit = EXTRAPOLATED if results.extrapolated(name) else ""
+    return [(f"{name}{unit} ↓", values), (f"{titles[0]}{limit}{unit}", difference), (titles[1], verdict)]
 
 
 def _accuracy_difference(results: Results) -> list[tuple[str, _Maker]]:

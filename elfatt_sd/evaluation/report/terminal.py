@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from elfatt_sd.evaluation.intervals import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE
 from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row
 from elfatt_sd.evaluation.report.summary import headline, limits
 from elfatt_sd.evaluation.report.text import TIMES, decimals_for, fixed
-from elfatt_sd.evaluation.statistics import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE
 
 _VERDICTS = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "none shown", TOO_FEW: "not judged"}
 _GAP, _LEAST = 2, 12  # characters between columns, and of a row's name

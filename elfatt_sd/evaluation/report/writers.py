@@ -127,6 +127,7 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
     for name in results.distances:
         record |= _columns(name, row.distance(name)) | _columns(f"{name} difference", row.difference(name))
         record[f"{name} verdict"] = row.verdict(name)
+        record[f"{name} difference extrapolated"] = row.extrapolated(name) or None
     for measure in ("psnr", "ssim", "cosine"):
         spread = _columns(
             f"{measure} median", row.pictures(measure), (f"{measure} quartile 1", f"{measure} quartile 3")

@@ -1,0 +1,178 @@
+"""The squared Frechet distance to a reference: the published figure, and what it tends to with more and more images.
+
+The published figure D_n of n images is biased upwards, more for images of more variety, so with few images per feature
+it prefers methods that lose variety. Verdicts therefore rest on an estimate of D with infinitely many images.
+Legend for shapes: n images, d features, g classes, q scales.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.intervals import Estimate, Groups, Interval
+from elfatt_sd.evaluation.spectrum import Spectrum, by_class, integral
+from elfatt_sd.evaluation.statistics import Features, FeatureStatistics
+
+
+def frechet_distance(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covariance2: Tensor) -> float:
+    """Squared Frechet distance of two Gaussians, from symmetric eigenvalues only (Dowson and Landau 1982).
+
+    |mu1 - mu2|^2 + tr(S1 + S2) - 2 tr (F^T S2 F)^(1/2) with S1 = F F^T. F leaves out the directions in which the
+    covariance of lower rank is zero: with fewer samples than features these would add noise.
+
+    Args:
+        mean1: `[d]`.
+        covariance1: `[d, d]`.
+        mean2: `[d]`.
+        covariance2: `[d, d]`.
+    """
+    mean1, covariance1, mean2, covariance2 = (x.to(torch.float64) for x in (mean1, covariance1, mean2, covariance2))
+    first, second = _factor(covariance1), _factor(covariance2)
+    factor, other = (first, covariance2) if first.shape[1] <= second.shape[1] else (second, covariance1)
+    roots = torch.linalg.eigvalsh(_symmetric(factor.T @ other @ factor)).clamp_min(0).sqrt()
+    return float((mean1 - mean2).square().sum() + covariance1.trace() + covariance2.trace() - 2 * roots.sum())
+
+
+def _factor(covariance: Tensor) -> Tensor:
+    """F `[d, rank]` with F F^T the covariance."""
+    values, vectors = torch.linalg.eigh(_symmetric(covariance))
+    kept = values > values.abs().max() * len(values) * torch.finfo(torch.float64).eps
+    factor: Tensor = vectors[:, kept] * values[kept].sqrt()
+    return factor
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.T) / 2
+
+
+class Target:
+    """The Gaussian of a reference, whose factor is computed once for many rows."""
+
+    def __init__(self, mean: Tensor, covariance: Tensor) -> None:
+        """Take a mean `[d]` and a covariance `[d, d]`."""
+        self.mean, self.covariance = mean.to(torch.float64), covariance.to(torch.float64)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """F `[d, rank]` with F F^T the covariance."""
+        return _factor(self.covariance)
+
+    @property
+    def rank(self) -> int:
+        """Directions in which the reference varies."""
+        return self.factor.shape[1]
+
+
+@dataclass(frozen=True)
+class FrechetFigures:
+    """What n images say of their squared Frechet distance to a reference.
+
+    Attributes:
+        published: the distance of these n images, D_n, as it is published.
+        least: the distance of infinitely many images, where the scales below those that the images resolve hold as
+            many directions as they can. Equal to `most` with more images than features.
+        most: the same, where these scales hold no direction more.
+    """
+
+    published: Estimate
+    least: Estimate
+    most: Estimate
+
+    def limit_difference(self, other: FrechetFigures) -> tuple[float, Interval | None]:
+        """The paired difference with infinitely many images, and its interval of 95 %; both ends hold for all scales.
+
+        Args:
+            other: the figures of other images of the same prompts and latents, to the same reference.
+        """
+        ends = [self.least - other.least, self.most - other.most]
+        intervals = [end.interval() for end in ends]
+        known = [interval for interval in intervals if interval is not None]
+        value = (ends[0].value + ends[1].value) / 2
+        return value, (min(low for low, _ in known), max(high for _, high in known)) if known else None
+
+
+def frechet_figures(features: Features, target: Target, groups: Groups) -> FrechetFigures:
+    """Measure images against a reference, with what every class of images does to the figures.
+
+    D_n follows the definition. D of infinitely many images needs tr S^(1/2) of the images' distribution; its mean and
+    variance enter as the mean of |x - mu|^2, which has no bias. Where n images show phi(t), their distribution has that
+    at the larger scale k(t), and the root is the integral over k in place of t / (n - 1). k(t) is known from how far an
+    image lies from images of other classes: k = t phi_out / phi, phi_out the mean of x^T (S_(-g) + t)^(-1) x over
+    images x of class g. For independent light-tailed images this is t / (n - 1 - phi), the equation of Marcenko and
+    Pastur (1967) that Tiomoko and Couillet (2019) use for this distance; the mean over classes left out also holds for
+    heavy tails and for images of a class that resemble each other. Chong and Forsyth (2020) extrapolate in 1 / n; that
+    needs n far above d, this does not. Scales below k(0), of n images with n below d, are not seen: there are between
+    none and all directions that the images leave, and both ends are given.
+
+    Args:
+        features: `[n, d]`, in memory or memory-mapped.
+        target: the reference.
+        groups: the class of each image, n of them.
+
+    Raises:
+        ElfattError: there are fewer than 2 images, or the numbers of features differ.
+    """
+    count, dimension = features.shape
+    if dimension != len(target.mean):
+        known = len(target.mean)
+        message = f"features have {dimension} columns, the reference {known}; give a reference of the same extractor."
+        raise ElfattError(message)
+    statistics = FeatureStatistics.of(features)
+    trace, shift = statistics.covariance.trace(), statistics.mean - target.mean
+    constant, length, free = (
+        target.covariance.trace(),
+        shift.square().sum(),
+        torch.tensor(count - 1, dtype=torch.float64),
+    )
+    spectrum = Spectrum(features, statistics, target.factor)
+    left = by_class(features, statistics.mean, shift, spectrum, groups)
+
+    # the derivative of D_n in the weight of each class, with the diagonal of a root (Jaeckel's infinitesimal jackknife)
+    slope = 2 * left.along / count + left.squares / free - left.roots / free.sqrt()
+    slope = slope - left.sizes / count * slope.sum()
+    near = left.squares + 2 * left.along + left.sizes * length  # sum of |x - mu|^2 over the images of each class
+    alone = count - left.sizes.max() < 2  # no distance is left without a class
+    published = length + trace + constant - 2 * spectrum.root / free.sqrt()
+    ratio = torch.ones_like(spectrum.scales) if alone else left.outside * (free - spectrum.phi) / spectrum.phi
+    roots = _limit_roots(spectrum, spectrum.root, spectrum.phi, spectrum.slope, ratio, free, target.rank)
+    limits = near.sum() / count + constant - 2 * roots
+    if alone:
+        return FrechetFigures(*(Estimate(value.item(), slope[None]) for value in (published, *limits)))
+
+    rest = count - left.sizes
+    root = spectrum.root - integral(spectrum.scales, spectrum.slope - left.slope)
+    moved = length - 2 * left.along / rest + left.sums / rest.square()
+    spread = (trace * free - left.squares - left.sums / rest) / (rest - 1)
+    published_without = moved + spread + constant - 2 * root / (rest - 1).sqrt()
+    roots = _limit_roots(spectrum, root, left.phi, left.slope, ratio, rest - 1, target.rank)
+    limits_without = (near.sum() - near) / rest + constant - 2 * roots
+    figures = ((published, published_without), *zip(limits, limits_without, strict=True))
+    return FrechetFigures(*(Estimate.jackknife(value.item(), without, slope) for value, without in figures))
+
+
+def _limit_roots(
+    spectrum: Spectrum, root: Tensor, phi: Tensor, slope: Tensor, ratio: Tensor, free: Tensor, rank: int
+) -> Tensor:
+    """Roots of the distribution `[2, ...]`, with all directions below the scales that are seen, and with none.
+
+    Args:
+        spectrum: of the images.
+        root: tr S^(1/2) of their scatter, `[...]`.
+        phi: degrees of freedom, `[..., q]`.
+        slope: their decrease, `[..., q]`.
+        ratio: of k to t / (free - phi), `[q]`.
+        free: number of images minus 1, `[...]`.
+        rank: of the reference's covariance.
+    """
+    free = free[..., None]
+    scales = ratio * spectrum.scales / (free - phi).clamp_min(torch.finfo(torch.float64).eps)
+    sampled = spectrum.scales / free
+    seen = root / free[..., 0].sqrt() + integral(scales, slope) - integral(sampled, slope)
+    below = 2 / math.pi * scales[..., 0].sqrt() * (rank - phi[..., 0]).clamp_min(0)
+    return torch.stack((seen + below, seen))

@@ -1,0 +1,312 @@
+"""Frechet distances and their intervals on data whose answer is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from draws import moments, normal, spread
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchmetrics.image.fid import FrechetInceptionDistance
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import kernel, spectrum, statistics
+from elfatt_sd.evaluation.frechet import Target, frechet_distance, frechet_figures
+from elfatt_sd.evaluation.intervals import FEWEST_CLASSES
+from elfatt_sd.evaluation.kernel import kernel_distance
+
+FIGURES = ("published", "least", "most")
+
+
+def test_distance_of_gaussians_with_a_known_answer() -> None:
+    mean1, mean2 = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.0, 0.0, 2.0])
+    deviation1, deviation2 = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 2.0, 1.0])
+    # commuting covariances: the sum of squared differences of means and of standard deviations
+    turn = torch.linalg.qr(normal(3, 3, 4)).Q
+    one, two = (turn @ torch.diag(deviation.double() ** 2) @ turn.T for deviation in (deviation1, deviation2))
+    assert frechet_distance(mean1, one, mean2, two) == pytest.approx(9 + 9 + 0 + 4, rel=1e-12)
+
+
+def published(features: Tensor, mean: Tensor, covariance: Tensor) -> float:
+    return frechet_figures(features, Target(mean, covariance), range(len(features))).published.value
+
+
+def test_distance_to_itself_is_zero() -> None:
+    for count, dimension in ((300, 40), (30, 100)):
+        features = 5 + normal(count, dimension, 5)
+        mean, covariance = moments(features)
+        assert abs(frechet_distance(mean, covariance, mean, covariance)) < 1e-9 * covariance.trace()
+        assert abs(published(features, mean, covariance)) < 1e-9 * covariance.trace()
+
+
+def high_precision_distance(features: Tensor, mean: Tensor, covariance: Tensor) -> float:
+    """The definition, tr (S1 S2)^(1/2) from the eigenvalues of the product, with 60 digits."""
+    with mpmath.workdps(60):
+        rows = mpmath.matrix(features.tolist())
+        count, dimension = rows.rows, rows.cols
+        centre = [mpmath.fsum(rows[i, j] for i in range(count)) / count for j in range(dimension)]
+        centred = mpmath.matrix(count, dimension)
+        for i in range(count):
+            for j in range(dimension):
+                centred[i, j] = rows[i, j] - centre[j]
+        own = centred.T * centred / (count - 1)
+        values, _ = mpmath.eig(own * mpmath.matrix(covariance.tolist()))
+        roots = mpmath.fsum(mpmath.re(mpmath.sqrt(value)) for value in values)
+        traces = mpmath.fsum(own[j, j] + mpmath.mpf(covariance[j, j].item()) for j in range(dimension))
+        shift = mpmath.fsum((centre[j] - mpmath.mpf(mean[j].item())) ** 2 for j in range(dimension))
+        return float(shift + traces - 2 * roots)
+
+
+@pytest.mark.parametrize(("count", "dimension"), [(6, 14), (20, 8)])
+def test_distance_against_a_high_precision_reference(count: int, dimension: int) -> None:
+    features = normal(count, dimension, 6) * spread(dimension)
+    mean, covariance = moments(0.3 + normal(100, dimension, 7) @ normal(dimension, dimension, 8) / 3)
+    expected = high_precision_distance(features, mean, covariance)
+    assert published(features, mean, covariance) == pytest.approx(expected, rel=1e-10)
+    assert frechet_distance(*moments(features), mean, covariance) == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize(("count", "dimension"), [(60, 24), (20, 48), (48, 48)])
+def test_agreement_with_torchmetrics(count: int, dimension: int) -> None:
+    class Flat(torch.nn.Module):
+        num_features = dimension
+
+        def forward(self, images: Tensor) -> Tensor:
+            return images.double() / 255
+
+    pictures = [torch.randint(0, 256, (n, dimension), generator=torch.Generator().manual_seed(n)) for n in (200, count)]
+    metric = FrechetInceptionDistance(feature=Flat()).set_dtype(torch.float64)
+    metric.update(pictures[0], real=True)
+    metric.update(pictures[1], real=False)
+    mean, covariance = moments(pictures[0] / 255)
+    features = pictures[1].double() / 255
+    expected = metric.compute().item()
+    # torchmetrics works with a defective product where there are fewer pictures than features
+    assert published(features, mean, covariance) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert frechet_distance(*moments(features), mean, covariance) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_memory_mapped_features_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = normal(50, 6, 11).float()
+    np.save(tmp_path / "features.npy", features.numpy())
+    target, classes = Target(*moments(normal(100, 6, 12))), torch.arange(50) // 2
+    whole = frechet_figures(features, target, classes)
+    for module in (statistics, spectrum):
+        monkeypatch.setattr(module, "ROWS", 16)
+    monkeypatch.setattr(spectrum, "ELEMENTS", 16)
+    pieces = frechet_figures(np.load(tmp_path / "features.npy", mmap_mode="r"), target, classes)
+    for part in FIGURES:
+        torch.testing.assert_close(getattr(pieces, part).moves, getattr(whole, part).moves, rtol=1e-7, atol=1e-10)
+        assert getattr(pieces, part).value == pytest.approx(getattr(whole, part).value, rel=1e-9)
+
+
+def weighted_distance(features: Tensor, weights: Tensor, mean: Tensor, covariance: Tensor) -> float:
+    """Frechet distance when picture i counts weights[i] times (n - 1 scales with the total weight)."""
+    total = weights.sum()
+    count = len(features)
+    centre = (weights[:, None] * features).sum(0) / total
+    centred = features - centre
+    own = centred.T @ (weights[:, None] * centred) / total * (count / (count - 1))
+    return frechet_distance(centre, own, mean, covariance)
+
+
+@pytest.mark.parametrize(("count", "dimension"), [(12, 30), (40, 10)])
+def test_influence_is_the_derivative(count: int, dimension: int) -> None:
+    features = normal(count, dimension, 14) * spread(dimension)
+    mean, covariance = moments(0.2 + normal(300, dimension, 15) * spread(dimension))
+    slope = frechet_figures(features, Target(mean, covariance), range(count)).published.moves[0]
+    assert abs(slope.sum()) < 1e-9
+    step = 1e-4
+    for image in (0, count // 2, count - 1):
+        change = torch.zeros(count, dtype=torch.float64)
+        change[image] = step
+        ones = torch.ones(count, dtype=torch.float64)
+        up, down = (weighted_distance(features, ones + sign * change, mean, covariance) for sign in (1, -1))
+        assert (up - down) / (2 * step) == pytest.approx(slope[image].item(), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("count", "dimension"), [(24, 40), (80, 20)])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_distance_without_a_class_is_exact(count: int, dimension: int, size: int) -> None:
+    """Against the distance of the images that remain; classes of 8 take an eigenproblem each where features are few."""
+    features = normal(count, dimension, 14) * spread(dimension)
+    target, classes = (
+        Target(*moments(0.2 + normal(300, dimension, 15) * spread(dimension))),
+        torch.arange(count) // size,
+    )
+    found = frechet_figures(features, target, classes).published.moves[1]
+    groups = [classes != number for number in range(found.shape[0])]
+    without = torch.tensor([published(features[kept], target.mean, target.covariance) for kept in groups])
+    expected = (without.mean() - without) * (len(without) - 1) / len(without)
+    torch.testing.assert_close(found, expected.double(), rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_classes_of_any_size_and_order_count() -> None:
+    features, target = normal(60, 12, 16), Target(*moments(normal(200, 12, 17)))
+    classes = torch.randint(0, 9, (60,), generator=torch.Generator().manual_seed(18))
+    order = torch.argsort(classes, stable=True)
+    one, other = (frechet_figures(features[rows], target, classes[rows]) for rows in (torch.arange(60), order))
+    torch.testing.assert_close(one.most.moves, other.most.moves, rtol=1e-7, atol=1e-10)
+
+
+def test_one_class_and_two_images_have_no_interval() -> None:
+    target = Target(*moments(normal(50, 6, 19)))
+    for features, classes in ((normal(20, 6, 20), [0] * 20), (normal(2, 6, 21), [0, 0])):
+        found = frechet_figures(features, target, classes)
+        assert found.published.interval() is None
+        value, interval = found.limit_difference(found)
+        assert (value, interval) == (0, None)
+
+
+@pytest.mark.parametrize(("count", "dimension"), [(100, 400), (100, 100), (300, 100)])
+@pytest.mark.parametrize("heavy", [False, True])
+def test_the_limit_is_that_of_infinitely_many_images(count: int, dimension: int, heavy: bool) -> None:
+    """A method that loses 3 % of its variety is worse; by the published distance it looks better with few images."""
+    generator, scale = torch.Generator().manual_seed(22), spread(dimension)
+    target = Target(torch.zeros(dimension), torch.diag(scale**2))
+    differences, least, most = [], [], []
+    for _ in range(40):
+        features = torch.randn(count, dimension, generator=generator, dtype=torch.float64) * scale
+        if heavy:  # Student's t with 6 degrees of freedom for all features of an image
+            squares = torch.randn(count, 6, generator=generator, dtype=torch.float64).square().sum(1, keepdim=True)
+            features *= (4 / squares).sqrt()
+        after, before = (frechet_figures(each, target, range(count)) for each in (0.97 * features, features))
+        differences.append(after.published.value - before.published.value)
+        least.append(before.least.value)
+        most.append(before.most.value)
+    bias = sum(differences) / 40
+    assert bias < -0.003 * scale.square().sum()
+    room = 5 * torch.tensor(most).std().item() / 40**0.5 + 0.02 * scale.square().sum().item()
+    assert sum(least) / 40 < room
+    assert sum(most) / 40 > -room
+    if count >= dimension:
+        assert abs(sum(least) / 40) < room
+
+
+@pytest.mark.parametrize(
+    ("count", "dimension", "null"), [(120, 16, False), (60, 80, False), (60, 80, True)], ids=["n>d", "n<d", "null row"]
+)
+def test_interval_of_the_paired_difference_covers(count: int, dimension: int, null: bool) -> None:
+    """Simulated runs: two pictures a class, a method that alters the baseline's features, or other seeds.
+
+    Of 200 intervals of 95 %, 190 contain the expectation on average, with a standard deviation of 3; more are safe.
+    An interval of two thirds of the width would contain 162, an unpaired one all and be far too wide.
+    """
+    generator = torch.Generator().manual_seed(16)
+    scale, classes = spread(dimension), torch.arange(count) // 2
+    target = Target(torch.full((dimension,), 0.05), torch.diag(scale**2))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    differences, widths, unpaired, intervals = [], [], [], []
+    for _ in range(200):
+        shared = draw(count // 2, dimension).repeat_interleave(2, 0)
+        before = (0.7 * shared + 0.7 * draw(count, dimension)) * scale
+        other = (
+            0.7 * shared + 0.7 * draw(count, dimension)
+            if null
+            else before / scale * 1.03 + 0.15 * draw(count, dimension)
+        )
+        one, two = (frechet_figures(features, target, classes).published for features in (other * scale, before))
+        interval = (one - two).interval()
+        assert interval is not None
+        differences.append(one.value - two.value)
+        intervals.append(interval)
+        widths.append(interval[1] - interval[0])
+        unpaired.append(((one.standard_error() or 0) ** 2 + (two.standard_error() or 0) ** 2) ** 0.5 * 4)
+    truth = sum(differences) / len(differences)
+    covered = sum(low <= truth <= high for low, high in intervals)
+    assert covered >= 178
+    deviation = torch.tensor(differences).std().item()
+    assert sum(widths) / len(widths) < 1.6 * 4 * deviation
+    if not null:
+        assert sum(widths) < 0.6 * sum(unpaired)
+
+
+def test_interval_agrees_with_a_bootstrap_over_classes() -> None:
+    count, dimension = 240, 12
+    before = normal(count, dimension, 17)
+    after = before * 1.05 + 0.2 * normal(count, dimension, 18)
+    mean, covariance = moments(normal(3000, dimension, 19))
+    classes = torch.arange(count) // 2
+    one, two = (frechet_figures(side, Target(mean, covariance), classes).published for side in (after, before))
+    error = (one - two).standard_error()
+    generator = torch.Generator().manual_seed(20)
+    replicates = []
+    for _ in range(300):
+        chosen = torch.randint(count // 2, (count // 2,), generator=generator)
+        rows = torch.stack([2 * chosen, 2 * chosen + 1], 1).flatten()
+        one, two = (frechet_distance(*moments(side[rows]), mean, covariance) for side in (after, before))
+        replicates.append(one - two)
+    assert error == pytest.approx(torch.tensor(replicates).std().item(), rel=0.25)
+
+
+def test_the_fewest_classes_are_those_that_do_not_miss_rare_damage() -> None:
+    """A method that sharpens all pictures a little and breaks one in ten: it is worse, and must not be called better.
+
+    Wrong verdicts of 400 simulated runs, by the number of pictures, one a class.
+    """
+    generator = torch.Generator().manual_seed(29)
+    target = Target(torch.zeros(8), torch.eye(8))
+
+    def wrong(count: int) -> float:
+        differences, better = [], 0
+        for _ in range(400):
+            before = 1.2 * torch.randn(count, 8, generator=generator, dtype=torch.float64)
+            broken = (torch.rand(count, 1, generator=generator) < 0.1).double()
+            after = 0.95 * before + 2 * broken
+            one, two = (frechet_figures(features, target, range(count)) for features in (after, before))
+            value, interval = one.limit_difference(two)
+            assert interval is not None
+            differences.append(value)
+            better += interval[1] < 0
+        assert sum(differences) > 0
+        return better / 400
+
+    assert wrong(FEWEST_CLASSES) <= 0.07  # a rate of 5 %, and two standard deviations of chance
+    assert wrong(5) > 0.25
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return made
+
+
+@pytest.mark.parametrize("count", [512, 4096])
+def test_no_matrix_grows_with_the_number_of_pictures(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One number for each picture; apart from that nothing is larger than a piece of the file and its kernel."""
+    for module in (statistics, spectrum):
+        monkeypatch.setattr(module, "ROWS", 64)
+    monkeypatch.setattr(spectrum, "ELEMENTS", 2048)
+    monkeypatch.setattr(kernel, "KERNEL_SAMPLE", 32)
+    np.save(tmp_path / "features.npy", normal(count, 16, 28).float().numpy())
+    features = np.load(tmp_path / "features.npy", mmap_mode="r")
+    reference = normal(32, 16, 29)
+    mean, covariance = moments(reference)
+    with Largest() as largest:
+        frechet_figures(features, Target(mean, covariance), torch.arange(count) // 2)
+        kernel_distance(features, reference, torch.arange(count) // 2)
+    scales = 64  # at most; of every class one number for each
+    assert largest.elements <= max(64 * 32, count * scales)
+
+
+def test_another_extractor_is_refused() -> None:
+    mean, covariance = moments(normal(20, 5, 26))
+    with pytest.raises(ElfattError, match="4 columns, the reference 5"):
+        frechet_figures(normal(10, 4, 27), Target(mean, covariance), range(10))
