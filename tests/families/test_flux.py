@@ -102,3 +102,18 @@ def test_ids_that_are_no_grid_leave_the_call_exact(flux: Any) -> None:
         elfatt_sd.apply_patch(transformer, PatchConfig("few", (Phase(1.0, "cell_spread", block_size=4),)))
         with pytest.warns(UserWarning, match="no grid"):
             assert torch.equal(transformer(**arguments).sample, untouched)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_that_differ_by_query_leave_the_call_exact(flux: Any, dtype: torch.dtype) -> None:
+    """As those of regional prompts do."""
+    transformer = flux.transformer
+    arguments = family_of(transformer).arguments(transformer, Grid.image(4, 6), 1, torch.rand)
+    tokens = arguments["encoder_hidden_states"].shape[1] + 24
+    mask = (torch.rand(1, 1, tokens, tokens, generator=generator()) > 0.3).to(dtype)
+    arguments["joint_attention_kwargs"] = {"attention_mask": mask}
+    with torch.no_grad():
+        untouched = transformer(**arguments).sample
+        elfatt_sd.apply_patch(transformer, PatchConfig("few", (Phase(1.0, "cell_spread", block_size=4),)))
+        with pytest.warns(UserWarning, match="a mask that is not of keys alone"):
+            assert torch.equal(transformer(**arguments).sample, untouched)
