@@ -19,7 +19,7 @@ from checks import runner
 from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
 
 import elfatt_sd
-from elfatt_sd import autotune, processor
+from elfatt_sd import autotune, calls
 from elfatt_sd.autotune import Decision, Decisions, Tuner, decision_key
 from elfatt_sd.calls import Call, Denoiser, LayerState
 from elfatt_sd.config import PatchConfig, Phase
@@ -439,8 +439,8 @@ def test_a_shared_matching_costs_each_layer_its_part(
 ) -> None:
     """The first of the calls that share a matching is timed with it, the others without."""
     found: list[int] = []
-    match = processor.find_candidates
-    monkeypatch.setattr(processor, "find_candidates", lambda *given: (found.append(0), match(*given))[1])
+    match = calls.find_candidates
+    monkeypatch.setattr(calls, "find_candidates", lambda *given: (found.append(0), match(*given))[1])
     shares: list[float] = []
 
     def record(untouched: Any, approximated: Any, device: torch.device) -> Decision:
