@@ -25,6 +25,8 @@ from elfatt_sd.evaluation.statistics import ROWS, Features, FeatureStatistics, b
 
 # With a step of 1 the trapezoidal rule has an error of 1e-8; 9 steps beyond the spectrum leave 1e-4 of a correction.
 MARGIN, RANGE = 9.0, 40.0
+# Directions of smaller eigenvalues, by the largest one, are lost to rounding; their roots still count.
+RESOLVED = 1e-9
 ELEMENTS = 2**24  # of the largest tensors, at most
 
 
@@ -32,7 +34,8 @@ class Spectrum:
     """Eigenvalues of the scatter of images, seen through the factor of a reference's covariance.
 
     Attributes:
-        values: `[r]`, above zero.
+        values: `[r]`, those whose directions are resolved.
+        root: the trace of S^(1/2), of all values.
         basis: `[d, r]`; centred features times this are orthonormal columns.
         scales: `[q]`, a step of 1 in their logarithm.
     """
@@ -48,13 +51,15 @@ class Spectrum:
         if statistics.count <= factor.shape[1]:
             seen = (torch.cat(list(batches(features))) - statistics.mean) @ factor
             values, vectors = torch.linalg.eigh(seen @ seen.T)
-            kept = values > values.max() * len(values) * torch.finfo(torch.float64).eps
+            kept = values > values.max() * RESOLVED
             vectors = seen.T @ vectors[:, kept] / values[kept].sqrt()
         else:
             scatter = factor.T @ (statistics.covariance * (statistics.count - 1)) @ factor
             values, vectors = torch.linalg.eigh((scatter + scatter.T) / 2)
-            kept = values > values.max() * len(values) * torch.finfo(torch.float64).eps
+            kept = values > values.max() * RESOLVED
             vectors = vectors[:, kept]
+        noise = values.max() * len(values) * torch.finfo(torch.float64).eps
+        self.root = torch.where(values > noise, values, 0).sqrt().sum()
         self.values = values[kept]
         self.basis = factor @ vectors / self.values.sqrt()
         ends = self.values.log()[[0, -1]].tolist() if len(self.values) else [0.0, 0.0]  # in ascending order
@@ -63,16 +68,15 @@ class Spectrum:
         self.shares = self.values / (self.values + self.scales[:, None])  # [q, r]
 
     @property
-    def root(self) -> Tensor:
-        """Tr S^(1/2)."""
-        root: Tensor = self.values.sqrt().sum()
-        return root
-
-    @property
     def phi(self) -> Tensor:
         """Degrees of freedom above each scale, `[q]`."""
         phi: Tensor = self.shares.sum(1)
         return phi
+
+    def most(self, free: int) -> Tensor:
+        """Most degrees of freedom `[q]` that a part of the images with `free` of them has, by interlacing."""
+        most: Tensor = self.shares[:, max(len(self.values) - free, 0) :].sum(1)
+        return most
 
     @property
     def slope(self) -> Tensor:
@@ -139,7 +143,8 @@ def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum
             # without the class the mean moves, too: its part of the scatter is C^T (1 + 11^T / rest) C
             seen = seen + seen.mean(1, keepdim=True) * (math.sqrt(count / rest) - 1)
             large = 4 * rows.shape[1] > len(spectrum.values)
-            phi[chosen], slope[chosen], far = (_anew if large else _downdated)(seen, spectrum)
+            found, slope[chosen], far = (_anew if large else _downdated)(seen, spectrum)
+            phi[chosen] = torch.minimum(found, spectrum.most(rest - 1))
             outside += far / count
     return ByClass(sizes, along, sums, squares, roots, phi, slope, outside)
 
