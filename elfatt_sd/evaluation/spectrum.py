@@ -146,7 +146,7 @@ def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum
             found, slope[chosen], far = (_anew if large else _downdated)(seen, spectrum)
             phi[chosen] = torch.minimum(found, spectrum.most(rest - 1))
             outside += far / count
-    return ByClass(sizes, along, sums, squares, roots, phi, slope, outside)
+    return ByClass(sizes.to(torch.float64), along, sums, squares, roots, phi, slope, outside)
 
 
 def _chunks(place: Tensor, sizes: Tensor, rank: int, scales: int) -> Iterator[tuple[Tensor, Tensor]]:
