@@ -27,11 +27,13 @@ import torch
 from torch import Tensor, nn
 
 import elfatt_sd
+from elfatt_sd.calls import Call, LayerState
 from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.devices import device_name, is_out_of_memory, synchronize
 from elfatt_sd.families import SelfAttention, family_of, unwrap
 from elfatt_sd.files import cache_folder, write_json
-from elfatt_sd.processor import Call, LayerState, PatchedLayer, approximate
+from elfatt_sd.methods import Grid
+from elfatt_sd.processor import PatchedLayer, approximate
 
 ROUNDS, MOST_ROUNDS, WARM_UP = 7, 21, 2
 CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, to the same side
@@ -198,14 +200,13 @@ class Tuner:
         return measure(untouched, calls, sample.device)
 
 
-def measure_phases(layer: PatchedLayer, denoiser: Any, height: int, width: int) -> list[Decision | None]:
+def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> list[Decision | None]:
     """Decide on every phase for one picture with guidance, without a patch.
 
     Args:
         layer: the layer.
         denoiser: its UNet or ControlNet.
-        height: of the latent.
-        width: of the latent.
+        size: of the denoiser's input.
 
     Returns:
         A decision for each phase of the configuration; None for exact ones.
@@ -213,10 +214,10 @@ def measure_phases(layer: PatchedLayer, denoiser: Any, height: int, width: int) 
     device = _execution_device(denoiser)
     fill = functools.partial(torch.zeros, device=device, dtype=denoiser.dtype)
     module = unwrap(denoiser)
-    sample, _ = family_of(module).call((), family_of(module).arguments(module, height, width, 2, fill))
+    sample = family_of(module).call(module, (), family_of(module).arguments(module, size, 2, fill)).sample
     tuner, decisions = Tuner(denoiser), []
     config = layer.denoiser.config
-    state = LayerState(layer, Call(config), layer.layer.grid(height, width))
+    state = LayerState(layer, Call(config), layer.layer.grid(size))
     for phase in config.phases:
         state.begin(phase, 0, device)
         decisions.append(None if phase.exact else tuner.decide(state, phase, sample))

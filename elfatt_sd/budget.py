@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from elfatt_sd.devices import memory_of
 from elfatt_sd.families import find_layers, main_denoiser, unwrap
-from elfatt_sd.sizes import Dimensions, in_words, memory_of_cpu, refuse_if_beyond
+from elfatt_sd.methods import Grid
+from elfatt_sd.sizes import Dimensions, in_words, refuse_if_beyond
 
 LONG = 30 * 60  # seconds that are worth a warning
 _WORTH_TIMING = 1e13  # multiply-adds; fewer than that are not long on any machine
@@ -74,8 +76,8 @@ def estimate(pipe: Any, height: int | None, width: int | None, *, steps: int, gu
         decoder_work = _convolved(reversed(vae.decoder.up_blocks), pixels)
     call: float = sum(_convolved(blocks, rows * columns) for blocks in (unet.down_blocks, reversed(unet.up_blocks)))
     for layer in find_layers(unet):
-        tokens = layer.grid(rows, columns).tokens
-        call += 2 * tokens**2 * layer.attention.inner_dim
+        tokens = layer.grid(Grid.image(rows, columns)).tokens
+        call += 2 * tokens**2 * layer.channels
     memory = dimensions.memory(size, 1 + guided, pipe.dtype.itemsize, decoded)
     return Need(memory, call * (1 + guided) * steps + decoder_work)
 
@@ -86,15 +88,6 @@ def dimensions_of(pipe: Any) -> Dimensions:
     vae: Any = getattr(pipe, "vae", None)
     decoder = vae.config if hasattr(vae, "decoder") else None
     return Dimensions.of(unet.config, decoder, int(getattr(pipe, "vae_scale_factor", 8)))
-
-
-def memory_of(device: torch.device) -> tuple[float, float]:
-    """Return the bytes that this process could have on a device, and those that are free now."""
-    if device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(whole - torch.cuda.memory_allocated(device)), float(free + cached)
-    return memory_of_cpu()
 
 
 def _convolved(blocks: Any, positions: int) -> float:

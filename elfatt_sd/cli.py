@@ -404,7 +404,7 @@ def _print_plan(planned: Plan) -> None:
     for group in planned.groups():
         layer, number = group[0], len(group)
         which = [f"{number} layer{'s' * (number > 1)}, {layer.heads} heads"]
-        which += [f"{layer.tokens} tokens ({layer.height}x{layer.width})", *places(group)]
+        which += [f"{layer.tokens} tokens ({layer.grid})", *places(group)]
         work = (sum(each.multiply_adds for each in group), sum(map(planned.average, group)))
         style = "" if layer.patched else "dim"
         table.add_row("\n".join(which), layer.reason, *map(giga, work), style=style, end_section=True)

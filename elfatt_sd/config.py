@@ -12,7 +12,8 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, Unpack, get_args
 
 from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError as ElfattError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 # The accepted values, once for type checkers and editors, and once to check what comes at run time.
 Downsample = Literal[1, 2, 4, 8]
 Backend = Literal["auto", "native", "flash", "flash_hub", "_flash_3", "flex", "sage", "xformers"]
+Kept = Literal["device", "host", "fp8"]
+KEPT: tuple[Kept, ...] = get_args(Kept)
 DOWNSAMPLES: tuple[Downsample, ...] = get_args(Downsample)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
@@ -43,6 +46,8 @@ class AttentionSettings(TypedDict, total=False):
     stride: int
     keys: int
     block_size: int
+    cell: int | None
+    weighted: bool
     block_order: BlockOrder
     second_order: BlockOrder | None
     groups: int
@@ -75,6 +80,8 @@ class Settings(AttentionSettings, total=False):
     reuse_layers: bool
     attention_backend: Backend
     fp32_logits: bool
+    residuals: Kept
+    residual_limit: float | None
 
 
 _MERGE_SETTINGS = frozenset(field.name for field in dataclasses.fields(Merge))
@@ -211,6 +218,9 @@ class PatchConfig:
         attention_backend: `auto`, or the name of a backend of diffusers' attention dispatcher, which then serves the
             patched layers in exact phases too.
         fp32_logits: compute the attention logits of approximated layers in float32 (advised for SD 2.1).
+        residuals: where the differences of `residual_steps` are kept: on the `device`, on the `host`, which copies them
+            there and back, or in 8 bits on the device (`fp8`).
+        residual_limit: GiB that they may take in one call of the model; None is half of what is free.
     """
 
     method: str = "custom"
@@ -223,6 +233,10 @@ class PatchConfig:
     reuse_layers: bool = False
     attention_backend: Backend = "auto"
     fp32_logits: bool = False
+    residuals: Kept = "device"
+    residual_limit: float | None = None
+
+    changes: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # that `with_settings` made, of an object
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -248,6 +262,9 @@ class PatchConfig:
         checks.whole("reuse_steps", self.reuse_steps, 1)
         checks.choice("attention_backend", self.attention_backend, BACKENDS)
         checks.flag("fp32_logits", self.fp32_logits)
+        checks.choice("residuals", self.residuals, KEPT)
+        if self.residual_limit is not None:
+            checks.real("residual_limit", self.residual_limit, 0.0, 10**6)
         needing = [phase.attention.name for phase in self.phases if phase.attention.needs_sums]
         if needing and self.attention_backend not in ("auto", "native"):
             raise ElfattError(
@@ -296,7 +313,9 @@ class PatchConfig:
         if "active_fraction" in settings:
             checks.real("active_fraction", settings["active_fraction"], 0.0, 1.0)
             phases = _with_active_fraction(phases, float(settings["active_fraction"]))
-        return dataclasses.replace(self, phases=phases, **own)
+        changed = dataclasses.replace(self, phases=phases, **own)
+        object.__setattr__(changed, "changes", {**self.changes, **settings})
+        return changed
 
     def without_effect(self, settings: Iterable[str]) -> list[str]:
         """Return those of some settings that change nothing in this configuration, which has them already."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from elfatt_sd.sizes import memory_of_cpu
+
 _NO_MEMORY = (
     "can't allocate memory",
     "not enough memory",
@@ -62,3 +64,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)
+
+
+def memory_of(device: torch.device) -> tuple[float, float]:
+    """Return the bytes that this process could have on a device, and those that are free now."""
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(whole - torch.cuda.memory_allocated(device)), float(free + cached)
+    return memory_of_cpu()

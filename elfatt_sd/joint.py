@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from elfatt_sd.attention import pool_agents
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.log_sum_exp import Part, attend, excluded, key_bias
+from elfatt_sd.tiling import partition
 
 
 class Keys(NamedTuple):
@@ -31,7 +33,8 @@ class Keys(NamedTuple):
     Attributes:
         k: keys `[B, T, H, D]`.
         v: values, shaped as the keys.
-        mask: `[B, T]`, True where a key counts; None where all do. A mask costs a slower kernel on a GPU.
+        mask: `[B, T]`, True where a key counts, or what is added to its logits; None where all count alike. A mask
+            costs a slower kernel on a GPU.
         stands_for: tokens that each key stands for, as where tokens are merged.
     """
 
@@ -101,6 +104,7 @@ def cell_joint_attention(
     weighted: bool = True,
     context: Keys | None = None,
     scale: float | None = None,
+    fp32_logits: bool = False,
 ) -> Tensor:
     """Attend to the own cell, to the own group's tokens of all other cells, and to the whole context.
 
@@ -116,6 +120,7 @@ def cell_joint_attention(
         weighted: whether sampled keys have weights.
         context: exact keys.
         scale: of the logits; None is `head_dim ** -0.5`.
+        fp32_logits: compute in float32 and round the result alone.
 
     Returns:
         As the queries.
@@ -123,6 +128,13 @@ def cell_joint_attention(
     Raises:
         ElfattError: cells and groups do not fit the tokens.
     """
+    if fp32_logits:
+        dtype = q.dtype
+        q, k, v = (_at_least_float32(x) for x in (q, k, v))
+        context = context and context._replace(k=_at_least_float32(context.k), v=_at_least_float32(context.v))
+        with torch.autocast(q.device.type, enabled=False):
+            out = cell_joint_attention(q, k, v, cells, groups, weighted=weighted, context=context, scale=scale)
+        return out.to(dtype)
     _check_cells(q.shape[1], cells, groups)
     if 1 in (cells, groups):
         image = attend(q, k, v, scale=scale)
@@ -135,97 +147,72 @@ def elfatt_joint_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cells: int,
     *,
-    agent_heads: int | None = None,
+    agents: int,
+    block_size: int,
+    agent_heads: int,
     query_scale: float | None = None,
+    value_shortcut: float = 0.0,
     context: Keys | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """ELFATT beside exact keys: the first heads attend through agents, the others inside cells, all to the context.
+    """ELFATT beside exact keys: the first heads attend through agents, the others inside blocks, all to the context.
 
-    A cell's agent is the mean of its queries (`cell_agents`). Agents have no logits that compare with those of the
-    context, so the image's weight beside it is that which the agent of the query's own cell c measures:
+    An agent is the mean of a run of queries (`run_agents`). Agents have no logits that compare with those of the
+    context, so the image's weight beside it is that which the agent of the query's own run c measures:
     `(e^L_c O + e^l_T O_T) / (e^L_c + e^l_T)` with `O = softmax(s2 Q A^T) softmax(s A K^T) V` of the image,
     `L_c` the log-sum-exp of `s a_c K^T`, and `O_T`, `l_T` the query's exact attention to the context and its
-    log-sum-exp. The other heads see cell and context unweighted: a cell that stood for the image would outweigh the
+    log-sum-exp. The other heads see block and context unweighted: a block that stood for the image would outweigh the
     context, as near keys have the largest logits.
 
     Args:
-        q: image queries in cell order.
+        q: image queries, the tokens of a block next to each other (`ordering.block_permutation`).
         k: keys, shaped as the queries.
         v: values, shaped as the queries.
-        cells: number of cells, which is the number of agents.
-        agent_heads: heads that attend through agents; None is half of them.
+        agents: number of agents.
+        block_size: wanted tokens in a block.
+        agent_heads: heads that attend through agents.
         query_scale: scale `s2` of the queries' softmax over agents; None is the same as the first one.
+        value_shortcut: fraction of the values that is added in the heads with agents.
         context: exact keys.
         scale: of the logits (s); None is `head_dim ** -0.5`.
 
     Returns:
         As the queries.
-
-    Raises:
-        ElfattError: the cells do not fit the tokens.
     """
-    _check_cells(q.shape[1], cells, 1)
-    first = q.shape[2] // 2 if agent_heads is None else agent_heads
     done = []
-    for heads in (slice(0, first), slice(first, q.shape[2])):
+    for heads in (slice(0, agent_heads), slice(agent_heads, q.shape[2])):
         if heads.start == heads.stop:
             continue
         qh, kh, vh = (x[:, :, heads] for x in (q, k, v))
-        near = heads.stop > first
-        part = _near(qh, kh, vh, cells, scale) if near else _through_agents(qh, kh, vh, cells, scale, query_scale)
         own = None if context is None else context._replace(k=context.k[:, :, heads], v=context.v[:, :, heads])
-        done.append(_with_context(qh, part, own, scale))
-    return torch.cat(done, dim=2)
+        if heads.start == 0 and agent_heads:
+            part = _through_agents(qh, kh, vh, agents, scale, query_scale)
+            mixed = _with_context(qh, part, own, scale)
+            done.append(torch.add(mixed, vh, alpha=value_shortcut) if value_shortcut else mixed)
+        else:
+            done.append(_with_context(qh, _in_blocks(qh, kh, vh, block_size, scale), own, scale))
+    return done[0] if len(done) == 1 else torch.cat(done, dim=2)
 
 
-def cell_agents(q: Tensor, cells: int) -> Tensor:
-    """Average the queries of each cell and give the mean their mean length.
+def run_agents(q: Tensor, agents: int) -> Tensor:
+    """Average the queries of each run of neighbours and give the mean their mean length.
 
-    A rotary embedding turns the queries of a cell apart, which makes their mean shorter, and the softmax of an agent
-    flatter than its queries' own; the length mends it, whatever the embedding's layout. Means over compact cells keep
-    what means over runs of rows lose.
+    A rotary embedding turns the queries of a run apart, which makes their mean shorter, and the softmax of an agent
+    flatter than its queries' own; the length mends it, whatever the embedding's layout. Means over compact runs keep
+    what means over whole rows lose.
 
     Args:
-        q: image queries in cell order, after the rotary embedding.
-        cells: number of cells.
+        q: image queries, those of a run next to each other, after the rotary embedding.
+        agents: number of runs; with more than tokens, every token is one.
 
     Returns:
-        Agents `[B, cells, H, D]`.
+        Agents `[B, agents, H, D]`.
     """
-    places, larger = q.shape[1] // cells, q.shape[1] % cells
     precision = torch.promote_types(q.dtype, torch.float32)
     length = torch.linalg.vector_norm(q, dim=3, keepdim=True, dtype=precision)
-    total, lengths = (_cell_sums(x.to(precision), cells, places) for x in (q, length))
-    count = torch.full((cells, 1, 1), float(places), dtype=precision, device=q.device)
-    count[:larger] += 1
-    mean = functional.normalize(total, dim=3, eps=torch.finfo(precision).tiny) * (lengths / count)
-    return mean.to(q.dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def cell_counts(tokens: int, cell: int, keys: int) -> tuple[int, int]:
-    """Return the number of cells and of groups that come closest to what is wanted.
-
-    Cells that divide the tokens are preferred, for they need no copy.
-
-    Args:
-        tokens: of the grid.
-        cell: wanted tokens in a cell.
-        keys: wanted tokens in a group; it has at least one of every cell, so that this times `cell` is at least
-            `tokens`.
-    """
-
-    def badness(counts: tuple[int, int]) -> float:
-        cells, groups = counts
-        seen = tokens // cells // groups * cells
-        return abs(math.log(tokens / cells / cell)) + abs(math.log(seen / keys)) + (0.1 if tokens % cells else 0.0)
-
-    wanted = min(max(1, tokens // cell), tokens)
-    choices = range(max(1, wanted // 2), min(tokens, 2 * wanted) + 1)
-    return min(((cells, groups) for cells in choices for groups in _divisors(tokens // cells)), key=badness)
+    mean, lengths = (pool_agents(x, agents) for x in (q.to(precision), length))
+    return (functional.normalize(mean, dim=3, eps=torch.finfo(precision).tiny) * lengths).to(q.dtype)
 
 
 def sampled_joint_cost(tokens: int, samples: int, context: int, channels: int) -> int:
@@ -241,9 +228,13 @@ def cell_joint_cost(tokens: int, cells: int, groups: int, context: int, channels
     return 2 * (_near_pairs(tokens, cells) + tokens * (far + context)) * channels
 
 
-def elfatt_joint_cost(tokens: int, cells: int, context: int, channels: int, agent_share: float = 0.5) -> int:
+def elfatt_joint_cost(
+    tokens: int, agents: int, block_size: int, context: int, channels: int, agent_share: float
+) -> int:
     """Multiply-adds of `elfatt_joint_attention` for one image; `agent_share` is the fraction of the heads."""
-    pairs = agent_share * 2 * tokens * cells + (1 - agent_share) * _near_pairs(tokens, cells) + tokens * context
+    blocks, base, larger = partition(tokens, block_size)
+    near = blocks * base**2 + larger * (2 * base + 1)
+    pairs = agent_share * 2 * tokens * agents + (1 - agent_share) * near + tokens * context
     return round(2 * pairs * channels)
 
 
@@ -261,6 +252,10 @@ def _with_context(q: Tensor, image: Part, context: Keys | None, scale: float | N
     return (image if context is None else image.joined(_seen(q, context, scale))).mixed
 
 
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _check_cells(tokens: int, cells: int, groups: int) -> None:
     if not 1 <= cells <= tokens:
         raise ElfattError(f"cells={cells!r} is not accepted; give 1 to {tokens}, the number of tokens.")
@@ -271,13 +266,28 @@ def _check_cells(tokens: int, cells: int, groups: int) -> None:
 
 
 def _through_agents(
-    q: Tensor, k: Tensor, v: Tensor, cells: int, scale: float | None, query_scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, count: int, scale: float | None, query_scale: float | None
 ) -> Part:
-    """Attend through agents; the weight is what the agent of the own cell measures."""
-    tokens, agents = q.shape[1], cell_agents(q, cells)
+    """Attend through agents; the weight is what the agent of the own run measures."""
+    agents = run_agents(q, count)
     summaries = attend(agents, k, v, scale=scale)
     mixed = attend(q, agents, summaries.mixed, scale=scale if query_scale is None else query_scale).mixed
-    return Part(mixed, summaries.total.repeat(1, -(-tokens // cells), 1)[:, :tokens])
+    base, larger = q.shape[1] // agents.shape[1], q.shape[1] % agents.shape[1]
+    own = [summaries.total[:, :larger].repeat_interleave(base + 1, 1)] if larger else []
+    return Part(mixed, torch.cat([*own, summaries.total[:, larger:].repeat_interleave(base, 1)], 1))
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int, scale: float | None) -> Part:
+    """Attend inside each block of consecutive tokens; the blocks tile the sequence (`tiling.partition`)."""
+    blocks, base, larger = partition(q.shape[1], block_size)
+    cut = larger * (base + 1)
+    parts = []
+    for piece, size in ((slice(0, cut), base + 1), (slice(cut, None), base)):
+        if size * blocks and (piece.start != piece.stop):
+            own = [x[:, piece] for x in (q, k, v)]
+            shape = own[0].shape
+            parts.append(attend(*(x.reshape(-1, size, *x.shape[2:]) for x in own), scale=scale).view(shape))
+    return functools.reduce(_concatenated, parts)
 
 
 def _near(q: Tensor, k: Tensor, v: Tensor, cells: int, scale: float | None) -> Part:
@@ -323,16 +333,6 @@ def _concatenated(first: Part, second: Part) -> Part:
     return Part(*(torch.cat(pair, 1) for pair in zip(first, second, strict=True)))
 
 
-def _cell_sums(x: Tensor, cells: int, places: int) -> Tensor:
-    """Sum tokens in cell order `[B, N, H, D]` over each cell."""
-    total = x[:, : places * cells].reshape(x.shape[0], places, cells, *x.shape[2:]).sum(1)
-    return total + functional.pad(x[:, places * cells :], (0, 0, 0, 0, 0, cells - x.shape[1] % cells))
-
-
 def _near_pairs(tokens: int, cells: int) -> int:
     places, larger = divmod(tokens, cells)
     return cells * places**2 + larger * (2 * places + 1)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -66,9 +66,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, bias:
 
 
 def key_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Turn a mask of keys `[B, K]`, True where a key counts, into the bias of `attend`."""
+    """Turn a mask of keys `[B, K]`, True where one counts or what is added to its logits, into the bias of `attend`."""
     if mask is None:
         return None
+    if mask.dtype != torch.bool:
+        return mask.to(dtype).clamp(min=excluded(dtype))[:, None, None, :]
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return bias.masked_fill_(~mask, excluded(dtype))[:, None, None, :]
 

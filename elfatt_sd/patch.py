@@ -14,14 +14,24 @@ import torch
 from torch import nn
 
 from elfatt_sd.autotune import Tuner, measure_phases
+from elfatt_sd.calls import Call, Denoiser, is_recomputing
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase, Settings
 from elfatt_sd.devices import in_optimized_module
-from elfatt_sd.families import SelfAttention, family_of, find_denoisers, find_layers, levels_of, select_layers, unwrap
+from elfatt_sd.families import (
+    Given,
+    SelfAttention,
+    family_of,
+    find_denoisers,
+    find_layers,
+    levels_of,
+    select_layers,
+    unwrap,
+)
 from elfatt_sd.methods import Attention, is_own
 from elfatt_sd.methods.conformance import check
-from elfatt_sd.planning import Plan, latent_grid, make_plan
-from elfatt_sd.presets import Method
-from elfatt_sd.processor import Call, Denoiser, PatchedLayer, is_recomputing
+from elfatt_sd.planning import Plan, input_grid, make_plan
+from elfatt_sd.presets import Method, for_transformers
+from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, SchedulerFinder, unknown_position
 
 Pipeline = TypeVar("Pipeline")
@@ -55,8 +65,8 @@ def apply_patch(
     Raises:
         ElfattError: unknown method or setting, no UNet, or no layer that the method could patch.
     """
-    config = resolve(method, settings)
     denoisers = find_denoisers(pipe)
+    config = fitted(resolve(method, settings), denoisers)
     chosen = choose_layers(denoisers, config, take_over)
     remove_patch(pipe)
     if config.active:
@@ -121,6 +131,7 @@ def plan(
     *,
     height: int | None = None,
     width: int | None = None,
+    frames: int | None = None,
     autotune: bool = False,
     take_over: Sequence[str] = (),
     **settings: Unpack[Settings],
@@ -132,6 +143,7 @@ def plan(
         method: as for `apply_patch`.
         height: of the picture in pixels (of the latent, for a bare UNet); the model's own by default.
         width: likewise.
+        frames: of a video; the model's own number by default.
         autotune: measure on this device, for one picture with guidance, which layers the method makes faster;
             without, the plan says which of them the multiply-adds make slower.
         take_over: as for `apply_patch`.
@@ -140,18 +152,18 @@ def plan(
     Raises:
         ElfattError: as `apply_patch`, or a size that does not fit the model.
     """
-    config = resolve(method, settings)
     denoisers = find_denoisers(pipe)
+    config = fitted(resolve(method, settings), denoisers)
     chosen = choose_layers(denoisers, config, take_over)
-    rows, columns = latent_grid(pipe, height, width)
+    size = input_grid(pipe, height, width, frames)
     decisions = {}
     if autotune:
         for name, net in denoisers.items():
             shared = Denoiser(config)
             shared.layers = _patched_layers(shared, chosen[name])
             for layer in shared.layers:
-                decisions[name, layer.layer.name] = measure_phases(layer, net, rows, columns)
-    return make_plan(config, chosen, decisions, rows, columns).counting(denoisers)
+                decisions[name, layer.layer.name] = measure_phases(layer, net, size)
+    return make_plan(config, chosen, decisions, size).counting(denoisers)
 
 
 def is_patched(pipe: Any) -> bool:
@@ -168,8 +180,7 @@ def is_patched(pipe: Any) -> bool:
 
 def current_config(pipe: Any) -> PatchConfig | None:
     """Return the configuration that a pipeline is patched with, or None."""
-    patch = _patches(pipe).get("unet")
-    return None if patch is None else patch.config
+    return next((patch.config for patch in _patches(pipe).values()), None)
 
 
 def _patches(pipe: Any) -> dict[str, _Patch]:
@@ -192,6 +203,36 @@ def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> Pat
     for phase in config.phases:
         if not is_own(type(phase.attention)):
             check(phase.attention)
+    return config
+
+
+def fitted(config: PatchConfig, denoisers: dict[str, nn.Module]) -> PatchConfig:
+    """Return the configuration that a method is on a family of denoisers; presets have one for transformers.
+
+    Raises:
+        ElfattError: the method merges tokens that have rotary positions, or does not attend to text.
+    """
+    main = next(iter(denoisers.values()))
+    family = family_of(main)
+    if not family.joint:
+        return config
+    config, name = for_transformers(config), type(unwrap(main)).__name__
+    for phase in config.phases:
+        if phase.matches and not family.merges:
+            raise ElfattError(
+                f"method {config.method!r} merges tokens, and those of {name} have rotary positions, which cannot be "
+                "merged; give a method that does not merge, such as 'elfatt-fast'."
+            )
+        if family.text and not phase.attention.joint:
+            raise ElfattError(
+                f"attention={phase.attention.name!r} does not attend to text (its `joint` is False), and {name} joins "
+                "image and text; give another one."
+            )
+    if family.text and config.attention_backend != "auto":
+        raise ElfattError(
+            f"attention_backend={config.attention_backend!r} is not accepted for {name}, whose parts of attention are "
+            "joined by log-sum-exps; leave it away, and call set_attention_backend of the model for exact attention."
+        )
     return config
 
 
@@ -259,6 +300,12 @@ def _modules_around(module: nn.Module, layers: list[PatchedLayer]) -> list[nn.Mo
     return list({id(part): part for path in paths for part in path}.values())
 
 
+def _skips_calls(modules: list[nn.Module]) -> bool:
+    """Tell whether one of diffusers' caches is on, which take what a layer or block gave in an earlier step."""
+    hooks = (getattr(getattr(module, "_diffusers_hook", None), "hooks", {}) for module in modules)
+    return any(getattr(hook, "_is_stateful", False) for own in hooks for hook in own.values())
+
+
 def _likely_cause(module: nn.Module, layers: list[PatchedLayer]) -> str:
     """Say what probably keeps layers from being approximated, and what to do."""
     if hasattr(module, "_tome_info"):
@@ -319,8 +366,9 @@ class _Patch:
             last = entrance is entrances[-1][1]
             hook = functools.partial(self._before_entrance, what, last)
             self._handles.append(entrance.register_forward_pre_hook(hook))
-        stem = dict(entrances)["sample"]
-        self._handles.append(stem.register_state_dict_pre_hook(self._before_copy))  # type: ignore[no-untyped-call]
+        stem: Any = dict(entrances).get("sample")
+        if stem is not None:
+            self._handles.append(stem.register_state_dict_pre_hook(self._before_copy))
         setattr(module, _PATCH, self)
 
     def remove(self) -> None:
@@ -335,7 +383,7 @@ class _Patch:
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step and tell the layers."""
         self._direct.pop(threading.get_ident(), None)
-        self._begin(*self._family.call(args, kwargs))
+        self._begin(self._family.call(self._module, args, kwargs))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -353,7 +401,7 @@ class _Patch:
             given = self._direct.pop(thread, {})
             if given:
                 given.setdefault(what, args[0])
-                self._begin(given["sample"], given["timestep"])
+                self._begin(Given.latent(given["sample"], given["timestep"]))
             if self._shared.call is not None:
                 self._shared.call.entered = True
         elif call is None or call.entered:
@@ -368,9 +416,10 @@ class _Patch:
                 "ControlNetModel.from_unet do; the copy has no patch. Call apply_patch on the pipeline that it is in.",
             )
 
-    def _begin(self, sample: torch.Tensor, timestep: Any) -> None:
+    def _begin(self, given: Given) -> None:
         """Find the step of a call and tell the layers."""
         self._refuse_tracing()
+        sample, timestep = given.sample, given.timestep
         compiled = self._is_compiled()
         if compiled and self._shared.threads and self._shared.call is None:
             raise ElfattError(
@@ -384,7 +433,7 @@ class _Patch:
             return
         if self._tuner is not None:
             self._tuner.compiling = compiled
-        position = self._schedule.locate(timestep)
+        position = self._schedule.locate(timestep, given.unit)
         if not self._needs_steps and not (position is not None and position.scheduled):
             position = ANYWHERE
         if position is None:
@@ -395,12 +444,14 @@ class _Patch:
                 "the timestep of this call is on no schedule and in a unit that is not known (a noise level?), so that "
                 "its attention is exact; iterate over a tensor of all timesteps, such as scheduler.timesteps.",
             )
+        if not given.grid.tokens:
+            self._tell("no grid", "the image tokens of this call are no grid of rows and columns; they stay exact.")
         run = self._schedule.run if position.scheduled else Run()
         self._warn_if_displaced()
         self._warn_if_idle(position, run)
         if compiled:
             self._allow_recompiling()
-        self._shared.begin(position, run, sample)
+        self._shared.begin(position, run, given)
         if torch.is_grad_enabled() and self._shared.call is not None:
             self._shared.remember(sample, self._shared.call)
 
@@ -483,7 +534,8 @@ class _Patch:
         expected = [state for state in call.states.values() if not state.phase.exact and state.patched.installed]
         wrong = {state.layer.name: state.outcome for state in expected if state.outcome not in ("done", "")}
         skipped = [state.layer.name for state in expected if not state.outcome]
-        if skipped and (call.last or not call.scheduled or len(skipped) == len(expected)):
+        whole = call.last or not call.scheduled or len(skipped) == len(expected)
+        if skipped and whole and not _skips_calls(self._around):
             wrong |= dict.fromkeys(skipped, "its attention processor was never called")
         if wrong:
             name, why = next(iter(wrong.items()))

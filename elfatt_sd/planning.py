@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from elfatt_sd.autotune import Decision, matching_uses
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
-from elfatt_sd.families import SelfAttention, main_denoiser, unwrap
+from elfatt_sd.families import SelfAttention, family_of, main_denoiser, unwrap
 from elfatt_sd.methods import Grid, Size
+from elfatt_sd.residuals import kept_bytes
 from elfatt_sd.shapes import Blueprint
 
 _MOST_PLACES = 8  # that a plan lists one by one; a UNet has fewer blocks on a level
@@ -29,8 +31,10 @@ class PlannedLayer:
         denoiser: `unet`, `controlnet`, `controlnet.0`, ...
         name: path of the layer in it.
         downsample: how many times smaller than the latent its grid is.
+        frames: of its grid; an image has one.
         height: rows of its grid.
         width: columns of its grid.
+        text: tokens of text that it joins with those of its grid, at their usual number.
         heads: attention heads.
         channels: channels over all heads.
         patched: whether the method takes it over.
@@ -43,8 +47,10 @@ class PlannedLayer:
     denoiser: str
     name: str
     downsample: int
+    frames: int
     height: int
     width: int
+    text: int
     heads: int
     channels: int
     patched: bool
@@ -56,7 +62,12 @@ class PlannedLayer:
     @property
     def tokens(self) -> int:
         """Tokens of its grid."""
-        return self.height * self.width
+        return self.grid.tokens
+
+    @property
+    def grid(self) -> Grid:
+        """Its grid."""
+        return Grid(self.frames, self.height, self.width)
 
 
 @dataclass(frozen=True)
@@ -113,8 +124,7 @@ class Plan:
 
     Attributes:
         config: the method.
-        height: of the latent.
-        width: of the latent.
+        grid: of the denoiser's input: of the latent or, where that is tokens, of them.
         layers: every self-attention layer over image tokens.
         phases: in order, up to the end of the run.
         multiply_adds_before: of all those layers in one call for one image, untouched.
@@ -123,13 +133,22 @@ class Plan:
     """
 
     config: PatchConfig
-    height: int
-    width: int
+    grid: Grid
     layers: tuple[PlannedLayer, ...]
     phases: tuple[PlannedPhase, ...]
     multiply_adds_before: int
     multiply_adds_after: int
     blueprints: tuple[tuple[str, Blueprint], ...] = ()
+
+    @property
+    def height(self) -> int:
+        """Rows of the denoiser's input."""
+        return self.grid.rows
+
+    @property
+    def width(self) -> int:
+        """Columns of the denoiser's input."""
+        return self.grid.columns
 
     def counting(self, denoisers: Mapping[str, nn.Module]) -> Plan:
         """Return a plan that knows the denoisers, whose multiply-adds are counted when `call` is asked for."""
@@ -139,7 +158,7 @@ class Plan:
     @property
     def call(self) -> PlannedCall:
         """The whole call that the self-attention is a part of; the first time, it takes a second or a few."""
-        counts = {name: blueprint.multiply_adds(self.height, self.width) for name, blueprint in self.blueprints}
+        counts = {name: blueprint.multiply_adds(self.grid) for name, blueprint in self.blueprints}
         known = [count for count in counts.values() if count is not None]
         if not known or len(known) < len(counts):
             return PlannedCall(counts)
@@ -147,6 +166,14 @@ class Plan:
         after = before - self.multiply_adds_before + self.multiply_adds_after
         least = before - round(sum(map(self._approximated, self.layers)))
         return PlannedCall(counts, before, after, before / after, before / max(1, least))
+
+    @property
+    def kept_bytes(self) -> float:
+        """Memory of the differences that steps share (`Phase.residual_steps`), for one image in 16 bits; 0 for none."""
+        if all(phase.residual_steps == 1 or phase.exact for phase in self.config.phases):
+            return 0.0
+        sizes = [(layer.tokens, layer.channels) for layer in self.layers if layer.patched]
+        return kept_bytes(sizes, 1, torch.float16, self.config.residuals)
 
     def average(self, layer: PlannedLayer) -> float:
         """Return a layer's multiply-adds with the patch, averaged over the run."""
@@ -177,14 +204,23 @@ class Plan:
             f"self-attention of a call: {giga(self.multiply_adds_before)} G multiply-adds before, "
             f"{giga(self.multiply_adds_after)} G after on average ({fraction:.0%})"
         )
+        kept = self.kept_bytes
+        if kept:
+            size = f"{kept / 2**30:.2f} GiB" if kept > 2**29 else f"{kept / 2**20:.1f} MiB"
+            what = "in 8 bits" if self.config.residuals == "fp8" else "in 16 bits"
+            where = "host" if self.config.residuals == "host" else "device"
+            rows.append(f"differences that steps share: {size} for each image of a batch {what}, kept on the {where}")
         return [*rows, str(self.call)] if self.blueprints else rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         layers = [{**dataclasses.asdict(layer), "tokens": layer.tokens} for layer in self.layers]
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del data["blueprints"]
+        del data["blueprints"], data["grid"]
         data |= {
+            "frames": self.grid.frames,
+            "height": self.height,
+            "width": self.width,
             "config": self.config.to_dict(),
             "layers": layers,
             "phases": list(map(dataclasses.asdict, self.phases)),
@@ -196,8 +232,9 @@ class Plan:
         rows = []
         for group in self.groups():
             layer, number = group[0], len(group)
+            text = f" and {layer.text} of text" * (layer.text > 0)
             rows.append(
-                f"{number} layer{'s' * (number > 1)} of {layer.tokens} tokens ({layer.height}x{layer.width}), "
+                f"{number} layer{'s' * (number > 1)} of {layer.tokens} tokens ({layer.grid}){text}, "
                 f"{layer.heads} heads, in {', '.join(places(group))}: {layer.reason}"
             )
         return "\n  ".join([self.heading, *rows, *self.summary()])
@@ -233,8 +270,7 @@ def make_plan(
     config: PatchConfig,
     layers: Mapping[str, tuple[Sequence[SelfAttention], Sequence[SelfAttention]]],
     decisions: Mapping[tuple[str, str], Sequence[Decision | None]],
-    height: int,
-    width: int,
+    size: Grid,
 ) -> Plan:
     """Work out a plan; see `elfatt_sd.plan`.
 
@@ -242,8 +278,7 @@ def make_plan(
         config: the method.
         layers: of each denoiser, all self-attention layers and those that the method patches.
         decisions: what was measured, by denoiser and layer, for each phase; empty if nothing was.
-        height: of the latent.
-        width: of the latent.
+        size: of the denoiser's input.
     """
     phases = [*config.phases, EXACT] if not config.phases or config.phases[-1].until < 1 else list(config.phases)
     planned_layers = []
@@ -251,7 +286,7 @@ def make_plan(
         for layer in present:
             measured = [*decisions.get((name, layer.name), []), *[None] * len(phases)][: len(phases)]
             uses = matching_uses(config, layer, chosen)
-            planned_layers.append(_plan_layer(name, layer, phases, height, width, layer in chosen, measured, uses))
+            planned_layers.append(_plan_layer(name, layer, phases, size, layer in chosen, measured, uses))
     starts = [0.0, *(phase.until for phase in phases[:-1])]
     planned = tuple(
         PlannedPhase(
@@ -264,25 +299,36 @@ def make_plan(
     )
     after = sum((phase.until - phase.start) * phase.multiply_adds for phase in planned)
     before = sum(layer.multiply_adds for layer in planned_layers)
-    return Plan(config, height, width, tuple(planned_layers), planned, before, round(after))
+    return Plan(config, size, tuple(planned_layers), planned, before, round(after))
 
 
-def latent_grid(pipe: Any, height: int | None, width: int | None) -> tuple[int, int]:
-    """Return height and width of the latent for an image size in pixels (for a bare UNet: of the latent itself).
+def input_grid(pipe: Any, height: int | None = None, width: int | None = None, frames: int | None = None) -> Grid:
+    """Return the grid of a denoiser's input for an image size in pixels (for a bare module: of the latent itself).
 
     Raises:
-        ElfattError: the size is not a positive multiple of the VAE's factor.
+        ElfattError: the size is no positive multiple of the VAE's factor, or the frames are none that its videos have.
     """
-    scale = int(getattr(pipe, "vae_scale_factor", 1))
-    config = getattr(unwrap(main_denoiser(pipe)), "config", None)
-    own = getattr(config, "sample_size", None) or 64
-    sides = list(own) if isinstance(own, list | tuple) else [own, own]
-    for side, (name, pixels) in enumerate((("height", height), ("width", width))):
-        if pixels is not None:
-            if not isinstance(pixels, numbers.Integral) or pixels <= 0 or pixels % scale:
-                raise ElfattError(f"{name}={pixels!r} is not accepted; give a positive multiple of {scale}.")
-            sides[side] = pixels // scale
-    return int(sides[0]), int(sides[1])
+    module = unwrap(main_denoiser(pipe))
+    family = family_of(module)
+    own = family.latent(module)
+    scale = _factor(pipe, "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
+    time = _factor(pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+    sides = []
+    for side, name, pixels in ((own.rows, "height", height), (own.columns, "width", width)):
+        if pixels is not None and (not isinstance(pixels, numbers.Integral) or pixels <= 0 or pixels % scale):
+            raise ElfattError(f"{name}={pixels!r} is not accepted; give a positive multiple of {scale}.")
+        sides.append(side if pixels is None else pixels // scale)
+    length = own.frames
+    if frames is not None:
+        if not isinstance(frames, numbers.Integral) or frames <= 0 or (frames - 1) % time:
+            raise ElfattError(f"frames={frames!r} is not accepted; give a multiple of {time}, and 1 more.")
+        length = (frames - 1) // time + 1
+    return family.grid(module, Grid(length, *sides))
+
+
+def _factor(pipe: Any, *names: str) -> int:
+    """Return the first of some factors of a VAE that a pipeline has."""
+    return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)
 
 
 def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:
@@ -320,26 +366,23 @@ def _merging(phase: Phase, grids: Sequence[Grid]) -> str:
 
 def _grids(index: int, layers: Sequence[PlannedLayer]) -> list[Grid]:
     """Return the grids on which a phase approximates."""
-    return list(dict.fromkeys(Grid.image(layer.height, layer.width) for layer in layers if layer.approximated[index]))
+    return list(dict.fromkeys(layer.grid for layer in layers if layer.approximated[index]))
 
 
 def _plan_layer(
     denoiser: str,
     layer: SelfAttention,
     phases: Sequence[Phase],
-    height: int,
-    width: int,
+    size: Grid,
     chosen: bool,
     decisions: Sequence[Decision | None],
     uses: int,
 ) -> PlannedLayer:
-    grid = layer.grid(height, width)
-    attention: Any = layer.attention
-    channels = attention.inner_dim
-    before = multiply_adds(EXACT, grid, channels)
+    grid, channels = layer.grid(size), layer.channels
+    before = multiply_adds(EXACT, grid, channels, context=layer.text)
     by_phase, approximated, reasons = [], [], []
     for phase, decision in zip(phases, decisions, strict=True):
-        work = multiply_adds(phase, grid, channels, uses)
+        work = multiply_adds(phase, grid, channels, uses, layer.text)
         pays = chosen and (decision is None or decision.pays)
         by_phase.append(work if pays else before)
         approximated.append(pays and not phase.exact)
@@ -356,9 +399,9 @@ def _plan_layer(
         denoiser,
         layer.name,
         layer.downsample,
-        grid.rows,
-        grid.columns,
-        attention.heads,
+        *grid,
+        layer.text,
+        layer.heads,
         channels,
         any(approximated),
         reason,
@@ -368,7 +411,7 @@ def _plan_layer(
     )
 
 
-def multiply_adds(phase: Phase, grid: Grid, channels: int, uses: int = 1) -> int:
+def multiply_adds(phase: Phase, grid: Grid, channels: int, uses: int = 1, context: int = 0) -> int:
     """Multiply-adds of a self-attention layer for one image: matching, projections and attention, a mean over steps.
 
     Args:
@@ -376,12 +419,13 @@ def multiply_adds(phase: Phase, grid: Grid, channels: int, uses: int = 1) -> int
         grid: of its tokens.
         channels: over all heads.
         uses: number of calls that share one matching.
+        context: tokens of text that the image attends to as well.
     """
     merge = phase.merge
     destinations = merge.destinations(grid)
     matching = (grid.tokens - destinations) * destinations * channels // uses if phase.matches else 0
-    attention = phase.attention.fit(grid, merge).cost(Size(grid, merge.kept(grid), channels))
+    attention = phase.attention.fit(grid, merge).cost(Size(grid, merge.kept(grid), channels, context))
     exact = 0
     if phase.residual_steps > 1 and not phase.exact:
-        exact = multiply_adds(EXACT, grid, channels) // phase.residual_steps
+        exact = multiply_adds(EXACT, grid, channels, context=context) // phase.residual_steps
     return matching + round(attention) + exact

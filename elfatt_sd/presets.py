@@ -71,3 +71,23 @@ PRESETS: dict[Method, PatchConfig] = {
     # of its speed is closer to untouched: docs/quality.md, `study_residual`; 512 of its pictures: `study_presets`.
     "elfatt-quality": PatchConfig("elfatt-quality", (Phase(1.0, "sampled", keys=512, residual_steps=4),)),
 }
+
+# The same methods for transformers, where tokens have rotary positions and cannot be merged. Not yet chosen by
+# measurement: see docs/quality.md.
+_TRANSFORMER_PRESETS: dict[Method, PatchConfig] = {
+    "agent": PatchConfig("agent", (Phase(0.4, "agent", block_order="windows"),)),
+    "elfatt": PatchConfig("elfatt", (Phase(0.2, "elfatt", block_order="windows"),)),
+    "elfatt-fast": PatchConfig("elfatt-fast", (Phase(0.2), Phase(1.0, "cell_spread", block_size=128, cell=64))),
+    "elfatt-quality": PatchConfig(
+        "elfatt-quality", (Phase(1.0, "cell_spread", block_size=256, cell=128, residual_steps=4),)
+    ),
+}
+
+
+def for_transformers(config: PatchConfig) -> PatchConfig:
+    """Return what a preset, with the settings that were changed, is on transformers; another configuration as it is."""
+    name = cast(Method, config.method)
+    preset = PRESETS.get(name)
+    if name not in _TRANSFORMER_PRESETS or preset is None or config != preset.with_settings(**config.changes):
+        return config
+    return _TRANSFORMER_PRESETS[name].with_settings(**config.changes)

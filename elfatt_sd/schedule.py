@@ -167,11 +167,13 @@ class Schedule:
         """The run that the latest call of this thread on a schedule belongs to."""
         return self._runs.setdefault(threading.current_thread(), Run())
 
-    def locate(self, timestep: torch.Tensor | float) -> Position | None:
+    def locate(self, timestep: torch.Tensor | float, unit: int | None = None) -> Position | None:
         """Return the position of a call.
 
         Args:
-            timestep: what the UNet is called with: a number, or a tensor of one value or of one value per image.
+            timestep: what the model is called with: a number, or a tensor of one value or of one value per image.
+            unit: which of `timesteps.other_units` its family takes; None where it takes timesteps, or what it takes is
+                to be found out.
 
         Returns:
             The position; `BEYOND` for a value in a unit that is not known; None for what only the device knows, or what
@@ -181,9 +183,9 @@ class Schedule:
         timesteps = _timesteps(scheduler)
         found = self._from_view(timestep, timesteps, scheduler)
         if found is None and not _on_device(timestep):
-            found = self._from_value(_value(timestep), timesteps, scheduler)
+            found = self._from_value(timestep, timesteps, scheduler, unit)
         elif found is None and timesteps is not None and not torch.is_grad_enabled():  # in training, it is drawn
-            found = self._from_copy(timestep, timesteps, scheduler)
+            found = self._from_copy(timestep, timesteps, scheduler, unit)
         if found is None:
             return None
         self._follow(found)
@@ -220,31 +222,46 @@ class Schedule:
             self._values = kept = timesteps, timesteps.tolist()
         return kept[1]
 
-    def _from_value(self, value: float | None, timesteps: torch.Tensor | None, scheduler: Any) -> _Found | None:
+    def _from_value(
+        self, timestep: Any, timesteps: torch.Tensor | None, scheduler: Any, unit: int | None
+    ) -> _Found | None:
         """Look a value up on the schedule; find the place of one that is not on it."""
+        value = _value(timestep)
         if value is None:
             return None
-        found = None if timesteps is None else self._on_schedule(value, timesteps, scheduler)
-        if found is not None:
-            return found
+        if timesteps is not None:
+            found = self._on_schedule(value, units.rounding(timestep), timesteps, scheduler, unit)
+            if found is not None:
+                return found
+        if unit is not None:  # a fraction of the run
+            whole = units.train_steps(scheduler)
+            value = whole * (value if unit == units.FRACTION else 1 - value)
         place = None if self._noise_levels else units.place(value, scheduler)
         if place is None:
             self.run.strange = timesteps
             return _Found(BEYOND)
         return _Found(Position(place, units.train_steps(scheduler), scheduled=False))
 
-    def _on_schedule(self, value: float, timesteps: torch.Tensor, scheduler: Any) -> _Found | None:
+    def _on_schedule(
+        self, value: float, rounding: float, timesteps: torch.Tensor, scheduler: Any, unit: int | None
+    ) -> _Found | None:
         """Look a value up in all units, first in the one of the run that goes on; an `int` is a timestep."""
         known, run = self._on_host(timesteps), self.run
         own = run.unit if run.is_over(timesteps) else None
         others = () if isinstance(value, int) else enumerate(units.other_units(scheduler, known))
         strange = run.strange is timesteps and own is None  # what now is in one of those, is so by chance
         levels: dict[int | None, Sequence[float]] = {None: known, **(dict(others) if not strange else {})}
-        for unit in sorted(levels, key=lambda unit: unit != own):
-            step = self._choose(units.matches(levels[unit], value), timesteps)
+        if unit is not None:
+            levels = {unit: list(units.other_units(scheduler, known))[unit]}
+        for one in sorted(levels, key=lambda one: one != own):
+            steps = units.matches(levels[one], value, rounding)
+            counted = _counted(scheduler, timesteps) if rounding and len(steps) > 1 else None
+            step = counted if counted in steps else self._choose(steps, timesteps)
             if step is not None:
                 live = getattr(scheduler, "num_inference_steps", len(known)) is not None
-                return _Found(_position(step, known, live), timesteps, unit)
+                return _Found(_position(step, known, live), timesteps, one)
+        if unit is not None:
+            return None
         near = units.nearest(levels[own], value) if own in levels and own is not None else None
         return None if near is None else _Found(_position(near, known, live=False))
 
@@ -257,7 +274,7 @@ class Schedule:
             return run.step
         return next((step for step in steps if step > run.step), steps[0])
 
-    def _from_copy(self, timestep: Any, timesteps: torch.Tensor, scheduler: Any) -> _Found | None:
+    def _from_copy(self, timestep: Any, timesteps: torch.Tensor, scheduler: Any, unit: int | None) -> _Found | None:
         """Return the scheduler's own count of its steps, in a run that began by it; what is not such a step, is read.
 
         A copy on a device is read where a run begins, and where a step has another copy, as it may be another value.
@@ -268,7 +285,7 @@ class Schedule:
         same = run.copy is not None and _place_in_memory(run.copy) == _place_in_memory(timestep)
         if run.copy is not None and run.is_over(timesteps) and counted == run.step + (not same):
             return _Found(Position(counted, len(timesteps)), timesteps, run.unit, timestep)
-        found = self._from_value(_value(timestep), timesteps, scheduler)
+        found = self._from_value(timestep, timesteps, scheduler, unit)
         begins = found is not None and found.position.scheduled and found.position.step == counted
         return found._replace(copy=timestep) if found is not None and begins else found
 

@@ -1,9 +1,10 @@
-"""UNets of known shapes without weights, the arguments that a denoiser's call takes, and what a call costs."""
+"""Denoisers of known shapes without weights, the arguments that a denoiser's call takes, and what a call costs."""
 
 from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, unwrap
 from elfatt_sd.families.base import Fill
 from elfatt_sd.families.unet import SCALE
+from elfatt_sd.methods import Grid
 
 SHAPES: dict[str, dict[str, Any]] = {
     "sd15": {
@@ -42,6 +45,38 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class Transformer:
+    """The shape of a transformer.
+
+    Attributes:
+        kind: name of its class in diffusers.
+        config: what differs from that class's own.
+        few: the same, for a model with a few of its blocks, which can be timed where the whole one does not fit.
+    """
+
+    kind: str
+    config: Mapping[str, Any]
+    few: Mapping[str, Any]
+
+
+_SD35_MEDIUM = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "qk_norm": "rms_norm"}
+_SD35_MEDIUM |= {"pos_embed_max_size": 384, "dual_attention_layers": tuple(range(13))}
+_WAN_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+TRANSFORMERS: dict[str, Transformer] = {
+    "sd3.5-medium": Transformer(
+        "SD3Transformer2DModel", _SD35_MEDIUM, {"num_layers": 2, "dual_attention_layers": (0,)}
+    ),
+    "flux": Transformer("FluxTransformer2DModel", {"guidance_embeds": True}, {"num_layers": 1, "num_single_layers": 2}),
+    "qwen-image": Transformer("QwenImageTransformer2DModel", {}, {"num_layers": 2}),
+    "wan-1.3b": Transformer("WanTransformer3DModel", _WAN_SMALL, {"num_layers": 2}),
+    "wan-14b": Transformer("WanTransformer3DModel", {}, {"num_layers": 2}),
+    "hunyuan-video": Transformer(
+        "HunyuanVideoTransformer3DModel", {}, {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1}
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Sketch:
     """What a plan needs of a pipeline: a UNet without weights, and pixels of the image to one of the latent."""
 
@@ -49,9 +84,42 @@ class Sketch:
     vae_scale_factor: int = SCALE
 
 
-def sketch(name: str) -> Sketch:
-    """Return a shape of `SHAPES` without weights: nothing is allocated."""
+@dataclass(frozen=True)
+class TransformerSketch:
+    """The same of a pipeline with a transformer."""
+
+    transformer: nn.Module
+    vae_scale_factor: int = SCALE
+    vae_scale_factor_temporal: int = 4
+
+
+def sketch(name: str) -> Sketch | TransformerSketch:
+    """Return a shape of `SHAPES` or `TRANSFORMERS` without weights: nothing is allocated.
+
+    Raises:
+        ElfattError: the installed diffusers has no such model.
+    """
+    if name in TRANSFORMERS:
+        return TransformerSketch(empty_transformer(TRANSFORMERS[name]))
     return Sketch(empty_unet(SHAPES[name]))
+
+
+def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:
+    """Build a transformer on the meta device, with a few of its blocks or all of them.
+
+    Raises:
+        ElfattError: the installed diffusers has no such class.
+    """
+    import diffusers
+
+    make: Any = getattr(diffusers, shape.kind, None)
+    if make is None:
+        raise ElfattError(
+            f"the installed diffusers {diffusers.__version__} has no {shape.kind}; pip install -U diffusers."
+        )
+    with torch.device("meta"):
+        transformer: nn.Module = make(**{**shape.config, **(shape.few if few else {})})
+    return transformer
 
 
 def empty_unet(shape: Mapping[str, Any]) -> nn.Module:
@@ -64,10 +132,10 @@ def empty_unet(shape: Mapping[str, Any]) -> nn.Module:
     return unet
 
 
-def call_arguments(denoiser: nn.Module, height: int, width: int, batch: int, fill: Fill) -> dict[str, Any]:
+def call_arguments(denoiser: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
     """Return keyword arguments that a denoiser can be called with; see `families.base.Family.arguments`."""
     module = unwrap(denoiser)
-    return family_of(module).arguments(module, height, width, batch, fill)
+    return family_of(module).arguments(module, grid, batch, fill)
 
 
 @dataclass(frozen=True)
@@ -84,17 +152,22 @@ class Blueprint:
         return cls(type(module), json.dumps(dict(getattr(module, "config", {})), default=list, sort_keys=True))
 
     @functools.cache  # noqa: B019 - a blueprint is small, and there are few
-    def multiply_adds(self, height: int, width: int) -> int | None:
+    def multiply_adds(self, grid: Grid) -> int | None:
         """Return the multiply-adds of an untouched call for one image; None where it cannot be run without weights.
 
         Args:
-            height: of the latent.
-            width: of the latent.
+            grid: of its input.
         """
         try:
-            with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            with (
+                warnings.catch_warnings(),
+                torch.device("meta"),
+                torch.no_grad(),
+                FlopCounterMode(display=False) as counter,
+            ):
+                warnings.simplefilter("ignore")  # of building such a model once more
                 module: Any = self.kind.from_config(json.loads(self.config)).eval()  # type: ignore[attr-defined]
-                module(**call_arguments(module, height, width, 1, torch.empty))
+                module(**call_arguments(module, grid, 1, torch.empty))
         except Exception:  # of a class that takes other arguments, or reads values: whatever its authors raise
             return None
         return int(counter.get_total_flops()) // 2 or None

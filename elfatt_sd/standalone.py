@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elfatt_sd.calls import Denoiser
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.families import SelfAttention, copy_structure
-from elfatt_sd.processor import Denoiser, PatchedLayer
+from elfatt_sd.families import Given, SelfAttention, copy_structure
+from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.schedule import Position, Run
 
 
@@ -44,7 +45,8 @@ class StandaloneLayer:
             block_input: of the transformer block, before its normalisation: ToMe's metric.
         """
         device = next(self._attention.parameters()).device
-        self._denoiser.begin(position, Run(), torch.empty(1, device=device).expand(latent))
+        sample = torch.empty(1, device=device).expand(latent)
+        self._denoiser.begin(position, Run(), Given.latent(sample, position.step))
         state = self._layer.state
         if state is not None:
             state.block_input = block_input

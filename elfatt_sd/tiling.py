@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal, NamedTuple, Self, get_args
 
@@ -31,6 +32,10 @@ class Grid(NamedTuple):
     def tokens(self) -> int:
         """Their number."""
         return self.frames * self.rows * self.columns
+
+    def __str__(self) -> str:
+        """Return rows and columns, and the frames of a video: `64x64`, `21x30x52`."""
+        return "x".join(map(str, self if self.frames > 1 else self[1:]))
 
 
 def partition(tokens: int, block_size: int) -> tuple[int, int, int]:
@@ -70,3 +75,30 @@ def sample_counts(tokens: int, samples: int, groups: int) -> tuple[int, int]:
     """
     samples = min(samples, tokens)
     return samples, min(groups, tokens // samples)
+
+
+@functools.lru_cache(maxsize=256)
+def cell_counts(tokens: int, cell: int, keys: int) -> tuple[int, int]:
+    """Return the number of cells and of groups that come closest to what is wanted.
+
+    Cells that divide the tokens are preferred, for they need no copy.
+
+    Args:
+        tokens: of the grid.
+        cell: wanted tokens in a cell.
+        keys: wanted tokens in a group; it has at least one of every cell, so that this times `cell` is at least
+            `tokens`.
+    """
+
+    def badness(counts: tuple[int, int]) -> float:
+        cells, groups = counts
+        seen = tokens // cells // groups * cells
+        return abs(math.log(tokens / cells / cell)) + abs(math.log(seen / keys)) + (0.1 if tokens % cells else 0.0)
+
+    wanted = min(max(1, tokens // cell), tokens)
+    choices = range(max(1, wanted // 2), min(tokens, 2 * wanted) + 1)
+    return min(((cells, groups) for cells in choices for groups in _divisors(tokens // cells)), key=badness)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

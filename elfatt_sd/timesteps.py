@@ -15,6 +15,7 @@ _LARGEST_NOISE = 100.0  # level of a scheduler that does not tell: more than mod
 _UNEVEN = 12  # times as wide as its neighbour a step of a schedule can be; among diffusers' schedulers it is 10
 _ABOVE = 1.5  # times the first noise level of a schedule that a pipeline may add noise up to (KarrasVePipeline)
 _CLOSE = 1e-4  # relative difference of two values that are the same
+FRACTION, RISING = 0, 1  # of `other_units`: what is left of the run, and how much of it is done
 _NOISE_LEVELS = ("sigmas", "schedule", "discrete_sigmas")  # attributes of schedulers
 
 
@@ -52,8 +53,8 @@ def largest_noise(scheduler: Any) -> float:
 def other_units(scheduler: Any, timesteps: Sequence[float]) -> Iterator[Sequence[float]]:
     """Yield what some pipelines hand to their models in place of timesteps, each as a sequence over the steps."""
     whole = train_steps(scheduler) if max(timesteps) > 2 else 1
-    yield [step / whole for step in timesteps]
-    yield [1 - step / whole for step in timesteps]
+    yield [step / whole for step in timesteps]  # FRACTION
+    yield [1 - step / whole for step in timesteps]  # RISING
     for sigmas in _noise_levels(scheduler):
         if len(sigmas) >= len(timesteps):
             falling = sorted(sigmas, reverse=True)[: len(timesteps)]
@@ -71,14 +72,26 @@ def _noise_levels(scheduler: Any) -> Iterator[list[float]]:
             yield sigmas.tolist()
 
 
-def matches(levels: Sequence[float], value: float) -> list[int]:
-    """Return the steps whose level is a value; an `int` may be what is left of a level without its fraction."""
-    whole = isinstance(value, int) and value > 1
+def matches(levels: Sequence[float], value: float, rounding: float = 0.0) -> list[int]:
+    """Return the steps whose level is a value; an `int` may be what is left of a level without its fraction.
+
+    Args:
+        levels: of the steps.
+        value: to be found.
+        rounding: relative difference that its dtype may have made.
+    """
+    whole, close = isinstance(value, int) and value > 1, max(_CLOSE, rounding)
     return [
         step
         for step, level in enumerate(levels)
-        if math.isclose(level, value, rel_tol=_CLOSE) or (whole and int(level) == value)
+        if math.isclose(level, value, rel_tol=close, abs_tol=_CLOSE / 10) or (whole and int(level) == value)
     ]
+
+
+def rounding(timestep: Any) -> float:
+    """Return the largest relative difference that a timestep's dtype makes; 0 for what is not rounded."""
+    half = isinstance(timestep, torch.Tensor) and timestep.dtype in (torch.float16, torch.bfloat16)
+    return torch.finfo(timestep.dtype).eps if half else 0.0
 
 
 def nearest(levels: Sequence[float], value: float) -> int | None:

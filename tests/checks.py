@@ -14,7 +14,7 @@ from diffusers.models.attention_processor import Attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
-from elfatt_sd import processor
+from elfatt_sd import joint_processor, processor
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families import find_denoisers, find_layers, unwrap
 from elfatt_sd.processor import ElfattProcessor
@@ -81,8 +81,17 @@ def recorded() -> Iterator[Counter[tuple[int, str]]]:
         calls[id(state.layer.attention), phase.attention.name] += 1
         return approximate(given, state, phase, tokens)
 
+    approximated: Any = joint_processor._Joint.approximated
+
+    def count_joint(joint: Any, *given: Any) -> torch.Tensor:
+        state = joint._state
+        calls[id(state.layer.attention), state.phase.attention.name] += 1
+        mixed: torch.Tensor = approximated(joint, *given)
+        return mixed
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processor, "approximate", count)
+        patch.setattr(joint_processor._Joint, "approximated", count_joint)
         yield calls
 
 

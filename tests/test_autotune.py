@@ -19,12 +19,13 @@ from checks import runner
 from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
 
 import elfatt_sd
-from elfatt_sd import autotune, processor
+from elfatt_sd import autotune, calls
 from elfatt_sd.autotune import Decision, Decisions, Tuner, decision_key
+from elfatt_sd.calls import Call, Denoiser, LayerState
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families import find_layers
-from elfatt_sd.methods import Draws
-from elfatt_sd.processor import Call, Denoiser, LayerState, PatchedLayer
+from elfatt_sd.methods import Draws, Grid
+from elfatt_sd.processor import PatchedLayer
 
 SAMPLE = torch.zeros(2, 4, 16, 16)
 
@@ -34,7 +35,7 @@ def state_of(pipe: Any, config: PatchConfig) -> LayerState:
     layer = next(layer for layer in find_layers(pipe.unet) if layer.downsample == 1)
     denoiser = Denoiser(config)
     denoiser.layers = [PatchedLayer(layer, 0, layer.attention.processor, denoiser)]
-    return LayerState(denoiser.layers[0], Call(config), layer.grid(*SAMPLE.shape[-2:]))
+    return LayerState(denoiser.layers[0], Call(config), layer.grid(Grid.image(*SAMPLE.shape[-2:])))
 
 
 @pytest.fixture(autouse=True)
@@ -438,8 +439,8 @@ def test_a_shared_matching_costs_each_layer_its_part(
 ) -> None:
     """The first of the calls that share a matching is timed with it, the others without."""
     found: list[int] = []
-    match = processor.find_candidates
-    monkeypatch.setattr(processor, "find_candidates", lambda *given: (found.append(0), match(*given))[1])
+    match = calls.find_candidates
+    monkeypatch.setattr(calls, "find_candidates", lambda *given: (found.append(0), match(*given))[1])
     shares: list[float] = []
 
     def record(untouched: Any, approximated: Any, device: torch.device) -> Decision:

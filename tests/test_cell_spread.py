@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from elfatt_sd import log_sum_exp
-from elfatt_sd.cell_spread import cell_spread_attention
-from elfatt_sd.config import ElfattError
+from elfatt_sd.joint import cell_joint_attention
 from elfatt_sd.tiling import cell_blocks
 
 
 def qkv(tokens: int, heads: int = 3, size: int = 8, dtype: torch.dtype = torch.float32) -> Any:
     return torch.randn(3, 2, tokens, heads, size, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+
+
+def cell_spread_attention(q: Tensor, k: Tensor, v: Tensor, blocks: int, **options: Any) -> Tensor:
+    """Each block has one token of every cell."""
+    return cell_joint_attention(q, k, v, q.shape[1] // blocks, blocks, **options)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, blocks: int, scale: float | None = None) -> Tensor:
@@ -127,13 +131,6 @@ def test_compiles_whole() -> None:
     q, k, v = qkv(64)
     compiled = torch.compile(cell_spread_attention, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v, 8), cell_spread_attention(q, k, v, 8))
-
-
-@pytest.mark.parametrize("blocks", [0, 5, 65])
-def test_blocks_divide_the_tokens(blocks: int) -> None:
-    q, k, v = qkv(64)
-    with pytest.raises(ElfattError, match=f"blocks={blocks} .*divisor of the 64 tokens"):
-        cell_spread_attention(q, k, v, blocks)
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ import elfatt_sd
 from elfatt_sd import generation
 from elfatt_sd.autotune import Decision, Tuner
 from elfatt_sd.benchmark_cli import Forecast
+from elfatt_sd.calls import LayerState
 from elfatt_sd.cli import app
 from elfatt_sd.files import check_writable
 from elfatt_sd.generation import Studio, check_text_to_image, free_name
-from elfatt_sd.processor import LayerState
 from elfatt_sd.request import Request
 
 ROOT = Path(__file__).parents[1]
@@ -423,7 +423,7 @@ def test_pipelines_without_a_unet_are_refused(tmp_path: Path) -> None:
     transformer = DiTTransformer2DModel(in_channels=4, norm_num_groups=4, **size)
     DiTPipeline(transformer, tiny.vae(), tiny.ddim()).save_pretrained(tmp_path / "dit")
     for command in (["patch", tmp_path / "dit"], ["generate", PROMPT, "--model", tmp_path / "dit"]):
-        check_error(call(*command), "DiTTransformer2DModel is not a denoiser whose layers are known")
+        check_error(call(*command), "DiTTransformer2DModel cannot be patched: how its layers attend is not known")
 
 
 def test_failures_have_exit_code_one_and_show_where_on_request(model: Path, monkeypatch: Any) -> None:

@@ -11,23 +11,22 @@ import torch
 from checks import Work
 from torch import Tensor
 
-from elfatt_sd.cell_spread import cell_spread_attention
+from elfatt_sd.attention import elfatt_attention
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.joint import (
     Keys,
-    cell_agents,
-    cell_counts,
     cell_joint_attention,
     cell_joint_cost,
     elfatt_joint_attention,
     elfatt_joint_cost,
     exact_attention,
     exact_cost,
+    run_agents,
     sampled_joint_attention,
     sampled_joint_cost,
 )
 from elfatt_sd.ordering import cell_order, inverse_permutation, lattice_order, stratified_samples
-from elfatt_sd.tiling import Grid
+from elfatt_sd.tiling import Grid, cell_counts, partition
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CELLS = [(12, 4, 3), (64, 8, 8), (64, 8, 2), (64, 16, 1), (35, 8, 2), (35, 8, 4), (67, 9, 7), (67, 9, 1), (30, 1, 5)]
@@ -102,53 +101,61 @@ def test_samples(tokens: int, samples: int, groups: int, weighted: bool, context
     torch.testing.assert_close(out.double(), dense(q, k, v, bias, context, 0.5), atol=1e-5, rtol=0)
 
 
-def elfatt(q: Tensor, k: Tensor, v: Tensor, cells: int, first: int, context: Keys, query_scale: float) -> Tensor:
-    """The equation of `elfatt_joint_attention`, head by head."""
-    cell, scale = torch.arange(q.shape[1]) % cells, q.shape[3] ** -0.5
-    blocks = torch.where(cell[:, None] == cell, 0.0, -math.inf).double()
-    near = dense(q, k, v, blocks, context)
+def runs(tokens: int, count: int) -> Tensor:
+    """The run that each token is in: nearly equal ones, the first of them larger."""
+    return torch.cat([torch.full((len(part),), i) for i, part in enumerate(torch.arange(tokens).tensor_split(count))])
+
+
+def elfatt(q: Tensor, k: Tensor, v: Tensor, agents: int, blocks: int, first: int, query_scale: float) -> Tensor:
+    """The equation of `elfatt_joint_attention`, head by head, beside `text()`."""
+    context = text()
+    run, block, scale = runs(q.shape[1], agents), runs(q.shape[1], blocks), q.shape[3] ** -0.5
+    near = dense(q, k, v, torch.where(block[:, None] == block, 0.0, -math.inf).double(), context)
     q, k, v, k_text, v_text = (x.double() for x in (q, k, v, context.k, context.v))
-    members = [q[:, cell == index] for index in range(cells)]
+    members = [q[:, run == index] for index in range(agents)]
     means = torch.stack([x.mean(1) for x in members], 1)
     lengths = torch.stack([x.norm(dim=3).mean(1) for x in members], 1)
-    agents = means / means.norm(dim=3, keepdim=True) * lengths[..., None]
-    to_keys = torch.einsum("bahd,bkhd->bhak", agents, k) * scale
-    to_agents = torch.einsum("bqhd,bahd->bhqa", q, agents) * query_scale
+    pooled = means / means.norm(dim=3, keepdim=True) * lengths[..., None]
+    to_keys = torch.einsum("bahd,bkhd->bhak", pooled, k) * scale
+    to_agents = torch.einsum("bqhd,bahd->bhqa", q, pooled) * query_scale
     to_text = torch.einsum("bqhd,bkhd->bhqk", q, k_text) * scale
     assert context.mask is not None
     to_text = to_text.masked_fill(~context.mask[:, None, None], -math.inf)
     through = to_agents.softmax(3) @ (to_keys.softmax(3) @ v.transpose(1, 2))
-    weights = torch.stack([to_keys.logsumexp(3)[:, :, cell], to_text.logsumexp(3)]).softmax(0)[..., None]
+    weights = torch.stack([to_keys.logsumexp(3)[:, :, run], to_text.logsumexp(3)]).softmax(0)[..., None]
     mixed = weights[0] * through + weights[1] * (to_text.softmax(3) @ v_text.transpose(1, 2))
+    mixed = mixed + 0.1 * v.transpose(1, 2)
     return torch.cat([mixed.transpose(1, 2)[:, :, :first], near[:, :, first:]], 2)
 
 
-@pytest.mark.parametrize(("tokens", "cells"), [(64, 8), (35, 8), (67, 9), (12, 12), (12, 1)])
+@pytest.mark.parametrize(("tokens", "agents", "blocks"), [(64, 8, 4), (35, 8, 3), (67, 9, 9), (12, 12, 12), (12, 1, 1)])
 @pytest.mark.parametrize("first", [0, 2, 3, 4])
-def test_elfatt(tokens: int, cells: int, first: int) -> None:
+def test_elfatt(tokens: int, agents: int, blocks: int, first: int) -> None:
     q, k, v = image(tokens)
-    out = elfatt_joint_attention(q, k, v, cells, agent_heads=first, query_scale=0.2, context=text())
-    torch.testing.assert_close(out.double(), elfatt(q, k, v, cells, first, text(), 0.2), atol=1e-5, rtol=0)
-    if first == 2:
-        assert torch.equal(out, elfatt_joint_attention(q, k, v, cells, query_scale=0.2, context=text()))
+    size = round(tokens / blocks)
+    out = elfatt_joint_attention(
+        q, k, v, agents=agents, block_size=size, agent_heads=first, query_scale=0.2, value_shortcut=0.1, context=text()
+    )
+    wanted = elfatt(q, k, v, agents, partition(tokens, size)[0], first, 0.2)
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
 
 
-def test_elfatt_without_context_has_the_heads_of_both_halves() -> None:
-    q, k, v = image(64)
-    out = elfatt_joint_attention(q, k, v, 8)
-    cell = torch.arange(64) % 8
-    near = dense(q, k, v, torch.where(cell[:, None] == cell, 0.0, -math.inf).double(), None)
-    torch.testing.assert_close(out[:, :, 2:].double(), near[:, :, 2:], atol=1e-5, rtol=0)
+def test_without_context_it_is_what_plain_layers_have() -> None:
+    """But for the length of the agents."""
+    q, k, v = image(67)
+    settings = {"agents": 9, "block_size": 8}
+    out = elfatt_joint_attention(q, k, v, agent_heads=0, **settings)
+    torch.testing.assert_close(out, elfatt_attention(q, k, v, agent_share=0.0, **settings))
 
 
 def test_agents_keep_the_length_of_their_queries() -> None:
     """Rotations that cancel in the mean leave its direction; equal queries are their own agents."""
     q, _, _ = image(35)
-    assert cell_agents(q, 8).shape == (2, 8, 4, 8)
-    torch.testing.assert_close(cell_agents(q[:, :1].expand(-1, 35, -1, -1), 8), q[:, :1].expand(-1, 8, -1, -1))
-    assert torch.equal(cell_agents(torch.zeros_like(q), 8), torch.zeros(2, 8, 4, 8))
+    assert run_agents(q, 8).shape == (2, 8, 4, 8)
+    torch.testing.assert_close(run_agents(q[:, :1].expand(-1, 35, -1, -1), 8), q[:, :1].expand(-1, 8, -1, -1))
+    assert torch.equal(run_agents(torch.zeros_like(q), 8), torch.zeros(2, 8, 4, 8))
     for dtype in HALF:
-        assert cell_agents((q * 1000).to(dtype), 8).isfinite().all()
+        assert run_agents((q * 1000).to(dtype), 8).isfinite().all()
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -183,15 +190,12 @@ def test_all_keys_are_dense_attention(grid: Grid) -> None:
         torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
 
 
-def test_one_token_of_each_cell_is_cell_spread() -> None:
-    q, k, v = image(64)
-    assert torch.equal(cell_joint_attention(q, k, v, 8, 8), cell_spread_attention(q, k, v, 8))
-
-
 CALLS: list[Callable[..., Tensor]] = [
     lambda q, k, v, words: cell_joint_attention(q, k, v, 8, 4, context=words),
     lambda q, k, v, words: sampled_joint_attention(q, k[:, :32], v[:, :32], 4, stands_for=8.0, context=words),
-    lambda q, k, v, words: elfatt_joint_attention(q, k, v, 8, context=words),
+    lambda q, k, v, words: elfatt_joint_attention(
+        q, k, v, agents=8, block_size=8, agent_heads=q.shape[2] // 2, context=words
+    ),
     lambda q, k, v, words: exact_attention(q, [Keys(k, v), words]),
 ]
 
@@ -247,7 +251,10 @@ def test_costs_are_the_pairs_that_kernels_see(tokens: int, cells: int, groups: i
             lambda: cell_joint_attention(q, k, v, cells, groups, context=words),
             cell_joint_cost(tokens, cells, groups, 5, channels),
         ),
-        (lambda: elfatt_joint_attention(q, k, v, cells, context=words), elfatt_joint_cost(tokens, cells, 5, channels)),
+        (
+            lambda: elfatt_joint_attention(q, k, v, agents=cells, block_size=8, agent_heads=2, context=words),
+            elfatt_joint_cost(tokens, cells, 8, 5, channels, 0.5),
+        ),
         (lambda: exact_attention(q, [Keys(k, v), words]), exact_cost(tokens, tokens + 5, channels)),
         (
             lambda: sampled_joint_attention(q, k[:, :32], v[:, :32], 4, context=words),

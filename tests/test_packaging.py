@@ -129,10 +129,21 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
             assert not {name.partition(".")[0] for name in found} & optional, path
 
 
-MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "cell_spread", "log_sum_exp")
-MATHEMATICS += ("joint", "rotary")
+MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "log_sum_exp", "joint", "rotary")
 DATA = (*MATHEMATICS, "files", "checks", "methods", "config", "presets", "timesteps", "schedule")
-CORE = (*DATA, "families", "processor", "autotune", "shapes", "planning", "patch", "standalone")
+CORE = (
+    *DATA,
+    "families",
+    "residuals",
+    "calls",
+    "joint_processor",
+    "processor",
+    "autotune",
+    "shapes",
+    "planning",
+    "patch",
+    "standalone",
+)
 
 
 def files_of(name: str) -> list[Path]:

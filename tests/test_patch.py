@@ -18,13 +18,15 @@ from checks import processors
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 import elfatt_sd
+from elfatt_sd import calls as calls_module
 from elfatt_sd import processor as processor_module
 from elfatt_sd.benchmarking.variants import forget_residuals, patched_layers
+from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.patch import current_config
 from elfatt_sd.presets import METHODS
-from elfatt_sd.processor import ElfattProcessor, LayerState
+from elfatt_sd.processor import ElfattProcessor
 
 ACTIVE = [method for method in METHODS if method != "sd"]
 EVERY_SETTING = [
@@ -414,7 +416,7 @@ def test_a_failed_patch_leaves_the_old_one(pipe: Any) -> None:
 @pytest.mark.parametrize("target", [None, 3, torch.nn.Linear(2, 2)], ids=str)
 def test_targets_without_a_unet(target: Any) -> None:
     for function in (elfatt_sd.apply_patch, elfatt_sd.remove_patch, elfatt_sd.plan):
-        with pytest.raises(ElfattError, match=r"has no UNet|is not a denoiser"):
+        with pytest.raises(ElfattError, match=r"has no UNet|cannot be patched"):
             function(target)
 
 
@@ -439,20 +441,20 @@ def test_a_patched_call_needs_no_more_memory_than_it_keeps(method: str, step: in
         call()
         forget_residuals(unet)
         peak = peak_memory(call, cpu)
-        kept = sum(tensor.nbytes for layer in patched_layers(unet) for tensor in layer.latest.residuals.values())
+        kept = sum(one.values.nbytes for layer in patched_layers(unet) for one in layer.latest.residuals.values())
         assert bool(kept) == (method == "elfatt-quality" and step == 0), "given back in the last step"
         assert (peak or 0) <= 1.01 * untouched + kept
 
 
 def test_reused_matchings_are_computed_once(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    find_candidates = processor_module.find_candidates
+    find_candidates = calls_module.find_candidates
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         counted.append(1)
         return find_candidates(*args, **kwargs)
 
-    monkeypatch.setattr(processor_module, "find_candidates", counting)
+    monkeypatch.setattr(calls_module, "find_candidates", counting)
     pipe.scheduler = tiny.ddim()
     for settings, expected in (
         ({}, 3 * 4),
@@ -581,7 +583,7 @@ def test_a_call_that_fails_leaves_no_tokens_behind(pipe: Any, monkeypatch: pytes
 
     held: list[Any] = []
     elfatt_sd.apply_patch(pipe, "tome")
-    monkeypatch.setattr(processor_module, "_attend", run_out)
+    monkeypatch.setattr(processor_module, "attend", run_out)
     with pytest.raises(torch.OutOfMemoryError):
         picture(pipe, steps=2)
     [state] = held

@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
+import elfatt_sd.calls as calls_module
 import elfatt_sd.processor as processor_module
+from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.families import find_layers
+from elfatt_sd.families import Given, find_layers
 from elfatt_sd.families.plain import PlainProjections
 from elfatt_sd.merging import match_tokens
 from elfatt_sd.methods import Draws
 from elfatt_sd.ordering import block_permutation, stratified_samples
 from elfatt_sd.presets import METHODS
-from elfatt_sd.processor import LayerState
 from elfatt_sd.schedule import Position, Run
 from elfatt_sd.tiling import Grid, partition
 
@@ -227,10 +228,8 @@ def test_logits_in_float32_on_request(phase: Phase, fp32_logits: bool, monkeypat
 def test_both_ratios_of_agent_sd_share_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
     """What costs is computed once, although tokens are merged at one ratio and agents at another."""
     found: list[Any] = []
-    find_candidates = processor_module.find_candidates
-    monkeypatch.setattr(
-        processor_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given)
-    )
+    find_candidates = calls_module.find_candidates
+    monkeypatch.setattr(calls_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given))
     layer = Layer(PatchConfig.preset("agent"))
     assert len(found) == 3  # one for each layer of the finest level
     assert layer.attention.elfatt_state.latest.candidates is None, "nothing is kept after the call"
@@ -279,7 +278,7 @@ def test_a_shared_difference_is_that_of_the_first_step(phase: Phase) -> None:
     draws = []
     for step in range(3):
         tokens = torch.randn(2, ROWS * COLUMNS, attention.query_dim, generator=noise)
-        layer.denoiser.begin(Position(step, 6), run, sample)
+        layer.denoiser.begin(Position(step, 6), run, Given.latent(sample, 0))
         state = layer.state
         result, own = attention(tokens), processor_module.approximate(around(attention, tokens), state, phase, tokens)
         if step == 0:
@@ -359,13 +358,13 @@ def test_parts_of_a_layers_input_keep_their_own() -> None:
     attention: Any = find_layers(unet)[0].attention
     layer, run, (sample, _), noise = attention.elfatt_state, Run(), inputs(torch.float32), generator()
     parts = [torch.randn(size, ROWS * COLUMNS, attention.query_dim, generator=noise) for size in (2, 2, 1)]
-    layer.denoiser.begin(Position(0, 6), run, sample)
+    layer.denoiser.begin(Position(0, 6), run, Given.latent(sample, 0))
     state, differences = layer.state, []
     for tokens in parts:
         exact = AttnProcessor2_0()(attention, tokens)
         torch.testing.assert_close(attention(tokens), exact, atol=1e-5, rtol=0)
         differences.append(exact - processor_module.approximate(around(attention, tokens), state, CORRECTED[0], tokens))
-    layer.denoiser.begin(Position(1, 6), run, sample)
+    layer.denoiser.begin(Position(1, 6), run, Given.latent(sample, 0))
     state = layer.state
     for tokens, difference in zip(parts, differences, strict=True):
         own = processor_module.approximate(around(attention, tokens), state, CORRECTED[0], tokens)
@@ -443,9 +442,9 @@ def test_a_call_that_is_repeated_takes_nothing_over() -> None:
     denoiser = find_layers(unet)[0].attention.elfatt_state.denoiser  # type: ignore[union-attr]
     sample, text = inputs(torch.float32)
     exact = unet(sample, timesteps[0], text).sample
-    for _ in range(processor_module.KEPT_CALLS + 3):
+    for _ in range(calls_module.KEPT_CALLS + 3):
         assert torch.equal(unet(sample, timesteps[0], text).sample, exact)
-    assert len(denoiser.latest.memory.residuals._kept) == processor_module.KEPT_CALLS
+    assert len(denoiser.latest.memory.residuals._kept) == calls_module.KEPT_CALLS
     assert not torch.equal(unet(sample, timesteps[1], text).sample, exact)
 
 
@@ -457,7 +456,7 @@ def test_no_difference_outlives_its_run() -> None:
     held = []
     for timestep in timesteps:
         unet(sample, timestep, text).sample.sum().backward()
-        kept = [tensor for layer in denoiser.layers for tensor in layer.latest.residuals.values()]
+        kept = [one.values for layer in denoiser.layers for one in layer.latest.residuals.values()]
         assert not any(tensor.requires_grad for tensor in kept)
         held.append(len(kept))
     assert held == [3, 3, 3, 3, 3, 0]

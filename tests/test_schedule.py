@@ -14,8 +14,8 @@ import torch
 
 import elfatt_sd
 from elfatt_sd import schedule as module
+from elfatt_sd.calls import Denoiser
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.processor import Denoiser
 from elfatt_sd.schedule import BEYOND, Position, Schedule
 
 KARRAS = {"use_karras_sigmas": True}

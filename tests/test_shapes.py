@@ -12,7 +12,10 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from elfatt_sd.shapes import SHAPES, Blueprint, call_arguments, sketch
+import elfatt_sd
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.methods import Grid
+from elfatt_sd.shapes import SHAPES, TRANSFORMERS, Blueprint, Sketch, TransformerSketch, call_arguments, sketch
 
 
 def by_hand(module: Any, arguments: dict[str, Any]) -> int:
@@ -67,33 +70,56 @@ MODULES = {
 @pytest.mark.parametrize("name", list(MODULES))
 def test_a_call_is_counted(name: str, folder: Path) -> None:
     module = MODULES[name](folder)
-    arguments = call_arguments(module, 16, 24, 1, torch.zeros)
-    assert Blueprint.of(module).multiply_adds(16, 24) == by_hand(module, arguments)
+    arguments = call_arguments(module, Grid.image(16, 24), 1, torch.zeros)
+    assert Blueprint.of(module).multiply_adds(Grid.image(16, 24)) == by_hand(module, arguments)
 
 
 def test_a_patch_an_adapter_and_a_wrapper_change_nothing() -> None:
     """What is counted is the untouched module; nothing is taken from the weights."""
     plain = tiny.unet()
-    count = Blueprint.of(plain).multiply_adds(16, 16)
-    assert Blueprint.of(nn.DataParallel(tiny.unet())).multiply_adds(16, 16) == count
+    count = Blueprint.of(plain).multiply_adds(Grid.image(16, 16))
+    assert Blueprint.of(nn.DataParallel(tiny.unet())).multiply_adds(Grid.image(16, 16)) == count
     plain.set_attention_slice(1)
-    assert Blueprint.of(plain).multiply_adds(16, 16) == count
-    assert Blueprint.of(plain.to("meta")).multiply_adds(16, 16) == count
+    assert Blueprint.of(plain).multiply_adds(Grid.image(16, 16)) == count
+    assert Blueprint.of(plain.to("meta")).multiply_adds(Grid.image(16, 16)) == count
 
 
 def test_what_cannot_be_called_is_not_counted() -> None:
-    assert Blueprint.of(nn.Linear(2, 2)).multiply_adds(8, 8) is None
+    assert Blueprint.of(nn.Linear(2, 2)).multiply_adds(Grid.image(8, 8)) is None
     text = tiny.unet(encoder_hid_dim=24, encoder_hid_dim_type="image_proj", addition_embed_type="image")
-    assert Blueprint.of(text).multiply_adds(8, 8) is None
+    assert Blueprint.of(text).multiply_adds(Grid.image(8, 8)) is None
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_a_sketch_holds_no_weights(name: str) -> None:
     drawn = sketch(name)
+    assert isinstance(drawn, Sketch)
     assert {parameter.device.type for parameter in drawn.unet.parameters()} == {"meta"}
 
 
 def test_names_are_known_without_pytorch() -> None:
-    from elfatt_sd.request import SHAPE_NAMES
+    from elfatt_sd.request import TRANSFORMER_NAMES, UNET_NAMES
 
-    assert tuple(SHAPES) == SHAPE_NAMES
+    assert tuple(SHAPES) == UNET_NAMES
+    assert tuple(TRANSFORMERS) == TRANSFORMER_NAMES
+
+
+# Tokens, and billions of parameters, as published.
+SIZES = {"sd3.5-medium": (4096, 2.2), "flux": (4096, 11.9), "qwen-image": (6889, 20.4), "wan-1.3b": (32760, 1.4)}
+SIZES |= {"wan-14b": (32760, 14.3), "hunyuan-video": (118800, 12.8)}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_sketches_of_transformers_are_the_published_models(name: str) -> None:
+    if not hasattr(diffusers, TRANSFORMERS[name].kind):
+        with pytest.raises(ElfattError, match=f"has no {TRANSFORMERS[name].kind}; pip install"):
+            sketch(name)
+        return
+    drawn = sketch(name)
+    assert isinstance(drawn, TransformerSketch)
+    parameters = list(drawn.transformer.parameters())
+    assert {parameter.device.type for parameter in parameters} == {"meta"}
+    tokens, billions = SIZES[name]
+    assert sum(parameter.numel() for parameter in parameters) / 1e9 == pytest.approx(billions, rel=0.03)
+    plan = elfatt_sd.plan(drawn, "elfatt-fast")
+    assert {layer.tokens for layer in plan.layers if layer.patched} == {tokens}

@@ -16,9 +16,9 @@ from elfatt_sd.benchmarking.models import fill
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import without_gradients
-from elfatt_sd.cell_spread import cell_spread_attention
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import SelfAttention
+from elfatt_sd.joint import cell_joint_attention
 from elfatt_sd.measuring.clock import Call
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.methods import Blocks, Sampled
@@ -143,7 +143,7 @@ def _attention_calls(
         "softmax": lambda: softmax_attention(q, k, v),
         "agents": lambda: agent_attention(q, k, v, pool_agents(q, _AGENTS)),
         "block": lambda: block_attention(q, k, v, block_size),
-        "cell_spread": lambda: cell_spread_attention(q, k, v, blocks),
+        "cell_spread": lambda: cell_joint_attention(q, k, v, q.shape[1] // blocks, blocks),
         "sampled": lambda: sampled_attention(q, keys, values, groups),
         "elfatt": lambda: elfatt_attention(q, k, v, agents=_AGENTS, block_size=block_size),
     }

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.families import find_layers, main_denoiser, unwrap
+from elfatt_sd.families import family_of, find_layers, main_denoiser, unwrap
 from elfatt_sd.families.unet import SCALE
+from elfatt_sd.methods import Grid
 from elfatt_sd.pipelines import load_pipeline
-from elfatt_sd.shapes import SHAPES, call_arguments, empty_unet
+from elfatt_sd.shapes import SHAPES, TRANSFORMERS, call_arguments, empty_transformer, empty_unet
 
 VAE: dict[str, Any] = {
     "block_out_channels": (128, 256, 512, 512),
@@ -61,7 +62,10 @@ class Model:
         def noise(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(parameter)
 
-        return call_arguments(self.unet, side, side, batch, noise)
+        module = unwrap(self.unet)
+        family = family_of(module)
+        latent = Grid(family.latent(module).frames, side, side)
+        return call_arguments(module, family.grid(module, latent), batch, noise)
 
 
 def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:
@@ -76,7 +80,12 @@ def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def make_model(name: str, device: torch.device, dtype: torch.dtype, variant: str | None = None) -> Model:
-    """Build a UNet with random weights (`sd15`, `sdxl`) or take a pipeline's (`toy`, a path, a hub id)."""
+    """Build a model of a known shape with random weights, or take a pipeline's (`toy`, a path, a hub id).
+
+    Of a transformer, a few blocks are built: the whole of one fits few machines, and its blocks are alike.
+    """
+    if name in TRANSFORMERS:
+        return Model(fill(empty_transformer(TRANSFORMERS[name], few=True), device, dtype).eval(), SCALE)
     if name in SHAPES:
         return Model(random_unet(SHAPES[name], device, dtype), SCALE)
     pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
@@ -87,6 +96,8 @@ def make_pipeline(
     name: str, device: torch.device, dtype: torch.dtype, batch: int, variant: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Return a pipeline and its inputs; one with random weights is given embeddings."""
+    if name in TRANSFORMERS:
+        raise ElfattError(f"model={name!r} has no pipeline here; time a call of it with elfatt-sd bench unet.")
     if name not in SHAPES:
         pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
         return pipe, {"prompt": ["a red circle"] * batch}

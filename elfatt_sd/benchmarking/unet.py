@@ -17,6 +17,7 @@ from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.variants import (
     Variant,
     by_phase,
+    fitted_methods,
     fitting,
     forget_matchings,
     forget_residuals,
@@ -85,9 +86,10 @@ def unet(
     batches = (batch, 2 * batch) if memory is None else memory
     if min([batch, *batches]) < 1:
         raise ElfattError(f"batch={batch}, memory={list(batches)} is not accepted; give batches of at least 1.")
-    lineup = by_phase(resolve_methods(methods, **settings))
-    lineup = with_compiled(lineup) if compile else with_autotuned(lineup) if autotune else lineup
+    chosen = resolve_methods(methods, **settings)
     made = model if isinstance(model, Model) else make_model(model, place, precision, variant)
+    lineup = by_phase(fitted_methods(chosen, made.unet, named=methods is not None))
+    lineup = with_compiled(lineup) if compile else with_autotuned(lineup) if autotune else lineup
     lineup = fitting(lineup, made.unet)
     units = _units(made, lineup.variants)
     asked: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, check_method, is_peer
+from elfatt_sd.calls import STATE, Call
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.families import family_of, find_layers, levels_of, main_denoiser, select_layers
+from elfatt_sd.families.joint import with_attention
 from elfatt_sd.families.unet import UNet
+from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
 from elfatt_sd.optional import need
-from elfatt_sd.patch import apply_patch
+from elfatt_sd.patch import apply_patch, fitted
 from elfatt_sd.planning import describe
 from elfatt_sd.presets import METHODS, method_named
-from elfatt_sd.processor import STATE, Call, PatchedLayer
+from elfatt_sd.processor import PatchedLayer
 
 PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 STEPS = 50  # of the run that the phases of a method are added up to
@@ -46,6 +49,19 @@ class NoAttention:
     def __call__(self, attn: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return zeros."""
         return torch.zeros_like(hidden_states)
+
+
+def no_joint_attention(original: Any) -> JointProcessor:
+    """Return a processor whose attention gives zeros, for layers that project text and image before it."""
+    kind: Any = type(original)
+    processor = joint_processor_for(kind)(original)
+    zeros = with_attention(kind, _zeros)
+    processor.apply = lambda attn, *args, **kwargs: zeros(original, attn, *args, **kwargs)  # type: ignore[method-assign]
+    return processor
+
+
+def _zeros(exact: Any, query: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.zeros_like(query)
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,7 @@ class Variant:
             tomesd.apply_patch(unet, ratio=merge.ratio, max_downsample=deepest, **cell)
         elif self.kind == FLOOR:
             for layer in chosen:
-                layer.attention.set_processor(NoAttention())
+                layer.attention.set_processor(no_joint_attention(layer.processor) if layer.joint else NoAttention())
         return target
 
     @property
@@ -254,6 +270,27 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
     for name, variant in floors.items():
         lineup.add(name, variant)
     return lineup
+
+
+def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool) -> list[PatchConfig]:
+    """Return the configurations that methods are on a denoiser.
+
+    Args:
+        configs: the methods.
+        denoiser: which may be a transformer.
+        named: whether a user named them: then one that does not go there is refused, and otherwise left out.
+
+    Raises:
+        ElfattError: a named method does not go with the denoiser.
+    """
+    found = []
+    for config in configs:
+        try:
+            found.append(fitted(config, {"denoiser": denoiser}))
+        except ElfattError:
+            if named:
+                raise
+    return found
 
 
 def fitting(lineup: Lineup, denoiser: nn.Module) -> Lineup:

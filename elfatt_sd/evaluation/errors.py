@@ -90,7 +90,7 @@ def method_errors(
         if not select_layers([inputs.layer], config, list(recording.levels)):
             continue
         phase = config.phase_at(inputs.position.step, inputs.position.steps)
-        grid = inputs.layer.grid(*inputs.latent[-2:])
+        grid = inputs.layer.grid(Grid.image(*inputs.latent[-2:]))
         seeds = range(config.seed, config.seed + (draws if _draws_at_random(config, phase, grid) else 1))
         each = torch.cat([_relative_errors(inputs, dataclasses.replace(config, seed=seed)) for seed in seeds])
         row = {"layer": inputs.layer.name, "step": inputs.position.step, "method": method}
@@ -155,10 +155,10 @@ class _Recorder:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step."""
-        sample, timestep = family_of(module).call(args, kwargs)
-        position = self._schedule.locate(timestep)
+        given = family_of(module).call(module, args, kwargs)
+        position = self._schedule.locate(given.timestep)
         self._position = position if position is not None and position.step in self._wanted else None
-        self._latent = sample.shape
+        self._latent = given.sample.shape
 
     def watch(self, layer: SelfAttention, copied: SelfAttention, index: int) -> list[Any]:
         """Hang hooks on a layer and the normalisation before it; return their handles."""

@@ -24,7 +24,6 @@ from elfatt_sd.measuring.machine import describe_machine
 
 _METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families
     "attention",
-    "cell_spread",
     "config",
     "joint",
     "log_sum_exp",
@@ -32,6 +31,7 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
     "ordering",
     "patch",
     "presets",
+    "calls",
     "processor",
     "sampled",
     "schedule",

@@ -9,13 +9,24 @@ from torch import nn
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families.base import Family, SelfAttention, copy_structure, is_plain, unwrap
+from elfatt_sd.families.base import Family, Given, SelfAttention, copy_structure, is_plain, unwrap
+from elfatt_sd.families.cogvideox import CogVideoX
+from elfatt_sd.families.flux import Chroma, Flux, FluxControlNet
+from elfatt_sd.families.flux2 import Flux2
+from elfatt_sd.families.hunyuan_video import HunyuanVideo, HunyuanVideo15
+from elfatt_sd.families.ltx_video import LTXVideo
 from elfatt_sd.families.pixart import PixArt
+from elfatt_sd.families.qwen_image import QwenImage
+from elfatt_sd.families.refused import reason_against
+from elfatt_sd.families.sd3 import StableDiffusion3
 from elfatt_sd.families.unet import UNet
+from elfatt_sd.families.wan import Wan
+from elfatt_sd.families.z_image import ZImage
 
 __all__ = [
     "FAMILIES",
     "Family",
+    "Given",
     "SelfAttention",
     "copy_structure",
     "family_of",
@@ -29,7 +40,22 @@ __all__ = [
     "unwrap",
 ]
 
-FAMILIES: tuple[Family, ...] = (UNet(), PixArt())
+FAMILIES: tuple[Family, ...] = (
+    UNet(),
+    PixArt(),
+    StableDiffusion3(),
+    Flux(),
+    FluxControlNet(),
+    Chroma(),
+    Flux2(),
+    QwenImage(),
+    ZImage(),
+    Wan(),
+    LTXVideo(),
+    HunyuanVideo(),
+    HunyuanVideo15(),
+    CogVideoX(),
+)
 
 
 def is_denoiser(module: object) -> bool:
@@ -47,10 +73,9 @@ def family_of(module: nn.Module) -> Family:
     for family in FAMILIES:
         if family.matches(inner):
             return family
-    known = ", or ".join(family.what for family in FAMILIES)
+    name, known = type(inner).__name__, ", or ".join(family.what for family in FAMILIES)
     raise ElfattError(
-        f"{type(inner).__name__} is not a denoiser whose layers are known; give a diffusers pipeline with {known}; or "
-        "such a module."
+        f"{name} cannot be patched: {reason_against(name)}. Give a diffusers pipeline with {known}; or such a module."
     )
 
 
@@ -75,11 +100,13 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
         )
     name, denoiser = next(iter(held.items()))
     family_of(denoiser)
+    second = getattr(target, "transformer_2", None)  # which goes on in the low noise
+    more = {"transformer_2": second} if is_denoiser(second) else {}
     controlnet = getattr(target, "controlnet", None)
     nets = list(controlnet) if isinstance(controlnet, list | tuple) else list(getattr(controlnet, "nets", [controlnet]))
     nets = list({id(unwrap(net)): net for net in nets if is_denoiser(net)}.values())  # one may take several images
     names = [f"controlnet.{index}" for index in range(len(nets))] if len(nets) > 1 else ["controlnet"]
-    return {name: denoiser, **dict(zip(names, nets, strict=False))}
+    return {name: denoiser, **more, **dict(zip(names, nets, strict=False))}
 
 
 def main_denoiser(target: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from diffusers.models import attention_processor
@@ -17,6 +17,29 @@ from elfatt_sd.methods import Grid
 Module = TypeVar("Module", bound=nn.Module)
 Fill = Callable[..., Tensor]
 STEP = 720  # of 1000: the first of those that share something, whether 2, 3, 4, 5, 6 or 8 do
+
+
+class Given(NamedTuple):
+    """What a call of a denoiser was given.
+
+    Attributes:
+        sample: the input, `[batch, ...]`.
+        timestep: of the call.
+        grid: of the input: that of the latent or, where the input is tokens, theirs.
+        before: tokens of text before those of the image, in the sequence that attention sees.
+        unit: of the timestep, of `timesteps.other_units`; None for timesteps.
+    """
+
+    sample: Tensor
+    timestep: Any
+    grid: Grid
+    before: int = 0
+    unit: int | None = None
+
+    @classmethod
+    def latent(cls, sample: Tensor, timestep: Any) -> Self:
+        """Return what a call was given whose input is a latent, `[batch, ..., height, width]`."""
+        return cls(sample, timestep, Grid.image(*map(int, sample.shape[-2:])))
 
 
 class Projections(Protocol):
@@ -42,6 +65,7 @@ class SelfAttention:
     """A self-attention layer over the tokens of an image.
 
     Attributes:
+        joint: whether its processor is called with another attention function; see `families.joint`.
         name: its path in the denoiser, `down_blocks.0.attentions.0.transformer_blocks.0.attn1`.
         attention: the module.
         norm: the normalisation before it, whose input is the block's input; None where the layer normalises itself.
@@ -50,8 +74,11 @@ class SelfAttention:
         transformer: the module around it that is given the grid as `[batch, channels, rows, columns]`; None where the
             layer itself is, or no module is.
         rounding: of each halving of the grid on the way down to it, whether odd sides are rounded up.
+        text: tokens of text that it joins with those of the image, at their usual number; 0 if it does not.
         projections: what it does around attention.
     """
+
+    joint: ClassVar[bool] = False
 
     name: str
     attention: Any
@@ -60,14 +87,30 @@ class SelfAttention:
     channels_first: bool = False
     transformer: nn.Module | None = None
     rounding: tuple[bool, ...] = ()
+    text: int = 0
     projections: type[PlainProjections] = PlainProjections
 
-    def grid(self, height: int, width: int) -> Grid:
-        """Return the layer's grid for a latent of `height x width`."""
+    def grid(self, given: Grid) -> Grid:
+        """Return the layer's grid for that of the denoiser's input."""
+        frames, height, width = given
         halvings = self.downsample.bit_length() - 1
         for up in (*self.rounding, *[True] * halvings)[:halvings]:
             height, width = (height + up) // 2, (width + up) // 2
-        return Grid.image(height, width)
+        return Grid(frames, height, width)
+
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return int(self.attention.heads)
+
+    @property
+    def channels(self) -> int:
+        """Channels over all heads."""
+        return int(self.attention.inner_dim)
+
+    def knows(self, processor: object) -> bool:
+        """Tell whether a processor is plain attention, which a method may take the place of."""
+        return is_plain(processor)
 
     @property
     def processor(self) -> Any:
@@ -84,7 +127,7 @@ class SelfAttention:
         """Why its processor is left alone; empty if it is plain attention, which a method may take the place of."""
         return (
             ""
-            if is_plain(self.processor)
+            if self.knows(self.processor)
             else f"its processor, {self.processor_name}, is not known to be plain attention"
         )
 
@@ -95,12 +138,20 @@ class Family(Protocol):
     Attributes:
         part: where a pipeline holds it.
         title: how it is called in sentences.
-        what: which classes are meant, for error messages.
+        joint: whether its layers are `families.joint.JointSelfAttention`.
+        merges: whether image tokens may be merged: their positions are added to them, and not in the attention.
+        text: usual number of text tokens that its layers join with those of the image.
     """
 
     part: str
     title: str
-    what: str
+    joint: bool
+    merges: bool
+    text: int
+
+    @property
+    def what(self) -> str:
+        """Which classes are meant, for error messages."""
 
     def matches(self, module: object) -> bool:
         """Tell whether a module, without wrappers, is of this family."""
@@ -108,8 +159,18 @@ class Family(Protocol):
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         """Return the self-attention layers over image tokens, in the order of the modules."""
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Return the sample `[batch, ..., height, width]` and the timestep that a call was given."""
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call was given.
+
+        Raises:
+            ElfattError: the call asks for what goes with no approximation.
+        """
+
+    def latent(self, module: nn.Module) -> Grid:
+        """Return the grid of the model's own latent size."""
+
+    def grid(self, module: nn.Module, latent: Grid) -> Grid:
+        """Return the grid of its input for a latent."""
 
     def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
         """Return the modules that are given `sample` and `timestep` first, in the order in which they are called."""
@@ -117,13 +178,12 @@ class Family(Protocol):
     def takes_noise_levels(self, module: nn.Module) -> bool:
         """Tell whether it takes noise levels in place of timesteps."""
 
-    def arguments(self, module: nn.Module, height: int, width: int, batch: int, fill: Fill) -> dict[str, Any]:
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return keyword arguments that it can be called with.
 
         Args:
             module: the denoiser.
-            height: of the latent.
-            width: of the latent.
+            grid: of its input.
             batch: rows.
             fill: returns a tensor of a shape, given as numbers.
         """
@@ -169,6 +229,14 @@ def copy_structure(module: Module) -> Module:
     return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
-def some_timestep(device: torch.device) -> Tensor:
-    """Return a timestep of which the run that it belongs to is known."""
-    return torch.arange(999, -1, -1, device=device)[STEP]
+def some_timestep(device: torch.device, *, fraction: bool = False, dtype: torch.dtype | None = torch.long) -> Tensor:
+    """Return a timestep, or a fraction of the run, of which the run that it belongs to is known."""
+    timesteps = torch.arange(999, -1, -1, device=device, dtype=dtype)
+    return ((timesteps + 1) / 1000 if fraction else timesteps)[STEP]
+
+
+def latent_size(module: nn.Module) -> Grid:
+    """Return the size that a model's configuration calls its `sample_size`."""
+    own = getattr(getattr(module, "config", None), "sample_size", None) or 64
+    rows, columns = own if isinstance(own, list | tuple) else (own, own)
+    return Grid.image(int(rows), int(columns))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from elfatt_sd.families.base import Fill, SelfAttention, some_timestep
+from elfatt_sd.families.base import Fill, Given, SelfAttention, latent_size, some_timestep
+from elfatt_sd.methods import Grid
 
 _TEXT_TOKENS = 120
 
@@ -16,6 +17,9 @@ class PixArt:
 
     part = "transformer"
     title = "transformer"
+    joint = False
+    merges = True
+    text = 0
     what = "PixArtTransformer2DModel"
 
     def matches(self, module: object) -> bool:
@@ -31,9 +35,19 @@ class PixArt:
             for index, block in enumerate(module.transformer_blocks)  # type: ignore[arg-type]
         ]
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Return sample and timestep of a call."""
-        return args[0] if args else kwargs["hidden_states"], args[2] if len(args) > 2 else kwargs["timestep"]
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call was given."""
+        sample = args[0] if args else kwargs["hidden_states"]
+        timestep = args[2] if len(args) > 2 else kwargs["timestep"]
+        return Given.latent(sample, timestep)
+
+    def latent(self, module: nn.Module) -> Grid:
+        """Return the grid of the model's own latent size."""
+        return latent_size(module)
+
+    def grid(self, module: nn.Module, latent: Grid) -> Grid:
+        """Its input is the latent."""
+        return latent
 
     def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
         """Patches are cut before the timestep is embedded."""
@@ -43,10 +57,10 @@ class PixArt:
         """It takes timesteps."""
         return False
 
-    def arguments(self, module: nn.Module, height: int, width: int, batch: int, fill: Fill) -> dict[str, Any]:
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
         config: Any = module.config
-        sample = fill(batch, config.in_channels, height, width)
+        sample = fill(batch, config.in_channels, grid.rows, grid.columns)
         sizes: dict[str, Any] = {"resolution": None, "aspect_ratio": None}
         if module.use_additional_conditions:
             sizes = {"resolution": fill(batch, 2), "aspect_ratio": fill(batch, 1)}

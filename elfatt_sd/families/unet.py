@@ -10,7 +10,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
-from elfatt_sd.families.base import Fill, SelfAttention, some_timestep
+from elfatt_sd.families.base import Fill, Given, SelfAttention, latent_size, some_timestep
+from elfatt_sd.methods import Grid
 
 SCALE = 8  # pixels of their images to one of the latent, on each side
 _TEXT_TOKENS, _TIME_IDS = 77, 6
@@ -23,6 +24,9 @@ class UNet:
 
     part = "unet"
     title = "UNet"
+    joint = False
+    merges = True
+    text = 0
     what = "a UNet whose layers are known (conv_in, down_blocks, mid_block)"
 
     def matches(self, module: object) -> bool:
@@ -57,9 +61,19 @@ class UNet:
                 )
         return layers
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Return sample and timestep of a call."""
-        return args[0] if args else kwargs["sample"], args[1] if len(args) > 1 else kwargs["timestep"]
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call was given."""
+        sample = args[0] if args else kwargs["sample"]
+        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
+        return Given.latent(sample, timestep)
+
+    def latent(self, module: nn.Module) -> Grid:
+        """Return the grid of the model's own latent size."""
+        return latent_size(module)
+
+    def grid(self, module: nn.Module, latent: Grid) -> Grid:
+        """Its input is the latent."""
+        return latent
 
     def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
         """The timestep is embedded before the first convolution; where it is not known how, only that is returned."""
@@ -70,9 +84,9 @@ class UNet:
         """Tell whether it takes noise levels in place of timesteps, as those of VE-SDE do."""
         return getattr(getattr(module, "config", None), "time_embedding_type", None) == "fourier"
 
-    def arguments(self, module: nn.Module, height: int, width: int, batch: int, fill: Fill) -> dict[str, Any]:
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
-        return _arguments(module, height, width, batch, fill)
+        return _arguments(module, grid.rows, grid.columns, batch, fill)
 
 
 def _block_levels(denoiser: nn.Module) -> Iterator[tuple[str, tuple[bool, ...]]]:

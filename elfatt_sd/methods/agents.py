@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
 from elfatt_sd import checks
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
 from elfatt_sd.methods.blocks import check_order, order_tokens
 from elfatt_sd.tiling import BlockOrder, Grid
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from elfatt_sd.joint import Keys
 
 AgentSource = Literal["pooled", "merged"]
 AGENT_SOURCES: tuple[AgentSource, ...] = get_args(AgentSource)
@@ -34,6 +37,7 @@ class Agents(Attention):
     """
 
     name: ClassVar[str] = "agent"
+    joint: ClassVar[bool] = True
 
     agents: int = 64
     agent_source: AgentSource = "pooled"
@@ -65,13 +69,16 @@ class Agents(Attention):
         from elfatt_sd.attention import agent_attention, pool_agents
 
         q, k, v = layer.project(tokens)
+        if layer.context is not None:
+            return self.attend_joint(q, k, v, layer.context, q.shape[2])
         agents = self.merged_agents(layer) if self.matches else pool_agents(q, self.agents)
         scale = self.query_scale(q.shape[-1])
         return agent_attention(q, k, v, agents, query_scale=scale, value_shortcut=self.value_shortcut, **layer.kernel)
 
     def cost(self, size: Size) -> float:
-        """Every agent meets every token twice: as a query, and as a key."""
-        return self.projections(size) + round(2 * size.tokens * 2.0 * self.count(size.grid) * size.channels)
+        """Every agent meets every token twice: as a query, and as a key; every token meets the context."""
+        pairs = 2.0 * self.count(size.grid) + size.context
+        return self.projections(size) + round(2 * size.tokens * pairs * size.channels)
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """At most as many agents as tokens, and as many merged tokens as the stride allows."""
@@ -99,6 +106,28 @@ class Agents(Attention):
         """The settings that change what it does."""
         by_source = {"agent_ratio"} if self.agent_source == "merged" else {"agents", "block_order"}
         return frozenset({"agent_source", "agent_scale", "value_shortcut"} | by_source)
+
+    def attend_joint(self, q: Tensor, k: Tensor, v: Tensor, context: Keys, heads: int, block_size: int = 1) -> Tensor:
+        """Attend beside text, the first heads through agents, the others inside blocks.
+
+        Raises:
+            ElfattError: agents are merged tokens, which have no rotary position; or every head's channels are split.
+        """
+        from elfatt_sd.joint import elfatt_joint_attention
+
+        if self.matches:
+            raise ElfattError("agent_source='merged' is not accepted beside text; give agent_source='pooled'.")
+        return elfatt_joint_attention(
+            q,
+            k,
+            v,
+            agents=self.agents,
+            block_size=block_size,
+            agent_heads=heads,
+            query_scale=self.query_scale(q.shape[-1]),
+            value_shortcut=self.value_shortcut,
+            context=context,
+        )
 
     def merged_agents(self, layer: Layer) -> Tensor:
         """Return Agent-SD's agents, the queries of merged tokens."""

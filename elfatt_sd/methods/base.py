@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from elfatt_sd.joint import Keys
+
 
 @dataclass(frozen=True)
 class Merge:
@@ -68,11 +70,13 @@ class Size(NamedTuple):
         grid: of all its tokens.
         tokens: those that attention sees, after merging.
         channels: over all heads.
+        context: tokens of text or of reference images that are attended to as well.
     """
 
     grid: Grid
     tokens: int
     channels: int
+    context: int = 0
 
     def projections(self, queries: float, keys: float) -> float:
         """Return the multiply-adds of four projections: of queries and outputs, of keys and values."""
@@ -143,6 +147,10 @@ class Layer(Protocol):
     def kernel(self) -> dict[str, Any]:
         """Options of `elfatt_sd.attention.softmax_attention`: `fp32_logits` and `backend`, as the user chose."""
 
+    @property
+    def context(self) -> Keys | None:
+        """Keys of text or of reference images, which are to be attended to exactly; None where there are none."""
+
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v; k and v of the tokens at the places `keys` `[keys]` alone, where they are given."""
 
@@ -165,6 +173,7 @@ class Attention:
         exact: whether it is the untouched model's attention.
         merges: whether tokens may be merged before it.
         needs_sums: whether it needs log-sum-exps, which backends of diffusers' dispatcher do not hand out.
+        joint: whether it attends to `Layer.context` as well, so that layers which join image and text can have it.
         aliases: other names of its fields as settings.
     """
 
@@ -172,6 +181,7 @@ class Attention:
     exact: ClassVar[bool] = False
     merges: ClassVar[bool] = True
     needs_sums: ClassVar[bool] = False
+    joint: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared | None:

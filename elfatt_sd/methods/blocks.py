@@ -38,6 +38,7 @@ class Blocks(Attention):
     """
 
     name: ClassVar[str] = "block"
+    joint: ClassVar[bool] = True
 
     block_size: int = 128
     block_order: BlockOrder = "sequence"
@@ -84,21 +85,31 @@ class Blocks(Attention):
         """Attend inside blocks; the second half of the heads in blocks of its own order if it has one."""
         import torch
 
-        from elfatt_sd.attention import block_attention
-
         q, k, v = layer.project(tokens)
         if not isinstance(prepared, _Halves):
-            return block_attention(q, k, v, self.block_size, **layer.kernel)
-        halves = [q.shape[2] // 2, (q.shape[2] + 1) // 2]
+            return self._inside(q, k, v, layer, slice(None))
+        cut = q.shape[2] // 2
+        halves = [cut, q.shape[2] - cut]
         (q1, q2), (k1, k2), (v1, v2) = (torch.split(x, halves, dim=2) for x in (q, k, v))
-        first = block_attention(q1, k1, v1, self.block_size, **layer.kernel)
+        first = self._inside(q1, k1, v1, layer, slice(0, cut))
         q2, k2, v2 = (x.index_select(1, prepared.there) for x in (q2, k2, v2))
-        second = block_attention(q2, k2, v2, self.block_size, **layer.kernel)
+        second = self._inside(q2, k2, v2, layer, slice(cut, None))
         return torch.cat([first, second.index_select(1, prepared.back)], dim=2)
 
+    def _inside(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, heads: slice) -> Tensor:
+        """Attend inside blocks and to those heads' context."""
+        from elfatt_sd.attention import block_attention
+        from elfatt_sd.joint import elfatt_joint_attention
+
+        context = layer.context
+        if context is None:
+            return block_attention(q, k, v, self.block_size, **layer.kernel)
+        own = context._replace(k=context.k[:, :, heads], v=context.v[:, :, heads])
+        return elfatt_joint_attention(q, k, v, agents=1, block_size=self.block_size, agent_heads=0, context=own)
+
     def cost(self, size: Size) -> float:
-        """Every token meets those of its block."""
-        attention = round(2 * size.tokens * float(self.block_size) * size.channels)
+        """Every token meets those of its block, and the context."""
+        attention = round(2 * size.tokens * float(self.block_size + size.context) * size.channels)
         return size.projections(size.tokens, size.tokens) + attention
 
     def fit(self, grid: Grid, merge: Merge) -> Self:

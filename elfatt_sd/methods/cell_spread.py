@@ -18,25 +18,32 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Cells(Prepared):
-    """The order, and the number of blocks, which is the number of tokens in a cell."""
+    """The order, and the numbers of cells and of groups of tokens that share their keys."""
 
-    blocks: int = 1
+    cells: int = 1
+    groups: int = 1
 
 
 @dataclass(frozen=True)
 class CellSpread(Attention):
-    """Every query sees its cell, and through a `spread` block a random token that stands for each other cell.
+    """Every query sees its own compact cell, and a sample of all other cells that its group of queries shares.
 
     Attributes:
-        block_size: wanted cells, each with a token in every block; the nearest number that divides the tokens is taken.
-        redraw: whether the blocks are drawn anew in every step, or once for a run.
+        block_size: wanted keys of the sample. Without `cell`, one of every cell: the nearest number that divides the
+            tokens is taken.
+        cell: wanted tokens in a cell; None is as many as there are groups, each with one token of every cell.
+        weighted: whether a sampled key has the weight of the tokens of its cell that it stands for.
+        redraw: whether the sample is drawn anew in every step, or once for a run.
     """
 
     name: ClassVar[str] = "cell_spread"
     merges: ClassVar[bool] = False
     needs_sums: ClassVar[bool] = True
+    joint: ClassVar[bool] = True
 
     block_size: int = 128
+    cell: int | None = None
+    weighted: bool = True
     redraw: bool = True
 
     def __post_init__(self) -> None:
@@ -46,35 +53,65 @@ class CellSpread(Attention):
             ElfattError: a field is out of range.
         """
         checks.whole("block_size", self.block_size, 1)
+        if self.cell is not None:
+            checks.whole("cell", self.cell, 1)
+        checks.flag("weighted", self.weighted)
         checks.flag("redraw", self.redraw)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
-        """Deal one token of every cell to each block."""
-        blocks = cell_blocks(grid.tokens, self.block_size)
+        """Deal the tokens of every cell to the groups."""
         draws = draws if self.redraw else draws.once
-        order = order_tokens("spread", grid, grid.tokens // blocks, draws)
-        return _Cells(order.order, order.inverse, order.sorts_merged, blocks)
+        cells, groups = self._counts(grid)
+        if self.cell is None:
+            order = order_tokens("spread", grid, cells, draws)
+            return _Cells(order.order, order.inverse, order.sorts_merged, cells, groups)
+        from elfatt_sd.ordering import cell_order, inverse_permutation
+
+        places = cell_order(grid, cells, groups, draws.upload(draws.uniform("cells", cells)))
+        return _Cells(places, inverse_permutation(places), cells=cells, groups=groups)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
-        """Attend to cell and block, joined by their log-sum-exps."""
-        from elfatt_sd.cell_spread import cell_spread_attention
+        """Attend to cell and sample, joined by their log-sum-exps, and to the context."""
+        from elfatt_sd.joint import cell_joint_attention
 
-        return cell_spread_attention(*layer.project(tokens), prepared.blocks, fp32_logits=layer.kernel["fp32_logits"])
+        return cell_joint_attention(
+            *layer.project(tokens),
+            prepared.cells,
+            prepared.groups,
+            weighted=self.weighted,
+            context=layer.context,
+            fp32_logits=layer.kernel["fp32_logits"],
+        )
 
     def cost(self, size: Size) -> float:
-        """Every token meets those of its block and of its cell."""
-        pairs = self.block_size + size.tokens / self.block_size
+        """Every token meets those of its cell, its sample, and the context."""
+        cell = self.cell or size.tokens / self.block_size
+        pairs = self.block_size + cell + size.context
         return size.projections(size.tokens, size.tokens) + round(2 * size.tokens * pairs * size.channels)
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
-        """Take the size that divides the tokens."""
-        return dataclasses.replace(self, block_size=grid.tokens // cell_blocks(grid.tokens, self.block_size))
+        """Take the numbers that the grid allows."""
+        cells, groups = self._counts(grid)
+        tokens = grid.tokens // cells
+        cell = None if self.cell is None else tokens
+        return dataclasses.replace(self, block_size=cells * (tokens // groups), cell=cell)
 
     def words(self, fitted: Sequence[Self]) -> str:
         """Say what a query sees."""
-        return self.said(fitted, "block_size", "own cell and spread blocks of #")
+        if self.cell is None:
+            return self.said(fitted, "block_size", "own cell and spread blocks of #")
+        return self.said(fitted, "cell", "own cell of #") + self.said(fitted, "block_size", " and # sampled keys")
 
     @property
     def family(self) -> str:
         """What plots group it with."""
         return "spread blocks"
+
+    def _counts(self, grid: Grid) -> tuple[int, int]:
+        """Return the number of cells, and of groups."""
+        if self.cell is None:
+            groups = cell_blocks(grid.tokens, self.block_size)
+            return grid.tokens // groups, groups
+        from elfatt_sd.tiling import cell_counts
+
+        return cell_counts(grid.tokens, self.cell, self.block_size)

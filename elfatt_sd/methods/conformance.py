@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.joint import Keys
 from elfatt_sd.methods.base import Attention, Draws, Merge, Size
 from elfatt_sd.tiling import Grid
 
@@ -27,6 +28,7 @@ class TrialLayer:
         self._weights = torch.randn(3, channels, channels, generator=generator).div(channels**0.5).to(device)
         self._tokens = tokens
         self.kernel: dict[str, Any] = {"fp32_logits": False, "backend": "native"}
+        self.context: Keys | None = None
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v."""

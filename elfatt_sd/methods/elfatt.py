@@ -65,6 +65,9 @@ class Elfatt(Agents):
         from elfatt_sd.attention import elfatt_attention
 
         q, k, v = layer.project(tokens)
+        if layer.context is not None:
+            heads = round(q.shape[2] * self.agent_share)
+            return self.attend_joint(q, k, v, layer.context, heads, self.block_size)
         return elfatt_attention(
             q,
             k,
@@ -81,7 +84,7 @@ class Elfatt(Agents):
     def cost(self, size: Size) -> float:
         """Both parts, by the fraction of the heads that each has."""
         share = self.agent_share
-        pairs = share * 2 * self.count(size.grid) + (1 - share) * self.block_size
+        pairs = share * 2 * self.count(size.grid) + (1 - share) * self.block_size + size.context
         return self.projections(size) + round(2 * size.tokens * pairs * size.channels)
 
     def fit(self, grid: Grid, merge: Merge) -> Self:

@@ -34,16 +34,19 @@ class Sampled(Attention):
         lattice: whether a group's queries lie on a lattice of the image, far from each other, so that what the groups
             get wrong averages out among neighbours; otherwise in columns, where it can show as streaks.
         redraw: whether the samples are drawn anew in every step, or once for a run.
+        weighted: whether a sampled key has the weight of the tokens that it stands for, where there is text beside it.
     """
 
     name: ClassVar[str] = "sampled"
     merges: ClassVar[bool] = False
+    joint: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({"block_size": "keys"})
 
     keys: int = 128
     groups: int = 2
     lattice: bool = True
     redraw: bool = True
+    weighted: bool = True
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -55,6 +58,7 @@ class Sampled(Attention):
         checks.whole("groups", self.groups, 1)
         checks.flag("lattice", self.lattice)
         checks.flag("redraw", self.redraw)
+        checks.flag("weighted", self.weighted)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Draw the keys of every group, and put the queries in the order of their groups."""
@@ -71,14 +75,20 @@ class Sampled(Attention):
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         """Attend to the sample of one's group; keys and values are projected for sampled tokens alone."""
+        from elfatt_sd.joint import sampled_joint_attention
         from elfatt_sd.sampled import sampled_attention
 
-        return sampled_attention(*layer.project(tokens, prepared.keys), prepared.groups, **layer.kernel)
+        q, k, v = layer.project(tokens, prepared.keys)
+        groups = prepared.groups
+        if layer.context is None:
+            return sampled_attention(q, k, v, groups, **layer.kernel)
+        stands_for = tokens.shape[1] * groups / k.shape[1] if self.weighted else 1.0
+        return sampled_joint_attention(q, k, v, groups, stands_for=stands_for, context=layer.context)
 
     def cost(self, size: Size) -> float:
-        """Every query meets its sample."""
+        """Every query meets its sample, and the context."""
         projected = size.projections(size.tokens, self.keys * self.groups)
-        return projected + round(2 * size.tokens * float(self.keys) * size.channels)
+        return projected + round(2 * size.tokens * float(self.keys + size.context) * size.channels)
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """At most as many keys as tokens, and no token in two groups."""

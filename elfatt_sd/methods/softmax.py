@@ -18,16 +18,22 @@ class Softmax(Attention):
 
     name: ClassVar[str] = "softmax"
     exact: ClassVar[bool] = True
+    joint: ClassVar[bool] = True
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         """Attend through a fused kernel."""
         from elfatt_sd.attention import softmax_attention
+        from elfatt_sd.joint import Keys, exact_attention
 
-        return softmax_attention(*layer.project(tokens), **layer.kernel)
+        q, k, v = layer.project(tokens)
+        if layer.context is None:
+            return softmax_attention(q, k, v, **layer.kernel)
+        return exact_attention(q, [Keys(k, v), layer.context])
 
     def cost(self, size: Size) -> float:
-        """Every query meets every key."""
-        return size.projections(size.tokens, size.tokens) + 2 * size.tokens**2 * size.channels
+        """Every query of the image meets every key."""
+        pairs = size.tokens * (size.tokens + size.context)
+        return size.projections(size.tokens, size.tokens) + 2 * pairs * size.channels
 
     def words(self, fitted: Sequence[Self]) -> str:
         """Name it."""

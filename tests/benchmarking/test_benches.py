@@ -17,7 +17,8 @@ from diffusers.models.attention_processor import Attention
 
 import elfatt_sd.benchmarking.layer as layer_bench
 import elfatt_sd.benchmarking.pipeline as pipeline_bench
-from elfatt_sd import processor, sampled
+from elfatt_sd import calls as calls_module
+from elfatt_sd import sampled
 from elfatt_sd.autotune import Tuner
 from elfatt_sd.benchmarking import timing
 from elfatt_sd.benchmarking.layer import growth, layer, layer_phases
@@ -30,12 +31,13 @@ from elfatt_sd.benchmarking.rows import Results, make_rows
 from elfatt_sd.benchmarking.tables import clock, markdown
 from elfatt_sd.benchmarking.unet import _graphed_call, _peak, unet
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, patched_layers, varied
+from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import copy_structure
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.merging import Matching
 from elfatt_sd.methods import attentions
-from elfatt_sd.processor import ElfattProcessor, LayerState
+from elfatt_sd.processor import ElfattProcessor
 from elfatt_sd.tiling import BLOCK_ORDERS
 
 QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}
@@ -113,7 +115,7 @@ def test_a_graph_holds_its_own_matching(
 ) -> None:
     """What is captured must match anew where a call does, and must not where steps share a matching."""
     made: list[int] = []
-    find_candidates = processor.find_candidates
+    find_candidates = calls_module.find_candidates
 
     def counting(*args: Any) -> Any:
         made.append(1)
@@ -126,7 +128,7 @@ def test_a_graph_holds_its_own_matching(
         captured.append(len(made))
 
     captured: list[int] = []
-    monkeypatch.setattr(processor, "find_candidates", counting)
+    monkeypatch.setattr(calls_module, "find_candidates", counting)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=made.clear))
@@ -262,7 +264,7 @@ def test_what_is_kept_for_later_steps_counts(model: Model, cpu: torch.device) ->
     call = unet_call(unit, model.inputs(256, 2))
     call()
     peak, used = _peak(unit, call, variant, cpu), peak_memory(call, cpu)
-    kept = sum(tensor.nbytes for layer in patched_layers(unit) for tensor in layer.latest.residuals.values())
+    kept = sum(kept.values.nbytes for layer in patched_layers(unit) for kept in layer.latest.residuals.values())
     assert peak is not None and used is not None
     assert kept > 0
     assert peak - used > 0.8 * kept
@@ -376,13 +378,15 @@ def test_an_attention_is_timed_under_its_own_name(monkeypatch: pytest.MonkeyPatc
         original = getattr(layer_bench, name)
         monkeypatch.setattr(layer_bench, name, lambda *args, **rest: (called.append(name), original(*args, **rest))[1])
 
-    for name in ("softmax", "agent", "block", "cell_spread", "sampled", "elfatt"):
-        spy(f"{name}_attention")
+    functions = {name: f"{name}_attention" for name in ("softmax", "agent", "block", "sampled", "elfatt")}
+    functions["cell_spread"] = "cell_joint_attention"
+    for function in functions.values():
+        spy(function)
     calls = layer_bench._attention_calls(16, 2, 32, torch.device("cpu"), torch.float32)
     for name, call in calls.items():
         called.clear()
         assert call().shape == (2, 256, 8, 40)
-        assert called == [f"{name.removesuffix('s')}_attention"]
+        assert called == [functions[name.removesuffix("s")]]
 
 
 def test_the_memory_of_a_layer_is_measured_on_request() -> None:
@@ -401,9 +405,9 @@ def test_every_order_and_attention_is_timed() -> None:
 def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost of an order is that of a denoising step: permutations are drawn within what is timed."""
     drawn: list[str] = []
-    original = processor.LayerState.begin
+    original = calls_module.LayerState.begin
     monkeypatch.setattr(
-        processor.LayerState, "begin", lambda self, *args: (drawn.append("x"), original(self, *args))[1]
+        calls_module.LayerState, "begin", lambda self, *args: (drawn.append("x"), original(self, *args))[1]
     )
     layer(tokens=[64], block_size=16, repeats=2, memory=False, device="cpu")
     assert len(drawn) == 3 * len(layer_phases(16))  # a warm-up and two rounds

@@ -134,7 +134,7 @@ def test_a_pipeline_without_a_unet() -> None:
     )
     pipe = diffusers.DiTPipeline(transformer, tiny.vae(), tiny.ddim())
     for use in (elfatt_sd.apply_patch, elfatt_sd.remove_patch, elfatt_sd.plan):
-        with pytest.raises(ElfattError, match=r"DiTTransformer2DModel is not a denoiser .*PixArtTransformer2DModel"):
+        with pytest.raises(ElfattError, match=r"DiTTransformer2DModel cannot be patched.*PixArtTransformer2DModel"):
             use(pipe)
     with pytest.raises(ElfattError, match="has no UNet"):
         elfatt_sd.apply_patch("runwayml/stable-diffusion-v1-5")

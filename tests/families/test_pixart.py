@@ -17,7 +17,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 import elfatt_sd
 from elfatt_sd import METHODS, ElfattError, PatchConfig, Phase
 from elfatt_sd.families import family_of, find_denoisers, find_layers
-from elfatt_sd.methods import attentions, is_own
+from elfatt_sd.methods import Grid, attentions, is_own
 
 OWN = [name for name, kind in attentions().items() if is_own(kind)]
 
@@ -44,7 +44,7 @@ def latents(pipe: Any, steps: int = 4, **options: Any) -> torch.Tensor:
 def test_layers_and_grid(pixart: Any) -> None:
     layers = find_layers(pixart.transformer)
     assert [layer.name for layer in layers] == ["transformer_blocks.0.attn1", "transformer_blocks.1.attn1"]
-    assert layers[0].grid(32, 24) == (1, 16, 12)
+    assert layers[0].grid(Grid.image(32, 24)) == (1, 16, 12)
     assert find_denoisers(pixart) == {"transformer": pixart.transformer}
 
 
@@ -86,7 +86,7 @@ def test_phases_follow_the_true_step(pixart: Any, steps: int) -> None:
 
 def test_forward_alone_is_a_call(pixart: Any) -> None:
     transformer = pixart.transformer
-    arguments = family_of(transformer).arguments(transformer, 16, 16, 1, torch.zeros)
+    arguments = family_of(transformer).arguments(transformer, Grid.image(16, 16), 1, torch.zeros)
     elfatt_sd.apply_patch(transformer, PatchConfig("all", (Phase(1.0, "sampled", keys=8),)))
     with recorded() as calls, torch.no_grad():
         transformer.forward(**arguments)
@@ -137,7 +137,9 @@ def test_transformers_of_no_known_family_are_refused_by_name(tmp_path: Path) -> 
     other = DiTTransformer2DModel(num_attention_heads=1, attention_head_dim=4, num_layers=1, norm_num_groups=1)
 
     pipeline = SimpleNamespace(transformer=other, components={"transformer": other})
-    with pytest.raises(ElfattError, match="DiTTransformer2DModel is not a denoiser whose layers are known"):
+    with pytest.raises(
+        ElfattError, match="DiTTransformer2DModel cannot be patched: how its layers attend is not known"
+    ):
         elfatt_sd.apply_patch(pipeline, "tome")
 
 

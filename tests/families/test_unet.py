@@ -14,6 +14,7 @@ from torch import nn
 import elfatt_sd
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import SelfAttention, find_denoisers, find_layers, is_denoiser, select_layers, unwrap
+from elfatt_sd.methods import Grid
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_grids_are_those_of_the_tokens(unet: Any, size: tuple[int, int]) -> None
     for handle in handles:
         handle.remove()
     for layer in layers:
-        assert layer.grid(*size).tokens == seen[layer.name], layer.name
+        assert layer.grid(Grid.image(*size)).tokens == seen[layer.name], layer.name
 
 
 def test_controlnets_are_found_by_name(pipe: Any) -> None:
@@ -93,7 +94,7 @@ def test_controlnets_are_found_by_name(pipe: Any) -> None:
 @pytest.mark.parametrize("other", [None, 3, "sd", nn.Linear(2, 2), object()])
 def test_what_has_no_unet_is_refused(other: Any) -> None:
     assert not is_denoiser(other)
-    with pytest.raises(ElfattError, match=f"{type(other).__name__} (has no UNet|is not a denoiser)"):
+    with pytest.raises(ElfattError, match=f"{type(other).__name__} (has no UNet|cannot be patched)"):
         find_denoisers(other)
 
 
@@ -173,7 +174,7 @@ def test_grids_of_other_unets_are_those_that_arrive(down: str, up: str, more: An
             unet(torch.randn(1, 3, *size), 1.0)
     except RuntimeError:
         pytest.skip("these blocks do not take sides that are not whole multiples")
-    assert {layer.name: layer.grid(*size)[1:] for layer in layers} == seen
+    assert {layer.name: layer.grid(Grid.image(*size))[1:] for layer in layers} == seen
 
 
 def test_a_grid_that_was_thought_to_be_another_is_measured() -> None:

@@ -21,7 +21,7 @@ from tools.toy.models import SCALING
 from tools.toy.quality import by_attribute, draw_classes, save_sheet, to_bytes
 from tools.toy_dit import models
 from tools.toy_dit.denoiser import Denoiser
-from tools.toy_dit.recipe import Words, load_words, shift
+from tools.toy_dit.recipe import Words, half_is_faster, load_words, shift
 from tools.toy_dit.snapshot import load_checkpoint
 
 CLASSIFIER_SIDE = 128  # of the images that the classifier's convolutions see
@@ -57,7 +57,7 @@ def sample(
     told = shift(torch.linspace(1, 0, steps + 1), factor)
     times = shift(told, 1 / coarse)
     for i in range(steps):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half_is_faster(torch.device("cpu"))):
             time = told[i].expand(len(labels))
             velocity = denoiser(latents, time, tokens, clip_tokens, keys=keys, generator=generator)
         latents = latents + (times[i + 1] - times[i]) * velocity.float()

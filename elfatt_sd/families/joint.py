@@ -1,0 +1,211 @@
+"""Transformers whose layers attend to tokens of an image or video, alone or joined with those of text.
+
+Their attention processors differ in how they project, turn (rotary embedding) and join queries, keys and values; all
+of them hand these to one function. A processor is therefore called as it is, with another function in its place: what
+diffusers, PEFT or a quantisation changes in the projections holds with a patch as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from elfatt_sd.families.base import Fill, Given, SelfAttention
+from elfatt_sd.methods import Grid
+
+DISPATCHED, PLAIN = "dispatch_attention_fn", "scaled_dot_product_attention"  # how processors call attention
+_NO_GRID = Grid(0, 0, 0)
+_KNOWN_GRIDS: Any = WeakIdKeyDictionary()  # of ids that were read
+
+
+@dataclass(frozen=True)
+class JointSelfAttention(SelfAttention):
+    """A layer whose processor is called as it is, with another attention function.
+
+    Attributes:
+        processors: names of the classes of diffusers' own processors for it, which are plain softmax attention.
+        masks_text: see `JointFamily`.
+    """
+
+    joint: ClassVar[bool] = True
+
+    processors: tuple[str, ...] = ()
+    masks_text: bool = False
+
+    def knows(self, processor: object) -> bool:
+        """Tell whether a processor is plain attention, with a function that can be exchanged."""
+        kind = type(processor)
+        known = kind.__name__ in self.processors and kind.__module__.startswith("diffusers.")
+        return known and attention_function(kind) is not None
+
+
+class JointFamily:
+    """What families of transformers have in common; see `families.base.Family`.
+
+    Attributes:
+        classes: names of the modules.
+        processors: see `JointSelfAttention`.
+        masks_text: whether the model's masks treat all image tokens alike, as queries and as keys, so that they can
+            have a row for each query, or be added to the logits.
+        default: the model's usual latent.
+        patch: frames, rows and columns of the latent to a token.
+    """
+
+    part = "transformer"
+    title = "transformer"
+    joint = True
+    classes: ClassVar[tuple[str, ...]] = ()
+    processors: ClassVar[tuple[str, ...]] = ()
+    masks_text: ClassVar[bool] = False
+    text: int = 0
+    merges: bool = False
+    default: ClassVar[Grid] = Grid.image(128, 128)
+    patch: ClassVar[tuple[int, int, int]] = (1, 2, 2)
+
+    @property
+    def what(self) -> str:
+        """Which classes are meant, for error messages."""
+        return ", ".join(self.classes)
+
+    def matches(self, module: object) -> bool:
+        """Tell whether a module is of this family."""
+        return type(module).__name__ in self.classes and type(module).__module__.startswith("diffusers.")
+
+    def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+        """A call of `forward` alone, which has no hooks, is exact."""
+        return ()
+
+    def takes_noise_levels(self, module: nn.Module) -> bool:
+        """They take timesteps, or fractions of the run."""
+        return False
+
+    def latent(self, module: nn.Module) -> Grid:
+        """Return the usual latent."""
+        return self.default
+
+    def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
+        """Return frames, rows and columns of the latent to a token."""
+        return self.patch
+
+    def grid(self, module: nn.Module, latent: Grid) -> Grid:
+        """Return the grid of the tokens."""
+        return Grid(*(size // patch for size, patch in zip(latent, self.patch_of(module), strict=True)))
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        """Return the self-attention layers over image tokens, in the order of the modules."""
+        raise NotImplementedError
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call was given."""
+        raise NotImplementedError
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call; `grid` is that of the tokens."""
+        raise NotImplementedError
+
+    def blocks(self, module: nn.Module, blocks: str, attention: str, norm: str) -> list[SelfAttention]:
+        """Return one layer of each of some blocks, by the names of its attention and of the normalisation before it."""
+        return [
+            self.layer(f"{blocks}.{index}.{attention}", getattr(block, attention), getattr(block, norm))
+            for index, block in enumerate(getattr(module, blocks))
+        ]
+
+    def layer(self, name: str, attention: Any, norm: nn.Module | None, text: int | None = None) -> SelfAttention:
+        """Return a layer of this family."""
+        text = self.text if text is None else text
+        return JointSelfAttention(
+            name, attention, norm, 1, text=text, processors=self.processors, masks_text=self.masks_text
+        )
+
+
+def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a module's call by their names."""
+    kind: Any = type(module)
+    return {**dict(zip(_argument_names(kind), args, strict=False)), **kwargs}
+
+
+@functools.cache
+def _argument_names(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def grid_of_ids(ids: Tensor, rows: int = 1, columns: int = 2) -> Grid:
+    """Read the grid off the position ids of image tokens; those of reference images follow, with another first column.
+
+    Ids that stay the same from step to step are read once, which waits for the device.
+
+    Args:
+        ids: `[tokens, axes]`, or the same for every image of a batch.
+        rows: the column of the ids that counts rows.
+        columns: the one that counts columns.
+
+    Returns:
+        The grid of the first image; one without tokens where the ids are none of a grid.
+    """
+    if ids not in _KNOWN_GRIDS:
+        _KNOWN_GRIDS[ids] = _NO_GRID if ids.is_meta else _read_grid(ids, rows, columns)
+    grid: Grid = _KNOWN_GRIDS[ids]
+    return grid
+
+
+def _read_grid(ids: Tensor, rows: int, columns: int) -> Grid:
+    known = (ids if ids.ndim == 2 else ids[0]).to("cpu", torch.float64)
+    own = known[: int((known[:, 0] == known[0, 0]).long().cumprod(0).sum())]
+    row, column = (own[:, axis] - own[:, axis].min() for axis in (rows, columns))
+    height, width = (int(axis.max()) + 1 for axis in (row, column))
+    expected = torch.arange(len(own), dtype=torch.float64)
+    whole = len(own) == height * width and torch.equal(row * width + column, expected)
+    return Grid.image(height, width) if whole else _NO_GRID
+
+
+def attention_function(kind: type) -> str | None:
+    """Return which attention function a class of processors calls; None if it calls none of those."""
+    code = getattr(kind.__call__, "__code__", None)
+    names = () if code is None else code.co_names
+    return next((name for name in (DISPATCHED, PLAIN) if name in names), None)
+
+
+@functools.cache
+def with_attention(kind: Any, attend: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a class of processors' `__call__` with another attention function.
+
+    Args:
+        kind: the class.
+        attend: called in the place of `dispatch_attention_fn`, with that and its arguments. It is given q
+            `[batch, tokens, heads, head_dim]`, and k and v likewise.
+    """
+    call: Any = kind.__call__
+    names = {name: value for name, value in call.__globals__.items() if name != "__name__"}  # see torch.compile
+    if attention_function(kind) == DISPATCHED:
+        names[DISPATCHED] = functools.partial(attend, names[DISPATCHED])
+    else:
+        names["F"] = _functional(attend)
+    made = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    made.__kwdefaults__ = call.__kwdefaults__
+    return made
+
+
+def _functional(attend: Callable[..., Tensor]) -> Any:
+    """Return `torch.nn.functional` with another attention function, which has heads before tokens."""
+    functional = types.ModuleType("functional")
+    vars(functional).update(vars(nn.functional))
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+    def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        options |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return attend(exact, q, k, v, **options).transpose(1, 2)
+
+    vars(functional)[PLAIN] = scaled_dot_product_attention
+    return functional

@@ -1,0 +1,48 @@
+"""LTX-Video: self-attention over the tokens of a video, and cross-attention to text, which stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from elfatt_sd.families.base import Fill, Given, SelfAttention, some_timestep
+from elfatt_sd.families.joint import JointFamily, named
+from elfatt_sd.methods import Grid
+
+_TEXT_TOKENS = 128
+
+
+class LTXVideo(JointFamily):
+    """`LTXVideoTransformer3DModel`, which is given tokens, and their frames, rows and columns."""
+
+    classes = ("LTXVideoTransformer3DModel",)
+    processors = ("LTXVideoAttnProcessor", "LTXVideoAttentionProcessor2_0")
+    default = Grid(21, 16, 22)
+    patch = (1, 1, 1)
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        """Return `attn1` of every block."""
+        return self.blocks(module, "transformer_blocks", "attn1", "norm1")
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call was given; of timesteps by token, the noisiest one."""
+        given = named(module, args, kwargs)
+        timestep, size = given["timestep"], [given.get(name) for name in ("num_frames", "height", "width")]
+        grid = Grid(0, 0, 0) if None in size else Grid(*size)  # type: ignore[arg-type]
+        return Given(given["hidden_states"], timestep.amax(1) if timestep.ndim == 2 else timestep, grid)
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        sample = fill(batch, grid.tokens, config.in_channels)
+        return {
+            "hidden_states": sample,
+            "encoder_hidden_states": fill(batch, _TEXT_TOKENS, config.caption_channels),
+            "timestep": some_timestep(sample.device).expand(batch),
+            "encoder_attention_mask": torch.ones(batch, _TEXT_TOKENS, device=sample.device, dtype=sample.dtype),
+            "num_frames": grid.frames,
+            "height": grid.rows,
+            "width": grid.columns,
+        }

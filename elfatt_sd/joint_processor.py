@@ -1,0 +1,277 @@
+"""The attention processor of layers that join image and text: the original one, with approximate image attention.
+
+q, k, v of the whole sequence -> [text queries: exact] + [image: order -> attention with text as keys -> order back]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.calls import STATE, LayerState, attend
+from elfatt_sd.config import ElfattError
+from elfatt_sd.families.joint import with_attention
+from elfatt_sd.joint import Keys
+from elfatt_sd.merging import Matching
+from elfatt_sd.ordering import order_merged
+
+Exact = Callable[..., Tensor]
+_FORWARDED = ("_attention_backend", "_parallel_config")  # attributes that diffusers sets on processors
+
+
+class _Current:
+    """The layer that is being called, and how its tokens are merged."""
+
+    state: LayerState | None = None
+    matching: Matching | None = None
+
+
+class _CurrentOfThread(_Current, threading.local):
+    """The same, by thread."""
+
+
+_eager, _compiled = _CurrentOfThread(), _Current()  # compiled code cannot ask for its thread
+
+
+class JointProcessor:
+    """Calls a layer's original processor, in approximated steps with another attention function.
+
+    Args:
+        original: the processor.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        kind: Any = type(original)
+        self._approximating = with_attention(kind, _attend)
+
+    def apply(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply the layer; arguments and result are the original's."""
+        state: LayerState | None = attn.elfatt_state.state if hasattr(attn, STATE) else None
+        if state is None or state.phase.exact:
+            return self.original(attn, *args, **kwargs)
+        current = _compiled if torch.compiler.is_compiling() else _eager
+        matching = None
+        if state.phase.merge.ratio:
+            matching, args, kwargs = _merge(state, args, kwargs)
+        current.state, current.matching = state, matching
+        try:
+            output = self._approximating(self.original, attn, *args, **kwargs)
+        finally:
+            current.state = current.matching = None
+            state.block_input = state.candidates = state.patched.recomputed = None
+            state.calls += 1
+        if matching is None:
+            return output
+        if isinstance(output, tuple):
+            return matching.unmerge(output[0]), *output[1:]
+        return matching.unmerge(output)
+
+
+@functools.cache
+def joint_processor_for(kind: Any) -> type[JointProcessor]:
+    """Return a class of ours for a class of processors: with its signature, by which diffusers hands over arguments."""
+
+    class JointProcessorOf(JointProcessor):
+        __call__ = _with_signature_of(kind.__call__)
+
+    JointProcessorOf.__name__ = JointProcessor.__name__
+    for name in _FORWARDED:
+        if hasattr(kind, name):
+            setattr(JointProcessorOf, name, _forwarded(name))
+    with contextlib.suppress(ImportError, ValueError):  # guiders that leave out layers look a processor's class up
+        from diffusers.hooks._helpers import AttentionProcessorRegistry
+
+        AttentionProcessorRegistry.register(JointProcessorOf, AttentionProcessorRegistry.get(kind))
+    return JointProcessorOf
+
+
+def _with_signature_of(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `apply` with the signature of an original, written out: torch.compile reads it, as diffusers does."""
+    parameters = list(inspect.signature(call).parameters.values())[2:]  # after self and attn
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    first, *named = (each.name for each in parameters if each.kind not in stars)
+    others = "".join(f", {stars[each.kind]}{each.name}" for each in parameters if each.kind in stars)
+    wanted = f", {first}" + "".join(f", {name}=None" for name in named)
+    given = "".join(f", {name}" if "*args" in others else f", {name}={name}" for name in (first, *named))
+    made: dict[str, Any] = {}
+    exec(f"def __call__(self, attn{wanted}{others}):\n    return self.apply(attn{given}{others})", made)
+    written: Callable[..., Any] = made["__call__"]
+    return written
+
+
+def _forwarded(name: str) -> property:
+    """Return a property that is the original's attribute."""
+    return property(lambda ours: getattr(ours.original, name), lambda ours, value: setattr(ours.original, name, value))
+
+
+def _merge(state: LayerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Merge the image tokens that a processor is given, in block order where its attention has blocks."""
+    tokens = args[0] if args else kwargs["hidden_states"]
+    matching = state.matching(tokens, state.phase.merge.ratio)
+    if matching is None:
+        return None, args, kwargs
+    prepared = state.prepared
+    if prepared is not None and prepared.sorts_merged:
+        matching = matching.reordered(order_merged(prepared.order, matching.positions))
+    merged = matching.merge(tokens)
+    return (matching, (merged, *args[1:]), kwargs) if args else (matching, args, {**kwargs, "hidden_states": merged})
+
+
+def _attend(exact: Exact, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Stand in for the attention function of a processor; see `families.joint.with_attention`."""
+    current = _compiled if torch.compiler.is_compiling() else _eager
+    state, matching = current.state, current.matching
+    assert state is not None
+    if args:
+        options = {"attn_mask": args[0], **options}
+    if options.get("parallel_config") is not None:
+        raise ElfattError(
+            "a patched transformer is called with context parallelism, where attention sees a part of its tokens; "
+            "call elfatt_sd.remove_patch(pipe), or leave context parallelism out."
+        )
+    mask = options.pop("attn_mask", None)
+    tokens = state.grid.tokens if matching is None else matching.positions.shape[1]
+    image = slice(state.call.given.before, state.call.given.before + tokens)
+    obstacle = _obstacle(state, query, key, image, mask, options)
+    if obstacle:  # of an IP-Adapter's image, for instance, after the layer's own attention
+        state.outcome = state.outcome or obstacle
+        return exact(query, key, value, attn_mask=mask, **options)
+    joint = _Joint(state, exact, (query, key, value), mask, options)
+    approximated = functools.partial(joint.approximated, image, matching)
+    if state.phase.residual_steps > 1:
+        mixed = state.correct(approximated, functools.partial(joint.exact, image))
+    else:
+        mixed = approximated()
+    state.outcome = "done"
+    before, after = ([joint.exact(part)] if part.stop > part.start else [] for part in _around(image, query.shape[1]))
+    return torch.cat([*before, mixed, *after], 1) if before or after else mixed
+
+
+def _around(image: slice, tokens: int) -> tuple[slice, slice]:
+    """Return the parts of a sequence before and after the image."""
+    return slice(0, image.start), slice(image.stop, tokens)
+
+
+def _obstacle(
+    state: LayerState, query: Tensor, key: Tensor, image: slice, mask: Tensor | None, options: dict[str, Any]
+) -> str:
+    """Return why a layer cannot be approximated in this call; empty if it can."""
+    if query.shape[1] != key.shape[1]:
+        return "it was given other tokens to attend to"
+    if query.shape[1] < image.stop:
+        return f"it was given {query.shape[1]} tokens in place of {state.grid} and {image.start} of text"
+    if options.get("is_causal"):
+        return "its attention is causal"
+    if mask is not None and not _is_of_keys(mask, state.layer.masks_text):  # type: ignore[attr-defined]
+        return "it was given a mask that is not of keys alone"
+    return ""
+
+
+def _is_of_keys(mask: Tensor, masks_text: bool) -> bool:
+    """Tell whether a mask is of text and references alone, the same for all queries of the image."""
+    per_head = mask.ndim == 4 and mask.shape[1] != 1
+    per_query = mask.ndim > 2 and mask.shape[-2] > 1
+    return not per_head and (masks_text or (mask.dtype == torch.bool and not per_query))
+
+
+class _Joint:
+    """One call of an attention function: queries, keys and values of a whole sequence, `[batch, tokens, heads, size]`.
+
+    Args:
+        state: of the layer.
+        exact: the function itself.
+        tensors: queries, keys and values.
+        mask: of the keys, or of the keys for each query; True where a key counts, or what is added to its logits.
+        options: of the function.
+    """
+
+    def __init__(
+        self,
+        state: LayerState,
+        exact: Exact,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._state = state
+        self._exact = exact
+        self._tensors = tensors
+        self._mask = mask
+        self._options = options
+
+    def exact(self, part: slice) -> Tensor:
+        """Attend exactly, from the queries of a part."""
+        q, k, v = self._tensors
+        mask = self._mask
+        if mask is not None and mask.ndim > 2 and mask.shape[-2] > 1:
+            mask = mask[..., part, :]
+        return self._exact(q[:, part], k, v, attn_mask=mask, **self._options)
+
+    def approximated(self, image: slice, matching: Matching | None) -> Tensor:
+        """Attend by the phase's approximation, from the queries of the image."""
+        state, prepared = self._state, self._state.prepared
+        q, k, v = self._tensors
+        order = None if prepared is None or matching is not None else prepared.order
+        own = (x[:, image] if order is None else x[:, image].index_select(1, order) for x in (q, k, v))
+        layer = LayerOfTensors(state, self._context(image), *own)
+        mixed = attend(state.phase.attention, layer, layer.tokens, prepared).to(q.dtype)
+        return mixed if order is None else mixed.index_select(1, prepared.inverse)  # type: ignore[union-attr, arg-type]
+
+    def _context(self, image: slice) -> Keys | None:
+        """Return the keys of text and references; None if there are none."""
+        _, k, v = self._tensors
+        parts = [part for part in _around(image, k.shape[1]) if part.stop > part.start]
+        if not parts:
+            return None
+        mask = self._mask
+        if mask is not None:
+            if mask.ndim > 2:  # a row for all queries, or one for each
+                mask = mask.flatten(1, -2)[:, image.start if mask.shape[-2] > 1 else 0]
+            if mask.dtype != torch.bool:  # what is added to all logits alike changes nothing
+                mask = mask - mask[:, image.start : image.start + 1]
+            mask = torch.cat([mask[:, part] for part in parts], 1).expand(k.shape[0], -1)
+        return Keys(torch.cat([k[:, part] for part in parts], 1), torch.cat([v[:, part] for part in parts], 1), mask)
+
+
+class LayerOfTensors:
+    """A layer in one call, as an attention sees it, whose queries, keys and values are there; see `methods.Layer`.
+
+    Args:
+        state: of the layer.
+        context: see `methods.Layer`.
+        q: queries of the image `[batch, tokens, heads, head_dim]`, in the order that the attention asked for.
+        k: its keys.
+        v: its values.
+    """
+
+    def __init__(self, state: LayerState, context: Keys | None, q: Tensor, k: Tensor, v: Tensor) -> None:
+        config = state.call.config
+        if config.fp32_logits:
+            q, k, v = q.float(), k.float(), v.float()
+            context = context and context._replace(k=context.k.float(), v=context.v.float())
+        self.kernel: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
+        self.context = context
+        self.heads, self.dtype, self.tokens = tuple(q.shape[2:]), q.dtype, q.flatten(2)
+        self._q, self._k, self._v = q, k, v
+
+    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v; k and v of the tokens at the places `keys` alone."""
+        if keys is None:
+            return self._q, self._k, self._v
+        return self._q, self._k.index_select(1, keys), self._v.index_select(1, keys)
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        """Return q."""
+        return self._q
+
+    def merged(self, ratio: float) -> Tensor:
+        """Refuse: queries, keys and values have positions of their own."""
+        raise ElfattError("tokens cannot be merged here for agents; give agent_source='pooled'.")

@@ -1,0 +1,90 @@
+"""Differences that steps share (`Phase.residual_steps`): how they are kept, and how much memory that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.config import Kept
+from elfatt_sd.devices import memory_of
+from elfatt_sd.errors import ElfattError
+
+GIB = 2**30
+_SHARE = 0.5  # of the free memory that may be used where no limit is given
+_FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FP8).max
+
+
+class Residual(NamedTuple):
+    """A difference, as it is kept.
+
+    Attributes:
+        values: `[batch, tokens, ...]`, on the layer's device, on the host, or in 8 bits.
+        scale: of each token's 8-bit values; None where they are kept as they are.
+        device: of the layer.
+        dtype: of the layer.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def keep(cls, difference: Tensor, where: Kept) -> Residual:
+        """Keep a difference on the `device`, on the `host`, or in 8-bit floating point (`fp8`) on the device."""
+        device, dtype = difference.device, difference.dtype
+        if where == "host":
+            return cls(difference.to("cpu"), None, device, dtype)
+        if where == "fp8":
+            scale = (
+                difference.abs().amax(-1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / _LARGEST
+            )
+            return cls((difference.float() / scale).to(_FP8), scale, device, dtype)
+        return cls(difference, None, device, dtype)
+
+    def restore(self) -> Tensor:
+        """Return the difference on the layer's device, in its dtype."""
+        if self.scale is None:
+            return self.values.to(self.device, non_blocking=True)
+        return (self.values.float() * self.scale).to(self.dtype)
+
+
+def kept_bytes(sizes: Iterable[tuple[int, int]], batch: int, dtype: torch.dtype, where: Kept) -> float:
+    """Return the memory that differences of one call take.
+
+    Args:
+        sizes: tokens and channels of each layer.
+        batch: rows of the call.
+        dtype: of the layers.
+        where: they are kept.
+    """
+    each = 1 if where == "fp8" else dtype.itemsize
+    return float(sum(batch * tokens * (channels * each + 4 * (where == "fp8")) for tokens, channels in sizes))
+
+
+def check_memory(needed: float, where: Kept, limit: float | None, device: torch.device) -> None:
+    """Refuse what would take too much memory.
+
+    Args:
+        needed: bytes of all differences that a call keeps.
+        where: they are kept.
+        limit: GiB that they may take; None is half of what is free.
+        device: of the layers.
+
+    Raises:
+        ElfattError: they need more.
+    """
+    if device.type == "meta":
+        return
+    place = torch.device("cpu") if where == "host" else device
+    most = limit * GIB if limit is not None else _SHARE * memory_of(place)[1]
+    if needed > most:
+        others = ", ".join(f"residuals={other!r}" for other in ("host", "fp8") if other != where)
+        raise ElfattError(
+            f"residual_steps would keep {needed / GIB:.2f} GiB on {place.type}, more than the {most / GIB:.2f} GiB "
+            f"that it may take; give residual_steps=1, {others}, or a larger residual_limit (in GiB)."
+        )

@@ -1,0 +1,45 @@
+"""A transformer's call is timed like a UNet's: untouched, the methods that go there, and their floor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_transformers as tiny
+import torch
+from checks import Work
+
+from elfatt_sd import ElfattError, PatchConfig
+from elfatt_sd.benchmarking.models import Model, make_pipeline, unet_call
+from elfatt_sd.benchmarking.unet import unet
+from elfatt_sd.benchmarking.variants import FLOOR, Variant
+from elfatt_sd.families import copy_structure
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(tiny.flux_transformer(), 8)
+
+
+def test_rows(model: Model) -> None:
+    found: Any = unet(model, sizes=(64,), repeats=1, memory=(1,), batch=1, device="cpu")
+    rows = {row["method"]: row for row in found["rows"]}
+    assert {"untouched", "agent", "elfatt", "elfatt-fast", "elfatt-quality"} <= set(rows)
+    assert not {"tome", "tomesd"} & set(rows), "nothing is merged where positions are rotary"
+
+
+def test_a_named_method_that_does_not_go_there_is_refused(model: Model) -> None:
+    with pytest.raises(ElfattError, match="rotary positions"):
+        unet(model, sizes=(64,), methods=["tome"], repeats=1, device="cpu")
+    with pytest.raises(ElfattError, match=r"model='flux' has no pipeline here"):
+        make_pipeline("flux", torch.device("cpu"), torch.float32, 1)
+
+
+def test_the_floor_attends_to_nothing(model: Model) -> None:
+    inputs = model.inputs(64, 1)
+    work = {}
+    for kind in ("untouched", FLOOR):
+        call = unet_call(Variant(kind, PatchConfig("all")).install(copy_structure(model.unet)), inputs)
+        with Work() as work[kind]:
+            call()
+    assert (work["untouched"].calls, work[FLOOR].calls) == (2, 0)

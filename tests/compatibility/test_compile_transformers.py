@@ -1,0 +1,72 @@
+"""`torch.compile` of a patched transformer, as a whole and block by block, without a break in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_transformers as tiny
+import torch
+from checks import generator
+
+import elfatt_sd
+from elfatt_sd import PatchConfig, Phase
+
+PHASES = {
+    "first half": (Phase(0.5, "cell_spread", block_size=16),),
+    "shared difference": (Phase(1.0, "cell_spread", block_size=16, cell=8, residual_steps=2),),
+    "elfatt": (Phase(1.0, "elfatt", block_size=16, agents=8, block_order="windows"),),
+    "sampled": (Phase(1.0, "sampled", keys=16),),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def latents(pipe: Any) -> torch.Tensor:
+    options = {"height": 32, "width": 48, "num_inference_steps": 4, "max_sequence_length": 16}
+    made: torch.Tensor = pipe("a b", generator=generator(), output_type="latent", **options).images
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("shared difference", "patch, compile"),
+        ("first half", "compile, patch"),
+        ("shared difference", "patch, blocks"),
+        ("elfatt", "blocks, patch"),
+        ("sampled", "patch, blocks"),
+    ],
+)
+def test_compiled_is_eager(folder: Path, name: str, order: str) -> None:
+    pipe = tiny.flux(folder, transformer=tiny.flux_transformer(num_layers=2))
+    transformer, config = pipe.transformer, PatchConfig("own", PHASES[name])
+    with elfatt_sd.patched(pipe, config):
+        eager = latents(pipe)
+    untouched = latents(pipe)
+
+    def compile_now() -> None:
+        if "blocks" not in order:
+            pipe.transformer = torch.compile(transformer, backend="eager", fullgraph=True)
+        elif hasattr(transformer, "compile_repeated_blocks"):
+            transformer.compile_repeated_blocks(backend="eager", fullgraph=True)
+        else:
+            pytest.skip("this version of diffusers compiles no repeated blocks")
+
+    if order.startswith("patch"):
+        elfatt_sd.apply_patch(pipe, config)
+        compile_now()
+    else:
+        compile_now()
+        elfatt_sd.apply_patch(pipe, config)
+    for _ in range(2):
+        torch.testing.assert_close(latents(pipe), eager, atol=1e-5, rtol=1e-4)
+    elfatt_sd.remove_patch(pipe)
+    torch.testing.assert_close(latents(pipe), untouched, atol=1e-5, rtol=1e-4)

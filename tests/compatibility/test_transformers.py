@@ -1,0 +1,233 @@
+"""What diffusers offers around a transformer, on Flux: a patch that sees all keys changes nothing of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import joint_checks as joint
+import pytest
+import tiny_transformers as tiny
+import torch
+from checks import generator, recorded
+from diffusers.models import attention_processor
+from diffusers.models.transformers import transformer_flux
+
+import elfatt_sd
+from elfatt_sd import PatchConfig, Phase
+
+CPU = torch.device("cpu")
+STEPS = 6
+ALL = PatchConfig("all", (joint.ALL_KEYS["cell_spread"],))
+FEW = PatchConfig("few", (Phase(1.0, "cell_spread", block_size=8),))
+Feature = Callable[[Any], Any]
+
+
+def lora(pipe: Any) -> None:
+    weights, own = {}, generator()
+    for block, names in (
+        ("transformer_blocks", ("to_q", "to_v", "add_k_proj")),
+        ("single_transformer_blocks", ("to_k",)),
+    ):
+        for name in names:
+            place = f"transformer.{block}.0.attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(4, 32, generator=own) / 4
+            weights[f"{place}.lora_B.weight"] = torch.randn(32, 4, generator=own) / 4
+    pipe.load_lora_weights(weights, adapter_name="one")
+
+
+def fused_lora(pipe: Any) -> None:
+    lora(pipe)
+    pipe.fuse_lora()
+
+
+def fused_projections(pipe: Any) -> None:
+    pipe.transformer.fuse_qkv_projections()
+
+
+def casting(pipe: Any) -> None:
+    pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
+def blocks_offloaded(pipe: Any) -> None:
+    pipe.transformer.enable_group_offload(CPU, CPU, offload_type="block_level", num_blocks_per_group=1)
+
+
+def leaves_offloaded(pipe: Any) -> None:
+    pipe.transformer.enable_group_offload(CPU, CPU, offload_type="leaf_level")
+
+
+def backend(pipe: Any) -> None:
+    pipe.transformer.set_attention_backend("_native_math")
+
+
+def quantised(pipe: Any) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    torchao.quantize_(pipe.transformer, torchao.Int8WeightOnlyConfig())
+
+
+def first_block_cache(pipe: Any) -> None:
+    pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=10.0))
+
+
+def mag_cache(pipe: Any) -> None:
+    config = diffusers.MagCacheConfig(mag_ratios=[1.0] * STEPS, num_inference_steps=STEPS, max_skip_steps=1)
+    pipe.transformer.enable_cache(config)
+
+
+def taylorseer(pipe: Any) -> None:
+    config = diffusers.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=2, max_order=1)
+    pipe.transformer.enable_cache(config)
+
+
+def pyramid(pipe: Any) -> None:
+    config = diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(0, 2000),
+        current_timestep_callback=lambda: pipe._current_timestep,
+        spatial_attention_block_identifiers=("transformer_blocks",),
+    )
+    pipe.transformer.enable_cache(config)
+
+
+# What a transformer has to have for it; the classes that a cache comes with.
+WEIGHTS: dict[Feature, str] = {
+    lora: "",
+    fused_lora: "",
+    fused_projections: "",
+    casting: "enable_layerwise_casting",
+    blocks_offloaded: "enable_group_offload",
+    leaves_offloaded: "enable_group_offload",
+    quantised: "",
+    backend: "set_attention_backend",
+}
+CACHES: dict[Feature, str] = {
+    first_block_cache: "FirstBlockCacheConfig",
+    mag_cache: "MagCacheConfig",
+    taylorseer: "TaylorSeerCacheConfig",
+    pyramid: "PyramidAttentionBroadcastConfig",
+}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[], Any]:
+    """Flux with two blocks of each kind."""
+    return lambda: tiny.flux(tmp_path, transformer=tiny.flux_transformer(num_layers=2, num_single_layers=2))
+
+
+def draw(pipe: Any, **options: Any) -> torch.Tensor:
+    given = {"height": 32, "width": 48, "num_inference_steps": STEPS, "max_sequence_length": 16, **options}
+    made: torch.Tensor = pipe("a b", generator=generator(), output_type="latent", **given).images
+    return made
+
+
+def skip_without(name: str) -> None:
+    if not hasattr(diffusers, name):
+        pytest.skip("this diffusers does not have it")
+
+
+def check(make: Callable[[], Any], feature: Feature, patch_first: bool, config: PatchConfig, **options: Any) -> int:
+    """Patch a pipeline with all keys, with a feature that is switched on before or after it; it draws what it draws.
+
+    Returns:
+        Approximated calls of layers.
+    """
+    plain = make()
+    untouched = draw(plain, **options)
+    feature(plain)
+    expected = draw(plain, **options)
+    pipe = make()
+    if not patch_first:
+        feature(pipe)
+    elfatt_sd.apply_patch(pipe, config)
+    if patch_first:
+        feature(pipe)
+    with recorded() as calls:
+        found = draw(pipe, **options)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    elfatt_sd.apply_patch(pipe, FEW)
+    few = draw(pipe, **options)
+    assert not torch.equal(few, expected)
+    assert torch.equal(draw(pipe, **options), few)
+    elfatt_sd.remove_patch(pipe)
+    assert torch.equal(draw(pipe, **options), expected)
+    if feature in CACHES:
+        assert not torch.equal(expected, untouched)
+        pipe.transformer.disable_cache()
+        assert torch.equal(draw(pipe, **options), untouched)
+    return sum(calls.values())
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("feature", WEIGHTS, ids=lambda feature: feature.__name__)
+def test_weights(make: Callable[[], Any], feature: Feature, patch_first: bool) -> None:
+    if WEIGHTS[feature] and not hasattr(diffusers.FluxTransformer2DModel, WEIGHTS[feature]):
+        pytest.skip("this diffusers does not have it")
+    assert check(make, feature, patch_first, ALL) == 4 * STEPS
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("feature", CACHES, ids=lambda feature: feature.__name__)
+def test_caches(make: Callable[[], Any], feature: Feature, patch_first: bool) -> None:
+    """A call that a cache spares is neither approximated nor missed."""
+    skip_without(CACHES[feature])
+    assert 0 < check(make, feature, patch_first, ALL) < 4 * STEPS
+    shared = PatchConfig("shared", (dataclasses.replace(ALL.phases[0], residual_steps=3),))
+    check(make, feature, patch_first, shared)
+
+
+@pytest.mark.parametrize("feature", [first_block_cache, mag_cache, taylorseer], ids=lambda feature: feature.__name__)
+def test_caches_of_two_calls(make: Callable[[], Any], feature: Feature) -> None:
+    skip_without(CACHES[feature])
+    assert 0 < check(make, feature, True, ALL, negative_prompt="b", true_cfg_scale=2.0) < 2 * 4 * STEPS
+
+
+IP_ADAPTER: Any = getattr(transformer_flux, "FluxIPAdapterAttnProcessor", None)
+IP_ADAPTER = IP_ADAPTER or attention_processor.FluxIPAdapterJointAttnProcessor2_0  # of older versions
+
+
+def set_ip_adapter(pipe: Any) -> None:
+    """An IP-Adapter's processors in the first kind of blocks, as `load_ip_adapter` sets them."""
+    torch.manual_seed(5)
+    for block in pipe.transformer.transformer_blocks:
+        block.attn.set_processor(IP_ADAPTER(32, 8))
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_ip_adapters_are_left_alone(make: Callable[[], Any], patch_first: bool) -> None:
+    """Their layers stay exact, and are named; the others are patched."""
+    image = {"joint_attention_kwargs": {"ip_hidden_states": [torch.rand(1, 4, 8, generator=generator())]}}
+    plain, pipe = make(), make()
+    set_ip_adapter(plain)
+    expected = draw(plain, **image)
+    if patch_first:
+        elfatt_sd.apply_patch(pipe, ALL)
+        set_ip_adapter(pipe)
+        with pytest.warns(UserWarning, match=r"2 patched layers now have another .* \(FluxIPAdapter"):
+            draw(pipe, **image)
+    else:
+        set_ip_adapter(pipe)
+        with pytest.warns(UserWarning, match=r"2 layers are left alone.* FluxIPAdapter"):
+            elfatt_sd.apply_patch(pipe, ALL)
+    with recorded() as calls:
+        found = draw(pipe, **image)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    assert sum(calls.values()) == 2 * STEPS
+    elfatt_sd.remove_patch(pipe)
+    assert torch.equal(draw(pipe, **image), expected)
+
+
+def test_ip_adapters_can_be_taken_over(make: Callable[[], Any]) -> None:
+    """The image's own tokens are approximated; those of the adapter's image are seen exactly."""
+    image = {"joint_attention_kwargs": {"ip_hidden_states": [torch.rand(1, 4, 8, generator=generator())]}}
+    pipe = make()
+    set_ip_adapter(pipe)
+    expected = draw(pipe, **image)
+    elfatt_sd.apply_patch(pipe, ALL, take_over=[IP_ADAPTER.__name__])
+    with recorded() as calls:
+        found = draw(pipe, **image)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    assert sum(calls.values()) == 4 * STEPS

@@ -1,0 +1,90 @@
+"""Chroma: Flux with masked text, through its pipelines' own `__call__`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import diffusers
+import joint_checks as joint
+import pytest
+import tiny_flux as tiny
+import torch
+from checks import generator, picture
+
+import elfatt_sd
+from elfatt_sd.families import find_layers
+
+pytestmark = pytest.mark.skipif(not hasattr(diffusers, "ChromaPipeline"), reason="this diffusers has no Chroma")
+SHORT: dict[str, Any] = {"height": 32, "width": 48, "num_inference_steps": 3, "max_sequence_length": 12}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny.chroma(tmp_path_factory.mktemp("chroma"))
+
+
+@pytest.fixture
+def chroma(made: Any) -> Iterator[Any]:
+    yield made
+    elfatt_sd.remove_patch(made)
+
+
+def runner(pipe: Any, **fixed: Any) -> joint.Run:
+    def run(**options: Any) -> torch.Tensor:
+        given = {**SHORT, **fixed, **options}
+        if "prompt_embeds" not in given:
+            given |= {"prompt": ["a b", "b a a b"], "negative_prompt": ["b", "a"]}
+        made: torch.Tensor = pipe(generator=generator(), output_type="latent", **given).images
+        return made
+
+    return run
+
+
+def test_layers(chroma: Any) -> None:
+    names = [layer.name for layer in find_layers(chroma.transformer)]
+    assert names == ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
+
+
+@pytest.mark.parametrize("guidance", [1.0, 5.0])
+def test_all_keys_are_the_original(chroma: Any, guidance: float) -> None:
+    joint.check_all_keys(chroma, runner(chroma, guidance_scale=guidance))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masked_text(chroma: Any, dtype: torch.dtype) -> None:
+    """A mask of true and false leaves keys out; that of the pipeline itself is added to the logits."""
+    width = chroma.transformer.config.joint_attention_dim
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0]]).to(dtype)
+
+    def text(filler: float) -> dict[str, torch.Tensor]:
+        embeddings = torch.rand(1, 6, width, generator=generator())
+        embeddings[:, 3:] = filler
+        own = {"prompt_embeds": embeddings, "prompt_attention_mask": mask}
+        return own | {f"negative_{name}": tensor for name, tensor in own.items()}
+
+    joint.check_all_keys(chroma, runner(chroma, **text(0.5)))
+    if dtype == torch.bool:
+        for phase in joint.FEW_KEYS.values():
+            with elfatt_sd.patched(chroma, elfatt_sd.PatchConfig("few", (phase,))):
+                torch.testing.assert_close(runner(chroma, **text(0.5))(), runner(chroma, **text(-7.0))())
+
+
+def test_methods_and_removal(chroma: Any) -> None:
+    joint.check_methods(chroma, runner(chroma))
+
+
+def test_steps(chroma: Any) -> None:
+    joint.check_steps(chroma, runner(chroma), layers=2, calls=2)
+
+
+def test_image_to_image(chroma: Any) -> None:
+    pipe = diffusers.ChromaImg2ImgPipeline(**chroma.components)
+    pipe.set_progress_bar_config(disable=True)
+    run = runner(pipe, image=picture(32, 48).expand(2, -1, -1, -1), strength=0.5, num_inference_steps=4)
+    joint.check_all_keys(pipe, run)
+    joint.check_methods(pipe, run)
+
+
+def test_plan(chroma: Any) -> None:
+    joint.check_plan(chroma, tokens=96, layers=2, height=32, width=48)

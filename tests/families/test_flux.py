@@ -1,0 +1,119 @@
+"""Flux.1: a small random pipeline through its own `__call__`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import joint_checks as joint
+import pytest
+import tiny_transformers as tiny
+import torch
+from checks import generator, recorded
+
+import elfatt_sd
+from elfatt_sd import ElfattError, PatchConfig, Phase
+from elfatt_sd.families import family_of, find_layers
+from elfatt_sd.methods import Grid
+from elfatt_sd.patch import current_config
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny.flux(tmp_path_factory.mktemp("flux"))
+
+
+@pytest.fixture
+def flux(made: Any) -> Iterator[Any]:
+    yield made
+    elfatt_sd.remove_patch(made)
+
+
+def runner(pipe: Any, **fixed: Any) -> joint.Run:
+    def run(**options: Any) -> torch.Tensor:
+        given = {"height": 32, "width": 48, "num_inference_steps": 3, "max_sequence_length": 16, **fixed, **options}
+        made: torch.Tensor = pipe("a b", generator=generator(), output_type="latent", **given).images
+        return made
+
+    return run
+
+
+def test_layers(flux: Any) -> None:
+    names = [layer.name for layer in find_layers(flux.transformer)]
+    assert names == ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
+
+
+def test_all_keys_are_the_original(flux: Any) -> None:
+    joint.check_all_keys(flux, runner(flux))
+
+
+def test_methods_and_removal(flux: Any) -> None:
+    joint.check_methods(flux, runner(flux))
+
+
+def test_steps(flux: Any) -> None:
+    joint.check_steps(flux, runner(flux), layers=2)
+
+
+def test_true_guidance_is_two_calls_of_a_step(flux: Any) -> None:
+    run = runner(flux, negative_prompt="b", true_cfg_scale=2.0)
+    joint.check_all_keys(flux, run)
+    joint.check_steps(flux, run, layers=2, calls=2, counts=(4,))
+
+
+def test_plan(flux: Any) -> None:
+    joint.check_plan(flux, tokens=96, layers=2, height=32, width=48)
+
+
+@pytest.mark.parametrize("method", ["agent", "elfatt", "elfatt-fast", "elfatt-quality"])
+def test_presets(flux: Any, method: Any) -> None:
+    run = runner(flux, num_inference_steps=5)
+    untouched = run()
+    elfatt_sd.apply_patch(flux, method)
+    config = current_config(flux)
+    assert config is not None
+    assert not any(phase.matches for phase in config.phases)
+    with recorded() as calls:
+        assert not torch.equal(run(), untouched)
+    assert calls
+    elfatt_sd.apply_patch(flux, method, seed=3, block_size=24)
+    changed = current_config(flux)
+    assert changed is not None
+    assert (changed.seed, changed.method) == (3, method)
+    assert changed == config.with_settings(seed=3, block_size=24)
+
+
+def test_what_does_not_go_with_rotary_positions_or_text(flux: Any) -> None:
+    with pytest.raises(ElfattError, match=r"'tome' merges tokens.* rotary positions"):
+        elfatt_sd.apply_patch(flux, "tome")
+    with pytest.raises(ElfattError, match="merges tokens"):
+        elfatt_sd.apply_patch(flux, PatchConfig("own", (Phase(1.0, "agent", agent_source="merged"),)))
+    with pytest.raises(ElfattError, match=r"attention_backend='flash' is not accepted for FluxTransformer2DModel"):
+        elfatt_sd.apply_patch(flux, "elfatt", attention_backend="flash")
+    assert not elfatt_sd.is_patched(flux)
+
+
+def test_ids_that_are_no_grid_leave_the_call_exact(flux: Any) -> None:
+    transformer = flux.transformer
+    arguments = family_of(transformer).arguments(transformer, Grid.image(4, 6), 1, torch.rand)
+    arguments["img_ids"] = arguments["img_ids"][torch.randperm(24, generator=generator())]
+    with torch.no_grad():
+        untouched = transformer(**arguments).sample
+        elfatt_sd.apply_patch(transformer, PatchConfig("few", (Phase(1.0, "cell_spread", block_size=4),)))
+        with pytest.warns(UserWarning, match="no grid"):
+            assert torch.equal(transformer(**arguments).sample, untouched)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_that_differ_by_query_leave_the_call_exact(flux: Any, dtype: torch.dtype) -> None:
+    """As those of regional prompts do."""
+    transformer = flux.transformer
+    arguments = family_of(transformer).arguments(transformer, Grid.image(4, 6), 1, torch.rand)
+    tokens = arguments["encoder_hidden_states"].shape[1] + 24
+    mask = (torch.rand(1, 1, tokens, tokens, generator=generator()) > 0.3).to(dtype)
+    arguments["joint_attention_kwargs"] = {"attention_mask": mask}
+    with torch.no_grad():
+        untouched = transformer(**arguments).sample
+        elfatt_sd.apply_patch(transformer, PatchConfig("few", (Phase(1.0, "cell_spread", block_size=4),)))
+        with pytest.warns(UserWarning, match="a mask that is not of keys alone"):
+            assert torch.equal(transformer(**arguments).sample, untouched)

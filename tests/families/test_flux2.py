@@ -1,0 +1,130 @@
+"""Flux.2: small random pipelines through their own `__call__`, with and without reference images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import diffusers
+import joint_checks as joint
+import pytest
+import tiny_flux as tiny
+import torch
+from checks import generator
+
+import elfatt_sd
+from elfatt_sd import ElfattError, PatchConfig, Phase
+from elfatt_sd.families import find_layers
+from elfatt_sd.methods import Grid
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(diffusers, "Flux2KleinKVPipeline"), reason="this diffusers has no Flux.2 klein"
+)
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    return tiny.flux2()
+
+
+@pytest.fixture
+def flux2(made: Any) -> Iterator[Any]:
+    yield made
+    elfatt_sd.remove_patch(made)
+
+
+def text(batch: int, tokens: int = 12) -> torch.Tensor:
+    return torch.rand(batch, tokens, 8, generator=generator())
+
+
+def reference(height: int, width: int) -> Any:
+    from PIL import Image
+
+    return Image.effect_noise((width, height), 60).convert("RGB")
+
+
+def runner(pipe: Any, batch: int = 1, **fixed: Any) -> joint.Run:
+    def run(**options: Any) -> torch.Tensor:
+        given = {"height": 32, "width": 48, "num_inference_steps": 3, **fixed, **options}
+        found = pipe(prompt_embeds=text(batch), generator=generator(), output_type="latent", **given).images
+        made: torch.Tensor = found
+        return made
+
+    return run
+
+
+def test_layers(flux2: Any) -> None:
+    layers = find_layers(flux2.transformer)
+    assert [layer.name for layer in layers] == ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_all_keys_are_the_original(flux2: Any, batch: int) -> None:
+    joint.check_all_keys(flux2, runner(flux2, batch))
+
+
+def test_methods_and_removal(flux2: Any) -> None:
+    joint.check_methods(flux2, runner(flux2))
+
+
+def test_steps(flux2: Any) -> None:
+    joint.check_steps(flux2, runner(flux2), layers=2)
+
+
+def test_plan(flux2: Any) -> None:
+    joint.check_plan(flux2, tokens=96, layers=2, height=32, width=48)
+
+
+def test_references_are_exact_keys(flux2: Any) -> None:
+    run = runner(flux2, image=[reference(64, 64), reference(64, 80)])
+    joint.check_all_keys(flux2, run)
+    joint.check_methods(flux2, run)
+    elfatt_sd.apply_patch(flux2, PatchConfig("few", (Phase(1.0, "sampled", keys=8),)))
+    run(num_inference_steps=1)
+    call = flux2.transformer.elfatt_patch._shared.latest
+    assert call.given.grid == Grid.image(8, 12)
+    assert (call.given.before, call.given.sample.shape[1]) == (12, 96 + 16 * 16 + 16 * 20)
+
+
+@pytest.fixture
+def klein(made: Any) -> Iterator[Any]:
+    pipe = diffusers.Flux2KleinPipeline(**made.components, is_distilled=False)
+    pipe.set_progress_bar_config(disable=True)
+    yield pipe
+    elfatt_sd.remove_patch(pipe)
+
+
+def test_klein_with_guidance(klein: Any) -> None:
+    run = runner(klein, guidance_scale=3.0, negative_prompt_embeds=text(1) - 0.5)
+    joint.check_all_keys(klein, run)
+    joint.check_steps(klein, run, layers=2, calls=2, counts=(4,))
+    joint.check_methods(klein, runner(klein, guidance_scale=1.0, image=reference(64, 64)))
+
+
+def test_inpainting(made: Any) -> None:
+    pipe = diffusers.Flux2KleinInpaintPipeline(**made.components, is_distilled=True)
+    pipe.set_progress_bar_config(disable=True)
+    mask = torch.zeros(1, 1, 32, 48)
+    mask[..., :24] = 1
+    image = torch.rand(1, 3, 32, 48, generator=generator())
+    run = runner(pipe, image=image, mask_image=mask, strength=0.7, num_inference_steps=5)
+    joint.check_all_keys(pipe, run)
+    joint.check_methods(pipe, run)
+
+
+def test_cached_keys_are_refused() -> None:
+    parts = tiny.flux2().components
+    pipe = diffusers.Flux2KleinKVPipeline(**parts)
+    with pytest.raises(ElfattError, match="Flux2KVAttnProcessor keeps keys and values of reference images"):
+        elfatt_sd.apply_patch(pipe)
+    assert not elfatt_sd.is_patched(pipe)
+
+
+def test_cached_keys_after_the_patch_are_refused() -> None:
+    parts = tiny.flux2().components
+    elfatt_sd.apply_patch(diffusers.Flux2KleinPipeline(**parts), "elfatt")
+    pipe = diffusers.Flux2KleinKVPipeline(**parts)
+    pipe.set_progress_bar_config(disable=True)
+    given = {"height": 32, "width": 48, "num_inference_steps": 3, "prompt_embeds": text(1)}
+    with pytest.raises(ElfattError, match="kv_cache_mode='extract' keeps keys and values"):
+        pipe(image=reference(64, 64), **given)

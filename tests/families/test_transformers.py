@@ -1,0 +1,139 @@
+"""Each family of transformers: a small random pipeline through its own `__call__`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import diffusers
+import joint_checks as joint
+import pytest
+import tiny_joint as tiny
+import torch
+from checks import recorded
+
+import elfatt_sd
+from elfatt_sd import PatchConfig, Phase
+from elfatt_sd.families import family_of, find_denoisers
+from elfatt_sd.methods import Grid
+
+
+class Case(NamedTuple):
+    """A family: how it is made, its pipeline, its layers' tokens, and calls of its transformer in a step."""
+
+    make: Callable[..., tuple[Any, joint.Run]]
+    pipeline: str
+    tokens: int
+    size: dict[str, int]
+    layers: int = 2
+    calls: int = 1
+
+
+IMAGE, VIDEO = {"height": 96, "width": 64}, {"height": 96, "width": 64, "frames": 9}
+CASES = {
+    "Stable Diffusion 3": Case(tiny.sd3, "StableDiffusion3Pipeline", 24, IMAGE, layers=3),
+    "Qwen-Image": Case(tiny.qwen_image, "QwenImagePipeline", 24, IMAGE, calls=2),
+    "Z-Image": Case(tiny.z_image, "ZImagePipeline", 24, IMAGE),
+    "Wan": Case(tiny.wan, "WanPipeline", 72, VIDEO, calls=2),
+    "LTX-Video": Case(tiny.ltx_video, "LTXPipeline", 72, {"height": 192, "width": 128, "frames": 17}),
+    "HunyuanVideo": Case(tiny.hunyuan_video, "HunyuanVideoPipeline", 72, VIDEO),
+    "CogVideoX": Case(tiny.cogvideox, "CogVideoXPipeline", 72, VIDEO),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    case = CASES[request.param]
+    if not hasattr(diffusers, case.pipeline):
+        pytest.skip(f"this version of diffusers has no {case.pipeline}")
+    return case
+
+
+def test_all_keys_are_the_original(case: Case) -> None:
+    joint.check_all_keys(*case.make())
+
+
+def test_methods_and_removal(case: Case) -> None:
+    joint.check_methods(*case.make())
+
+
+def test_steps(case: Case) -> None:
+    pipe, run = case.make()
+    joint.check_steps(pipe, run, case.layers, case.calls, counts=(1, 4, 28))
+
+
+def test_plan(case: Case) -> None:
+    """The first version of HunyuanVideo reads its mask, which a plan without weights cannot."""
+    pipe, _ = case.make()
+    counted = case.pipeline != "HunyuanVideoPipeline" or hasattr(diffusers, "WanPipeline")
+    joint.check_plan(pipe, case.tokens, case.layers, counted=counted, **case.size)
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
+def test_wan_goes_on_in_a_second_transformer() -> None:
+    pipe, run = tiny.wan(second=True)
+    assert list(find_denoisers(pipe)) == ["transformer", "transformer_2"]
+    joint.check_all_keys(pipe, run)
+    joint.check_methods(pipe, run)
+    joint.check_steps(pipe, run, layers=2, calls=2, counts=(4, 28))
+    for residual_steps in (2, 3):
+        config = PatchConfig("shared", (Phase(1.0, "cell_spread", block_size=8, residual_steps=residual_steps),))
+        with elfatt_sd.patched(pipe, config), recorded() as calls:
+            assert torch.isfinite(run(num_inference_steps=8)).all()
+        assert calls
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
+def test_wan_with_a_timestep_for_each_token() -> None:
+    """TI2V-5B: tokens of a given first frame have timestep 0."""
+    pipe, run = tiny.wan()
+    pipe.register_to_config(expand_timesteps=True)
+    joint.check_all_keys(pipe, run)
+    joint.check_steps(pipe, run, layers=2, calls=2, counts=(4,))
+
+
+@pytest.mark.parametrize("order", ["sequence", "windows"])
+@pytest.mark.parametrize("attention", ["softmax", "elfatt", "block"])
+def test_stable_diffusion_3_merges(attention: Any, order: Any) -> None:
+    """Its positions are absolute: image tokens are merged before each layer, text is not."""
+    pipe, run = tiny.sd3()
+    untouched = run()
+    phase = Phase(1.0, attention, ratio=0.5, block_size=4, agents=4, block_order=order)
+    with elfatt_sd.patched(pipe, PatchConfig("merging", (phase,))), recorded() as calls:
+        found = run()
+    assert calls
+    assert torch.isfinite(found).all()
+    assert not torch.equal(found, untouched)
+    assert torch.equal(run(), untouched)
+    with elfatt_sd.patched(pipe, "tome"):
+        assert not torch.equal(run(), untouched)
+
+
+@pytest.mark.skipif(
+    not hasattr(diffusers, "HunyuanVideo15Transformer3DModel"),
+    reason="this version of diffusers has no HunyuanVideo 1.5",
+)
+def test_hunyuan_video_15_with_padded_text() -> None:
+    """A call of the model alone: text of two encoders and of an image; its padding is moved to one end."""
+    config: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16}
+    config |= {
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "text_embed_dim": 12,
+        "text_embed_2_dim": 10,
+        "image_embed_dim": 8,
+    }
+    model = tiny.transformer("HunyuanVideo15Transformer3DModel", **config, rope_axes_dim=(4, 6, 6), task_type="t2v")
+    family = family_of(model)
+    generator = torch.Generator().manual_seed(0)
+    given = family.arguments(model, Grid(3, 6, 4), 1, lambda *size: torch.rand(size, generator=generator))
+    given["encoder_attention_mask"][:, 9:] = 0
+    given["encoder_attention_mask_2"][:, 5:] = 0
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            made: torch.Tensor = model(**given, return_dict=False)[0]
+        return made
+
+    joint.check_all_keys(model, run)
+    joint.check_methods(model, run)

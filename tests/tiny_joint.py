@@ -1,0 +1,136 @@
+"""Pipelines of every transformer family with random weights: no VAE and no text encoder, for latents of embeddings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import tiny_pipelines as tiny
+import torch
+from checks import generator
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+TEXT, WIDTH = 7, 12  # tokens and channels of the embeddings
+
+
+def embeds(seed: int = 0, tokens: int = TEXT, width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(1, tokens, width, generator=torch.Generator().manual_seed(seed))
+
+
+def transformer(name: str, **config: Any) -> Any:
+    torch.manual_seed(0)
+    made = getattr(diffusers, name)(**config).eval()
+    for parameter in made.parameters():  # what begins at zero would hide an attention
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return made
+
+
+def pipeline(name: str, *transformers: Any, scheduler: Any = None, **parts: Any) -> Any:
+    """A pipeline with these transformers; every other part is left out."""
+    kind = getattr(diffusers, name)
+    names = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
+    parts = {"scheduler": scheduler or FlowMatchEulerDiscreteScheduler(shift=3.0), **parts}
+    parts |= dict(zip(("transformer", "transformer_2"), transformers, strict=False))
+    options = ("boundary_ratio", "expand_timesteps", "is_distilled")
+    return tiny.quiet(kind(**{name: parts.get(name) for name in names if name in parts or name not in options}))
+
+
+class Sizes(torch.nn.Module):
+    """As much of a VAE of videos as the first versions of LTX's pipeline ask for."""
+
+    spatial_compression_ratio, temporal_compression_ratio = 32, 8
+    device, dtype = torch.device("cpu"), torch.float32
+
+
+def runner(pipe: Any, **fixed: Any) -> Callable[..., torch.Tensor]:
+    def run(**options: Any) -> torch.Tensor:
+        given = {"num_inference_steps": 3, "output_type": "latent", **fixed, **options}
+        made: torch.Tensor = pipe(generator=generator(), return_dict=False, **given)[0]
+        return made
+
+    return run
+
+
+def sd3(**changes: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Two blocks, the first with a second attention over the image; 6x4 tokens."""
+    config = {"sample_size": 32, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2}
+    config |= {"attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": WIDTH}
+    config |= {"caption_projection_dim": 16, "pooled_projection_dim": 8, "pos_embed_max_size": 16}
+    model = transformer("SD3Transformer2DModel", **{**config, "dual_attention_layers": (0,), **changes})
+    pipe = pipeline("StableDiffusion3Pipeline", model)
+    given = {"prompt_embeds": embeds(), "negative_prompt_embeds": embeds(1), "height": 96, "width": 64}
+    given |= {"pooled_prompt_embeds": torch.zeros(1, 8), "negative_pooled_prompt_embeds": torch.ones(1, 8)}
+    return pipe, runner(pipe, guidance_scale=3.0, **given)
+
+
+def qwen_image(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Two blocks; 6x4 tokens; two calls a step."""
+    config = {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16}
+    config |= {"num_attention_heads": 2, "joint_attention_dim": WIDTH, "axes_dims_rope": (4, 6, 6)}
+    pipe = pipeline("QwenImagePipeline", transformer("QwenImageTransformer2DModel", **config))
+    given = {"prompt_embeds": embeds(), "prompt_embeds_mask": torch.ones(1, TEXT, dtype=torch.long)}
+    given |= {"negative_prompt_embeds": embeds(1), "negative_prompt_embeds_mask": torch.ones(1, TEXT, dtype=torch.long)}
+    return pipe, runner(pipe, height=96, width=64, true_cfg_scale=3.0, **{**given, **options})
+
+
+def z_image(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Two main blocks and one of each refiner; 6x4 tokens, padded to 32."""
+    config = {"all_patch_size": (2,), "all_f_patch_size": (1,), "in_channels": 4, "dim": 32, "n_layers": 2}
+    config |= {"n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": WIDTH, "axes_dims": [4, 6, 6]}
+    model = transformer("ZImageTransformer2DModel", **config, axes_lens=[64, 64, 64])
+    pipe = pipeline("ZImagePipeline", model)
+    given = {"prompt_embeds": [embeds()[0]], "negative_prompt_embeds": [embeds(1)[0]], "guidance_scale": 3.0}
+    return pipe, runner(pipe, height=96, width=64, **{**given, **options})
+
+
+def wan_transformer(**changes: Any) -> Any:
+    config = {"patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4}
+    config |= {"out_channels": 4, "text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 16, "num_layers": 2}
+    return transformer("WanTransformer3DModel", **{**config, "rope_max_seq_len": 32, **changes})
+
+
+def wan(second: bool = False, **options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Two blocks; 3x6x4 tokens; two calls a step; with a second transformer, that takes over at 0.8 of the noise."""
+    if second:
+        pipe = pipeline("WanPipeline", wan_transformer(), wan_transformer(), boundary_ratio=0.8)
+    else:
+        pipe = pipeline("WanPipeline", wan_transformer())
+    given = {"prompt_embeds": embeds(), "negative_prompt_embeds": embeds(1), "num_frames": 9}
+    return pipe, runner(pipe, height=96, width=64, guidance_scale=3.0, **{**given, **options})
+
+
+def ltx_video(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Two blocks; 3x6x4 tokens."""
+    config = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8}
+    config |= {"cross_attention_dim": 16, "num_layers": 2, "caption_channels": WIDTH}
+    pipe = pipeline("LTXPipeline", transformer("LTXVideoTransformer3DModel", **config), vae=Sizes())
+    mask = torch.ones(1, TEXT, dtype=torch.long)
+    given = {"prompt_embeds": embeds(), "prompt_attention_mask": mask, "num_frames": 17, "guidance_scale": 3.0}
+    given |= {"negative_prompt_embeds": embeds(1), "negative_prompt_attention_mask": mask}
+    return pipe, runner(pipe, height=192, width=128, **{**given, **options})
+
+
+def hunyuan_video(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """One block of each kind; 3x6x4 tokens and seven of text, of which three are padding."""
+    config = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 10}
+    config |= {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 2, "patch_size_t": 1}
+    config |= {"text_embed_dim": WIDTH, "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 4)}
+    pipe = pipeline("HunyuanVideoPipeline", transformer("HunyuanVideoTransformer3DModel", **config))
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0]])
+    given = {"prompt_embeds": embeds(), "prompt_attention_mask": mask, "pooled_prompt_embeds": torch.zeros(1, 8)}
+    return pipe, runner(pipe, height=96, width=64, num_frames=9, **{**given, **options})
+
+
+def cogvideox(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Two blocks; 3x6x4 tokens."""
+    config = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4}
+    config |= {"time_embed_dim": 8, "text_embed_dim": WIDTH, "num_layers": 2, "sample_width": 8, "sample_height": 12}
+    config |= {"sample_frames": 9, "patch_size": 2, "temporal_compression_ratio": 4, "max_text_seq_length": TEXT}
+    model = transformer("CogVideoXTransformer3DModel", **config, use_rotary_positional_embeddings=True)
+    scheduler = diffusers.CogVideoXDDIMScheduler(num_train_timesteps=1000)
+    pipe = pipeline("CogVideoXPipeline", model, scheduler=scheduler)
+    given = {"prompt_embeds": embeds(), "negative_prompt_embeds": embeds(1), "num_frames": 9, "guidance_scale": 3.0}
+    return pipe, runner(pipe, height=96, width=64, **{**given, **options})
