@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any
 from elfatt_sd.errors import ElfattError
 
 UNET_FACTOR = 40  # tensors of the UNet's first level that are held at once, skip connections and feed-forward included
+TRANSFORMER_FACTOR = 12  # tensors of a block's width that are held at once, queries to feed-forward
 VAE_FACTOR = 4.5  # tensors of the decoder's second level, at the size of the image
 _SMALL = 0.5  # fraction of the model's own side below which images are of little use
+
+Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,33 +26,48 @@ class Dimensions:
     Attributes:
         own: height and width that the model was trained for, in pixels.
         factor: pixels to one of the latent, on each side.
-        levels: of the UNet; each but the first halves the latent.
-        channels: of the UNet's first level.
+        least: pixels of the smallest side that the denoiser can take.
+        multiple: pixels that every side is a multiple of.
+        held: numbers that the denoiser holds at once for each place of the latent.
         decoder_channels: of the decoder's second level; 0 without a decoder.
     """
 
     own: tuple[int, int]
     factor: int
-    levels: int
-    channels: int
+    least: int
+    multiple: int
+    held: float
     decoder_channels: int
 
     @classmethod
-    def of(cls, unet: Mapping[str, Any], vae: Mapping[str, Any] | None, factor: int | None = None) -> Dimensions:
-        """Read them off the configurations of a UNet and of its decoder.
+    def of(
+        cls, denoiser: Config, vae: Config | None, factor: int | None = None, own: tuple[int, int] | None = None
+    ) -> Dimensions:
+        """Read them off the configurations of a denoiser and of its decoder.
 
         Args:
-            unet: the UNet's configuration.
+            denoiser: the configuration of a UNet or of a transformer.
             vae: the decoder's; None without one.
             factor: as the pipeline gives it; None follows from the decoder.
+            own: likewise, height and width in pixels; None follows from the denoiser.
+
+        Raises:
+            LookupError: the denoiser's configuration does not tell them.
         """
-        widths = list(vae["block_out_channels"]) if vae else []
+        widths = _decoder_widths(vae or {})
         factor = factor or (2 ** (len(widths) - 1) if widths else 8)
-        side = unet["sample_size"]
-        sides = tuple(side) if isinstance(side, list | tuple) else (side, side)
-        channels = unet["block_out_channels"]
+        if own is None:
+            side = denoiser["sample_size"]
+            height, width = side if isinstance(side, list | tuple) else (side, side)
+            own = height * factor, width * factor
         second = widths[min(1, len(widths) - 1)] if widths else 0
-        return cls((sides[0] * factor, sides[1] * factor), factor, len(channels), channels[0], second)
+        channels = denoiser.get("block_out_channels")
+        if channels:  # each level but the first halves the latent
+            least = factor * 2 ** (len(channels) - 1)
+            return cls(own, factor, least, factor, UNET_FACTOR * channels[0], second)
+        patch = _patch_side(denoiser, vae or {})
+        held = TRANSFORMER_FACTOR * transformer_width(denoiser) / patch**2
+        return cls(own, factor, factor * patch, factor * patch, held, second)
 
     def size(self, height: int | None, width: int | None) -> tuple[int, int]:
         """Return height and width in pixels: as they were given, or the model's own."""
@@ -59,31 +78,32 @@ class Dimensions:
 
         Args:
             size: height and width in pixels.
-            batch: rows of the UNet's batch.
+            batch: rows of the denoiser's batch.
             bytes_each: of a number.
             decoder_bytes: of all numbers at one channel of the decoder; None is the whole image at `bytes_each`.
         """
         pixels = size[0] * size[1]
         latents = (size[0] // self.factor) * (size[1] // self.factor)
-        denoising = UNET_FACTOR * batch * self.channels * latents * bytes_each
+        denoising = self.held * batch * latents * bytes_each
         decoding = (
             VAE_FACTOR * self.decoder_channels * (pixels * bytes_each if decoder_bytes is None else decoder_bytes)
         )
         return max(denoising, decoding)
 
     def check(self, height: int | None, width: int | None) -> None:
-        """Refuse a side that the UNet's levels cannot halve.
+        """Refuse a side that the denoiser cannot take: one that its levels cannot halve, or its patches cannot tile.
 
         Raises:
-            ElfattError: a side is too small.
+            ElfattError: a side is too small, or no multiple of what it has to be.
         """
-        least = self.factor * 2 ** (self.levels - 1)
         for name, pixels in (("height", height), ("width", width)):
-            if pixels is not None and pixels < least:
+            if pixels is not None and pixels < self.least:
                 raise ElfattError(
-                    f"{name}={pixels} is not accepted; this model needs at least {least}, and is made for "
+                    f"{name}={pixels} is not accepted; this model needs at least {self.least}, and is made for "
                     f"{self.own[0]}x{self.own[1]}."
                 )
+            if pixels is not None and pixels % self.multiple:
+                raise ElfattError(f"{name}={pixels} is not accepted; this model needs a multiple of {self.multiple}.")
 
     def small(self, height: int | None, width: int | None) -> str:
         """Return what to say of an image that is far smaller than the model's own; empty where it is not."""
@@ -93,12 +113,39 @@ class Dimensions:
         return f"the model is made for images of {self.own[0]}x{self.own[1]}; expect poor ones at {size[0]}x{size[1]}."
 
 
+def transformer_width(config: Config) -> int:
+    """Return the channels of a transformer's tokens.
+
+    Raises:
+        LookupError: its configuration does not tell.
+    """
+    if "num_attention_heads" in config and "attention_head_dim" in config:
+        return int(config["num_attention_heads"] * config["attention_head_dim"])
+    return int(config["hidden_size"] if "hidden_size" in config else config["dim"])
+
+
+def _patch_side(transformer: Config, vae: Config) -> int:
+    """Return the side of a token's patch in the latent, which the pipeline cuts (Flux) or the transformer."""
+    packed = transformer.get("in_channels", 0) / (vae.get("latent_channels") or vae.get("z_dim") or math.inf)
+    if packed > 1 and math.isqrt(int(packed)) ** 2 == packed:
+        return math.isqrt(int(packed))
+    patch = transformer.get("patch_size") or 1
+    return int(patch[-1] if isinstance(patch, list | tuple) else patch)
+
+
+def _decoder_widths(vae: Config) -> list[int]:
+    """Return the channels of a decoder's levels, the finest first; none where its configuration does not tell."""
+    widths = vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
+    return list(widths or [vae["base_dim"] * times for times in vae.get("dim_mult") or ()])
+
+
 def dimensions_in(folder: Path) -> Dimensions | None:
     """Read the dimensions off a pipeline directory; None where it does not tell them."""
-    unet, vae = (_config(folder / part) for part in ("unet", "vae"))
+    unet, transformer, vae = (_config(folder / part) for part in ("unet", "transformer", "vae"))
+    denoiser = unet or transformer
     try:
-        return None if unet is None else Dimensions.of(unet, vae)
-    except (KeyError, TypeError, IndexError):
+        return None if denoiser is None else Dimensions.of(denoiser, vae)
+    except (LookupError, TypeError, ValueError):
         return None
 
 

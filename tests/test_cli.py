@@ -24,9 +24,10 @@ from elfatt_sd.autotune import Decision, Tuner
 from elfatt_sd.benchmark_cli import Forecast
 from elfatt_sd.cli import app
 from elfatt_sd.files import check_writable
-from elfatt_sd.generation import Studio, check_text_to_image, free_name
+from elfatt_sd.generation import Studio, free_name
 from elfatt_sd.processor import LayerState
 from elfatt_sd.request import Request
+from elfatt_sd.running import check_text_to_image
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "a red star"
