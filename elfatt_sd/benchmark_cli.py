@@ -20,7 +20,7 @@ from elfatt_sd.pipelines import check_model, check_names
 from elfatt_sd.preflight import check_device, check_sizes_fit
 from elfatt_sd.presets import METHODS
 from elfatt_sd.progress import progress_of
-from elfatt_sd.request import SHAPE_NAMES
+from elfatt_sd.sizes import SHAPE_NAMES
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
@@ -160,7 +160,7 @@ def unet(
     force: Force = False,
 ) -> None:
     """One UNet call in every phase of every method, added up over a run."""
-    _check(model, variant, device, dtype, [] if force else sizes, batch)
+    _check(model, variant, device, dtype, [] if force else sizes, batch, images=0)
     options = {"batch": batch, "repeats": repeats, "seconds": seconds, **_given(ratio=ratio, variant=variant)}
     options |= {"model": model, "sizes": sizes, "methods": methods, "memory": memory_batch if memory else []}
     options |= {"compile": compile, "autotune": autotune}
@@ -185,7 +185,7 @@ def pipeline(
     force: Force = False,
 ) -> None:
     """A whole pipeline with guidance, from prompt to picture."""
-    _check(model, variant, device, dtype, [] if force else sizes, 2 * batch)
+    _check(model, variant, device, dtype, [] if force else sizes or [None], 2 * batch, images=batch)
     options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory}
     options |= _given(ratio=ratio, variant=variant)
     _run("pipeline", session, model=model, sizes=sizes, methods=methods, device=device, dtype=dtype, **options)
@@ -267,7 +267,13 @@ def _given(**settings: Any) -> dict[str, Any]:
 
 
 def _check(
-    model: str, variant: str | None, device: str, dtype: str = "auto", sizes: Sequence[int] = (), batch: int = 1
+    model: str,
+    variant: str | None,
+    device: str,
+    dtype: str = "auto",
+    sizes: Sequence[int | None] = (),
+    batch: int = 1,
+    images: int = 1,
 ) -> None:
     """Check what can be checked before PyTorch is imported: the model, the device and the sizes of images."""
     check_names(device, dtype)
@@ -278,9 +284,9 @@ def _check(
     else:
         check_model(model, variant=variant)
     for size in sizes:
-        if size <= 0 or size % 8:
+        if size is not None and (size <= 0 or size % 8):
             raise ElfattError(f"size={size} is not accepted; give a positive multiple of 8.")
-    check_sizes_fit(model, device, dtype, [(size, size) for size in sizes], batch)
+    check_sizes_fit(model, device, dtype, [(size, size) for size in sizes], batch, images)
 
 
 def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None:

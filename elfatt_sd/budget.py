@@ -25,18 +25,20 @@ _REACHED = 0.3  # fraction of a matrix product's rate that a whole run reaches
 
 @dataclass(frozen=True)
 class Need:
-    """What one image takes.
+    """What images take.
 
     Attributes:
-        memory: bytes at the peak, weights not counted.
-        multiply_adds: of all steps and the decoder, with exact attention.
+        memory: bytes at the peak of a batch, weights not counted.
+        multiply_adds: of all steps and the decoder for one image, with exact attention.
     """
 
     memory: float
     multiply_adds: float
 
 
-def check_fits(pipe: Any, height: int | None, width: int | None, *, steps: int, images: int, rows: int) -> None:
+def check_fits(
+    pipe: Any, height: int | None, width: int | None, *, steps: int, images: int, rows: int, batch: int = 1
+) -> None:
     """Refuse an image that cannot fit into the memory of its device; warn when it is near, or takes very long.
 
     Args:
@@ -44,26 +46,27 @@ def check_fits(pipe: Any, height: int | None, width: int | None, *, steps: int, 
         height: in pixels; None is the model's own.
         width: in pixels; None is the model's own.
         steps: denoising steps.
-        images: how many are drawn.
+        images: how many are drawn, for their time.
         rows: of the denoiser's batch for one image, two with guidance.
+        batch: images that are drawn at once.
 
     Raises:
         ElfattError: the estimate is above all that the machine has.
     """
-    need = estimate(pipe, height, width, steps=steps, rows=rows)
+    need = estimate(pipe, height, width, steps=steps, rows=rows, batch=batch)
     device = torch.device(pipe.device)
     memory, size = memory_of(device), dimensions_of(pipe).size(height, width)
-    refuse_if_beyond(size, need.memory, device.type, memory)
+    refuse_if_beyond(size, need.memory, device.type, memory, batch)
     if need.memory > 0.8 * memory[1]:
-        warnings.warn(f"{in_words(size, need.memory, device.type, memory)}: it may fail.", stacklevel=3)
+        warnings.warn(f"{in_words(size, need.memory, device.type, memory, batch)}: it may fail.", stacklevel=3)
     if need.multiply_adds * images > _WORTH_TIMING:
         seconds = need.multiply_adds * images / (_REACHED * _rate(device, pipe.dtype))
         if seconds > LONG:
             warnings.warn(f"this run takes about {_duration(seconds)} on {device.type} (estimated).", stacklevel=3)
 
 
-def estimate(pipe: Any, height: int | None, width: int | None, *, steps: int, rows: int = 2) -> Need:
-    """Estimate what one image takes; arguments as for `check_fits`."""
+def estimate(pipe: Any, height: int | None, width: int | None, *, steps: int, rows: int = 2, batch: int = 1) -> Need:
+    """Estimate what an image, or a batch at once, takes; arguments as for `check_fits`."""
     dimensions = dimensions_of(pipe)
     size = dimensions.size(height, width)
     pixels = size[0] * size[1]
@@ -73,7 +76,7 @@ def estimate(pipe: Any, height: int | None, width: int | None, *, steps: int, ro
         decoded = _decoded_at_once(vae, pixels) * (4 if hasattr(pipe, "upcast_vae") else pipe.dtype.itemsize)
         decoder_work = _convolved(reversed(vae.decoder.up_blocks), pixels)
     call = _call(unwrap(main_denoiser(pipe)), dimensions, size)
-    memory = dimensions.memory(size, rows, pipe.dtype.itemsize, decoded)
+    memory = dimensions.memory(size, rows * batch, pipe.dtype.itemsize, decoded, batch)
     return Need(memory, call * rows * steps + decoder_work)
 
 

@@ -32,7 +32,8 @@ from elfatt_sd.console import (
 )
 from elfatt_sd.files import check_writable
 from elfatt_sd.progress import progress_of
-from elfatt_sd.request import SCHEDULERS, SHAPE_NAMES, Request, check_quoted, check_sizes, read_prompts
+from elfatt_sd.request import SCHEDULERS, Request, check_quoted, check_sizes, read_prompts
+from elfatt_sd.sizes import SHAPE_NAMES
 
 if TYPE_CHECKING:
     from elfatt_sd.generation import Drawn, Result

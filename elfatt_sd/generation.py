@@ -161,9 +161,8 @@ class Studio:
             warnings.warn(text, stacklevel=3)
         if not request.force:
             images = len(request.prompts) * request.num_images * (1 + request.compare)
-            sizes = {"height": request.height, "width": request.width}
             rows = rows_of(self.pipe, request.guidance)
-            check_fits(self.pipe, **sizes, steps=request.steps, images=images, rows=rows)
+            check_fits(self.pipe, request.height, request.width, steps=request.steps, images=images, rows=rows)
         self.pipe.set_progress_bar_config(disable=True)
 
     def _check_negative_prompt(self) -> None:

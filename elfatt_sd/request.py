@@ -9,7 +9,6 @@ from pathlib import Path
 
 from elfatt_sd.config import ElfattError, PatchConfig
 
-SHAPE_NAMES = ("sd15", "sdxl")  # of `elfatt_sd.shapes`, which needs PyTorch
 SCHEDULERS = {
     "ddim": "DDIMScheduler",
     "ddpm": "DDPMScheduler",

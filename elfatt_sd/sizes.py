@@ -18,6 +18,34 @@ _SMALL = 0.5  # fraction of the model's own side below which images are of littl
 
 Config = Mapping[str, Any]
 
+# UNets to time with random weights.
+SHAPES: dict[str, dict[str, Any]] = {
+    "sd15": {
+        "sample_size": 64,
+        "block_out_channels": (320, 640, 1280, 1280),
+        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 768,
+    },
+    "sdxl": {
+        "sample_size": 128,
+        "block_out_channels": (320, 640, 1280),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 10),
+        "attention_head_dim": (5, 10, 20),
+        "cross_attention_dim": 2048,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+        "use_linear_projection": True,
+    },
+}
+SHAPE_NAMES = tuple(SHAPES)
+SHAPE_VAE = {"block_out_channels": (128, 256, 512, 512), "latent_channels": 4}
+SHAPE_WEIGHTS = {"sd15": 860e6, "sdxl": 2567e6}  # numbers
+
 
 @dataclass(frozen=True)
 class Dimensions:
@@ -73,21 +101,29 @@ class Dimensions:
         """Return height and width in pixels: as they were given, or the model's own."""
         return self.own[0] if height is None else height, self.own[1] if width is None else width
 
-    def memory(self, size: tuple[int, int], batch: int, bytes_each: int, decoder_bytes: float | None = None) -> float:
-        """Estimate the bytes at the peak of one image, weights not counted.
+    def memory(
+        self,
+        size: tuple[int, int],
+        batch: int,
+        bytes_each: int,
+        decoder_bytes: float | None = None,
+        images: int = 1,
+    ) -> float:
+        """Estimate the bytes at the peak, weights not counted.
 
         Args:
             size: height and width in pixels.
             batch: rows of the denoiser's batch.
             bytes_each: of a number.
             decoder_bytes: of all numbers at one channel of the decoder; None is the whole image at `bytes_each`.
+            images: that are decoded at once; 0 where none is.
         """
         pixels = size[0] * size[1]
         latents = (size[0] // self.factor) * (size[1] // self.factor)
         denoising = self.held * batch * latents * bytes_each
         decoding = (
             VAE_FACTOR * self.decoder_channels * (pixels * bytes_each if decoder_bytes is None else decoder_bytes)
-        )
+        ) * images
         return max(denoising, decoding)
 
     def check(self, height: int | None, width: int | None) -> None:
@@ -174,22 +210,24 @@ def _container_limit() -> list[int]:
         return []
 
 
-def in_words(size: tuple[int, int], need: float, device: str, memory: tuple[float, float]) -> str:
-    """Return what an image needs and what there is, all memory and what is free of it, as the middle of a sentence."""
-    what = f"an image of {size[0]}x{size[1]} needs about {_gib(need)} of memory (estimated)"
+def in_words(size: tuple[int, int], need: float, device: str, memory: tuple[float, float], images: int = 1) -> str:
+    """Return what images need and what there is, all memory and what is free of it, as the middle of a sentence."""
+    what = "an image of" if images == 1 else f"a batch of {images} at"
+    what += f" {size[0]}x{size[1]} needs about {_gib(need)} of memory (estimated)"
     return f"{what}, and {device} has {_gib(memory[0])}, of which {_gib(memory[1])} are free"
 
 
-def refuse_if_beyond(size: tuple[int, int], need: float, device: str, memory: tuple[float, float]) -> None:
-    """Refuse an image that is estimated to need more than all the memory of a device.
+def refuse_if_beyond(
+    size: tuple[int, int], need: float, device: str, memory: tuple[float, float], images: int = 1
+) -> None:
+    """Refuse images that are estimated to need more than all the memory of a device.
 
     Raises:
-        ElfattError: it does.
+        ElfattError: they do.
     """
     if need > memory[0]:
-        raise ElfattError(
-            f"{in_words(size, need, device, memory)}; give a smaller height and width, or try with --force."
-        )
+        less = "a smaller height and width" if images == 1 else "a smaller batch, height and width"
+        raise ElfattError(f"{in_words(size, need, device, memory, images)}; give {less}, or try with --force.")
 
 
 def _gib(size: float) -> str:

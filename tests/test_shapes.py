@@ -12,7 +12,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
-from elfatt_sd.shapes import SHAPES, Blueprint, call_arguments, sketch
+from elfatt_sd.shapes import Blueprint, call_arguments, sketch
+from elfatt_sd.sizes import SHAPES
 
 
 def by_hand(module: Any, arguments: dict[str, Any]) -> int:
@@ -93,7 +94,7 @@ def test_a_sketch_holds_no_weights(name: str) -> None:
     assert {parameter.device.type for parameter in drawn.unet.parameters()} == {"meta"}
 
 
-def test_names_are_known_without_pytorch() -> None:
-    from elfatt_sd.request import SHAPE_NAMES
-
-    assert tuple(SHAPES) == SHAPE_NAMES
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_the_number_of_weights(name: str) -> None:
+    weights = sum(parameter.numel() for parameter in sketch(name).unet.parameters())
+    assert weights == pytest.approx(SHAPE_WEIGHTS[name], rel=0.001)
