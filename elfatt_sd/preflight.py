@@ -11,6 +11,7 @@ from pathlib import Path
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.pipelines import TOY, check_names
 from elfatt_sd.sizes import (
+    LAYER_BYTES,
     SHAPE_VAE,
     SHAPE_WEIGHTS,
     SHAPES,
@@ -89,3 +90,22 @@ def check_sizes_fit(
             size = known.size(height, width)
             need = known.memory(size, batch, each, images=images) + SHAPE_WEIGHTS.get(name, 0) * each
             refuse_if_beyond(size, need, "cpu", memory_of_cpu(), max(images, batch // 2))
+
+
+def check_layers_fit(sides: Iterable[int], batch: int) -> None:
+    """Refuse grids whose single layer no memory of this machine holds, without PyTorch; see `sizes.LAYER_BYTES`.
+
+    Args:
+        sides: of square grids, in tokens.
+        batch: rows.
+
+    Raises:
+        ElfattError: a grid is refused.
+    """
+    for side in sides:
+        need, (memory, _) = LAYER_BYTES * batch * side**2, memory_of_cpu()
+        if lacks_cuda() and need > memory:
+            raise ElfattError(
+                f"tokens={side**2}, batch={batch} is not accepted; a layer needs about {need / 2**30:,.0f} GiB of "
+                f"memory (estimated), and cpu has {memory / 2**30:.0f} GiB."
+            )

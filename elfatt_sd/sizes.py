@@ -13,6 +13,7 @@ from elfatt_sd.errors import ElfattError
 
 UNET_FACTOR = 40  # tensors of the UNet's first level that are held at once, skip connections and feed-forward included
 TRANSFORMER_FACTOR = 12  # tensors of a block's width that are held at once, queries to feed-forward
+LAYER_BYTES = 6 * 320 * 2  # for a token of SD 1.5's finest level at the least: queries to output, in half precision
 VAE_FACTOR = 4.5  # tensors of the decoder's second level, at the size of the image
 _SMALL = 0.5  # fraction of the model's own side below which images are of little use
 

@@ -56,7 +56,9 @@ def test_shapes_with_random_weights_are_known(monkeypatch: pytest.MonkeyPatch) -
     preflight.check_sizes_fit("sd15", "cpu", "float32", [(512, 512)], 2)
     with pytest.raises(ElfattError, match=r"an image of 1024x1024 needs about 1\d GiB"):  # of which 10 are weights
         preflight.check_sizes_fit("sdxl", "cpu", "float32", [(1024, 1024)], 2)
-    with pytest.raises(ElfattError, match="a batch of 64 at 1024x1024 needs .* give a smaller batch, height and width"):
+    with pytest.raises(
+        ElfattError, match=r"a batch of 64 at 1024x1024 needs .* give a smaller batch, height and width"
+    ):
         preflight.check_sizes_fit("sd15", "cpu", "bfloat16", [(1024, 1024)], 128, images=64)
 
 

@@ -13,7 +13,7 @@ from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from elfatt_sd.shapes import Blueprint, call_arguments, sketch
-from elfatt_sd.sizes import SHAPES
+from elfatt_sd.sizes import SHAPE_WEIGHTS, SHAPES
 
 
 def by_hand(module: Any, arguments: dict[str, Any]) -> int:

@@ -16,6 +16,7 @@ from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, output
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import Protocol, check_protocol_fits
 from elfatt_sd.evaluation.run import Run, RunFailure
+from elfatt_sd.evaluation.sources import check_exists
 from elfatt_sd.files import check_writable
 from elfatt_sd.pipelines import check_model, check_names
 from elfatt_sd.preflight import check_device
@@ -114,6 +115,7 @@ def run_command(
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
     if not dry_run:
         _check_early(protocol, out, force)
+        others = [Run.open(other) for other in reuse or ()]
     from elfatt_sd.evaluation.processes import is_first
     from elfatt_sd.evaluation.report.data import load_results
     from elfatt_sd.evaluation.report.terminal import terminal_summary
@@ -124,7 +126,6 @@ def run_command(
     if dry_run:
         _print_estimate(run, reuse or ())
         return
-    others = [Run.open(other) for other in reuse or ()]
     failed = evaluate(run, _reporter(quiet), reuse=others, show_progress=not quiet, force=force)
     if is_first():
         typer.echo(terminal_summary(load_results(out)))
@@ -140,13 +141,13 @@ def generate_command(
 ) -> None:
     """Make the images of every row. Several processes share them under `accelerate launch`."""
     _check_early(protocol, out, force)
+    others = [Run.open(other) for other in reuse or ()]
     from elfatt_sd.evaluation.generate import generate
     from elfatt_sd.evaluation.processes import is_first, leave_processes
 
     quiet_libraries()
     run = Run(out, protocol)
     with run.writing():
-        others = [Run.open(other) for other in reuse or ()]
         failed = generate(run, reuse=others, show_progress=not quiet, force=force)
         leave_processes()
     if is_first():
@@ -159,6 +160,7 @@ def generate_command(
 @reports_failure
 def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
     """Compute the statistics of a protocol's reference, or find them in the cache."""
+    check_exists(protocol.reference.source)
     from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.score import build_references
 
@@ -175,12 +177,12 @@ def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
 @reports_failure
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
+    opened = Run.open(run)
     from elfatt_sd.evaluation.processes import leave_processes, scoring_device
     from elfatt_sd.evaluation.results import write_results
     from elfatt_sd.evaluation.stages import score
 
     quiet_libraries()
-    opened = Run.open(run)
     with opened.writing(scoring_device(opened.protocol.device)) as first:
         score(opened, _reporter(quiet))
         leave_processes()
@@ -192,11 +194,11 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 @reports_failure
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
+    opened = Run.open(run)
     from elfatt_sd.evaluation.processes import scoring_device
     from elfatt_sd.evaluation.report import write_report
     from elfatt_sd.evaluation.results import write_results
 
-    opened = Run.open(run)
     with opened.writing(scoring_device(opened.protocol.device)):
         write_results(opened)
         typer.echo(write_report(run))
@@ -212,11 +214,12 @@ def verify_command(
     quiet: Quiet = False,
 ) -> None:
     """Check every image of a run against its hash, and its table against one computed anew."""
+    opened = Run.open(run)
     from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.verify import verify_run
 
     quiet_libraries()
-    problems = verify_run(Run.open(run), recompute=recompute, progress=every_minute(_reporter(quiet)))
+    problems = verify_run(opened, recompute=recompute, progress=every_minute(_reporter(quiet)))
     for problem in problems:
         complain(problem)
     if problems:
@@ -232,6 +235,7 @@ def publish_command(
     page: Annotated[bool, typer.Option("--page/--no-page", help="Copy the page with its pictures, too.")] = True,
 ) -> None:
     """Copy results, tables and plots of a finished run to a folder to commit, without the images."""
+    Run.open(run)
     from elfatt_sd.evaluation.publish import MOST_BYTES, publish
 
     folder = publish(run, out, page=page)
@@ -270,6 +274,7 @@ def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
     check_names(protocol.device, protocol.dtype)
     check_device(protocol.device)
     check_model(protocol.model, variant=protocol.variant or None)
+    check_exists(protocol.reference.source)
     if not force:
         check_protocol_fits(protocol)
 
