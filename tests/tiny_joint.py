@@ -51,6 +51,7 @@ def runner(pipe: Any, **fixed: Any) -> Callable[..., torch.Tensor]:
         made: torch.Tensor = pipe(generator=generator(), return_dict=False, **given)[0]
         return made
 
+    run.given = fixed  # type: ignore[attr-defined]
     return run
 
 

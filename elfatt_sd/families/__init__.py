@@ -18,7 +18,7 @@ from elfatt_sd.families.ltx_video import LTXVideo
 from elfatt_sd.families.pixart import PixArt
 from elfatt_sd.families.qwen_image import QwenImage
 from elfatt_sd.families.refused import reason_against
-from elfatt_sd.families.sd3 import StableDiffusion3
+from elfatt_sd.families.sd3 import SD3ControlNet, StableDiffusion3
 from elfatt_sd.families.unet import UNet
 from elfatt_sd.families.wan import Wan
 from elfatt_sd.families.z_image import ZImage
@@ -44,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     UNet(),
     PixArt(),
     StableDiffusion3(),
+    SD3ControlNet(),
     Flux(),
     FluxControlNet(),
     Chroma(),
