@@ -266,7 +266,7 @@ class _Joint:
         return mixed if order is None else mixed.index_select(1, prepared.inverse)  # type: ignore[union-attr, arg-type]
 
     def _context(self) -> Keys | None:
-        """Return the keys of text and references, with their weight beside a key of the image; None if there are none."""
+        """Return the keys of text and references, weighed against those of the image; None if there are none."""
         (_, k, v), image = self._tensors, self._image
         parts = [part for part in _around(image, k.shape[1]) if part.stop > part.start]
         if not parts:

@@ -16,7 +16,7 @@ from elfatt_sd.families.flux2 import Flux2
 from elfatt_sd.families.hunyuan_video import HunyuanVideo, HunyuanVideo15
 from elfatt_sd.families.ltx_video import LTXVideo
 from elfatt_sd.families.pixart import PixArt
-from elfatt_sd.families.qwen_image import QwenImage
+from elfatt_sd.families.qwen_image import QwenImage, QwenImageControlNet
 from elfatt_sd.families.refused import reason_against
 from elfatt_sd.families.sd3 import SD3ControlNet, StableDiffusion3
 from elfatt_sd.families.unet import UNet
@@ -50,6 +50,7 @@ FAMILIES: tuple[Family, ...] = (
     Chroma(),
     Flux2(),
     QwenImage(),
+    QwenImageControlNet(),
     ZImage(),
     Wan(),
     LTXVideo(),

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5, and their ControlNets: joint blocks with absolute positions, the image before the text."""
+"""Stable Diffusion 3 and 3.5 and their ControlNets: joint blocks with absolute positions, the image before the text."""
 
 from __future__ import annotations
 
