@@ -78,14 +78,15 @@ def qwen_image(*, config: dict[str, Any] | None = None, **options: Any) -> tuple
     return pipe, runner(pipe, height=96, width=64, **{**given, "true_cfg_scale": 3.0, **options})
 
 
-def z_image(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+def z_image(*, config: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
     """Two main blocks and one of each refiner; 6x4 tokens, padded to 32."""
+    changes = config or {}
     config = {"all_patch_size": (2,), "all_f_patch_size": (1,), "in_channels": 4, "dim": 32, "n_layers": 2}
     config |= {"n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": WIDTH, "axes_dims": [4, 6, 6]}
-    model = transformer("ZImageTransformer2DModel", **config, axes_lens=[64, 64, 64])
+    model = transformer("ZImageTransformer2DModel", **{**config, "axes_lens": [256, 64, 64], **changes})
     pipe = pipeline("ZImagePipeline", model)
     given = {"prompt_embeds": [embeds()[0]], "negative_prompt_embeds": [embeds(1)[0]], "guidance_scale": 3.0}
-    return pipe, runner(pipe, height=96, width=64, **{**given, **options})
+    return pipe, runner(pipe, **{"height": 96, "width": 64, **given, **options})
 
 
 def wan_transformer(**changes: Any) -> Any:

@@ -21,7 +21,7 @@ from elfatt_sd.families.refused import reason_against
 from elfatt_sd.families.sd3 import SD3ControlNet, StableDiffusion3
 from elfatt_sd.families.unet import UNet
 from elfatt_sd.families.wan import Wan
-from elfatt_sd.families.z_image import ZImage
+from elfatt_sd.families.z_image import ZImage, ZImageControlNet
 
 __all__ = [
     "FAMILIES",
@@ -52,6 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     QwenImage(),
     QwenImageControlNet(),
     ZImage(),
+    ZImageControlNet(),
     Wan(),
     LTXVideo(),
     HunyuanVideo(),
