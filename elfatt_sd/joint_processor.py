@@ -176,12 +176,11 @@ def _attend(exact: Exact, query: Tensor, key: Tensor, value: Tensor, *args: Any,
     if obstacle:  # of an IP-Adapter's image, for instance, after the layer's own attention
         state.outcome = state.outcome or obstacle
         return exact(query, key, value, attn_mask=mask, **options)
-    joint = _Joint(state, exact, (query, key, value), mask, options, image)
-    approximated = functools.partial(joint.approximated, matching)
+    joint = _Joint(state, exact, (query, key, value), mask, options, image, matching)
     if state.phase.residual_steps > 1 and matching is None:
-        mixed = state.correct(approximated, functools.partial(joint.exact, image))
+        mixed = state.correct(joint.approximated, functools.partial(joint.exact, image))
     else:
-        mixed = approximated()
+        mixed = joint.approximated()
     state.outcome = "done"
     before, after = ([joint.exact(part)] if part.stop > part.start else [] for part in _around(image, query.shape[1]))
     return torch.cat([*before, mixed, *after], 1) if before or after else mixed
@@ -223,8 +222,10 @@ class _Joint:
         tensors: queries, keys and values.
         mask: of the keys, or of the keys for each query; True where a key counts, or what is added to its logits.
         options: of the function.
-        image: where the image's tokens are. Merged ones stand for as many as they were on average: they would count
-            less beside text than the unmerged ones.
+        image: where the image's tokens are.
+        matching: how they are merged; None if they are not. Text queries see each merged token with the weight of those
+            that it stands for, image queries with the weight of their mean number, which needs no mask: without, the
+            image would count less beside text.
     """
 
     def __init__(
@@ -235,6 +236,7 @@ class _Joint:
         mask: Tensor | None,
         options: dict[str, Any],
         image: slice,
+        matching: Matching | None,
     ) -> None:
         self._state = state
         self._exact = exact
@@ -242,30 +244,31 @@ class _Joint:
         self._mask = mask
         self._options = options
         self._image = image
-        self._stands_for = state.grid.tokens / (image.stop - image.start)
+        self._matching = matching
 
     def exact(self, part: slice) -> Tensor:
         """Attend exactly, from the queries of a part."""
         q, k, v = self._tensors
         mask, image = self._mask, self._image
-        if self._stands_for > 1:
-            context = [keys for keys in (self._context(),) if keys]
-            return exact_attention(q[:, part], [Keys(k[:, image], v[:, image]), *context]).to(q.dtype)
+        if self._matching is not None:
+            merged = Keys(k[:, image], v[:, image], self._matching.sizes.log())
+            return exact_attention(q[:, part], [merged, *filter(None, [self._context()])]).to(q.dtype)
         if mask is not None and mask.ndim > 2 and mask.shape[-2] > 1:
             mask = mask[..., part, :]
         return self._exact(q[:, part], k, v, attn_mask=mask, **self._options)
 
-    def approximated(self, matching: Matching | None) -> Tensor:
+    def approximated(self) -> Tensor:
         """Attend by the phase's approximation, from the queries of the image."""
-        state, prepared, image = self._state, self._state.prepared, self._image
+        state, prepared, image, matching = self._state, self._state.prepared, self._image, self._matching
+        stands_for = 1.0 if matching is None else state.grid.tokens / (image.stop - image.start)
         q, k, v = self._tensors
         order = None if prepared is None or matching is not None else prepared.order
         own = (x[:, image] if order is None else x[:, image].index_select(1, order) for x in (q, k, v))
-        layer = LayerOfTensors(state, self._context(), *own)
+        layer = LayerOfTensors(state, self._context(1 / stands_for), *own)
         mixed = attend(state.phase.attention, layer, layer.tokens, prepared).to(q.dtype)
         return mixed if order is None else mixed.index_select(1, prepared.inverse)  # type: ignore[union-attr, arg-type]
 
-    def _context(self) -> Keys | None:
+    def _context(self, stands_for: float = 1.0) -> Keys | None:
         """Return the keys of text and references, weighed against those of the image; None if there are none."""
         (_, k, v), image = self._tensors, self._image
         parts = [part for part in _around(image, k.shape[1]) if part.stop > part.start]
@@ -279,7 +282,7 @@ class _Joint:
                 mask = mask - mask[:, image.start : image.start + 1]
             mask = torch.cat([mask[:, part] for part in parts], 1).expand(k.shape[0], -1)
         keys, values = (torch.cat([x[:, part] for part in parts], 1) for x in (k, v))
-        return Keys(keys, values, mask, 1 / self._stands_for)
+        return Keys(keys, values, mask, stands_for)
 
 
 class LayerOfTensors:

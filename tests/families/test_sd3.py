@@ -18,6 +18,7 @@ from checks import picture, recorded
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import family_of, find_denoisers, find_layers
+from elfatt_sd.merging import Matching
 from elfatt_sd.methods import Grid
 
 FEW = PatchConfig("few", (Phase(1.0, "cell_spread", block_size=4),))
@@ -85,6 +86,28 @@ def test_merged_tokens_weigh_beside_text_what_they_did(attention: Any, ratio: fl
     torch.testing.assert_close(found, untouched, atol=1e-5, rtol=1e-4)
 
 
+def test_text_sees_a_merged_token_as_often_as_those_that_it_stands_for() -> None:
+    """Cells of four tokens that are alike; half of the tokens are merged into their like, in groups of one to four."""
+    model = tiny.sd3(num_layers=2)[0].transformer
+    model.pos_embed.pos_embed.zero_()
+    given = family_of(model).arguments(model, Grid.image(6, 4), 2, torch.rand)
+    given["hidden_states"] = torch.rand(2, 4, 3, 2).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    seen: list[torch.Tensor] = []
+    model.transformer_blocks[0].attn.register_forward_hook(lambda *given: seen.append(given[-1][1]))
+    sizes: list[int] = []
+    with torch.no_grad():
+        model(**given)
+        elfatt_sd.apply_patch(model, PatchConfig("merged", (HALF_MERGED,)))
+        with pytest.MonkeyPatch.context() as patch:
+            read = Matching.sizes.fget  # type: ignore[attr-defined]
+            patch.setattr(
+                Matching, "sizes", property(lambda one: sizes.extend(read(one)[0].int().tolist()) or read(one))
+            )
+            model(**given)
+    assert len(set(sizes)) > 1
+    torch.testing.assert_close(seen[1], seen[0], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("attention", ["softmax", "elfatt"])
 def test_what_merging_takes_is_measured_and_added(attention: Any) -> None:
     """The first of the steps that share a difference is exact; over the run, the error is smaller."""
@@ -107,6 +130,20 @@ def test_what_merging_takes_is_measured_and_added(attention: Any) -> None:
     handle.remove()
     assert torch.equal(first[0], first[3])
     assert not torch.equal(first[1], first[4])
+
+
+@pytest.mark.parametrize("residual_steps", [1, 2])
+def test_merging_compiles(residual_steps: int) -> None:
+    pipe, run = tiny.sd3()
+    phase = Phase(
+        1.0, "elfatt", ratio=0.5, block_size=4, agents=4, block_order="windows", residual_steps=residual_steps
+    )
+    elfatt_sd.apply_patch(pipe, PatchConfig("merging", (phase,)))
+    eager = run()
+    torch._dynamo.reset()
+    pipe.transformer.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(), eager, atol=1e-5, rtol=1e-4)
+    torch._dynamo.reset()
 
 
 def test_agents_of_merged_tokens_are_refused() -> None:
