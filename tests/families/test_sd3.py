@@ -33,10 +33,12 @@ def controlnet(**changes: Any) -> Any:
     return tiny.transformer("SD3ControlNetModel", **{**_NET, "joint_attention_dim": tiny.WIDTH, **changes})
 
 
-def other_pipeline(name: str, **parts: Any) -> tuple[Any, joint.Run]:
+def other_pipeline(name: str, channels: int = 4, **parts: Any) -> tuple[Any, joint.Run]:
     """Another pipeline with the same transformer, and a VAE."""
-    plain, run = tiny.sd3()
-    pipe = tiny.pipeline(name, plain.transformer, vae=tiny_flux.vae(), **parts)
+    plain, run = tiny.sd3(in_channels=channels, out_channels=channels)
+    vae = diffusers.AutoencoderKL.from_config({**tiny_flux.vae().config, "latent_channels": channels}).eval()
+    vae.register_to_config(shift_factor=0.1)
+    pipe = tiny.pipeline(name, plain.transformer, vae=vae, **parts)
     return pipe, tiny.runner(pipe, **{**run.given, **SIZE})  # type: ignore[attr-defined]
 
 
@@ -45,6 +47,16 @@ def test_layers() -> None:
     names = ("transformer_blocks.0.attn", "transformer_blocks.0.attn2", "transformer_blocks.1.attn")
     assert [layer.name for layer in layers] == [*names]
     assert [layer.text for layer in layers] == [333, 0, 333]
+
+
+def test_steps() -> None:
+    """Guidance in one batch, and none."""
+    pipe, run = tiny.sd3()
+    joint.check_steps(pipe, run, layers=3, counts=(50,))
+    rows: list[int] = []
+    pipe.transformer.register_forward_hook(lambda *given: rows.append(len(given[-1][0])))
+    joint.check_steps(pipe, lambda **options: run(**options, guidance_scale=1.0), layers=3, counts=(4,))
+    assert set(rows) == {1}
 
 
 @pytest.mark.parametrize("order", ["sequence", "windows"])
@@ -171,10 +183,13 @@ def test_skip_layer_guidance(residual_steps: int) -> None:
     assert sorted(calls.values()) == [3, 3, 3 + 1]
 
 
-def test_image_to_image(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Img2Img", "Inpaint"])
+def test_image_to_image(tmp_path: Path, name: str) -> None:
     tokenizer = tiny_pipelines.tokenizer(tmp_path)  # whose length older versions ask for
-    pipe, run = other_pipeline("StableDiffusion3Img2ImgPipeline", tokenizer=tokenizer)
+    pipe, run = other_pipeline(f"StableDiffusion3{name}Pipeline", channels=16, tokenizer=tokenizer)
     given = {"image": picture(**SIZE), "strength": 0.5}
+    if name == "Inpaint":
+        given["mask_image"] = (torch.arange(16) < 6).float().expand(1, 1, 24, 16)
 
     def made(**options: Any) -> torch.Tensor:
         return run(**{**given, "num_inference_steps": 8, **options})
