@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elfatt_sd.benchmarking.names import ALONE, PEER, check_method
+from elfatt_sd.benchmarking.names import PEER, check_method
+from elfatt_sd.benchmarking.presets import ALONE
 from elfatt_sd.config import ElfattError
 from elfatt_sd.console import FAILURE, adds_options, output, quiet_libraries
 from elfatt_sd.optional import need

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from elfatt_sd.config import BACKENDS, ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.optional import remedy
-from elfatt_sd.presets import METHODS, known_method
+from elfatt_sd.presets import DEFAULT, METHODS, known_method
 from elfatt_sd.tiling import BLOCK_ORDERS
 
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -33,7 +33,7 @@ def _option(kind: Any, *names: str, **details: Any) -> tuple[Any, None]:
 
 PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {
     "method": _option(
-        str, autocompletion=lambda: list(METHODS), help=f"One of {', '.join(METHODS)}; elfatt if nothing is given."
+        str, autocompletion=lambda: list(METHODS), help=f"One of {', '.join(METHODS)}; {DEFAULT} if nothing is given."
     ),
     "config_file": _option(Path, "--config", metavar="FILE", help="Instead of a method, what `patch --save` wrote."),
     "ratio": _option(float, help="Share of the tokens that are merged, 0 to less than 1."),
@@ -171,7 +171,7 @@ def choose(
     settings |= dict(name_and_value(text) for text in set or ())
     written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
     if config_file is None:
-        known = known_method("elfatt" if method is None else method)
+        known = known_method(DEFAULT if method is None else method)
         base, source = PatchConfig.preset(known), f'"{known}"'
     elif method is None:
         base, source = PatchConfig.load(config_file), from_file(config_file)

@@ -30,7 +30,7 @@ from elfatt_sd.families import (
 from elfatt_sd.methods import Attention, is_own
 from elfatt_sd.methods.conformance import check
 from elfatt_sd.planning import Plan, input_grid, make_plan
-from elfatt_sd.presets import Method, for_transformers
+from elfatt_sd.presets import DEFAULT, Method, for_transformers
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, SchedulerFinder, unknown_position
 
@@ -41,7 +41,7 @@ _PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
 
 def apply_patch(
     pipe: Pipeline,
-    method: Method | PatchConfig | Attention = "elfatt",
+    method: Method | PatchConfig | Attention = DEFAULT,
     *,
     autotune: bool = False,
     take_over: Sequence[str] = (),
@@ -98,7 +98,7 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
 @contextmanager
 def patched(
     pipe: Any,
-    method: Method | PatchConfig | Attention = "elfatt",
+    method: Method | PatchConfig | Attention = DEFAULT,
     *,
     autotune: bool = False,
     take_over: Sequence[str] = (),
@@ -127,7 +127,7 @@ def patched(
 
 def plan(
     pipe: Any,
-    method: Method | PatchConfig | Attention = "elfatt",
+    method: Method | PatchConfig | Attention = DEFAULT,
     *,
     height: int | None = None,
     width: int | None = None,

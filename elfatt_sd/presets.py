@@ -10,6 +10,9 @@ from elfatt_sd.methods import attention_named, attentions, is_own
 
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]
 METHODS: tuple[Method, ...] = get_args(Method)
+DEFAULT: Method = "elfatt"
+# Those with a colour of their own in plots, in the colours' order: pages that are there already keep theirs.
+COLOURED = ("elfatt", "tome", "agent", "elfatt-fast", "tomesd", "elfatt-quality")
 
 
 def method_names() -> list[str]:

@@ -11,27 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
 from elfatt_sd.benchmarking.models import fill
+from elfatt_sd.benchmarking.names import PEER
+from elfatt_sd.benchmarking.presets import layer_phases
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import without_gradients
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.calls import attend
+from elfatt_sd.config import EXACT, ElfattError, PatchConfig
 from elfatt_sd.families import SelfAttention
-from elfatt_sd.joint import cell_joint_attention
 from elfatt_sd.measuring.clock import Call
 from elfatt_sd.measuring.memory import peak_memory
-from elfatt_sd.methods import Blocks, Sampled
+from elfatt_sd.methods import Blocks, Draws, Softmax
 from elfatt_sd.optional import need
 from elfatt_sd.pipelines import pick_device, pick_dtype
-from elfatt_sd.sampled import sampled_attention
 from elfatt_sd.schedule import Position
 from elfatt_sd.standalone import StandaloneLayer
-from elfatt_sd.tiling import BLOCK_ORDERS, cell_blocks, sample_counts
+from elfatt_sd.tiling import Grid
 
 Move = Callable[[Tensor], Tensor]
 CHANNELS, HEADS = 320, 8  # of the finest level of SD 1.5
-_AGENTS = 64
+_PEER = f"{PEER} 0.5"
 
 
 def layer(
@@ -72,7 +72,7 @@ def layer(
     Blocks(block_size)  # checks it
     asked = {"dtype": str(precision).removeprefix("torch."), "block_size": block_size}
     asked["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
-    record = Record(session, kind, place, asked, bases=["softmax", "tomesd 0.5"])
+    record = Record(session, kind, place, asked, bases=[Softmax.name, _PEER])
     parts = {"attention": _attention_calls, "layer": _layer_calls}
     each = repeats + memory  # calls of a variant
     smallest = min(sides.values())
@@ -130,23 +130,42 @@ def _expected(rows: Sequence[dict[str, Any]], name: str, tokens: int) -> float:
     return own[-1]["seconds"] * (tokens / own[-1]["tokens"]) ** 2 if own else (math.inf if rows else 0.0)
 
 
+class _Projected:
+    """A layer whose queries, keys and values are there already; see `elfatt_sd.methods.Layer`."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._q, self._k, self._v = q, k, v
+        self.kernel: dict[str, Any] = {"fp32_logits": False, "backend": "native"}
+        self.context = None
+
+    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v; the first of k and v where some are asked for, in place of projected ones."""
+        count = tokens.shape[1] if keys is None else len(keys)
+        return self._q, self._k[:, :count], self._v[:, :count]
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        """Return the first queries, as many as there are tokens."""
+        return self._q[:, : tokens.shape[1]]
+
+    def merged(self, ratio: float) -> Tensor:
+        """Return the first tokens, in place of merged ones."""
+        return self._q.flatten(2)[:, : max(1, round(self._q.shape[1] * (1 - ratio)))]
+
+
 def _attention_calls(
     side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Call]:
+    """Return a call of each attention, in the first of its block orders: what is drawn is drawn before."""
     generator = torch.Generator().manual_seed(0)
     shape = (3, batch, side * side, HEADS, CHANNELS // HEADS)
     q, k, v = torch.randn(shape, generator=generator).to(device, dtype)
-    blocks = cell_blocks(side * side, block_size)
-    seen, groups = sample_counts(side * side, block_size, Sampled().groups)
-    keys, values = (x[:, : seen * groups] for x in (k, v))
-    return {
-        "softmax": lambda: softmax_attention(q, k, v),
-        "agents": lambda: agent_attention(q, k, v, pool_agents(q, _AGENTS)),
-        "block": lambda: block_attention(q, k, v, block_size),
-        "cell_spread": lambda: cell_joint_attention(q, k, v, q.shape[1] // blocks, blocks),
-        "sampled": lambda: sampled_attention(q, keys, values, groups),
-        "elfatt": lambda: elfatt_attention(q, k, v, agents=_AGENTS, block_size=block_size),
-    }
+    grid, draws = Grid.image(side, side), Draws(0, 0, 0, device)
+    calls: dict[str, Call] = {}
+    for name, phase in {Softmax.name: EXACT, **layer_phases(block_size)}.items():
+        if not phase.merge.ratio and (short := name.split(",")[0]) not in calls:
+            prepared = phase.attention.prepare(grid, draws)
+            calls[short] = functools.partial(attend, phase.attention, _Projected(q, k, v), q.flatten(2), prepared)
+    return calls
 
 
 def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype) -> dict[str, Call]:
@@ -155,31 +174,13 @@ def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, d
     block_input = channels_first(x)
     attention = _attention_module(device, dtype)
     calls: dict[str, Call] = {
-        "softmax": functools.partial(attention, x),
-        "tomesd 0.5": functools.partial(_with_tomesd, attention, x, block_input, side, 0.5),
+        Softmax.name: functools.partial(attention, x),
+        _PEER: functools.partial(_with_tomesd, attention, x, block_input, side, 0.5),
     }
     for name, phase in layer_phases(block_size).items():
         patched = StandaloneLayer(SelfAttention("layer", attention, None, 1), PatchConfig(phases=(phase,)))
         calls[name] = functools.partial(_step, patched, x, block_input, side)
     return calls
-
-
-def layer_phases(block_size: int) -> dict[str, Phase]:
-    """Return what a layer is timed with: every block order, every attention, with and without merging."""
-    orders = [order for order in BLOCK_ORDERS if order != "sequence"]  # without merging, that is `raster`
-    phases = {f"block, {order}": Phase(1.0, "block", block_size=block_size, block_order=order) for order in orders}
-    return phases | {
-        "cell_spread": Phase(1.0, "cell_spread", block_size=block_size, block_order="spread"),
-        "sampled": Phase(1.0, "sampled", block_size=block_size),
-        "agents": Phase(1.0, "agent", agents=_AGENTS),
-        "elfatt": Phase(1.0, "elfatt", block_size=block_size, agents=_AGENTS),
-        "elfatt, spread": Phase(1.0, "elfatt", block_size=block_size, agents=_AGENTS, block_order="spread"),
-        "elfatt on tome 0.5": Phase(1.0, "elfatt", ratio=0.5, block_size=block_size, agents=_AGENTS),
-        "elfatt on tome 0.5, spread": Phase(
-            1.0, "elfatt", ratio=0.5, block_size=block_size, agents=_AGENTS, block_order="spread"
-        ),
-        "tome 0.5": Phase(1.0, "softmax", ratio=0.5),
-    }
 
 
 def channels_first(x: Tensor) -> Tensor:

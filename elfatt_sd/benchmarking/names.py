@@ -6,13 +6,12 @@ import re
 from collections.abc import Collection
 
 from elfatt_sd import checks
-from elfatt_sd.methods import attention_named
+from elfatt_sd.benchmarking.presets import ALONE, EXPLAINED
+from elfatt_sd.methods import Softmax, attention_named
 from elfatt_sd.presets import method_names
 
 UNPATCHED, PEER, FLOOR = "untouched", "tomesd", "floor"
 COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  # at the end of a name
-
-ALONE = ("spread", "cell_spread", "sampled")  # attentions after exact early steps
 
 
 def check_method(name: str) -> None:
@@ -44,21 +43,17 @@ def is_peer(name: str) -> bool:
 
 
 _LEGEND = {  # by the names that it explains
-    "untouched": "`untouched` is the model with PyTorch's fused attention",
-    "softmax": "`softmax` is PyTorch's fused attention",
-    "tomesd.*": "`tomesd` is the package",
-    "floor": "`floor` leaves out the self-attention layers of the finest level",
+    UNPATCHED: "`untouched` is the model with PyTorch's fused attention",
+    Softmax.name: f"`{Softmax.name}` is PyTorch's fused attention",
+    f"{PEER}.*": "`tomesd` is the package",
+    FLOOR: "`floor` leaves out the self-attention layers of the finest level",
     "floor of .*": "`floor of N levels` leaves out those of the N finest levels",
     "floor: .*": "`floor: similarities` is the product that finds the most similar tokens, and nothing else",
     r"[\w-]+:.*=.*": "`METHOD:SETTING=VALUE` is a method with a setting changed; `ratio=0` merges nothing",
     f".*{COMPILED}": "`compiled` rows ran through `torch.compile`",
     f".*{AUTOTUNED}": "`autotuned` rows patch the layers that the method makes faster, as measured before",
     f".*{KEPT}": "`freed memory kept` rows ran in processes that called `elfatt_sd.keep_freed_memory`",
-    "block, .*": "`block, ORDER` attends inside blocks of that order",
-    "cell_spread": "`cell_spread` attends to the own cell and to a spread sample",
-    "sampled": "`sampled` attends to sampled keys",
-    "agents": "`agents` attends through 64 pooled queries, and `elfatt` halves the heads between them and blocks",
-    ".* on tome .*": "`on tome 0.5` merges half of the tokens before",
+    **EXPLAINED,
 }
 
 

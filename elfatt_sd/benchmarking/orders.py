@@ -5,44 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elfatt_sd.benchmarking.presets import order_configs
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.evaluation.errors import DRAWS, method_errors, record_inputs
 from elfatt_sd.evaluation.provenance import weights_sha256
-from elfatt_sd.methods import AttentionName
 from elfatt_sd.pipelines import load_pipeline, pick_device
-from elfatt_sd.tiling import BLOCK_ORDERS, BlockOrder
 
 PROMPTS = ("a red star on a striped blue background", "a green circle on a plain yellow background")
-BLOCK_SIZES = (32, 128, 512)
-
-
-def order_configs() -> dict[str, PatchConfig]:
-    """Return the methods that are compared, by name, each in all steps."""
-    phases: dict[str, Phase] = {}
-    for order in BLOCK_ORDERS:
-        if order != "sequence":  # without merging, that is `raster`
-            phases |= {f"block {size}, {order}": _blocks("block", size, order) for size in BLOCK_SIZES}
-    for order in ("windows", "strided", "spread"):
-        phases[f"block 128, spread and {order}"] = Phase(1.0, "block", block_order="spread", second_order=order)
-    phases |= {f"cell_spread {size}": _blocks("cell_spread", size, "spread") for size in BLOCK_SIZES}
-    phases |= {f"sampled {size}": _blocks("sampled", size, "raster") for size in BLOCK_SIZES}
-    sd = {"agent_source": "merged", "agent_scale": 0.3, "value_shortcut": 0.075}
-    for agents in (64, 256):
-        phases[f"agent {agents}"] = Phase(1.0, "agent", agents=agents)
-    phases["agent, merged queries (Agent-SD)"] = Phase(1.0, "agent", stride=4, **sd)  # type: ignore[arg-type]
-    phases["elfatt 128, raster"] = Phase(1.0, "elfatt", block_order="raster")
-    phases["elfatt 128, spread"] = Phase(1.0, "elfatt", block_order="spread")
-    phases["elfatt 128 on tome 0.5"] = Phase(1.0, "elfatt", ratio=0.5)
-    for order in ("windows", "curve", "spread"):
-        phases[f"elfatt 128 on tome 0.5, {order}"] = Phase(1.0, "elfatt", ratio=0.5, block_order=order)
-    phases["tome 0.5"] = Phase(1.0, "softmax", ratio=0.5)
-    return {name: PatchConfig(name, (phase,)) for name, phase in phases.items()}
-
-
-def _blocks(attention: AttentionName, size: int, order: BlockOrder) -> Phase:
-    return Phase(1.0, attention, block_size=size, block_order=order)
 
 
 def orders(

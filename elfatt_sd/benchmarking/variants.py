@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, check_method, is_peer
+from elfatt_sd.benchmarking.presets import ALONE, MERGING, VARIATIONS
 from elfatt_sd.calls import STATE, Call
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.families import family_of, find_layers, levels_of, main_denoiser, select_layers
@@ -27,20 +28,6 @@ from elfatt_sd.processor import PatchedLayer
 
 PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 STEPS = 50  # of the run that the phases of a method are added up to
-ATTENTIONS_ALONE = {
-    "spread": Phase(1.0, "block", block_order="spread"),
-    "cell_spread": Phase(1.0, "cell_spread", block_order="spread"),
-    "sampled": Phase(1.0, "sampled"),
-}
-VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("tome", {"reuse_layers": True}),
-    ("tome", {"reuse_steps": 2}),
-    ("elfatt", {"ratio": 0}),
-    ("elfatt-fast", {"levels": 1}),
-    ("elfatt-fast", {"residual_steps": 8}),
-    ("spread", {"block_size": 128, "levels": 1}),
-    ("spread", {"block_size": 512, "levels": 2}),
-)
 
 
 class NoAttention:
@@ -186,15 +173,15 @@ def varied(method: str, **settings: Any) -> PatchConfig:
 
 
 def named(method: str) -> PatchConfig:
-    """Return a preset, the package `tomesd`, or one of `ATTENTIONS_ALONE` after exact early steps.
+    """Return a preset, the package `tomesd`, or an attention after exact early steps.
 
     Raises:
         ElfattError: a method that is not known.
     """
     if method == PEER:
-        return dataclasses.replace(PatchConfig.preset("tome"), method=PEER)
-    if method in ATTENTIONS_ALONE:
-        return PatchConfig(method, (Phase(0.2), ATTENTIONS_ALONE[method]))
+        return dataclasses.replace(PatchConfig.preset(MERGING), method=PEER)
+    if method in ALONE:
+        return ALONE[method]
     check_method(method)
     return method_named(method)
 
@@ -262,7 +249,7 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
         floor = floor_name(config)
         floors.setdefault(floor, Variant(FLOOR, layers_of(config)))
         peer = is_peer(config.method)
-        if peer or (config.method == "tome" and any(phase.merge.ratio > 0 for phase in config.phases)):
+        if peer or (config.method == MERGING and any(phase.merge.ratio > 0 for phase in config.phases)):
             lineup.add(config.method if peer else PEER, Variant(PEER, config), floor)
             if peer:
                 continue

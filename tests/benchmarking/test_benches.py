@@ -21,11 +21,12 @@ from elfatt_sd import calls as calls_module
 from elfatt_sd import sampled
 from elfatt_sd.autotune import Tuner
 from elfatt_sd.benchmarking import timing
-from elfatt_sd.benchmarking.layer import growth, layer, layer_phases
+from elfatt_sd.benchmarking.layer import growth, layer
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, make_pipeline, unet_call
 from elfatt_sd.benchmarking.pipeline import pipeline, twin
 from elfatt_sd.benchmarking.plots import plot, save
+from elfatt_sd.benchmarking.presets import layer_phases
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.rows import Results, make_rows
 from elfatt_sd.benchmarking.tables import clock, markdown
@@ -374,19 +375,17 @@ def test_growth(tmp_path: Path) -> None:
 def test_an_attention_is_timed_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
 
-    def spy(name: str) -> None:
-        original = getattr(layer_bench, name)
-        monkeypatch.setattr(layer_bench, name, lambda *args, **rest: (called.append(name), original(*args, **rest))[1])
+    def spied(attention: Any, *arguments: Any) -> Any:
+        called.append(attention.name)
+        return calls_module.attend(attention, *arguments)
 
-    functions = {name: f"{name}_attention" for name in ("softmax", "agent", "block", "sampled", "elfatt")}
-    functions["cell_spread"] = "cell_joint_attention"
-    for function in functions.values():
-        spy(function)
+    monkeypatch.setattr(layer_bench, "attend", spied)
     calls = layer_bench._attention_calls(16, 2, 32, torch.device("cpu"), torch.float32)
+    assert {name.removesuffix("s") for name in calls} == set(attentions())
     for name, call in calls.items():
         called.clear()
         assert call().shape == (2, 256, 8, 40)
-        assert called == [functions[name.removesuffix("s")]]
+        assert called == [name.removesuffix("s")]
 
 
 def test_the_memory_of_a_layer_is_measured_on_request() -> None:

@@ -9,8 +9,9 @@ import pytest
 import tiny_pipelines as tiny
 
 from elfatt_sd.benchmarking import orders as module
-from elfatt_sd.benchmarking.orders import order_configs, orders
+from elfatt_sd.benchmarking.orders import orders
 from elfatt_sd.benchmarking.plots import save
+from elfatt_sd.benchmarking.presets import order_configs
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.methods import attentions

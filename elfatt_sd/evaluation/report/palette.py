@@ -10,13 +10,14 @@ import itertools
 from dataclasses import dataclass
 
 from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row
+from elfatt_sd.presets import COLOURED
 
 INK, RULE, PAPER = "#1c2024", "#dcdfe3", "#ffffff"
 BASE, SHADOW = "#6a7077", "#8d939a"
 METHODS = ("#0072b2", "#d55e00", "#008a63", "#a8468f", "#9a6a00", "#2b8cc4", "#7a4fd0", "#b03a48")
 METHODS_DARK = ("#4aa8e0", "#ff8b45", "#2fc096", "#d987c3", "#e0ae3d", "#8fd0f5", "#b39bf2", "#f0919c")
 _MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
-_FIXED = {"elfatt": 0, "tome": 1, "agent": 2, "elfatt-fast": 3, "tomesd": 4, "elfatt-quality": 5}
+_FIXED = {name: slot for slot, name in enumerate(COLOURED)}
 
 
 @dataclass(frozen=True)
