@@ -118,10 +118,10 @@ def patched(
         take_over: as for `apply_patch`.
         **settings: as for `apply_patch`.
     """
-    before = _patches(pipe)
-    apply_patch(pipe, method, autotune=autotune, take_over=take_over, **settings)
+    before, config = _patches(pipe), resolve(method, settings)
+    apply_patch(pipe, config, autotune=autotune, take_over=take_over)
     try:
-        yield plan(pipe, method, autotune=autotune, take_over=take_over, **settings)
+        yield plan(pipe, config, autotune=autotune, take_over=take_over)
     finally:
         remove_patch(pipe)
         for patch in before.values():
@@ -203,7 +203,7 @@ def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> Pat
         method = PatchConfig(method.name, (Phase(1.0, method),))
     config = method if isinstance(method, PatchConfig) else PatchConfig.preset(method)
     config = config.with_settings(**settings)
-    for name in config.without_effect(settings):
+    for name in config.without_effect(settings) if config.active else ():
         value = dict(settings)[name]
         warnings.warn(f"elfatt-sd: {name}={value!r} has no effect on method {config.method!r}.", stacklevel=3)
     for phase in config.phases:
