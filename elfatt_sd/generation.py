@@ -247,8 +247,8 @@ class Studio:
         """
         request, device = self.request, torch.device(self.pipe.device)
         asked = steps or request.steps
-        given = guidance_options(self.pipe, request.guidance, request.negative_prompt) | exact_size(self.pipe)
-        given |= {name: size for name in ("height", "width") if (size := getattr(request, name)) is not None}
+        given = guidance_options(self.pipe, request.guidance, request.negative_prompt)
+        given |= exact_size(self.pipe, request.height, request.width)
         meter = PeakMeter(device)
         with watched(self.pipe, asked, self.on_step), Stopwatch(device) as watch:
             output = self.pipe(
@@ -322,7 +322,8 @@ def make_scheduler(name: str, own: Any) -> Any:
     kind: Any = getattr(diffusers, scheduler_class(name))
     if kind not in own.compatibles:
         fitting = ", ".join(short for short, each in SCHEDULERS.items() if getattr(diffusers, each) in own.compatibles)
-        raise ElfattError(f"scheduler={name!r} does not fit the model's {type(own).__name__}; accepted: {fitting}.")
+        remedy = f"accepted: {fitting}" if fitting else "leave it out, as no other does"
+        raise ElfattError(f"scheduler={name!r} does not fit the model's {type(own).__name__}; {remedy}.")
     extra = {"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}
     return kind.from_config(own.config, **extra)
 

@@ -19,9 +19,18 @@ def taken(pipe: Any) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(pipe.__call__).parameters)
 
 
-def exact_size(pipe: Any) -> dict[str, Any]:
-    """Return what makes a pipeline draw the size that it is given: PixArt's map it to one of a list otherwise."""
-    return {"use_resolution_binning": False} if "use_resolution_binning" in taken(pipe) else {}
+def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, Any]:
+    """Return what makes a pipeline draw a size: PixArt's choose one of a list otherwise, Kontext's one of its area.
+
+    Args:
+        pipe: a text-to-image pipeline.
+        height: in pixels; None is the model's own.
+        width: in pixels; None is the model's own.
+    """
+    given: dict[str, Any] = {"height": height, "width": width, "use_resolution_binning": False}
+    if height is not None and width is not None:
+        given["max_area"] = height * width
+    return {name: value for name, value in given.items() if value is not None and name in taken(pipe)}
 
 
 def guidance_options(pipe: Any, guidance: float, negative_prompt: str | None) -> dict[str, Any]:

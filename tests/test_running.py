@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ from typing import Any
 
 import diffusers
 import pytest
+import tiny_flux
 import tiny_pixart
+import tiny_transformers
 from checks import like
 
 from elfatt_sd import ElfattError, PatchConfig, budget
@@ -34,6 +37,23 @@ def test_pixart_is_drawn_and_tells_its_steps(pixart: Any, tmp_path: Path, librar
     assert result.picture.size == (64, 48)
     assert seen == [(1, 3), (2, 3), (3, 3)]
     assert json.loads(result.path.with_suffix(".json").read_text())["height"] == 48
+
+
+@pytest.mark.parametrize("kind", ["FluxPipeline", "FluxKontextPipeline"])
+def test_flux_is_drawn_at_the_size_that_is_asked_for(tmp_path: Path, kind: str) -> None:
+    """Kontext would draw its own number of pixels, and takes an image that it can do without."""
+    if not hasattr(diffusers, kind):
+        pytest.skip("this diffusers does not have it")
+    pipe = tiny_transformers.flux(tmp_path, getattr(diffusers, kind), vae=tiny_flux.vae())
+    config = PatchConfig.preset("elfatt-fast", active_fraction=1)
+    request = Request(("a b",), config, steps=2, height=128, width=160, negative_prompt="b")
+    (result,) = Studio(pipe, request, tmp_path).results()
+    assert result.picture.size == (160, 128)
+    assert budget.dimensions_of(pipe).multiple == 4
+    with pytest.raises(ElfattError, match="scheduler='euler' does not fit .*FlowMatchEuler.*; leave it out"):
+        Studio(pipe, dataclasses.replace(request, scheduler="euler"), tmp_path)
+    with pytest.raises(ElfattError, match=r"Img2ImgPipeline needs more than a prompt \(image\)"):
+        check_text_to_image(like(diffusers.FluxImg2ImgPipeline, pipe))
 
 
 def test_every_method_is_tried_on_pixart(pixart: Any, library_chatter: None) -> None:

@@ -88,5 +88,5 @@ def twin(pipe: Any, variant: Variant) -> Any:
 
 def _run(pipe: Any, inputs: dict[str, Any], size: int, steps: int) -> Any:
     generator = torch.Generator().manual_seed(0)
-    given = {**inputs, **exact_size(pipe), "height": size, "width": size, "generator": generator}
+    given = {**inputs, **exact_size(pipe, size, size), "generator": generator}
     return pipe(**given, num_inference_steps=steps, output_type="pt")

@@ -139,14 +139,12 @@ def make_images(pipe: Any, protocol: Protocol, prompts: Sequence[str], seeds: Se
     latents, generators = start_noise(pipe, protocol, seeds)
     output = pipe(
         prompt=list(prompts),
-        height=protocol.height,
-        width=protocol.width,
         num_inference_steps=protocol.steps,
         guidance_scale=protocol.guidance,
         latents=latents,
         generator=generators,
         output_type="pt",
-        **exact_size(pipe),
+        **exact_size(pipe, protocol.height, protocol.width),
     )
     images: Tensor = output.images
     return images
