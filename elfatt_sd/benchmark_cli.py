@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elfatt_sd.benchmarking.names import PEER, check_method
+from elfatt_sd.benchmarking.lineup import check_method, grid_side, varied
+from elfatt_sd.benchmarking.names import PEER
 from elfatt_sd.benchmarking.presets import ALONE
-from elfatt_sd.config import ElfattError
-from elfatt_sd.console import FAILURE, adds_options, output, quiet_libraries
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.console import FAILURE, adds_options, name_and_value, output, quiet_libraries
 from elfatt_sd.optional import need
 from elfatt_sd.pipelines import check_model, check_names
-from elfatt_sd.preflight import check_device, check_sizes_fit
+from elfatt_sd.preflight import check_device, check_layers_fit, check_sizes_fit
 from elfatt_sd.presets import METHODS
 from elfatt_sd.progress import progress_of
-from elfatt_sd.request import SHAPE_NAMES
+from elfatt_sd.sizes import SHAPE_NAMES
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
@@ -161,7 +162,11 @@ def unet(
     force: Force = False,
 ) -> None:
     """One UNet call in every phase of every method, added up over a run."""
-    _check(model, variant, device, dtype, [] if force else sizes, batch)
+    _check(model, variant, device, dtype, [] if force else sizes, batch, images=0)
+    if compile and autotune:
+        raise ElfattError("--autotune is not accepted with --compile; compiled layers cannot be measured.")
+    if min(memory_batch or [1]) < 1:
+        raise ElfattError(f"memory_batch={min(memory_batch or ())} is not accepted; give a whole number of at least 1.")
     options = {"batch": batch, "repeats": repeats, "seconds": seconds, **_given(ratio=ratio, variant=variant)}
     options |= {"model": model, "sizes": sizes, "methods": methods, "memory": memory_batch if memory else []}
     options |= {"compile": compile, "autotune": autotune}
@@ -186,7 +191,7 @@ def pipeline(
     force: Force = False,
 ) -> None:
     """A whole pipeline with guidance, from prompt to picture."""
-    _check(model, variant, device, dtype, [] if force else sizes, 2 * batch)
+    _check(model, variant, device, dtype, [] if force else sizes or [None], 2 * batch, images=batch)
     options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory}
     options |= _given(ratio=ratio, variant=variant)
     _run("pipeline", session, model=model, sizes=sizes, methods=methods, device=device, dtype=dtype, **options)
@@ -226,6 +231,8 @@ def orders(
     if model in SHAPE_NAMES:
         raise ElfattError(f"model={model!r} has random weights, which say nothing about errors; give a real model.")
     _check(model, variant, device)
+    if not all(0 <= call < 2 * steps for call in record_at):  # some schedulers take two calls for a step
+        raise ElfattError(f"record_at={record_at} is not accepted with steps={steps}; give indices of its calls.")
     options = {"steps": steps, "record_at": record_at, "guidance": guidance, "seed": seed, "draws": draws}
     _run("orders", session, model=model, device=device, **options, **_given(prompts=prompts, variant=variant))
 
@@ -235,7 +242,13 @@ def _given(**settings: Any) -> dict[str, Any]:
 
 
 def _check(
-    model: str, variant: str | None, device: str, dtype: str = "auto", sizes: Sequence[int] = (), batch: int = 1
+    model: str,
+    variant: str | None,
+    device: str,
+    dtype: str = "auto",
+    sizes: Sequence[int | None] = (),
+    batch: int = 1,
+    images: int = 1,
 ) -> None:
     """Check what can be checked before PyTorch is imported: the model, the device and the sizes of images."""
     check_names(device, dtype)
@@ -246,9 +259,9 @@ def _check(
     else:
         check_model(model, variant=variant)
     for size in sizes:
-        if size <= 0 or size % 8:
+        if size is not None and (size <= 0 or size % 8):
             raise ElfattError(f"size={size} is not accepted; give a positive multiple of 8.")
-    check_sizes_fit(model, device, dtype, [(size, size) for size in sizes], batch)
+    check_sizes_fit(model, device, dtype, [(size, size) for size in sizes], batch, images)
 
 
 def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None:
@@ -257,11 +270,17 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
     for option in ("batch", "repeats", "steps", "draws"):
         if options.get(option, 1) < 1:
             raise ElfattError(f"{option}={options[option]} is not accepted; give a whole number of at least 1.")
-    for text in options.get("methods") or ():
-        check_method(_parts(text)[0])
-    session = make_session()
+    for dtype in options.get("dtypes", [options.get("dtype", "auto")]):
+        check_names(options["device"], dtype)
+    check_device(options["device"])
+    check_layers_fit([grid_side(count) for count in options.get("tokens", ())], options.get("batch", 1))
+    if options.get("ratio") is not None:
+        PatchConfig.preset("tome", ratio=options["ratio"])  # checks it
+    if "block_size" in options:
+        PatchConfig.preset("elfatt", block_size=options["block_size"])
     if options.get("methods") is not None:
         options["methods"] = [_method(text) for text in options["methods"]]
+    session = make_session()
     bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
     quiet_libraries()
     try:
@@ -304,10 +323,8 @@ class Forecast:
 
 def _method(text: str) -> Any:
     """Return what `--method` names, with the settings that follow its name."""
-    from elfatt_sd.benchmarking.variants import varied
-    from elfatt_sd.console import name_and_value
-
     method, settings = _parts(text)
+    check_method(method)
     return varied(method, **dict(map(name_and_value, settings.split(",")))) if settings else method
 
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from elfatt_sd.devices import memory_of
-from elfatt_sd.families import find_layers, main_denoiser, unwrap
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import family_of, find_layers, main_denoiser, unwrap
 from elfatt_sd.methods import Grid
+from elfatt_sd.running import taken
 from elfatt_sd.sizes import Dimensions, in_words, refuse_if_beyond
 
 LONG = 30 * 60  # seconds that are worth a warning
@@ -25,75 +27,114 @@ _REACHED = 0.3  # fraction of a matrix product's rate that a whole run reaches
 
 @dataclass(frozen=True)
 class Need:
-    """What one image takes.
+    """What images take.
 
     Attributes:
-        memory: bytes at the peak, weights not counted.
-        multiply_adds: of all steps and the decoder, with exact attention.
+        memory: bytes at the peak of a batch, weights not counted.
+        multiply_adds: of all steps and the decoder for one image, with exact attention.
     """
 
     memory: float
     multiply_adds: float
 
 
-def check_fits(pipe: Any, height: int | None, width: int | None, *, steps: int, images: int, guided: bool) -> None:
+def check_fits(
+    pipe: Any, height: int | None, width: int | None, *, steps: int, images: int, rows: int, batch: int = 1
+) -> None:
     """Refuse an image that cannot fit into the memory of its device; warn when it is near, or takes very long.
 
     Args:
-        pipe: a text-to-image pipeline with a UNet, loaded.
+        pipe: a text-to-image pipeline, loaded.
         height: in pixels; None is the model's own.
         width: in pixels; None is the model's own.
         steps: denoising steps.
-        images: how many are drawn.
-        guided: whether the UNet is called with two inputs for each image.
+        images: how many are drawn, for their time.
+        rows: of the denoiser's batch for one image, two with guidance.
+        batch: images that are drawn at once.
 
     Raises:
         ElfattError: the estimate is above all that the machine has.
     """
-    need = estimate(pipe, height, width, steps=steps, guided=guided)
+    need = estimate(pipe, height, width, steps=steps, rows=rows, batch=batch)
     device = torch.device(pipe.device)
     memory, size = memory_of(device), dimensions_of(pipe).size(height, width)
-    refuse_if_beyond(size, need.memory, device.type, memory)
+    refuse_if_beyond(size, need.memory, device.type, memory, batch)
     if need.memory > 0.8 * memory[1]:
-        warnings.warn(f"{in_words(size, need.memory, device.type, memory)}: it may fail.", stacklevel=3)
+        warnings.warn(f"{in_words(size, need.memory, device.type, memory, batch)}: it may fail.", stacklevel=3)
     if need.multiply_adds * images > _WORTH_TIMING:
         seconds = need.multiply_adds * images / (_REACHED * _rate(device, pipe.dtype))
         if seconds > LONG:
             warnings.warn(f"this run takes about {_duration(seconds)} on {device.type} (estimated).", stacklevel=3)
 
 
-def estimate(pipe: Any, height: int | None, width: int | None, *, steps: int, guided: bool = True) -> Need:
-    """Estimate what one image takes; arguments as for `check_fits`."""
-    unet: Any = unwrap(main_denoiser(pipe))
+def estimate(pipe: Any, height: int | None, width: int | None, *, steps: int, rows: int = 2, batch: int = 1) -> Need:
+    """Estimate what an image, or a batch at once, takes; arguments as for `check_fits`."""
     dimensions = dimensions_of(pipe)
     size = dimensions.size(height, width)
-    pixels, rows, columns = size[0] * size[1], size[0] // dimensions.factor, size[1] // dimensions.factor
+    pixels = size[0] * size[1]
     vae: Any = getattr(pipe, "vae", None)
     decoded, decoder_work = 0.0, 0.0
     if dimensions.decoder_channels:
-        decoded = min(pixels, vae.tile_sample_min_size**2) if getattr(vae, "use_tiling", False) else pixels
-        decoded *= 4 if hasattr(pipe, "upcast_vae") else pipe.dtype.itemsize
+        decoded = _decoded_at_once(vae, pixels) * (4 if hasattr(pipe, "upcast_vae") else pipe.dtype.itemsize)
         decoder_work = _convolved(reversed(vae.decoder.up_blocks), pixels)
-    call: float = sum(_convolved(blocks, rows * columns) for blocks in (unet.down_blocks, reversed(unet.up_blocks)))
-    for layer in find_layers(unet):
-        tokens = layer.grid(Grid.image(rows, columns)).tokens
-        call += 2 * tokens**2 * layer.channels
-    memory = dimensions.memory(size, 1 + guided, pipe.dtype.itemsize, decoded)
-    return Need(memory, call * (1 + guided) * steps + decoder_work)
+    call = _call(unwrap(main_denoiser(pipe)), dimensions, size)
+    memory = dimensions.memory(size, rows * batch, pipe.dtype.itemsize, decoded, batch)
+    return Need(memory, call * rows * steps + decoder_work)
+
+
+def _call(denoiser: Any, dimensions: Dimensions, size: tuple[int, int]) -> float:
+    """Return the multiply-adds of a denoiser's call for one row."""
+    rows, columns = size[0] // dimensions.factor, size[1] // dimensions.factor
+    layers, given = find_layers(denoiser), family_of(denoiser).grid(denoiser, Grid.image(rows, columns))
+    tokens = [layer.grid(given).tokens for layer in layers]
+    if hasattr(denoiser, "down_blocks"):
+        weights = sum(_convolved(blocks, rows * columns) for blocks in (denoiser.down_blocks, denoiser.up_blocks[::-1]))
+    else:  # every weight acts on every token
+        weights = max(tokens) * _count(denoiser)
+    return float(weights + sum(2 * count**2 * layer.channels for count, layer in zip(tokens, layers, strict=True)))
+
+
+def _decoded_at_once(vae: Any, pixels: int) -> int:
+    """Return the pixels that a decoder works on at once: those of a tile, where it works by tiles."""
+    tile = getattr(vae, "tile_sample_min_size", None) or getattr(vae, "tile_sample_min_height", None)
+    return min(pixels, tile**2) if tile and getattr(vae, "use_tiling", False) else pixels
 
 
 def dimensions_of(pipe: Any) -> Dimensions:
-    """Return the dimensions of a pipeline's images."""
-    unet: Any = unwrap(main_denoiser(pipe))
+    """Return the dimensions of a pipeline's images.
+
+    Raises:
+        ElfattError: the denoiser's configuration does not tell them.
+    """
+    denoiser: Any = unwrap(main_denoiser(pipe))
     vae: Any = getattr(pipe, "vae", None)
     decoder = vae.config if hasattr(vae, "decoder") else None
-    return Dimensions.of(unet.config, decoder, int(getattr(pipe, "vae_scale_factor", 8)))
+    factor = int(getattr(pipe, "vae_scale_factor", 0) or getattr(pipe, "vae_scale_factor_spatial", 8))
+    try:
+        return Dimensions.of(denoiser.config, decoder, factor, _own_size(pipe, factor))
+    except LookupError as error:
+        raise ElfattError(
+            f"the configuration of a {type(denoiser).__name__} does not tell the size of its images ({error})."
+        ) from error
+
+
+def _own_size(pipe: Any, factor: int) -> tuple[int, int] | None:
+    """Return height and width that a pipeline draws by default, where not its denoiser's configuration tells them."""
+    side = getattr(pipe, "default_sample_size", None)
+    if isinstance(side, int):
+        return side * factor, side * factor
+    height, width = (getattr(taken(pipe).get(name), "default", None) for name in ("height", "width"))
+    return (height, width) if isinstance(height, int) and isinstance(width, int) else None
 
 
 def _convolved(blocks: Any, positions: int) -> float:
     """Return the multiply-adds of blocks whose weights act at every position, each level on a fourth of them."""
-    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-    return float(sum(count * positions / 4**level for level, count in enumerate(weights)))
+    return float(sum(_count(block) * positions / 4**level for level, block in enumerate(blocks)))
+
+
+def _count(module: Any) -> int:
+    """Return the number of a module's weights."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -32,7 +32,8 @@ from elfatt_sd.console import (
 )
 from elfatt_sd.files import check_writable
 from elfatt_sd.progress import progress_of
-from elfatt_sd.request import SCHEDULERS, SHAPE_NAMES, Request, check_quoted, check_sizes, read_prompts
+from elfatt_sd.request import SCHEDULERS, Request, check_quoted, check_sizes, read_prompts
+from elfatt_sd.sizes import SHAPE_NAMES
 
 if TYPE_CHECKING:
     from elfatt_sd.generation import Drawn, Result
@@ -63,6 +64,7 @@ Height = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; th
 Width = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEMO_PROMPT = "a red star on a striped blue background"
+MEASURED_CALLS = 20  # of every layer, by --autotune
 MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "optional": "[yellow]not there[/]", "info": ""}
 
 
@@ -228,12 +230,15 @@ def patch(
     width: Width = None,
     as_json: Json = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the configuration as JSON.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="--autotune: also what may not fit into memory.")] = False,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     allow_pickle: AllowPickle = False,
     variant: Variant = None,
 ) -> None:
     """Show what would be patched, layer by layer, and the Python lines that do it."""
+    from elfatt_sd.preflight import check_sizes_fit
+
     check_sizes(height, width)
     if save is not None:
         if save.exists():
@@ -243,7 +248,13 @@ def patch(
     known = model in SHAPE_NAMES
     if not known:
         loaded_from.check()
+        if chosen.autotune and not force:
+            check_sizes_fit(model, device, dtype, [(height, width)], batch=2, images=0)
     pipe = _sketch(model, chosen.autotune) if known else loaded_from.load()
+    if chosen.autotune and not force:
+        from elfatt_sd.budget import check_fits
+
+        check_fits(pipe, height, width, steps=MEASURED_CALLS, images=1, rows=2)
 
     from elfatt_sd.patch import plan
 

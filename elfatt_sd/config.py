@@ -430,16 +430,27 @@ class PatchConfig:
                 return True
         return False
 
-    @property
-    def remedy(self) -> str:
-        """Why a run may have too few steps for the method to approximate any, and what to give for it."""
-        if self.phases[0].exact:
-            return "its first steps are exact. Give active_fraction=1 to approximate all steps."
+    def remedy(self, first: int, steps: int) -> str:
+        """Return why none of a run's steps is approximated, and what to give for it.
+
+        Args:
+            first: the step that the run begins with.
+            steps: as for `phase_at`.
+        """
+        changes: list[Settings] = [{"active_fraction": 1}]
         if any(phase.residual_steps > 1 for phase in self.phases):
-            return (
-                "it measures in a step what it adds in the next ones. Give residual_steps=1 to approximate all steps."
-            )
-        return "it approximates earlier steps only. Give a phase that ends later."
+            changes += [{"residual_steps": 1}, {"active_fraction": 1, "residual_steps": 1}]
+        for change in changes:
+            if self.with_settings(**change).approximates(first, steps):
+                given = " and ".join(f"{name}={value}" for name, value in change.items())
+                return f"{self._why_exact(first, steps)}. Give {given}."
+        return f"{self._why_exact(first, steps)}. Give phases of which the last one ends later."
+
+    def _why_exact(self, first: int, steps: int) -> str:
+        if not self.phase_at(first, steps).exact:
+            return "it measures in a step what it adds in the next ones"
+        early = self.phases[0].exact and first < self.phases[0].until * steps
+        return "its first steps are exact" if early else "it approximates earlier steps only"
 
 
 RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(PatchConfig)) - {"method", "phases"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import platform
@@ -23,13 +22,21 @@ from PIL.PngImagePlugin import PngInfo
 import elfatt_sd
 from elfatt_sd.budget import check_fits, dimensions_of
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.families import main_denoiser, unwrap
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.measuring.clock import Stopwatch, ratios
 from elfatt_sd.measuring.memory import PeakMeter
 from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.request import SCHEDULERS, Request, scheduler_class
+from elfatt_sd.running import (
+    check_text_to_image,
+    exact_size,
+    guidance_options,
+    rows_of,
+    taken,
+    text_room,
+    watched,
+)
 
 OnStep = Callable[[int, int], None]
 
@@ -136,7 +143,7 @@ class Studio:
 
         Raises:
             ElfattError: it needs more than a prompt, there are too many steps, the scheduler does not fit, or the image
-                is too small for the UNet or too large for this machine's memory.
+                is too small for the denoiser or too large for this machine's memory.
         """
         check_text_to_image(self.pipe)
         request = self.request
@@ -154,12 +161,12 @@ class Studio:
             warnings.warn(text, stacklevel=3)
         if not request.force:
             images = len(request.prompts) * request.num_images * (1 + request.compare)
-            sizes = {"height": request.height, "width": request.width}
-            check_fits(self.pipe, **sizes, steps=request.steps, images=images, guided=request.guidance > 1)
+            rows = rows_of(self.pipe, request.guidance)
+            check_fits(self.pipe, request.height, request.width, steps=request.steps, images=images, rows=rows)
         self.pipe.set_progress_bar_config(disable=True)
 
     def _check_negative_prompt(self) -> None:
-        if "negative_prompt" not in inspect.signature(self.pipe.__call__).parameters:
+        if "negative_prompt" not in taken(self.pipe):
             raise ElfattError(f"negative_prompt is not accepted; {type(self.pipe).__name__} has none.")
         if self.request.guidance <= 1:
             warnings.warn(f"negative_prompt has no effect with guidance={self.request.guidance:g}.", stacklevel=3)
@@ -238,25 +245,14 @@ class Studio:
             seed: of its latent.
             steps: denoising steps; None takes the request's.
         """
-
-        def step_done(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            done = round((index + 1) * asked / pipe.num_timesteps)  # some schedulers call the UNet more often
-            self.on_step(done, asked)
-            return {}
-
         request, device = self.request, torch.device(self.pipe.device)
         asked = steps or request.steps
-        names = ("height", "width", "negative_prompt")
-        given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
+        given = guidance_options(self.pipe, request.guidance, request.negative_prompt)
+        given |= exact_size(self.pipe, request.height, request.width)
         meter = PeakMeter(device)
-        with Stopwatch(device) as watch:
+        with watched(self.pipe, asked, self.on_step), Stopwatch(device) as watch:
             output = self.pipe(
-                prompt,
-                num_inference_steps=asked,
-                guidance_scale=request.guidance,
-                generator=torch.Generator().manual_seed(seed),
-                callback_on_step_end=step_done,
-                **given,
+                prompt=prompt, num_inference_steps=asked, generator=torch.Generator().manual_seed(seed), **given
             )
         return Shot(output.images[0], watch.seconds, PeakMemory(meter.read(), peak_in_words(device)))
 
@@ -311,29 +307,6 @@ def peak_in_words(device: torch.device) -> str:
     return "peak memory of the whole process since its start" if device.type == "cpu" else "peak memory"
 
 
-def check_text_to_image(pipe: Any) -> None:
-    """Check that a pipeline draws a picture from a prompt alone.
-
-    Raises:
-        ElfattError: it does not, it has no UNet, or one that is made for other inputs.
-    """
-    unet: Any = unwrap(main_denoiser(pipe))
-    takes = set(inspect.signature(pipe.__call__).parameters)
-    alone = {"prompt", "height", "width", "callback_on_step_end"} <= takes
-    if not alone or takes & {"image", "control_image", "mask_image", "num_frames"}:
-        raise ElfattError(
-            f"{type(pipe).__name__} needs more than a prompt; give a text-to-image model, or patch it in Python with "
-            "elfatt_sd.apply_patch(pipe)."
-        )
-    latent = getattr(getattr(getattr(pipe, "vae", None), "config", None), "latent_channels", unet.config.in_channels)
-    if unet.config.in_channels != latent:
-        raise ElfattError(
-            f"the UNet takes {unet.config.in_channels} channels, and a {type(pipe).__name__} hands it the {latent} of "
-            "its latents: it is of another kind (9: inpainting, 8: InstructPix2Pix, 7: upscaler, 5: depth). Give a "
-            "text-to-image model, or load it as what it is and patch it in Python with elfatt_sd.apply_patch(pipe)."
-        )
-
-
 def make_scheduler(name: str, own: Any) -> Any:
     """Return a scheduler with the settings of a model's own.
 
@@ -349,21 +322,24 @@ def make_scheduler(name: str, own: Any) -> Any:
     kind: Any = getattr(diffusers, scheduler_class(name))
     if kind not in own.compatibles:
         fitting = ", ".join(short for short, each in SCHEDULERS.items() if getattr(diffusers, each) in own.compatibles)
-        raise ElfattError(f"scheduler={name!r} does not fit the model's {type(own).__name__}; accepted: {fitting}.")
+        remedy = f"accepted: {fitting}" if fitting else "leave it out, as no other does"
+        raise ElfattError(f"scheduler={name!r} does not fit the model's {type(own).__name__}; {remedy}.")
     extra = {"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}
     return kind.from_config(own.config, **extra)
 
 
 def cut_off(pipe: Any, prompt: str) -> str:
     """Return what to say of a prompt that is longer than the text encoder takes; empty where it is not."""
-    tokenizers = [getattr(pipe, name, None) for name in ("tokenizer", "tokenizer_2")]
-    for tokenizer in (each for each in tokenizers if each is not None):
-        words = tokenizer(prompt, add_special_tokens=False, truncation=False, verbose=False).input_ids
-        room = tokenizer.model_max_length - tokenizer.num_special_tokens_to_add()
-        if len(words) > room:
-            lost = textwrap.shorten(tokenizer.decode(words[room:]).strip(), 120, placeholder=" ...")
-            return f"the text encoder takes {room} tokens, and the prompt has {len(words)}; cut off: {lost!r}"
-    return ""
+    tokenizers = [getattr(pipe, name, None) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")]
+    rooms = [(text_room(pipe, tokenizer), tokenizer) for tokenizer in tokenizers if tokenizer is not None]
+    if not rooms:
+        return ""
+    room, tokenizer = max(rooms, key=lambda pair: pair[0])  # what another one cuts off, this one still reads
+    words = tokenizer(prompt, add_special_tokens=False, truncation=False, verbose=False).input_ids
+    if len(words) <= room:
+        return ""
+    lost = textwrap.shorten(tokenizer.decode(words[room:]).strip(), 120, placeholder=" ...")
+    return f"the text encoder takes {room} tokens, and the prompt has {len(words)}; cut off: {lost!r}"
 
 
 def why_unchanged(config: PatchConfig, calls: int) -> str:
@@ -371,10 +347,10 @@ def why_unchanged(config: PatchConfig, calls: int) -> str:
 
     Args:
         config: the method.
-        calls: of the UNet in the run.
+        calls: of the denoiser in the run.
     """
     text = f"identical: {config.method} changed nothing in this run"
-    return text if config.approximates(0, calls) else f"{text}: {config.remedy}"
+    return text if config.approximates(0, calls) else f"{text}: {config.remedy(0, calls)}"
 
 
 def free_name(folder: Path, prompt: str) -> Path:

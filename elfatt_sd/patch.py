@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from elfatt_sd.families import (
     find_denoisers,
     find_layers,
     levels_of,
+    replaceable,
     select_layers,
     unwrap,
 )
@@ -33,6 +33,7 @@ from elfatt_sd.planning import Plan, input_grid, make_plan
 from elfatt_sd.presets import DEFAULT, Method, for_transformers
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, SchedulerFinder, unknown_position
+from elfatt_sd.surroundings import likely_cause, modules_around, skips_calls
 
 Pipeline = TypeVar("Pipeline")
 _Layers = tuple[list[SelfAttention], list[SelfAttention]]  # all of a denoiser, and those that a method patches
@@ -56,14 +57,16 @@ def apply_patch(
         autotune: measure, at the first call of each size, which layers the method makes faster on this device, and
             leave the others alone; with them, and a warning, those that `torch.compile` serves, which cannot be timed.
         take_over: names of classes of attention processors that are not plain attention (cross-frame, shared style,
-            ...), whose layers are patched nevertheless; others are left alone, with a warning.
+            ...), whose layers are patched nevertheless; others are left alone, with a warning. Those that keep maps
+            of attention for the pipeline, as Attend-and-Excite's do, cannot be.
         **settings: changes to it, such as `ratio=0.5` or `block_size=128`; see `Settings`.
 
     Returns:
         The same object.
 
     Raises:
-        ElfattError: unknown method or setting, no UNet, or no layer that the method could patch.
+        ElfattError: unknown method or setting, no UNet, no layer that the method could patch, or a processor in
+            `take_over` that cannot be replaced.
     """
     denoisers = find_denoisers(pipe)
     config = fitted(resolve(method, settings), denoisers)
@@ -115,10 +118,10 @@ def patched(
         take_over: as for `apply_patch`.
         **settings: as for `apply_patch`.
     """
-    before = _patches(pipe)
-    apply_patch(pipe, method, autotune=autotune, take_over=take_over, **settings)
+    before, config = _patches(pipe), resolve(method, settings)
+    apply_patch(pipe, config, autotune=autotune, take_over=take_over)
     try:
-        yield plan(pipe, method, autotune=autotune, take_over=take_over, **settings)
+        yield plan(pipe, config, autotune=autotune, take_over=take_over)
     finally:
         remove_patch(pipe)
         for patch in before.values():
@@ -200,6 +203,9 @@ def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> Pat
         method = PatchConfig(method.name, (Phase(1.0, method),))
     config = method if isinstance(method, PatchConfig) else PatchConfig.preset(method)
     config = config.with_settings(**settings)
+    for name in config.without_effect(settings) if config.active else ():
+        value = dict(settings)[name]
+        warnings.warn(f"elfatt-sd: {name}={value!r} has no effect on method {config.method!r}.", stacklevel=3)
     for phase in config.phases:
         if not is_own(type(phase.attention)):
             check(phase.attention)
@@ -261,7 +267,7 @@ def choose_layers(
             f"{', '.join(map(str, levels))}. Give max_downsample=None to take the finest level of them."
         )
     return {
-        name: (layers, [layer for layer in chosen[name] if not layer.obstacle or layer.processor_name in take_over])
+        name: (layers, [layer for layer in chosen[name] if replaceable(layer, layer.processor, take_over)])
         for name, layers in found.items()
     }
 
@@ -294,28 +300,6 @@ def _patched_layers(shared: Denoiser, layers: _Layers, taken_over: tuple[str, ..
     ]
 
 
-def _modules_around(module: nn.Module, layers: list[PatchedLayer]) -> list[nn.Module]:
-    """Return the modules that hold patched layers, from the outermost inwards."""
-    paths = (itertools.accumulate(layer.layer.name.split("."), getattr, initial=module) for layer in layers)
-    return list({id(part): part for path in paths for part in path}.values())
-
-
-def _skips_calls(modules: list[nn.Module]) -> bool:
-    """Tell whether one of diffusers' caches is on, which take what a layer or block gave in an earlier step."""
-    hooks = (getattr(getattr(module, "_diffusers_hook", None), "hooks", {}) for module in modules)
-    return any(getattr(hook, "_is_stateful", False) for own in hooks for hook in own.values())
-
-
-def _likely_cause(module: nn.Module, layers: list[PatchedLayer]) -> str:
-    """Say what probably keeps layers from being approximated, and what to do."""
-    if hasattr(module, "_tome_info"):
-        return "tomesd is on: call tomesd.remove_patch(pipe), or use it alone."
-    for part in _modules_around(module, layers)[1:]:
-        if "forward" in part.__dict__ and "_old_forward" not in part.__dict__:
-            return f"The forward of a {type(part).__name__} was replaced (HyperTile does that): take it out."
-    return "Something changes the tokens or bypasses the attention processors: take it out."
-
-
 class _Patch:
     """A method installed in one UNet or ControlNet."""
 
@@ -340,7 +324,7 @@ class _Patch:
         self._shared.layers = _patched_layers(self._shared, layers, taken_over)
         self._handles: list[Any] = []
         self._told: set[str] = set()
-        self._around = _modules_around(self._module, self._shared.layers)
+        self._around = modules_around(self._module, [layer.layer.name for layer in self._shared.layers])
         self._direct: dict[int, dict[str, Any]] = {}  # by thread: what a call of `forward` was given, so far
 
     def renewed(self) -> _Patch:
@@ -504,8 +488,9 @@ class _Patch:
             self._tell(
                 "displaced",
                 f"{len(others)} patched layers now have another attention processor "
-                f"({', '.join(sorted(set(others.values())))}), the first is {next(iter(others))}; they are not "
-                "accelerated. Call apply_patch again after whatever replaced them.",
+                f"({', '.join(sorted(set(others.values())))}), the first is {next(iter(others))}; it is left there, "
+                "and they are not accelerated. If your code set it, call apply_patch again afterwards; if the pipeline "
+                "sets it in every call, as with perturbed-attention guidance, only the others can be accelerated.",
             )
 
     def _warn_if_idle(self, position: Position, run: Run) -> None:
@@ -522,11 +507,12 @@ class _Patch:
                 )
             return
         if position.step == run.first and not config.approximates(position.step, position.steps):
-            first = f", from step {position.step + 1}" * (position.step > 0)
-            count = f"{position.steps} step{'s' * (position.steps > 1)}"
+            which = f"a run of {position.steps} step{'s' * (position.steps > 1)}"
+            if position.step:
+                which = f"this run, which begins with step {position.step + 1} of {position.steps}"
             self._tell(
                 "idle",
-                f"{config.method} approximates nothing in a run of {count}{first}: {config.remedy}",
+                f"{config.method} approximates no step of {which}: {config.remedy(position.step, position.steps)}",
             )
 
     def _compare_with_plan(self, call: Call) -> None:
@@ -535,12 +521,12 @@ class _Patch:
         wrong = {state.layer.name: state.outcome for state in expected if state.outcome not in ("done", "")}
         skipped = [state.layer.name for state in expected if not state.outcome]
         whole = call.last or not call.scheduled or len(skipped) == len(expected)
-        if skipped and whole and not _skips_calls(self._around):
+        if skipped and whole and not skips_calls(self._around):
             wrong |= dict.fromkeys(skipped, "its attention processor was never called")
         if wrong:
             name, why = next(iter(wrong.items()))
             self._tell(
                 "not approximated",
                 f"{len(wrong)} of {len(expected)} patched layers stay exact, the first is {name}: {why}. "
-                f"{_likely_cause(self._module, self._shared.layers)}",
+                f"{likely_cause(self._module, self._around)}",
             )

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.config import ElfattError, ElfattFailure
-from elfatt_sd.request import SHAPE_NAMES
+from elfatt_sd.sizes import SHAPE_NAMES
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from elfatt_sd.calls import STATE, Call, Denoiser, LayerState, attend, is_recomputing
 from elfatt_sd.config import EXACT, ElfattError, Phase
-from elfatt_sd.families.base import Projections, SelfAttention
+from elfatt_sd.families.base import Projections, SelfAttention, replaceable
 from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
 from elfatt_sd.methods import Grid
 from elfatt_sd.ordering import order_merged
@@ -121,8 +121,8 @@ class PatchedLayer:
         """Replace the original; one that is not plain attention takes our place, until a plain one is back."""
         if isinstance(processor, OURS):
             return
+        ours = replaceable(self.layer, processor, self.taken_over)
         self.original = processor
-        ours = self.layer.knows(processor) or type(processor).__name__ in self.taken_over
         self._put(self._ours() if ours else processor)
 
     @property

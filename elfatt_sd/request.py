@@ -9,9 +9,6 @@ from pathlib import Path
 
 from elfatt_sd.config import ElfattError, PatchConfig
 
-UNET_NAMES = ("sd15", "sdxl")  # of `elfatt_sd.shapes`, which needs PyTorch
-TRANSFORMER_NAMES = ("sd3.5-medium", "flux", "qwen-image", "wan-1.3b", "wan-14b", "hunyuan-video")
-SHAPE_NAMES = (*UNET_NAMES, *TRANSFORMER_NAMES)
 SCHEDULERS = {
     "ddim": "DDIMScheduler",
     "ddpm": "DDPMScheduler",

@@ -18,30 +18,7 @@ from elfatt_sd.families import family_of, unwrap
 from elfatt_sd.families.base import Fill
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "sd15": {
-        "sample_size": 64,
-        "block_out_channels": (320, 640, 1280, 1280),
-        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-        "attention_head_dim": 8,
-        "cross_attention_dim": 768,
-    },
-    "sdxl": {
-        "sample_size": 128,
-        "block_out_channels": (320, 640, 1280),
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        "transformer_layers_per_block": (1, 2, 10),
-        "attention_head_dim": (5, 10, 20),
-        "cross_attention_dim": 2048,
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 256,
-        "projection_class_embeddings_input_dim": 2816,
-        "use_linear_projection": True,
-    },
-}
+from elfatt_sd.sizes import SHAPES
 
 
 @dataclass(frozen=True)

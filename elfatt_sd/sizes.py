@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,42 @@ from typing import Any
 from elfatt_sd.errors import ElfattError
 
 UNET_FACTOR = 40  # tensors of the UNet's first level that are held at once, skip connections and feed-forward included
+TRANSFORMER_FACTOR = 12  # tensors of a block's width that are held at once, queries to feed-forward
+LAYER_BYTES = 6 * 320 * 2  # for a token of SD 1.5's finest level at the least: queries to output, in half precision
 VAE_FACTOR = 4.5  # tensors of the decoder's second level, at the size of the image
 _SMALL = 0.5  # fraction of the model's own side below which images are of little use
+
+Config = Mapping[str, Any]
+
+# UNets to time with random weights.
+SHAPES: dict[str, dict[str, Any]] = {
+    "sd15": {
+        "sample_size": 64,
+        "block_out_channels": (320, 640, 1280, 1280),
+        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 768,
+    },
+    "sdxl": {
+        "sample_size": 128,
+        "block_out_channels": (320, 640, 1280),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 10),
+        "attention_head_dim": (5, 10, 20),
+        "cross_attention_dim": 2048,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+        "use_linear_projection": True,
+    },
+}
+UNET_NAMES = tuple(SHAPES)
+TRANSFORMER_NAMES = ("sd3.5-medium", "flux", "qwen-image", "wan-1.3b", "wan-14b", "hunyuan-video")  # of `shapes`
+SHAPE_NAMES = (*UNET_NAMES, *TRANSFORMER_NAMES)
+SHAPE_VAE = {"block_out_channels": (128, 256, 512, 512), "latent_channels": 4}
+SHAPE_WEIGHTS = {"sd15": 860e6, "sdxl": 2567e6}  # numbers
 
 
 @dataclass(frozen=True)
@@ -22,68 +57,92 @@ class Dimensions:
     Attributes:
         own: height and width that the model was trained for, in pixels.
         factor: pixels to one of the latent, on each side.
-        levels: of the UNet; each but the first halves the latent.
-        channels: of the UNet's first level.
+        least: pixels of the smallest side that the denoiser can take.
+        multiple: pixels that every side is a multiple of.
+        held: numbers that the denoiser holds at once for each place of the latent.
         decoder_channels: of the decoder's second level; 0 without a decoder.
     """
 
     own: tuple[int, int]
     factor: int
-    levels: int
-    channels: int
+    least: int
+    multiple: int
+    held: float
     decoder_channels: int
 
     @classmethod
-    def of(cls, unet: Mapping[str, Any], vae: Mapping[str, Any] | None, factor: int | None = None) -> Dimensions:
-        """Read them off the configurations of a UNet and of its decoder.
+    def of(
+        cls, denoiser: Config, vae: Config | None, factor: int | None = None, own: tuple[int, int] | None = None
+    ) -> Dimensions:
+        """Read them off the configurations of a denoiser and of its decoder.
 
         Args:
-            unet: the UNet's configuration.
+            denoiser: the configuration of a UNet or of a transformer.
             vae: the decoder's; None without one.
             factor: as the pipeline gives it; None follows from the decoder.
+            own: likewise, height and width in pixels; None follows from the denoiser.
+
+        Raises:
+            LookupError: the denoiser's configuration does not tell them.
         """
-        widths = list(vae["block_out_channels"]) if vae else []
+        widths = _decoder_widths(vae or {})
         factor = factor or (2 ** (len(widths) - 1) if widths else 8)
-        side = unet["sample_size"]
-        sides = tuple(side) if isinstance(side, list | tuple) else (side, side)
-        channels = unet["block_out_channels"]
+        if own is None:
+            side = denoiser["sample_size"]
+            height, width = side if isinstance(side, list | tuple) else (side, side)
+            own = height * factor, width * factor
         second = widths[min(1, len(widths) - 1)] if widths else 0
-        return cls((sides[0] * factor, sides[1] * factor), factor, len(channels), channels[0], second)
+        channels = denoiser.get("block_out_channels")
+        if channels:  # each level but the first halves the latent
+            least = factor * 2 ** (len(channels) - 1)
+            return cls(own, factor, least, factor, UNET_FACTOR * channels[0], second)
+        patch = _patch_side(denoiser, vae or {})
+        held = TRANSFORMER_FACTOR * transformer_width(denoiser) / patch**2
+        return cls(own, factor, factor * patch, factor * patch, held, second)
 
     def size(self, height: int | None, width: int | None) -> tuple[int, int]:
         """Return height and width in pixels: as they were given, or the model's own."""
         return self.own[0] if height is None else height, self.own[1] if width is None else width
 
-    def memory(self, size: tuple[int, int], batch: int, bytes_each: int, decoder_bytes: float | None = None) -> float:
-        """Estimate the bytes at the peak of one image, weights not counted.
+    def memory(
+        self,
+        size: tuple[int, int],
+        batch: int,
+        bytes_each: int,
+        decoder_bytes: float | None = None,
+        images: int = 1,
+    ) -> float:
+        """Estimate the bytes at the peak, weights not counted.
 
         Args:
             size: height and width in pixels.
-            batch: rows of the UNet's batch.
+            batch: rows of the denoiser's batch.
             bytes_each: of a number.
             decoder_bytes: of all numbers at one channel of the decoder; None is the whole image at `bytes_each`.
+            images: that are decoded at once; 0 where none is.
         """
         pixels = size[0] * size[1]
         latents = (size[0] // self.factor) * (size[1] // self.factor)
-        denoising = UNET_FACTOR * batch * self.channels * latents * bytes_each
+        denoising = self.held * batch * latents * bytes_each
         decoding = (
             VAE_FACTOR * self.decoder_channels * (pixels * bytes_each if decoder_bytes is None else decoder_bytes)
-        )
+        ) * images
         return max(denoising, decoding)
 
     def check(self, height: int | None, width: int | None) -> None:
-        """Refuse a side that the UNet's levels cannot halve.
+        """Refuse a side that the denoiser cannot take: one that its levels cannot halve, or its patches cannot tile.
 
         Raises:
-            ElfattError: a side is too small.
+            ElfattError: a side is too small, or no multiple of what it has to be.
         """
-        least = self.factor * 2 ** (self.levels - 1)
         for name, pixels in (("height", height), ("width", width)):
-            if pixels is not None and pixels < least:
+            if pixels is not None and pixels < self.least:
                 raise ElfattError(
-                    f"{name}={pixels} is not accepted; this model needs at least {least}, and is made for "
+                    f"{name}={pixels} is not accepted; this model needs at least {self.least}, and is made for "
                     f"{self.own[0]}x{self.own[1]}."
                 )
+            if pixels is not None and pixels % self.multiple:
+                raise ElfattError(f"{name}={pixels} is not accepted; this model needs a multiple of {self.multiple}.")
 
     def small(self, height: int | None, width: int | None) -> str:
         """Return what to say of an image that is far smaller than the model's own; empty where it is not."""
@@ -93,12 +152,39 @@ class Dimensions:
         return f"the model is made for images of {self.own[0]}x{self.own[1]}; expect poor ones at {size[0]}x{size[1]}."
 
 
+def transformer_width(config: Config) -> int:
+    """Return the channels of a transformer's tokens.
+
+    Raises:
+        LookupError: its configuration does not tell.
+    """
+    if "num_attention_heads" in config and "attention_head_dim" in config:
+        return int(config["num_attention_heads"] * config["attention_head_dim"])
+    return int(config["hidden_size"] if "hidden_size" in config else config["dim"])
+
+
+def _patch_side(transformer: Config, vae: Config) -> int:
+    """Return the side of a token's patch in the latent, which the pipeline cuts (Flux) or the transformer."""
+    packed = transformer.get("in_channels", 0) / (vae.get("latent_channels") or vae.get("z_dim") or math.inf)
+    if packed > 1 and math.isqrt(int(packed)) ** 2 == packed:
+        return math.isqrt(int(packed))
+    patch = transformer.get("patch_size") or 1
+    return int(patch[-1] if isinstance(patch, list | tuple) else patch)
+
+
+def _decoder_widths(vae: Config) -> list[int]:
+    """Return the channels of a decoder's levels, the finest first; none where its configuration does not tell."""
+    widths = vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
+    return list(widths or [vae["base_dim"] * times for times in vae.get("dim_mult") or ()])
+
+
 def dimensions_in(folder: Path) -> Dimensions | None:
     """Read the dimensions off a pipeline directory; None where it does not tell them."""
-    unet, vae = (_config(folder / part) for part in ("unet", "vae"))
+    unet, transformer, vae = (_config(folder / part) for part in ("unet", "transformer", "vae"))
+    denoiser = unet or transformer
     try:
-        return None if unet is None else Dimensions.of(unet, vae)
-    except (KeyError, TypeError, IndexError):
+        return None if denoiser is None else Dimensions.of(denoiser, vae)
+    except (LookupError, TypeError, ValueError):
         return None
 
 
@@ -127,22 +213,24 @@ def _container_limit() -> list[int]:
         return []
 
 
-def in_words(size: tuple[int, int], need: float, device: str, memory: tuple[float, float]) -> str:
-    """Return what an image needs and what there is, all memory and what is free of it, as the middle of a sentence."""
-    what = f"an image of {size[0]}x{size[1]} needs about {_gib(need)} of memory (estimated)"
+def in_words(size: tuple[int, int], need: float, device: str, memory: tuple[float, float], images: int = 1) -> str:
+    """Return what images need and what there is, all memory and what is free of it, as the middle of a sentence."""
+    what = "an image of" if images == 1 else f"a batch of {images} at"
+    what += f" {size[0]}x{size[1]} needs about {_gib(need)} of memory (estimated)"
     return f"{what}, and {device} has {_gib(memory[0])}, of which {_gib(memory[1])} are free"
 
 
-def refuse_if_beyond(size: tuple[int, int], need: float, device: str, memory: tuple[float, float]) -> None:
-    """Refuse an image that is estimated to need more than all the memory of a device.
+def refuse_if_beyond(
+    size: tuple[int, int], need: float, device: str, memory: tuple[float, float], images: int = 1
+) -> None:
+    """Refuse images that are estimated to need more than all the memory of a device.
 
     Raises:
-        ElfattError: it does.
+        ElfattError: they do.
     """
     if need > memory[0]:
-        raise ElfattError(
-            f"{in_words(size, need, device, memory)}; give a smaller height and width, or try with --force."
-        )
+        less = "a smaller height and width" if images == 1 else "a smaller batch, height and width"
+        raise ElfattError(f"{in_words(size, need, device, memory, images)}; give {less}, or try with --force.")
 
 
 def _gib(size: float) -> str:

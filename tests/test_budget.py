@@ -12,7 +12,7 @@ from elfatt_sd import budget
 from elfatt_sd.config import ElfattError
 
 GIB = 2**30
-RUN: dict[str, Any] = {"steps": 20, "images": 1, "guided": True}
+RUN: dict[str, Any] = {"steps": 20, "images": 1, "rows": 2}
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, total: float, free: float, rate: float = 1e12) -> None:
@@ -52,7 +52,7 @@ def test_the_estimate_grows_as_it_should(pipe: Any) -> None:
     assert large.memory == pytest.approx(4 * small.memory)
     assert 4 * small.multiply_adds < large.multiply_adds < 16 * small.multiply_adds
     assert budget.estimate(pipe, None, None, steps=4) == budget.estimate(pipe, 32, 32, steps=4)
-    assert budget.estimate(pipe, 256, 256, steps=4, guided=False).multiply_adds < small.multiply_adds
+    assert budget.estimate(pipe, 256, 256, steps=4, rows=1).multiply_adds < small.multiply_adds
 
 
 def test_the_memory_of_this_machine() -> None:

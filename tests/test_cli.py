@@ -25,8 +25,9 @@ from elfatt_sd.benchmark_cli import Forecast
 from elfatt_sd.calls import LayerState
 from elfatt_sd.cli import app
 from elfatt_sd.files import check_writable
-from elfatt_sd.generation import Studio, check_text_to_image, free_name
+from elfatt_sd.generation import Studio, free_name
 from elfatt_sd.request import Request
+from elfatt_sd.running import check_text_to_image
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "a red star"
@@ -558,7 +559,7 @@ def test_bench_says_beforehand_how_much_it_does(capfd: pytest.CaptureFixture[str
         (["layer", "--tokens", "-4"], "tokens=-4"),
         (["layer", "--tokens", "64", "--block-size", "0"], "block_size=0"),
         (["merging", "--tokens", "64", "--ratio", "-1"], "ratio=-1.0"),
-        (["unet", "--memory-batch", "0"], "memory=[0]"),
+        (["unet", "--memory-batch", "0"], "memory_batch=0"),
         (["unet", "--size", "0", "--method", "tome"], "size=0"),
         (["unet", "--method", "tomesd:agents=8"], "setting 'agents' of tomesd"),
         (["layer", "--repeats", "0"], "repeats=0"),
@@ -651,6 +652,25 @@ EARLY = [
     ["eval", "run", "toy", "--out", "runs/none", "--model", "nowhere/to/be/found"],
     ["eval", "run", "toy", "--out", "runs/none", "--device", "abacus"],
     ["eval", "generate", "toy", "--out", __file__],
+    ["eval", "run", "toy", "--out", "runs/none", "--reference", "nowhere/to/be/found"],
+    ["eval", "run", "toy", "--out", "runs/none", "--reuse", "nowhere/to/be/found"],
+    ["eval", "run", "toy", "--out", "runs/none", "--variant", "fp16"],
+    ["eval", "run", "toy", "--out", "runs/none", "--device", "cpu", "--set", "width=131072", "--set", "height=131072"],
+    ["eval", "reference", "toy", "--reference", "nowhere/to/be/found"],
+    *(["eval", command, "nowhere/to/be/found"] for command in ("score", "report", "verify")),
+    ["bench", "unet", "--nope"],
+    ["bench", "unet", "--method", "tome:ratio=7"],
+    ["bench", "unet", "--ratio", "7"],
+    ["bench", "unet", "--compile", "--autotune"],
+    ["bench", "unet", "--memory-batch", "0"],
+    ["bench", "unet", "--device", "cpu", "--model", "sdxl", "--size", "131072"],
+    ["bench", "pipeline", "--device", "cpu", "--model", "sd15", "--batch", "100000"],
+    ["bench", "merging", "--dtype", "int3"],
+    ["bench", "layer", "--tokens", "5"],
+    ["bench", "layer", "--block-size", "0"],
+    ["bench", "growth", "--device", "abacus"],
+    ["bench", "orders", "--record-at", "99"],
+    ["patch", "toy", "--device", "cpu", "--autotune", "--height", "131072", "--width", "131072"],
 ]
 
 

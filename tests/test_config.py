@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,26 @@ def test_a_ratio_is_refused_in_the_words_of_the_method(method: str) -> None:
     with pytest.raises(ElfattError, match=f"ratio=0.5 is not accepted with method '{method}'.*tome, agent, elfatt"):
         PatchConfig.preset(method, ratio=0.5)
     assert PatchConfig.preset(method, ratio=0) == PatchConfig.preset(method)
+
+
+RESIDUAL = Phase(1.0, ratio=0.5, residual_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "run", "says"),
+    [
+        (PatchConfig.preset("elfatt-fast"), (0, 1), "its first steps are exact. Give active_fraction=1."),
+        (PatchConfig("a", (Phase(0.3, ratio=0.5),)), (5, 10), "it approximates earlier steps only. Give active_fr"),
+        (PatchConfig("a", (Phase(0.5), Phase(0.8, ratio=0.5))), (8, 10), "earlier steps only. Give phases of which"),
+        (PatchConfig("a", (RESIDUAL,)), (0, 1), "it measures in a step what it adds in the next ones. Give residual"),
+        (PatchConfig("a", (Phase(0.5), RESIDUAL)), (0, 1), "exact. Give active_fraction=1 and residual_steps=1."),
+    ],
+)
+def test_the_remedy_of_a_run_without_approximated_steps_holds(
+    config: PatchConfig, run: tuple[int, int], says: str
+) -> None:
+    assert not config.approximates(*run)
+    remedy = config.remedy(*run)
+    assert says in remedy
+    given: Any = {name: int(value) for name, value in re.findall(r"(\w+)=(\d)", remedy)}
+    assert config.with_settings(**given).approximates(*run) is bool(given)

@@ -420,7 +420,7 @@ def test_targets_without_a_unet(target: Any) -> None:
             function(target)
 
 
-@pytest.mark.filterwarnings("ignore:.*approximates nothing in a run of 1000 steps, from step 1000")
+@pytest.mark.filterwarnings("ignore:.*approximates no step of this run, which begins with step 1000")
 @pytest.mark.parametrize("step", [0, 999])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_patched_call_needs_no_more_memory_than_it_keeps(method: str, step: int) -> None:
@@ -588,3 +588,15 @@ def test_a_call_that_fails_leaves_no_tokens_behind(pipe: Any, monkeypatch: pytes
         picture(pipe, steps=2)
     [state] = held
     assert state.block_input is None and state.candidates is None
+
+
+def test_settings_without_effect_are_warned_of_once(pipe: Any) -> None:
+    with pytest.warns(UserWarning) as warned:
+        elfatt_sd.apply_patch(pipe, "tome", agents=7)
+    assert [str(each.message) for each in warned] == ["elfatt-sd: agents=7 has no effect on method 'tome'."]
+    assert warned[0].filename == __file__
+    with pytest.warns(UserWarning) as warned, elfatt_sd.patched(pipe, "tome", agents=7):
+        pass
+    assert len(warned) == 1
+    elfatt_sd.apply_patch(pipe, "sd", block_size=64)  # of the untouched pipeline: as a loop over methods does
+    PatchConfig.preset("tome", agents=7)  # only a patch is asked to do something

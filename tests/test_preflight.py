@@ -49,3 +49,29 @@ def test_a_configuration_that_tells_nothing_is_left_to_the_loader(text: str, tmp
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "config.json").write_text(text)
     preflight.check_sizes_fit(tmp_path, "cpu", "auto", [(8, 8)], 2)
+
+
+def test_shapes_with_random_weights_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "memory_of_cpu", lambda: (8 * 2.0**30, 2.0**30))
+    preflight.check_sizes_fit("sd15", "cpu", "float32", [(512, 512)], 2)
+    with pytest.raises(ElfattError, match=r"an image of 1024x1024 needs about 1\d GiB"):  # of which 10 are weights
+        preflight.check_sizes_fit("sdxl", "cpu", "float32", [(1024, 1024)], 2)
+    with pytest.raises(
+        ElfattError, match=r"a batch of 64 at 1024x1024 needs .* give a smaller batch, height and width"
+    ):
+        preflight.check_sizes_fit("sd15", "cpu", "bfloat16", [(1024, 1024)], 128, images=64)
+
+
+def test_what_is_not_decoded_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "memory_of_cpu", lambda: (2.0**30, 2.0**30))
+    preflight.check_sizes_fit("toy", "cpu", "float32", [(1536, 1536)], 1, images=0)
+    with pytest.raises(ElfattError, match="of memory"):
+        preflight.check_sizes_fit("toy", "cpu", "float32", [(1536, 1536)], 1)
+
+
+def test_a_transformers_directory_is_read(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    config = '{"sample_size": 64, "patch_size": 2, "num_attention_heads": 16, "attention_head_dim": 72}'
+    (tmp_path / "transformer" / "config.json").write_text(config)
+    with pytest.raises(ElfattError, match="height=520 is not accepted; this model needs a multiple of 16"):
+        preflight.check_sizes_fit(tmp_path, "cuda", "auto", [(520, None)], 2)

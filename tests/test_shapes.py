@@ -15,7 +15,8 @@ from torch import nn
 import elfatt_sd
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import Grid
-from elfatt_sd.shapes import SHAPES, TRANSFORMERS, Blueprint, Sketch, TransformerSketch, call_arguments, sketch
+from elfatt_sd.shapes import TRANSFORMERS, Blueprint, Sketch, TransformerSketch, call_arguments, sketch
+from elfatt_sd.sizes import SHAPE_WEIGHTS, SHAPES
 
 
 def by_hand(module: Any, arguments: dict[str, Any]) -> int:
@@ -98,7 +99,7 @@ def test_a_sketch_holds_no_weights(name: str) -> None:
 
 
 def test_names_are_known_without_pytorch() -> None:
-    from elfatt_sd.request import TRANSFORMER_NAMES, UNET_NAMES
+    from elfatt_sd.sizes import TRANSFORMER_NAMES, UNET_NAMES
 
     assert tuple(SHAPES) == UNET_NAMES
     assert tuple(TRANSFORMERS) == TRANSFORMER_NAMES
@@ -123,3 +124,9 @@ def test_sketches_of_transformers_are_the_published_models(name: str) -> None:
     assert sum(parameter.numel() for parameter in parameters) / 1e9 == pytest.approx(billions, rel=0.03)
     plan = elfatt_sd.plan(drawn, "elfatt-fast")
     assert {layer.tokens for layer in plan.layers if layer.patched} == {tokens}
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_the_number_of_weights(name: str) -> None:
+    weights = sum(parameter.numel() for parameter in sketch(name).unet.parameters())
+    assert weights == pytest.approx(SHAPE_WEIGHTS[name], rel=0.001)

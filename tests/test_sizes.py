@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.sizes import Dimensions
 
+WAN_VAE = {"base_dim": 96, "dim_mult": [1, 2, 4, 4], "z_dim": 16}
+SANA_VAE = {"decoder_block_out_channels": [128] * 6, "latent_channels": 32}
 SD15 = Dimensions.of(
     {"sample_size": 64, "block_out_channels": [320, 640, 1280, 1280]}, {"block_out_channels": [128, 256, 512, 512]}
 )
 
 
 def test_what_a_configuration_says() -> None:
-    assert Dimensions((512, 512), factor=8, levels=4, channels=320, decoder_channels=256) == SD15
+    assert Dimensions((512, 512), 8, least=64, multiple=8, held=40 * 320, decoder_channels=256) == SD15
     assert Dimensions.of({"sample_size": (4, 8), "block_out_channels": [8]}, None).own == (32, 64)
     assert SD15.size(None, 768) == (512, 768)
 
@@ -33,3 +37,31 @@ def test_memory_grows_with_the_image_and_the_batch() -> None:
     small, large = SD15.memory((512, 512), 2, 4), SD15.memory((1024, 1024), 2, 4)
     assert large == 4 * small
     assert SD15.memory((512, 512), 16, 4) > small
+
+
+VAE16 = {"block_out_channels": [128, 256, 512, 512], "latent_channels": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "vae", "multiple", "factor"),
+    [
+        ({"patch_size": 2, "in_channels": 4, "sample_size": 128}, {**VAE16, "latent_channels": 4}, 16, 8),  # PixArt
+        ({"patch_size": 2, "in_channels": 16, "sample_size": 128}, VAE16, 16, 8),  # Stable Diffusion 3
+        ({"patch_size": 1, "in_channels": 64}, VAE16, 16, 8),  # Flux: the pipeline cuts the patches
+        ({"patch_size": 2, "in_channels": 64}, WAN_VAE, 16, 8),  # Qwen
+        ({"patch_size": [1, 2, 2], "in_channels": 16}, WAN_VAE, 16, 8),
+        (
+            {"patch_size": 1, "in_channels": 32},
+            {"decoder_block_out_channels": [128] * 6, "latent_channels": 32},
+            32,
+            32,
+        ),
+    ],
+)
+def test_transformers(config: dict[str, Any], vae: dict[str, Any], multiple: int, factor: int) -> None:
+    found = Dimensions.of({"num_attention_heads": 24, "attention_head_dim": 128, **config}, vae, own=(1024, 1024))
+    assert (found.factor, found.multiple, found.least) == (factor, multiple, multiple)
+    tokens = 1024**2 / multiple**2
+    assert found.memory((1024, 1024), 1, 2, 0) == pytest.approx(12 * tokens * 3072 * 2)
+    with pytest.raises(ElfattError, match=f"width=1032 is not accepted; this model needs a multiple of {multiple}"):
+        found.check(1024, 1032)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elfatt_sd.benchmarking.lineup import grid_side
 from elfatt_sd.benchmarking.models import fill
 from elfatt_sd.benchmarking.names import PEER
 from elfatt_sd.benchmarking.presets import layer_phases
@@ -18,7 +19,7 @@ from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import without_gradients
 from elfatt_sd.calls import attend
-from elfatt_sd.config import EXACT, ElfattError, PatchConfig
+from elfatt_sd.config import EXACT, PatchConfig
 from elfatt_sd.families import SelfAttention
 from elfatt_sd.measuring.clock import Call
 from elfatt_sd.measuring.memory import peak_memory
@@ -110,18 +111,6 @@ def growth(*, tokens: Sequence[int] = (4096, 9216, 16384, 36864, 65536), **optio
         As `layer`, and `exponents` by part and variant.
     """
     return layer(tokens=tokens, kind="growth", **options)
-
-
-def grid_side(tokens: int) -> int:
-    """Return the side of a square grid.
-
-    Raises:
-        ElfattError: the tokens do not make a square.
-    """
-    side = math.isqrt(max(tokens, 0))
-    if tokens < 1 or side * side != tokens:
-        raise ElfattError(f"tokens={tokens} is not accepted; give the number of tokens of a square grid.")
-    return side
 
 
 def _expected(rows: Sequence[dict[str, Any]], name: str, tokens: int) -> float:

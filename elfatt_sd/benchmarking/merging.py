@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from elfatt_sd.benchmarking.layer import CHANNELS, channels_first, grid_side, tomesd_matching
+from elfatt_sd.benchmarking.layer import CHANNELS, channels_first, tomesd_matching
+from elfatt_sd.benchmarking.lineup import grid_side
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import without_gradients

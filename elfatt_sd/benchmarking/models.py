@@ -14,14 +14,14 @@ from elfatt_sd.families import family_of, find_layers, main_denoiser, unwrap
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
 from elfatt_sd.pipelines import load_pipeline
-from elfatt_sd.shapes import SHAPES, TRANSFORMERS, call_arguments, empty_transformer, empty_unet
+from elfatt_sd.shapes import TRANSFORMERS, call_arguments, empty_transformer, empty_unet
+from elfatt_sd.sizes import SHAPE_VAE, SHAPES
 
 VAE: dict[str, Any] = {
-    "block_out_channels": (128, 256, 512, 512),
+    **SHAPE_VAE,
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "layers_per_block": 2,
-    "latent_channels": 4,
     "force_upcast": False,
 }
 

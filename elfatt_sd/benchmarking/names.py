@@ -5,25 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from elfatt_sd import checks
-from elfatt_sd.benchmarking.presets import ALONE, EXPLAINED
-from elfatt_sd.methods import Softmax, attention_named
-from elfatt_sd.presets import method_names
+from elfatt_sd.benchmarking.presets import EXPLAINED
+from elfatt_sd.methods import Softmax
 
 UNPATCHED, PEER, FLOOR = "untouched", "tomesd", "floor"
 COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  # at the end of a name
-
-
-def check_method(name: str) -> None:
-    """Check the name of a method to time: a method, `package.module:Class`, the package tomesd, or an attention alone.
-
-    Raises:
-        ElfattError: it is not known.
-    """
-    if ":" in name:
-        attention_named(name)
-    else:
-        checks.choice("method", name, [*method_names(), PEER, *ALONE])
 
 
 def plain_name(name: str) -> str:

@@ -18,6 +18,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import copy_structure, family_of, main_denoiser
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.pipelines import pick_device, pick_dtype
+from elfatt_sd.running import exact_size
 
 
 def pipeline(
@@ -87,4 +88,5 @@ def twin(pipe: Any, variant: Variant) -> Any:
 
 def _run(pipe: Any, inputs: dict[str, Any], size: int, steps: int) -> Any:
     generator = torch.Generator().manual_seed(0)
-    return pipe(**inputs, height=size, width=size, num_inference_steps=steps, generator=generator, output_type="pt")
+    given = {**inputs, **exact_size(pipe, size, size), "generator": generator}
+    return pipe(**given, num_inference_steps=steps, output_type="pt")

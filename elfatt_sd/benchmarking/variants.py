@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, check_method, is_peer
-from elfatt_sd.benchmarking.presets import ALONE, MERGING, VARIATIONS
+from elfatt_sd.benchmarking.lineup import named, varied
+from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, is_peer
+from elfatt_sd.benchmarking.presets import MERGING, VARIATIONS
 from elfatt_sd.calls import STATE, Call
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
 from elfatt_sd.families import family_of, find_layers, levels_of, main_denoiser, select_layers
@@ -23,10 +23,9 @@ from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
 from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch, fitted
 from elfatt_sd.planning import describe
-from elfatt_sd.presets import METHODS, method_named
+from elfatt_sd.presets import METHODS
 from elfatt_sd.processor import PatchedLayer
 
-PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 STEPS = 50  # of the run that the phases of a method are added up to
 
 
@@ -157,33 +156,6 @@ class Lineup:
         known = next((known for known, other in self.variants.items() if other.same_work(variant)), name)
         self.variants.setdefault(known, variant)
         return known
-
-
-def varied(method: str, **settings: Any) -> PatchConfig:
-    """Return a method with other settings, and these in its name: `elfatt-fast:levels=2`.
-
-    Raises:
-        ElfattError: a method or setting that is not known, or a value out of range.
-    """
-    if method == PEER and (unknown := sorted(settings.keys() - {*PEER_SETTINGS})):
-        raise ElfattError(f"setting {unknown[0]!r} of {PEER} is not known; accepted: {', '.join(PEER_SETTINGS)}.")
-    config = named(method).with_settings(**settings)
-    changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
-    return dataclasses.replace(config, method=f"{config.method}:{changes}" if changes else config.method)
-
-
-def named(method: str) -> PatchConfig:
-    """Return a preset, the package `tomesd`, or an attention after exact early steps.
-
-    Raises:
-        ElfattError: a method that is not known.
-    """
-    if method == PEER:
-        return dataclasses.replace(PatchConfig.preset(MERGING), method=PEER)
-    if method in ALONE:
-        return ALONE[method]
-    check_method(method)
-    return method_named(method)
 
 
 def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any) -> list[PatchConfig]:

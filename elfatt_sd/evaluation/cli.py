@@ -14,10 +14,11 @@ import typer
 from elfatt_sd.config import ElfattError
 from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, output, quiet_libraries
 from elfatt_sd.evaluation.protocol_files import load_protocol
-from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.protocols import Protocol, check_protocol_fits
 from elfatt_sd.evaluation.run import Run, RunFailure
+from elfatt_sd.evaluation.sources import check_exists
 from elfatt_sd.files import check_writable
-from elfatt_sd.pipelines import check_model
+from elfatt_sd.pipelines import check_model, check_names
 from elfatt_sd.preflight import check_device
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -25,6 +26,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
+Force = Annotated[bool, typer.Option("--force", help="Draw even what is estimated not to fit into memory.")]
 Reuse = Annotated[
     list[Path] | None,
     typer.Option(metavar="RUN", help="Another run, whose rows are copied where they are the same; several times."),
@@ -45,6 +47,7 @@ PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "model": (Annotated[str | None, typer.Option(help="In place of the protocol's model.")], None),
+    "variant": (Annotated[str | None, typer.Option(help="Of its weights: fp16 loads *.fp16.safetensors.")], None),
     "device": (Annotated[str | None, typer.Option(help="In place of the protocol's device.")], None),
     "dtype": (Annotated[str | None, typer.Option(help="In place of the protocol's dtype.")], None),
     "reference": (
@@ -106,11 +109,13 @@ def run_command(
         bool, typer.Option("--dry-run", help="Print rows, images, disk, time and all obstacles, and stop.")
     ] = False,
     reuse: Reuse = None,
+    force: Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
     if not dry_run:
-        _check_early(protocol, out)
+        _check_early(protocol, out, force)
+        others = [Run.open(other) for other in reuse or ()]
     from elfatt_sd.evaluation.processes import is_first
     from elfatt_sd.evaluation.report.data import load_results
     from elfatt_sd.evaluation.report.terminal import terminal_summary
@@ -121,7 +126,7 @@ def run_command(
     if dry_run:
         _print_estimate(run, reuse or ())
         return
-    failed = evaluate(run, _reporter(quiet), reuse=[Run.open(other) for other in reuse or ()], show_progress=not quiet)
+    failed = evaluate(run, _reporter(quiet), reuse=others, show_progress=not quiet, force=force)
     if is_first():
         typer.echo(terminal_summary(load_results(out)))
         typer.echo(f"\n{out / 'report' / 'index.html'}")
@@ -131,16 +136,19 @@ def run_command(
 @app.command("generate")
 @takes_protocol
 @reports_failure
-def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Quiet = False) -> None:
+def generate_command(
+    protocol: Protocol, out: Out, reuse: Reuse = None, force: Force = False, quiet: Quiet = False
+) -> None:
     """Make the images of every row. Several processes share them under `accelerate launch`."""
-    _check_early(protocol, out)
+    _check_early(protocol, out, force)
+    others = [Run.open(other) for other in reuse or ()]
     from elfatt_sd.evaluation.generate import generate
     from elfatt_sd.evaluation.processes import is_first, leave_processes
 
     quiet_libraries()
     run = Run(out, protocol)
     with run.writing():
-        failed = generate(run, reuse=[Run.open(other) for other in reuse or ()], show_progress=not quiet)
+        failed = generate(run, reuse=others, show_progress=not quiet, force=force)
         leave_processes()
     if is_first():
         typer.echo(out / "cells")
@@ -152,6 +160,7 @@ def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Q
 @reports_failure
 def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
     """Compute the statistics of a protocol's reference, or find them in the cache."""
+    check_exists(protocol.reference.source)
     from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.score import build_references
 
@@ -168,12 +177,12 @@ def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
 @reports_failure
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
+    opened = Run.open(run)
     from elfatt_sd.evaluation.processes import leave_processes, scoring_device
     from elfatt_sd.evaluation.results import write_results
     from elfatt_sd.evaluation.stages import score
 
     quiet_libraries()
-    opened = Run.open(run)
     with opened.writing(scoring_device(opened.protocol.device)) as first:
         score(opened, _reporter(quiet))
         leave_processes()
@@ -185,11 +194,11 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 @reports_failure
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
+    opened = Run.open(run)
     from elfatt_sd.evaluation.processes import scoring_device
     from elfatt_sd.evaluation.report import write_report
     from elfatt_sd.evaluation.results import write_results
 
-    opened = Run.open(run)
     with opened.writing(scoring_device(opened.protocol.device)):
         write_results(opened)
         typer.echo(write_report(run))
@@ -205,11 +214,12 @@ def verify_command(
     quiet: Quiet = False,
 ) -> None:
     """Check every image of a run against its hash, and its table against one computed anew."""
+    opened = Run.open(run)
     from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.verify import verify_run
 
     quiet_libraries()
-    problems = verify_run(Run.open(run), recompute=recompute, progress=every_minute(_reporter(quiet)))
+    problems = verify_run(opened, recompute=recompute, progress=every_minute(_reporter(quiet)))
     for problem in problems:
         complain(problem)
     if problems:
@@ -217,11 +227,15 @@ def verify_command(
     typer.echo(f"{run}: images and figures are as they were made")
 
 
-def _check_early(protocol: Protocol, out: Path) -> None:
-    """Check folder, device and model, before PyTorch is imported."""
+def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
+    """Check folder, device, model and memory, before PyTorch is imported."""
     check_writable(out)
+    check_names(protocol.device, protocol.dtype)
     check_device(protocol.device)
-    check_model(protocol.model)
+    check_model(protocol.model, variant=protocol.variant or None)
+    check_exists(protocol.reference.source)
+    if not force:
+        check_protocol_fits(protocol)
 
 
 def _print_estimate(run: Run, reuse: Sequence[Path]) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.first_steps import kept_calls
-from elfatt_sd.evaluation.images import image_seed, load_protocol_pipeline, row_patch
+from elfatt_sd.evaluation.images import check_batch_fits, image_seed, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import WARMUP_STEPS, timed_call
 from elfatt_sd.evaluation.memory import program_of
-from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.protocols import Cell, Protocol, check_protocol_fits
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Row, Run, RunFailure
 from elfatt_sd.evaluation.stages import check_device, first_checks
 from elfatt_sd.files import check_writable
@@ -126,11 +126,13 @@ def probe_seconds(protocol: Protocol) -> float:
     """Estimate the seconds per image of the untouched pipeline from one image with two steps, after one to warm up.
 
     Raises:
-        ElfattError: the model cannot be loaded.
+        ElfattError: the model cannot be loaded, or its images do not fit into memory.
     """
     from elfatt_sd.evaluation.prompts import run_prompts
 
+    check_protocol_fits(protocol)
     pipe = load_protocol_pipeline(protocol)
+    check_batch_fits(pipe, protocol)
     short = dataclasses.replace(protocol, steps=_PROBE_STEPS)
     prompt = [run_prompts(protocol)[0].text]
     seeds = [image_seed(protocol, protocol.baseline, 0)]
@@ -193,10 +195,14 @@ def _check_disk(run: Run) -> None:
 def _obstacles_of_rows(protocol: Protocol) -> list[str]:
     """Load the pipeline and patch it with each row's method."""
     loaded: list[Any] = []
-    missing = _reason_against(lambda: loaded.append(load_protocol_pipeline(protocol)))
+    missing = _reason_against(lambda: check_protocol_fits(protocol)) or _reason_against(
+        lambda: loaded.append(load_protocol_pipeline(protocol))
+    )
     if missing:
         return [missing]
     (pipe,) = loaded
+    if beyond := _reason_against(lambda: check_batch_fits(pipe, protocol)):
+        return [beyond]
 
     def patch(cell: Cell) -> None:
         with row_patch(pipe, cell):

@@ -17,6 +17,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import main_denoiser
 from elfatt_sd.optional import need
+from elfatt_sd.running import exact_size, rows_of
 
 
 class BadImage(ElfattError):
@@ -40,7 +41,8 @@ def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any
     """
     from elfatt_sd.pipelines import load_pipeline
 
-    pipe = load_pipeline(protocol.model, device=device or protocol.device, dtype=protocol.dtype)
+    place = device or protocol.device
+    pipe = load_pipeline(protocol.model, device=place, dtype=protocol.dtype, variant=protocol.variant or None)
     if protocol.scheduler != "stored":
         pipe.scheduler = _scheduler(protocol.scheduler, pipe.scheduler.config)
     for extra in ("safety_checker", "watermark"):
@@ -137,16 +139,29 @@ def make_images(pipe: Any, protocol: Protocol, prompts: Sequence[str], seeds: Se
     latents, generators = start_noise(pipe, protocol, seeds)
     output = pipe(
         prompt=list(prompts),
-        height=protocol.height,
-        width=protocol.width,
         num_inference_steps=protocol.steps,
         guidance_scale=protocol.guidance,
         latents=latents,
         generator=generators,
         output_type="pt",
+        **exact_size(pipe, protocol.height, protocol.width),
     )
     images: Tensor = output.images
     return images
+
+
+def check_batch_fits(pipe: Any, protocol: Protocol) -> None:
+    """Refuse a batch that is estimated not to fit into the memory of a pipeline's device; warn where it is near.
+
+    Raises:
+        ElfattError: it is refused, or the model cannot draw its size.
+    """
+    from elfatt_sd.budget import check_fits, dimensions_of
+
+    dimensions_of(pipe).check(protocol.height, protocol.width)
+    rows = rows_of(pipe, protocol.guidance)
+    work = {"steps": protocol.steps, "images": 0}  # a dry run tells the time
+    check_fits(pipe, protocol.height, protocol.width, **work, rows=rows, batch=protocol.batch)
 
 
 def to_uint8(images: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from elfatt_sd.config import ElfattError, PatchConfig, setting_names
 from elfatt_sd.files import is_plain_name, sha256_of_data
+from elfatt_sd.preflight import check_sizes_fit
 from elfatt_sd.presets import known_method
 from elfatt_sd.typed import checked, known_keys, refused
 
@@ -27,6 +28,7 @@ NULL_SEED_OFFSET = 1_000_000  # the null row's seeds start here, past those of e
 _PEER_SETTINGS = ("max_downsample", "ratio", "stride", "use_rand")
 PRINTED = ("FID", "seconds_per_image", "gb_per_image")  # the figures of a published row
 _REPORT_ONLY = ("description", "published")  # words and printed figures: they change no measurement
+_UNGIVEN = [("variant", "")]  # a key that is younger than results that are published
 _LENIENT = {"reference": ("allow_count",)}  # lets a run go on; what it let pass stands in the metric's name
 NAME = "letters, digits and . _ - + =, and no name that a system keeps for itself"
 
@@ -157,6 +159,7 @@ class Protocol:
         cells: the rows.
         description: what the protocol is, in a sentence or two.
         model: `toy`, a diffusers directory, a `.safetensors` file or a hub id.
+        variant: of the model's weights, as for `load_pipeline`; empty takes those without.
         scheduler: `stored` (the model's own), `PLMS`, or the name of a diffusers class.
         steps: denoising steps.
         guidance: classifier-free guidance scale.
@@ -185,6 +188,7 @@ class Protocol:
     cells: tuple[Cell, ...]
     description: str = ""
     model: str = "toy"
+    variant: str = ""
     scheduler: str = "stored"
     steps: Count = 50
     guidance: Annotated[float, Meta(ge=0, le=1e6)] = 7.5
@@ -275,7 +279,7 @@ def _without_config(row: Any) -> Any:
 
 def decisive(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a protocol's data decides its numbers."""
-    kept = {key: value for key, value in data.items() if key not in _REPORT_ONLY}
+    kept = {key: value for key, value in data.items() if key not in _REPORT_ONLY and (key, value) not in _UNGIVEN}
     for table, lenient in _LENIENT.items():
         values = kept.get(table)
         given = values if isinstance(values, Mapping) else {}
@@ -291,6 +295,16 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for key in dict.fromkeys([*old, *new])
         if old.get(key, _ABSENT) != new.get(key, _ABSENT)
     ]
+
+
+def check_protocol_fits(protocol: Protocol) -> None:
+    """Refuse a batch that the CPU's memory cannot hold, as far as a directory tells.
+
+    Raises:
+        ElfattError: it is refused.
+    """
+    sizes, rows = [(protocol.height, protocol.width)], 1 + (protocol.guidance > 1)
+    check_sizes_fit(protocol.model, protocol.device, protocol.dtype, sizes, rows * protocol.batch, protocol.batch)
 
 
 def _check_published(published: Mapping[str, Any]) -> None:

@@ -24,15 +24,17 @@ from elfatt_sd.measuring.machine import describe_machine
 
 _METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families
     "attention",
+    "calls",
     "config",
     "joint",
+    "joint_processor",
     "log_sum_exp",
     "merging",
     "ordering",
     "patch",
     "presets",
-    "calls",
     "processor",
+    "residuals",
     "sampled",
     "schedule",
     "tiling",

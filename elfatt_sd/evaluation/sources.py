@@ -91,6 +91,16 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
     return _first_of_each_class(path, found, per_class) if per_class else found
 
 
+def check_exists(source: str) -> None:
+    """Check that the files of a reference are there, whatever they hold.
+
+    Raises:
+        ElfattError: one of them is not.
+    """
+    if source and source != "toy" and source.partition(":")[0] != "renders":
+        _matching(Path(source))
+
+
 def left_out_words(names: Sequence[str]) -> str:
     """Say how many files are left out and name the first; empty where there are none."""
     if not names:

@@ -34,7 +34,7 @@ Report = Callable[[str], None]
 
 
 def evaluate(
-    run: Run, report: Report = print, *, reuse: Sequence[Run] = (), show_progress: bool = True
+    run: Run, report: Report = print, *, reuse: Sequence[Run] = (), show_progress: bool = True, force: bool = False
 ) -> dict[str, str]:
     """Go through all stages of a run; what is finished already is not done again.
 
@@ -47,6 +47,7 @@ def evaluate(
         report: gets a line for each step of each stage.
         reuse: other runs, whose rows are copied where they are the same.
         show_progress: draw a bar while generating.
+        force: as for `generate`.
 
     Returns:
         The rows that failed, with the reason.
@@ -67,7 +68,7 @@ def evaluate(
             run.protocol, progress=every_minute(tell)
         )  # first: what is wrong with it should cost no images
         free_memory()
-        failed = generate(run, reuse=reuse, show_progress=show_progress)
+        failed = generate(run, reuse=reuse, show_progress=show_progress, force=force)
         free_memory()
         score(run, tell)
         leave_processes()

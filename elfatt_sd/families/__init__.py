@@ -9,7 +9,7 @@ from torch import nn
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families.base import Family, Given, SelfAttention, copy_structure, is_plain, unwrap
+from elfatt_sd.families.base import Family, Given, SelfAttention, copy_structure, is_plain, replaceable, unwrap
 from elfatt_sd.families.cogvideox import CogVideoX
 from elfatt_sd.families.flux import Chroma, Flux, FluxControlNet
 from elfatt_sd.families.flux2 import Flux2
@@ -36,6 +36,7 @@ __all__ = [
     "is_plain",
     "levels_of",
     "main_denoiser",
+    "replaceable",
     "select_layers",
     "unwrap",
 ]

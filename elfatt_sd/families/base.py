@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 from diffusers.models import attention_processor
 from torch import Tensor, nn
 
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.plain import PlainProjections
 from elfatt_sd.methods import Grid
 
@@ -208,6 +209,32 @@ def is_plain(processor: object) -> bool:
     """Tell whether an attention processor is one of diffusers' own for plain softmax attention."""
     kind = type(processor)
     return kind.__name__ in _PLAIN and getattr(attention_processor, kind.__name__, None) is kind
+
+
+# Attributes by which processors hand maps of attention on: a store that wants them of every layer in every call.
+_RECORDS = ("attnstore", "attention_store", "controller", "attention_probs")
+
+
+def replaceable(layer: SelfAttention, processor: object, take_over: Sequence[str]) -> bool:
+    """Tell whether a method may take the place of an attention processor: of a plain one, or of one that is named.
+
+    Args:
+        layer: whose processor it is.
+        processor: it, or the one to be.
+        take_over: names of classes of processors to replace although they are not plain.
+
+    Raises:
+        ElfattError: one is named that keeps maps of attention, which the pipeline then lacks.
+    """
+    name = type(processor).__name__
+    if layer.knows(processor) or name not in take_over:
+        return layer.knows(processor)
+    if any(hasattr(processor, attribute) for attribute in _RECORDS):
+        raise ElfattError(
+            f"take_over={name!r} is not accepted; it keeps the attention maps of every layer, and the pipeline fails "
+            "without them. Leave it out: its layers are left alone."
+        )
+    return True
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import tiny_pipelines as tiny
+import tiny_pixart
 import tomesd
 import torch
 from checks import generator, recorded
@@ -154,3 +155,47 @@ def test_class_labels_that_are_embedded_like_timesteps() -> None:
                 unet(sample, timestep, text, class_labels=labels)
             assert {attention for _, attention in calls} == expected
     assert torch.equal(hooked[0], named[0]) and torch.equal(hooked[1], named[1])
+
+
+def draw_pixart(pipe: Any) -> torch.Tensor:
+    sizes = {"height": 64, "width": 64, "use_resolution_binning": False, "clean_caption": False}
+    return draw(pipe, **sizes)
+
+
+def some_caches() -> dict[str, Any]:
+    hooks = pytest.importorskip("diffusers.hooks")  # younger than the oldest diffusers
+    steps = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (-1, 1001)}
+    steps |= {"current_timestep_callback": lambda: 500}
+    broadcast = diffusers.PyramidAttentionBroadcastConfig(**steps)
+    magnitude = hooks.MagCacheConfig(num_inference_steps=5, mag_ratios=[1.0] * 5)
+    return {
+        "PyramidAttentionBroadcast": lambda model: hooks.apply_pyramid_attention_broadcast(model, broadcast),
+        "MagCache": lambda model: hooks.apply_mag_cache(model, magnitude),
+    }
+
+
+@pytest.mark.parametrize("first", ["cache", "patch"])
+@pytest.mark.parametrize("name", ["PyramidAttentionBroadcast", "MagCache"])
+def test_diffusers_caches_work_beside_a_patch(tmp_path: Path, name: str, first: str) -> None:
+    cache = some_caches()[name]
+    pipe = tiny_pixart.pixart(tmp_path)
+    if first == "cache":
+        cache(pipe.transformer)
+    elfatt_sd.apply_patch(pipe, "elfatt", active_fraction=1, block_size=16)
+    if first == "patch":
+        cache(pipe.transformer)
+    with recorded() as calls:
+        assert draw_pixart(pipe).isfinite().all()  # warnings are errors here
+    assert 0 < sum(calls.values()) < 10  # of two layers in five steps
+
+
+def test_hooks_of_diffusers_that_change_nothing_are_not_blamed() -> None:
+    hooks = pytest.importorskip("diffusers.hooks")
+    unet = tiny.unet()
+    hooks.apply_layerwise_casting(unet, storage_dtype=torch.float32, compute_dtype=torch.float32)
+    for name, module in unet.named_modules():
+        if name.endswith("transformer_blocks.0"):
+            module.forward = bypassing(module)
+    elfatt_sd.apply_patch(unet, "elfatt")
+    with pytest.warns(UserWarning, match=r"The forward of a BasicTransformerBlock was replaced"):
+        call(unet)

@@ -11,7 +11,7 @@ import diffusers
 import pytest
 import tiny_pipelines as tiny
 import torch
-from checks import FIRST, TWO_PHASES, check_patch, processors, recorded, runner
+from checks import FIRST, TWO_PHASES, check_patch, like, processors, recorded, runner
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 
 import elfatt_sd
@@ -171,3 +171,32 @@ def test_the_weights_of_a_processor_that_is_taken_over_stay_the_models(pipe: Any
     elfatt_sd.remove_patch(pipe)
     assert all(found is processors_before[name] for name, found in unet.attn_processors.items())
     assert list(unet.state_dict()) == list(before)
+
+
+def test_processors_that_the_pipeline_sets_in_every_call_are_left_there(folder: Path) -> None:
+    """Perturbed-attention guidance; the advice can be followed."""
+    base = tiny.sd15(folder, scheduler=tiny.ddim())
+    pipe = like(diffusers.StableDiffusionPAGPipeline, base, pag_applied_layers=["down"])
+    elfatt_sd.apply_patch(pipe, "elfatt", active_fraction=1)
+    says = r"\(PAGCFGIdentitySelfAttnProcessor2_0\), the first is down.*; it is left there.*sets it in every call"
+    with recorded() as calls, pytest.warns(UserWarning, match=says):
+        pipe("a", num_inference_steps=3, output_type="latent", guidance_scale=3.0)
+    assert calls  # of the other layers
+    elfatt_sd.remove_patch(pipe)
+    assert {type(found) for found in processors(pipe).values()} == {AttnProcessor2_0}
+
+
+@pytest.mark.parametrize("take_over", [(), ("AttendExciteAttnProcessor",)])
+def test_processors_that_keep_maps_for_the_pipeline_are_not_taken_over(folder: Path, take_over: Any) -> None:
+    base = tiny.sd15(folder, scheduler=tiny.ddim())
+    pipe = like(diffusers.StableDiffusionAttendAndExcitePipeline, base)
+    elfatt_sd.apply_patch(pipe, "elfatt", take_over=take_over)
+    given = {"token_indices": [1], "max_iter_to_alter": 2, "num_inference_steps": 3, "output_type": "latent"}
+    if take_over:
+        with pytest.raises(ElfattError, match="AttendExciteAttnProcessor' is not accepted; it keeps the attention"):
+            pipe("a b", height=32, width=32, **given)
+    else:
+        with warnings.catch_warnings(record=True) as warned:  # PyTorch warns of what the pipeline does
+            warnings.simplefilter("always")
+            pipe("a b", height=32, width=32, **given)
+        assert any("AttendExciteAttnProcessor), the first" in str(each.message) for each in warned)

@@ -102,6 +102,14 @@ def test_dry_run_prints_and_makes_nothing(call: Any, workplace: Path, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_draws_no_image_that_cannot_fit(call: Any, workplace: Path, tmp_path: Path) -> None:
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    sizes = ["height=131072", "width=131072"]
+    done = call("run", protocol, "--out", tmp_path / "run", "--dry-run", *sets([*full_overrides(workplace), *sizes]))
+    assert (done.code, "131072x131072 needs about" in " ".join(done.err.split())) == (2, True)
+    assert "to generate" not in done.out
+
+
 @pytest.mark.parametrize(("option", "said"), [("--out", "cannot be written"), ("--reuse", "holds no run")])
 def test_dry_run_names_folders_that_will_not_do(call: Any, tmp_path: Path, option: str, said: str) -> None:
     wrong = tmp_path / "file"
@@ -130,6 +138,9 @@ def test_reference_says_what_it_found(call: Any, workplace: Path, tmp_path: Path
         (("--model", "/nowhere/sd"), ("/nowhere/sd", "does not exist")),
         (("--device", "abacus"), ("abacus", "accepted")),
         (("--dtype", "int3"), ("int3", "accepted")),
+        (("--variant", "fp16"), ("variant='fp16' is not in model", "there is: weights without a variant")),
+        (("--set", "height=131072", "--set", "width=131072"), ("131072x131072 needs about", "--force")),
+        (("--set", "batch=1000000"), ("a batch of 1000000 at 32x32 needs about", "give a smaller batch")),
         (("--set", "reference.count=13"), ("12 pictures", "13")),
     ],
 )

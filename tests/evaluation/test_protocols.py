@@ -12,7 +12,8 @@ import small_run
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocol_files import load_protocol
-from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Protocol, differences
+from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Protocol, decisive, differences
+from elfatt_sd.files import sha256_of_data
 
 EVAL = Path(__file__).parents[2] / "eval"
 SHIPPED = sorted(EVAL.glob("*.toml"))
@@ -141,6 +142,13 @@ def test_overrides_change_values_and_identity(tmp_path: Path) -> None:
     assert changed.time.repeats == 3
     assert changed.identity != plain.identity
     assert "steps: 4 there, 9 here" in differences(plain.to_dict(), changed.to_dict())
+
+
+def test_a_variant_changes_the_identity_and_none_leaves_it_as_it_was(tmp_path: Path) -> None:
+    plain = load(tmp_path)
+    assert load(tmp_path, "variant=fp16").identity != plain.identity
+    older = {key: value for key, value in plain.to_dict().items() if key != "variant"}
+    assert sha256_of_data(decisive(older)) == plain.identity == Protocol.from_dict(older).identity
 
 
 def test_words_do_not_change_the_identity(tmp_path: Path) -> None:

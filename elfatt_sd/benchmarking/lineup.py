@@ -1,0 +1,68 @@
+"""What a benchmark is asked for, checked without PyTorch: methods with their settings, and sizes of grids."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from elfatt_sd import checks
+from elfatt_sd.benchmarking.names import PEER
+from elfatt_sd.benchmarking.presets import ALONE, MERGING
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.methods import attention_named
+from elfatt_sd.presets import method_named, method_names
+
+PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
+
+
+def check_method(name: str) -> None:
+    """Check the name of a method to time: a method, `package.module:Class`, the package tomesd, or an attention alone.
+
+    Raises:
+        ElfattError: it is not known.
+    """
+    if ":" in name:
+        attention_named(name)
+    else:
+        checks.choice("method", name, [*method_names(), PEER, *ALONE])
+
+
+def varied(method: str, **settings: Any) -> PatchConfig:
+    """Return a method with other settings, and these in its name: `elfatt-fast:levels=2`.
+
+    Raises:
+        ElfattError: a method or setting that is not known, or a value out of range.
+    """
+    if method == PEER and (unknown := sorted(settings.keys() - {*PEER_SETTINGS})):
+        raise ElfattError(f"setting {unknown[0]!r} of {PEER} is not known; accepted: {', '.join(PEER_SETTINGS)}.")
+    config = named(method).with_settings(**settings)
+    changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
+    return dataclasses.replace(config, method=f"{config.method}:{changes}" if changes else config.method)
+
+
+def named(method: str) -> PatchConfig:
+    """Return a preset, the package `tomesd`, or an attention after exact early steps.
+
+    Raises:
+        ElfattError: a method that is not known.
+    """
+    if method == PEER:
+        return dataclasses.replace(PatchConfig.preset(MERGING), method=PEER)
+    if method in ALONE:
+        return ALONE[method]
+    check_method(method)
+    return method_named(method)
+
+
+def grid_side(tokens: int) -> int:
+    """Return the side of a square grid.
+
+    Raises:
+        ElfattError: the tokens do not make a square.
+    """
+    side = math.isqrt(max(tokens, 0))
+    if tokens < 1 or side * side != tokens:
+        raise ElfattError(f"tokens={tokens} is not accepted; give the number of tokens of a square grid.")
+    return side

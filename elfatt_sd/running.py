@@ -1,0 +1,132 @@
+"""Run a text-to-image pipeline of any kind: what its call takes, and how far it is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import family_of, main_denoiser, unwrap
+
+_OTHER_INPUTS = {"control_image", "mask_image"}
+
+
+def taken(pipe: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a pipeline's call."""
+    return dict(inspect.signature(pipe.__call__).parameters)
+
+
+def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, Any]:
+    """Return what makes a pipeline draw a size: PixArt's choose one of a list otherwise, Kontext's one of its area.
+
+    Args:
+        pipe: a text-to-image pipeline.
+        height: in pixels; None is the model's own.
+        width: in pixels; None is the model's own.
+    """
+    given: dict[str, Any] = {"height": height, "width": width, "use_resolution_binning": False}
+    if height is not None and width is not None:
+        given["max_area"] = height * width
+    return {name: value for name, value in given.items() if value is not None and name in taken(pipe)}
+
+
+def guidance_options(pipe: Any, guidance: float, negative_prompt: str | None) -> dict[str, Any]:
+    """Return what sets the guidance of a pipeline.
+
+    Args:
+        pipe: a text-to-image pipeline.
+        guidance: the scale.
+        negative_prompt: what guidance leads away from; Flux and its like have another name for the scale that it needs.
+    """
+    given = {"guidance_scale": guidance, "negative_prompt": negative_prompt}
+    if negative_prompt is not None:
+        given["true_cfg_scale"] = guidance
+    return {name: value for name, value in given.items() if value is not None and name in taken(pipe)}
+
+
+def rows_of(pipe: Any, guidance: float) -> int:
+    """Return the rows of the denoiser's batch for one image: two with guidance, unless it is given the scale."""
+    config: Any = unwrap(main_denoiser(pipe)).config
+    return 1 if guidance <= 1 or config.get("guidance_embeds") else 2
+
+
+@contextmanager
+def watched(pipe: Any, steps: int, on_step: Callable[[int, int], None]) -> Iterator[None]:
+    """Tell of every denoising step within the `with` block; not every pipeline has `callback_on_step_end`.
+
+    Args:
+        pipe: it is run once.
+        steps: that it is asked for; some schedulers take several calls of the denoiser for each.
+        on_step: gets the number of steps done, from 1, and `steps`.
+    """
+    scheduler, calls = pipe.scheduler, 0
+    compute, own = scheduler.step, vars(scheduler).get("step")
+
+    @functools.wraps(compute)  # pipelines look the names of its arguments up
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        output = compute(*args, **kwargs)
+        calls += 1
+        on_step(min(steps, round(calls * steps / len(scheduler.timesteps))), steps)
+        return output
+
+    scheduler.step = step
+    try:
+        yield
+    finally:
+        del scheduler.step
+        if own is not None:  # another wrapper
+            scheduler.step = own
+
+
+def check_text_to_image(pipe: Any) -> None:
+    """Check that a pipeline draws a picture from a prompt alone.
+
+    Raises:
+        ElfattError: it does not, it has no known denoiser, or one that is made for other inputs.
+    """
+    module = main_denoiser(pipe)
+    kind, takes = type(pipe).__name__, taken(pipe)
+    in_python = "patch it in Python with elfatt_sd.apply_patch(pipe)."
+    if "num_frames" in takes:
+        raise ElfattError(f"{kind} makes videos; give a text-to-image model, or {in_python}")
+    required = {name for name, parameter in takes.items() if _is_required(parameter)}
+    others = takes.keys() & _OTHER_INPUTS or (
+        {"image"} if "image" in takes and not _draws_without_image(pipe) else required - {"prompt"}
+    )
+    if others or not {"prompt", "height", "width", "num_inference_steps"} <= takes.keys():
+        needs = f" ({', '.join(sorted(others))})" if others else ""
+        raise ElfattError(f"{kind} needs more than a prompt{needs}; give a text-to-image model, or {in_python}")
+    if family_of(module).part != "unet":
+        return
+    channels: int = unwrap(module).config.in_channels  # type: ignore[union-attr,assignment]
+    latent = getattr(getattr(getattr(pipe, "vae", None), "config", None), "latent_channels", channels)
+    if channels != latent:
+        raise ElfattError(
+            f"the UNet takes {channels} channels, and a {kind} hands it the {latent} of its latents: it is of another "
+            "kind (9: inpainting, 8: InstructPix2Pix, 7: upscaler, 5: depth). Give a text-to-image model, or load it "
+            f"as what it is and {in_python}"
+        )
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+
+
+def _draws_without_image(pipe: Any) -> bool:
+    """Tell whether a pipeline that takes an image draws from text as well, as Flux 2 does."""
+    from diffusers.pipelines.auto_pipeline import AUTO_TEXT2IMAGE_PIPELINES_MAPPING
+
+    return type(pipe) in AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values() and not hasattr(pipe, "controlnet")
+
+
+def text_room(pipe: Any, tokenizer: Any) -> int:
+    """Return how many tokens of a prompt a text encoder is given."""
+    limit: Any = taken(pipe).get("max_sequence_length")
+    longest = int(tokenizer.model_max_length)
+    if limit is not None and isinstance(limit.default, int):
+        longest = min(longest, limit.default)
+    return longest - int(tokenizer.num_special_tokens_to_add())

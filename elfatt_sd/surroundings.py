@@ -1,0 +1,52 @@
+"""What others have put around or into a denoiser, and what that means for patched layers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+
+def modules_around(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """Return the modules that hold layers, from the outermost inwards, the layers included.
+
+    Args:
+        module: the denoiser.
+        names: paths of the layers in it.
+    """
+    paths = (itertools.accumulate(name.split("."), getattr, initial=module) for name in names)
+    return list({id(part): part for path in paths for part in path}.values())
+
+
+def skips_calls(around: Iterable[nn.Module]) -> bool:
+    """Tell whether one of diffusers' caches is on, which take what a layer or block gave in an earlier step.
+
+    Args:
+        around: what `modules_around` returns for patched layers.
+    """
+    return any(getattr(hook, "_is_stateful", False) for part in around for hook in _hooks_of(part).values())
+
+
+def likely_cause(module: nn.Module, around: Sequence[nn.Module]) -> str:
+    """Say what probably keeps layers from being approximated, and what to do.
+
+    Args:
+        module: the denoiser.
+        around: what `modules_around` returns for its patched layers.
+    """
+    if hasattr(module, "_tome_info"):
+        return "tomesd is on: call tomesd.remove_patch(pipe), or use it alone."
+    for part in around[1:]:
+        kind = type(part).__name__
+        if hooks := [hook for hook in _hooks_of(part) if "offload" not in hook and "layerwise_casting" not in hook]:
+            return f"A hook of diffusers ({hooks[0]}) is around a {kind}: take it out."
+        if "forward" in part.__dict__ and not hasattr(part, "_diffusers_hook") and "_old_forward" not in part.__dict__:
+            return f"The forward of a {kind} was replaced (HyperTile does that): take it out."
+    return "Something changes the tokens or bypasses the attention processors: take it out."
+
+
+def _hooks_of(module: nn.Module) -> dict[str, Any]:
+    """Return diffusers' hooks of a module, by name."""
+    return dict(getattr(getattr(module, "_diffusers_hook", None), "hooks", {}))

@@ -1,0 +1,142 @@
+"""Pipelines of every kind are drawn with: with a UNet or a transformer, with `callback_on_step_end` or without."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import tiny_flux
+import tiny_pixart
+import tiny_transformers
+from checks import like
+
+from elfatt_sd import ElfattError, PatchConfig, budget
+from elfatt_sd.generation import Studio, cut_off
+from elfatt_sd.request import Request
+from elfatt_sd.running import check_text_to_image, guidance_options, rows_of, watched
+from elfatt_sd.trial import try_methods
+
+
+@pytest.fixture(scope="module")
+def pixart(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_pixart.pixart(tmp_path_factory.mktemp("pixart"))
+
+
+def test_pixart_is_drawn_and_tells_its_steps(pixart: Any, tmp_path: Path, library_chatter: None) -> None:
+    """It has no `callback_on_step_end`."""
+    seen: list[tuple[int, int]] = []
+    config = PatchConfig.preset("elfatt-fast", active_fraction=1)
+    request = Request(("a b",), config, steps=3, height=48, width=64)
+    (result,) = Studio(pixart, request, tmp_path, lambda *step: seen.append(step)).results()
+    assert result.picture.size == (64, 48)
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert json.loads(result.path.with_suffix(".json").read_text())["height"] == 48
+
+
+@pytest.mark.parametrize("kind", ["FluxPipeline", "FluxKontextPipeline"])
+def test_flux_is_drawn_at_the_size_that_is_asked_for(tmp_path: Path, kind: str) -> None:
+    """Kontext would draw its own number of pixels, and takes an image that it can do without."""
+    if not hasattr(diffusers, kind):
+        pytest.skip("this diffusers does not have it")
+    pipe = tiny_transformers.flux(tmp_path, getattr(diffusers, kind), vae=tiny_flux.vae())
+    config = PatchConfig.preset("elfatt-fast", active_fraction=1)
+    request = Request(("a b",), config, steps=2, height=128, width=160, negative_prompt="b")
+    (result,) = Studio(pipe, request, tmp_path).results()
+    assert result.picture.size == (160, 128)
+    assert budget.dimensions_of(pipe).multiple == 4
+    with pytest.raises(ElfattError, match=r"scheduler='euler' does not fit .*FlowMatchEuler.*; leave it out"):
+        Studio(pipe, dataclasses.replace(request, scheduler="euler"), tmp_path)
+    with pytest.raises(ElfattError, match=r"Img2ImgPipeline needs more than a prompt \(image\)"):
+        check_text_to_image(like(diffusers.FluxImg2ImgPipeline, pipe))
+
+
+def test_every_method_is_tried_on_pixart(pixart: Any, library_chatter: None) -> None:
+    trial = try_methods(pixart, "a b", methods=("elfatt",), rounds=1, steps=2)
+    assert [row.label for row in trial.rows] == ["untouched", "elfatt"]
+    assert trial.rows[0].picture.size == (64, 64)
+
+
+@pytest.mark.parametrize("name", ["pndm", "heun", "dpm2", "euler", "ddim"])
+def test_steps_are_counted_as_they_were_asked_for(pipe: Any, tmp_path: Path, name: str) -> None:
+    """Some schedulers call the denoiser twice in a step, or once more than they are asked for."""
+    seen: list[int] = []
+    request = Request(("a",), PatchConfig.preset("sd"), steps=5, scheduler=name)
+    list(Studio(pipe, request, tmp_path, lambda step, steps: seen.append(step)).results())
+    assert seen == sorted(seen) and set(seen) <= {0, 1, 2, 3, 4, 5} and seen[-1] == 5
+    assert "step" not in vars(pipe.scheduler)
+
+
+def test_a_failing_run_leaves_the_scheduler_as_it_was(pipe: Any) -> None:
+    pipe.scheduler.step = own = pipe.scheduler.step
+    with pytest.raises(KeyError), watched(pipe, 3, lambda step, steps: None):
+        raise KeyError
+    assert pipe.scheduler.step is own
+
+
+def test_sides_that_the_patches_cannot_tile_are_refused(pixart: Any, tmp_path: Path) -> None:
+    request = Request(("a b",), PatchConfig.preset("sd"), height=64, width=64)
+    Studio(pixart, request, tmp_path)
+    dimensions = budget.dimensions_of(pixart)
+    assert (dimensions.own, dimensions.factor, dimensions.multiple) == ((64, 64), 2, 4)
+    with pytest.raises(ElfattError, match="height=66 is not accepted; this model needs a multiple of 4"):
+        dimensions.check(66, 64)
+
+
+def test_a_transformers_need_grows_as_it_should(pixart: Any) -> None:
+    small, large = (budget.estimate(pixart, side, side, steps=4) for side in (256, 512))
+    assert large.memory == pytest.approx(4 * small.memory)
+    assert 4 * small.multiply_adds < large.multiply_adds < 16 * small.multiply_adds
+    assert budget.estimate(pixart, 256, 256, steps=4, rows=1).multiply_adds < small.multiply_adds
+    with pytest.raises(ElfattError, match="of memory"):
+        budget.check_fits(pixart, 2**20, 2**20, steps=1, images=1, rows=2)
+
+
+def test_what_needs_more_than_a_prompt_says_what(pipe: Any, pixart: Any) -> None:
+    check_text_to_image(pipe)
+    check_text_to_image(pixart)
+    with pytest.raises(ElfattError, match=r"AttendAndExcitePipeline needs more than a prompt \(token_indices\); give"):
+        check_text_to_image(like(diffusers.StableDiffusionAttendAndExcitePipeline, pipe))
+    with pytest.raises(ElfattError, match=r"Img2ImgPipeline needs more than a prompt \(image\)"):
+        check_text_to_image(like(diffusers.StableDiffusionImg2ImgPipeline, pipe))
+
+
+def test_videos_are_named_as_such(pipe: Any) -> None:
+    class Video(SimpleNamespace):
+        def __call__(self, prompt: Any = None, height: Any = None, width: Any = None, num_frames: int = 16) -> None: ...
+
+    with pytest.raises(ElfattError, match="Video makes videos; give a text-to-image model, or patch it in Python"):
+        check_text_to_image(Video(unet=pipe.unet))
+
+
+def test_guidance_by_the_name_that_a_pipeline_has() -> None:
+    class Flux:
+        def __call__(self, guidance_scale: Any, true_cfg_scale: Any, negative_prompt: Any) -> None: ...
+
+    class Alone:
+        def __call__(self, prompt: Any) -> None: ...
+
+    assert guidance_options(Flux(), 3.5, None) == {"guidance_scale": 3.5}
+    assert guidance_options(Flux(), 3.5, "b") == {"guidance_scale": 3.5, "true_cfg_scale": 3.5, "negative_prompt": "b"}
+    assert guidance_options(Alone(), 3.5, "b") == {}
+
+
+def test_rows_of_a_call(pipe: Any, pixart: Any) -> None:
+    assert [rows_of(pipe, scale) for scale in (1, 7.5)] == [rows_of(pixart, scale) for scale in (1, 7.5)] == [1, 2]
+
+
+def test_the_longest_text_encoder_counts(pipe: Any) -> None:
+    words = "a " * 100
+    assert "takes 75 tokens, and the prompt has 100" in cut_off(pipe, words)
+
+    class Two(SimpleNamespace):
+        def __call__(self, prompt: Any, max_sequence_length: int = 90) -> None: ...
+
+    roomy = copy.deepcopy(pipe.tokenizer)
+    roomy.model_max_length = 512
+    assert "takes 88 tokens" in cut_off(Two(tokenizer=pipe.tokenizer, tokenizer_2=roomy), words)
