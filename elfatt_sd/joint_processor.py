@@ -18,7 +18,7 @@ from torch import Tensor
 from elfatt_sd.calls import STATE, LayerState, attend
 from elfatt_sd.config import ElfattError
 from elfatt_sd.families.joint import with_attention
-from elfatt_sd.joint import Keys
+from elfatt_sd.joint import Keys, exact_attention
 from elfatt_sd.merging import Matching
 from elfatt_sd.ordering import order_merged
 
@@ -57,22 +57,36 @@ class JointProcessor:
         state: LayerState | None = attn.elfatt_state.state if hasattr(attn, STATE) else None
         if state is None or state.phase.exact:
             return self.original(attn, *args, **kwargs)
-        current = _compiled if torch.compiler.is_compiling() else _eager
-        matching = None
-        if state.phase.merge.ratio:
-            matching, args, kwargs = _merge(state, args, kwargs)
-        current.state, current.matching = state, matching
         try:
-            output = self._approximating(self.original, attn, *args, **kwargs)
+            return self._approximated(state, attn, args, kwargs)
         finally:
-            current.state = current.matching = None
             state.block_input = state.candidates = state.patched.recomputed = None
             state.calls += 1
+
+    def _approximated(self, state: LayerState, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply the layer with approximate attention, after merging where the phase merges."""
+        matching = None
+        if state.phase.merge.ratio:
+            matching, merged, others = _merge(state, args, kwargs)
         if matching is None:
-            return output
-        if isinstance(output, tuple):
-            return matching.unmerge(output[0]), *output[1:]
-        return matching.unmerge(output)
+            return self._call(state, None, attn, args, kwargs)
+        approximated = functools.partial(self._call, state, matching, attn, merged, others)
+        if state.phase.residual_steps == 1:
+            output = approximated()
+            return (matching.unmerge(output[0]), *output[1:]) if isinstance(output, tuple) else matching.unmerge(output)
+        exact = functools.partial(self.original, attn, *args, **kwargs)
+        return _corrected(state, approximated, exact, matching)
+
+    def _call(
+        self, state: LayerState, matching: Matching | None, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the original processor with our attention function, on tokens that are merged already."""
+        current = _compiled if torch.compiler.is_compiling() else _eager
+        current.state, current.matching = state, matching
+        try:
+            return self._approximating(self.original, attn, *args, **kwargs)
+        finally:
+            current.state = current.matching = None
 
 
 @functools.cache
@@ -125,6 +139,24 @@ def _merge(state: LayerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return (matching, (merged, *args[1:]), kwargs) if args else (matching, args, {**kwargs, "hidden_states": merged})
 
 
+def _corrected(state: LayerState, approximated: Callable[[], Any], exact: Callable[[], Any], matching: Matching) -> Any:
+    """Take the error of merging and attention together off a layer's output: merged tokens change from step to step.
+
+    Text is not corrected: it is what the exact layer returns in the step that measures, and in the others the merged
+    one.
+    """
+    text: list[Any] = []
+
+    def image_of(output: Any) -> Tensor:
+        image, *others = output if isinstance(output, tuple) else (output,)
+        text[:] = text or others
+        return image  # type: ignore[no-any-return]
+
+    image = state.correct(lambda: matching.unmerge(image_of(approximated())), lambda: image_of(exact()))
+    state.outcome = state.outcome or "done"
+    return (image, *text) if text else image
+
+
 def _attend(exact: Exact, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
     """Stand in for the attention function of a processor; see `families.joint.with_attention`."""
     current = _compiled if torch.compiler.is_compiling() else _eager
@@ -144,12 +176,11 @@ def _attend(exact: Exact, query: Tensor, key: Tensor, value: Tensor, *args: Any,
     if obstacle:  # of an IP-Adapter's image, for instance, after the layer's own attention
         state.outcome = state.outcome or obstacle
         return exact(query, key, value, attn_mask=mask, **options)
-    joint = _Joint(state, exact, (query, key, value), mask, options)
-    approximated = functools.partial(joint.approximated, image, matching)
-    if state.phase.residual_steps > 1:
-        mixed = state.correct(approximated, functools.partial(joint.exact, image))
+    joint = _Joint(state, exact, (query, key, value), mask, options, image, matching)
+    if state.phase.residual_steps > 1 and matching is None:
+        mixed = state.correct(joint.approximated, functools.partial(joint.exact, image))
     else:
-        mixed = approximated()
+        mixed = joint.approximated()
     state.outcome = "done"
     before, after = ([joint.exact(part)] if part.stop > part.start else [] for part in _around(image, query.shape[1]))
     return torch.cat([*before, mixed, *after], 1) if before or after else mixed
@@ -191,6 +222,10 @@ class _Joint:
         tensors: queries, keys and values.
         mask: of the keys, or of the keys for each query; True where a key counts, or what is added to its logits.
         options: of the function.
+        image: where the image's tokens are.
+        matching: how they are merged; None if they are not. Text queries see each merged token with the weight of those
+            that it stands for, image queries with the weight of their mean number, which needs no mask: without, the
+            image would count less beside text.
     """
 
     def __init__(
@@ -200,34 +235,42 @@ class _Joint:
         tensors: tuple[Tensor, Tensor, Tensor],
         mask: Tensor | None,
         options: dict[str, Any],
+        image: slice,
+        matching: Matching | None,
     ) -> None:
         self._state = state
         self._exact = exact
         self._tensors = tensors
         self._mask = mask
         self._options = options
+        self._image = image
+        self._matching = matching
 
     def exact(self, part: slice) -> Tensor:
         """Attend exactly, from the queries of a part."""
         q, k, v = self._tensors
-        mask = self._mask
+        mask, image = self._mask, self._image
+        if self._matching is not None:
+            merged = Keys(k[:, image], v[:, image], self._matching.sizes.log())
+            return exact_attention(q[:, part], [merged, *filter(None, [self._context()])]).to(q.dtype)
         if mask is not None and mask.ndim > 2 and mask.shape[-2] > 1:
             mask = mask[..., part, :]
         return self._exact(q[:, part], k, v, attn_mask=mask, **self._options)
 
-    def approximated(self, image: slice, matching: Matching | None) -> Tensor:
+    def approximated(self) -> Tensor:
         """Attend by the phase's approximation, from the queries of the image."""
-        state, prepared = self._state, self._state.prepared
+        state, prepared, image, matching = self._state, self._state.prepared, self._image, self._matching
+        stands_for = 1.0 if matching is None else state.grid.tokens / (image.stop - image.start)
         q, k, v = self._tensors
         order = None if prepared is None or matching is not None else prepared.order
         own = (x[:, image] if order is None else x[:, image].index_select(1, order) for x in (q, k, v))
-        layer = LayerOfTensors(state, self._context(image), *own)
+        layer = LayerOfTensors(state, self._context(1 / stands_for), *own)
         mixed = attend(state.phase.attention, layer, layer.tokens, prepared).to(q.dtype)
         return mixed if order is None else mixed.index_select(1, prepared.inverse)  # type: ignore[union-attr, arg-type]
 
-    def _context(self, image: slice) -> Keys | None:
-        """Return the keys of text and references; None if there are none."""
-        _, k, v = self._tensors
+    def _context(self, stands_for: float = 1.0) -> Keys | None:
+        """Return the keys of text and references, weighed against those of the image; None if there are none."""
+        (_, k, v), image = self._tensors, self._image
         parts = [part for part in _around(image, k.shape[1]) if part.stop > part.start]
         if not parts:
             return None
@@ -238,7 +281,8 @@ class _Joint:
             if mask.dtype != torch.bool:  # what is added to all logits alike changes nothing
                 mask = mask - mask[:, image.start : image.start + 1]
             mask = torch.cat([mask[:, part] for part in parts], 1).expand(k.shape[0], -1)
-        return Keys(torch.cat([k[:, part] for part in parts], 1), torch.cat([v[:, part] for part in parts], 1), mask)
+        keys, values = (torch.cat([x[:, part] for part in parts], 1) for x in (k, v))
+        return Keys(keys, values, mask, stands_for)
 
 
 class LayerOfTensors:

@@ -58,6 +58,14 @@ class Matching:
         """Index `[B, N]` of the merged token that each grid token belongs to."""
         return self._rows.view(self.positions.shape[0], -1) - self._first_rows()
 
+    @property
+    def sizes(self) -> Tensor:
+        """Number `[B, M]` of grid tokens in each group, in float32."""
+        counts = torch.zeros(self.positions.numel(), device=self.positions.device)
+        return counts.index_add_(0, self._rows, torch.ones_like(self._rows, dtype=counts.dtype)).view(
+            self.positions.shape
+        )
+
     def merge(self, x: Tensor) -> Tensor:
         """Average every group: `[B, N, C]` to `[B, M, C]`."""
         batch, tokens, channels = x.shape

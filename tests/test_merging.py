@@ -127,6 +127,7 @@ def test_merge_averages_groups_and_unmerge_spreads_them(dtype: torch.dtype) -> N
     for b in range(2):
         for token in range(120):
             group = (matching.groups[b] == matching.groups[b, token]).nonzero()[:, 0]
+            assert matching.sizes[b, matching.groups[b, token]] == len(group)
             if len(group) == 1:
                 assert torch.equal(restored[b, token], x[b, token])
             else:

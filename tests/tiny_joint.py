@@ -51,6 +51,7 @@ def runner(pipe: Any, **fixed: Any) -> Callable[..., torch.Tensor]:
         made: torch.Tensor = pipe(generator=generator(), return_dict=False, **given)[0]
         return made
 
+    run.given = fixed  # type: ignore[attr-defined]
     return run
 
 
@@ -66,24 +67,26 @@ def sd3(**changes: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
     return pipe, runner(pipe, guidance_scale=3.0, **given)
 
 
-def qwen_image(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+def qwen_image(*, config: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
     """Two blocks; 6x4 tokens; two calls a step."""
+    changes = config or {}
     config = {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16}
     config |= {"num_attention_heads": 2, "joint_attention_dim": WIDTH, "axes_dims_rope": (4, 6, 6)}
-    pipe = pipeline("QwenImagePipeline", transformer("QwenImageTransformer2DModel", **config))
+    pipe = pipeline("QwenImagePipeline", transformer("QwenImageTransformer2DModel", **config, **changes))
     given = {"prompt_embeds": embeds(), "prompt_embeds_mask": torch.ones(1, TEXT, dtype=torch.long)}
     given |= {"negative_prompt_embeds": embeds(1), "negative_prompt_embeds_mask": torch.ones(1, TEXT, dtype=torch.long)}
-    return pipe, runner(pipe, height=96, width=64, true_cfg_scale=3.0, **{**given, **options})
+    return pipe, runner(pipe, height=96, width=64, **{**given, "true_cfg_scale": 3.0, **options})
 
 
-def z_image(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+def z_image(*, config: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
     """Two main blocks and one of each refiner; 6x4 tokens, padded to 32."""
+    changes = config or {}
     config = {"all_patch_size": (2,), "all_f_patch_size": (1,), "in_channels": 4, "dim": 32, "n_layers": 2}
     config |= {"n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": WIDTH, "axes_dims": [4, 6, 6]}
-    model = transformer("ZImageTransformer2DModel", **config, axes_lens=[64, 64, 64])
+    model = transformer("ZImageTransformer2DModel", **{**config, "axes_lens": [256, 64, 64], **changes})
     pipe = pipeline("ZImagePipeline", model)
     given = {"prompt_embeds": [embeds()[0]], "negative_prompt_embeds": [embeds(1)[0]], "guidance_scale": 3.0}
-    return pipe, runner(pipe, height=96, width=64, **{**given, **options})
+    return pipe, runner(pipe, **{"height": 96, "width": 64, **given, **options})
 
 
 def wan_transformer(**changes: Any) -> Any:

@@ -16,12 +16,12 @@ from elfatt_sd.families.flux2 import Flux2
 from elfatt_sd.families.hunyuan_video import HunyuanVideo, HunyuanVideo15
 from elfatt_sd.families.ltx_video import LTXVideo
 from elfatt_sd.families.pixart import PixArt
-from elfatt_sd.families.qwen_image import QwenImage
+from elfatt_sd.families.qwen_image import QwenImage, QwenImageControlNet
 from elfatt_sd.families.refused import reason_against
-from elfatt_sd.families.sd3 import StableDiffusion3
+from elfatt_sd.families.sd3 import SD3ControlNet, StableDiffusion3
 from elfatt_sd.families.unet import UNet
 from elfatt_sd.families.wan import Wan
-from elfatt_sd.families.z_image import ZImage
+from elfatt_sd.families.z_image import ZImage, ZImageControlNet
 
 __all__ = [
     "FAMILIES",
@@ -45,12 +45,15 @@ FAMILIES: tuple[Family, ...] = (
     UNet(),
     PixArt(),
     StableDiffusion3(),
+    SD3ControlNet(),
     Flux(),
     FluxControlNet(),
     Chroma(),
     Flux2(),
     QwenImage(),
+    QwenImageControlNet(),
     ZImage(),
+    ZImageControlNet(),
     Wan(),
     LTXVideo(),
     HunyuanVideo(),

@@ -29,6 +29,7 @@ class Given(NamedTuple):
         grid: of the input: that of the latent or, where the input is tokens, theirs.
         before: tokens of text before those of the image, in the sequence that attention sees.
         unit: of the timestep, of `timesteps.other_units`; None for timesteps.
+        partial: whether the call leaves out some layers.
     """
 
     sample: Tensor
@@ -36,6 +37,7 @@ class Given(NamedTuple):
     grid: Grid
     before: int = 0
     unit: int | None = None
+    partial: bool = False
 
     @classmethod
     def latent(cls, sample: Tensor, timestep: Any) -> Self:

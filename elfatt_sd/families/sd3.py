@@ -1,7 +1,8 @@
-"""Stable Diffusion 3 and 3.5: joint blocks with absolute positions, the image before the text."""
+"""Stable Diffusion 3 and 3.5 and their ControlNets: joint blocks with absolute positions, the image before the text."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -43,15 +44,44 @@ class StableDiffusion3(JointFamily):
         """Return what a call was given."""
         given = named(module, args, kwargs)
         sample = given["hidden_states"]
-        return Given(sample, given["timestep"], self.grid(module, Grid.image(*map(int, sample.shape[-2:]))))
+        grid = self.grid(module, Grid.image(*map(int, sample.shape[-2:])))
+        return Given(sample, given["timestep"], grid, partial=bool(given.get("skip_layers")))
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
         config: Any = module.config
         sample = fill(batch, config.in_channels, grid.rows * config.patch_size, grid.columns * config.patch_size)
+        text = config.joint_attention_dim  # none in a ControlNet of 3.5 large
         return {
             "hidden_states": sample,
-            "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
+            "encoder_hidden_states": None if text is None else fill(batch, self.text, text),
             "pooled_projections": fill(batch, config.pooled_projection_dim),
             "timestep": some_timestep(sample.device).expand(batch),
         }
+
+
+class SD3ControlNet(StableDiffusion3):
+    """`SD3ControlNetModel`: blocks of Stable Diffusion 3; that of 3.5 large has no text, and is given tokens."""
+
+    classes = ("SD3ControlNetModel",)
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        """Return the attention of every block, and the second one where there is one."""
+        layers = super().layers(module)
+        return layers if module.context_embedder is not None else [replace(layer, text=0) for layer in layers]
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call was given; its image has the size of the latent."""
+        given = named(module, args, kwargs)
+        latent = Grid.image(*map(int, given["controlnet_cond"].shape[-2:]))
+        return Given(given["hidden_states"], given["timestep"], self.grid(module, latent))
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        given = super().arguments(module, grid, batch, fill)
+        size = given["hidden_states"].shape[-2:]
+        given["controlnet_cond"] = fill(batch, config.in_channels + config.extra_conditioning_channels, *size)
+        if module.pos_embed is None:
+            given["hidden_states"] = fill(batch, grid.tokens, module.inner_dim)
+        return given

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from elfatt_sd.families.base import Fill, Given, SelfAttention
 from elfatt_sd.families.joint import JointFamily, named
 from elfatt_sd.methods import Grid
 from elfatt_sd.timesteps import RISING
 
+_MULTIPLE = 32  # of tokens, that texts and images are padded to
+
 
 class ZImage(JointFamily):
-    """`ZImageTransformer2DModel`, which is given a list of images; those of one call have one size."""
+    """`ZImageTransformer2DModel`, which is given a list of images, or of lists of images."""
 
     classes = ("ZImageTransformer2DModel",)
     processors = ("ZSingleStreamAttnProcessor",)
@@ -24,22 +26,62 @@ class ZImage(JointFamily):
         return self.blocks(module, "layers", "attention", "attention_norm1")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given; images of several sizes, or with references between, have no grid."""
+        """Return what a call was given; images of several sizes have no grid.
+
+        Rows of several images (Omni) are texts, images of which the last one is to be made, and what an encoder sees in
+        them. Where those before it are not equally long in all rows, it has no grid.
+        """
         given = named(module, args, kwargs)
-        images = given["x"]
-        first = images[0][-1] if isinstance(images[0], list) else images[0]
-        side, time = given.get("patch_size", 2), given.get("f_patch_size", 1)
-        _, frames, rows, columns = map(int, first.shape)
-        alike = not isinstance(images[0], list) and all(image.shape == first.shape for image in images)
-        grid = Grid(frames // time, rows // side, columns // side) if alike else Grid(0, 0, 0)
-        return Given(first[None].expand(len(images), *first.shape), given["t"], grid, unit=RISING)
+        rows, side, time = given["x"], given.get("patch_size", 2), given.get("f_patch_size", 1)
+        several = isinstance(rows[0], list)
+        images = [row[-1] for row in rows] if several else rows
+        grids = {_grid(image, side, time) for image in images}
+        texts = zip(rows, given["cap_feats"], strict=True)
+        starts = {_before(row, text, side, time) for row, text in texts} if several else {0}
+        grid = grids.pop() if len(grids) == len(starts) == 1 else Grid(0, 0, 0)
+        first, before = images[0], starts.pop()
+        return Given(first[None].expand(len(images), *first.shape), given["t"], grid, before, RISING)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
-        config: Any = module.config
-        image = fill(config.in_channels, grid.frames, 2 * grid.rows, 2 * grid.columns)
+        channels = module.in_channels
         return {
-            "x": [image] * batch,
+            "x": [fill(channels, grid.frames, 2 * grid.rows, 2 * grid.columns)] * batch,
             "t": fill(batch) + 0.28,
-            "cap_feats": [fill(self.text, config.cap_feat_dim)] * batch,
+            "cap_feats": [fill(self.text, module.config.cap_feat_dim)] * batch,  # type: ignore[union-attr]
         }
+
+
+class ZImageControlNet(ZImage):
+    """`ZImageControlNetModel`: it shares the embeddings and refiners of its transformer."""
+
+    classes = ("ZImageControlNetModel",)
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        """Return the attention of every block over image and text; some models use them to refine the image as well."""
+        return self.blocks(module, "control_layers", "attention", "attention_norm1")
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call, for a model that has its transformer's embeddings."""
+        config: Any = module.config
+        size = grid.frames, 2 * grid.rows, 2 * grid.columns
+        embedder: Any = module.all_x_embedder
+        width: Any = module.cap_embedder
+        return {
+            "x": [fill(embedder["2-1"].in_features // 4, *size)] * batch,
+            "t": fill(batch) + 0.28,
+            "cap_feats": [fill(self.text, width[0].weight.shape[0])] * batch,
+            "control_context": [fill(config.control_in_dim, *size)] * batch,
+        }
+
+
+def _grid(image: Tensor, side: int, time: int) -> Grid:
+    """Return the grid of an image's tokens, `[channels, frames, rows, columns]`."""
+    _, frames, rows, columns = map(int, image.shape)
+    return Grid(frames // time, rows // side, columns // side)
+
+
+def _before(row: list[Any], texts: list[Any], side: int, time: int) -> int:
+    """Return the tokens before the last image of a row: of texts, and of other images."""
+    images = (_MULTIPLE if image is None else _grid(image, side, time).tokens for image in row[:-1])
+    return sum(-(-length // _MULTIPLE) * _MULTIPLE for length in (*map(len, texts), *images))

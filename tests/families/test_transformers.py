@@ -92,23 +92,6 @@ def test_wan_with_a_timestep_for_each_token() -> None:
     joint.check_steps(pipe, run, layers=2, calls=2, counts=(4,))
 
 
-@pytest.mark.parametrize("order", ["sequence", "windows"])
-@pytest.mark.parametrize("attention", ["softmax", "elfatt", "block"])
-def test_stable_diffusion_3_merges(attention: Any, order: Any) -> None:
-    """Its positions are absolute: image tokens are merged before each layer, text is not."""
-    pipe, run = tiny.sd3()
-    untouched = run()
-    phase = Phase(1.0, attention, ratio=0.5, block_size=4, agents=4, block_order=order)
-    with elfatt_sd.patched(pipe, PatchConfig("merging", (phase,))), recorded() as calls:
-        found = run()
-    assert calls
-    assert torch.isfinite(found).all()
-    assert not torch.equal(found, untouched)
-    assert torch.equal(run(), untouched)
-    with elfatt_sd.patched(pipe, "tome"):
-        assert not torch.equal(run(), untouched)
-
-
 @pytest.mark.skipif(
     not hasattr(diffusers, "HunyuanVideo15Transformer3DModel"),
     reason="this version of diffusers has no HunyuanVideo 1.5",
