@@ -17,7 +17,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from elfatt_sd import __version__, toy
+from elfatt_sd import __version__
 from elfatt_sd.allocation import keep_freed_memory
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.console import (
@@ -34,6 +34,7 @@ from elfatt_sd.files import check_writable
 from elfatt_sd.progress import progress_of
 from elfatt_sd.request import SCHEDULERS, Request, check_quoted, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
+from elfatt_sd.toy import EMBEDDED
 
 if TYPE_CHECKING:
     from elfatt_sd.generation import Drawn, Result
@@ -46,7 +47,13 @@ app.add_typer(
 )
 app.add_typer(lazy_group("elfatt_sd.benchmark_cli:app"), name="bench", help="Time and memory, side by side in one run.")
 
-Model = Annotated[str, typer.Option(help="toy, a diffusers directory, a hub id, or a .safetensors file.")]
+_MODELS = f"{', '.join(EMBEDDED)}, a diffusers directory, a hub id, or a .safetensors file"
+_STEPS, _GUIDANCE = (
+    f"{text}; {', '.join(f'{getattr(each, field):g} for {name}' for name, each in EMBEDDED.items())}, "
+    "and what any other pipeline takes by itself, if not given."
+    for text, field in (("Denoising steps", "steps"), ("Guidance scale", "guidance"))
+)
+Model = Annotated[str, typer.Option(help=f"{_MODELS}.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")]
@@ -99,8 +106,8 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Each one is drawn.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
     model: Model = "toy",
-    steps: Annotated[int | None, typer.Option(help="Denoising steps; 50 if not given, 25 for the toy.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 7.5 if not given, 3 for the toy.")] = None,
+    steps: Annotated[int | None, typer.Option(help=_STEPS)] = None,
+    guidance: Annotated[float | None, typer.Option(help=_GUIDANCE)] = None,
     seed: Annotated[int, typer.Option(help="Of each prompt's first picture; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Pictures for each prompt.")] = 1,
     height: Height = None,
@@ -123,14 +130,13 @@ def generate(
     prompts = [*words, *(read_prompts(prompt_file) if prompt_file else ())]
     if not prompts:
         raise ElfattError("there is no prompt; give one, such as 'a red star', or --prompt-file FILE.")
-    own_steps, own_guidance = _own_defaults(model)
     request = Request(
         tuple(prompts),
         chosen.config,
         chosen.autotune,
         model,
-        own_steps if steps is None else steps,
-        own_guidance if guidance is None else guidance,
+        steps,
+        guidance,
         seed,
         num_images,
         height,
@@ -144,7 +150,7 @@ def generate(
     source = Source(model, device, dtype, allow_pickle, variant)
     source.check()
     source.check_fits(request)
-    if model == "toy":
+    if model in EMBEDDED:
         _tell_unknown_words(prompts)
     pipe = source.load()
 
@@ -160,10 +166,10 @@ def generate(
 
 @app.command(name="try")
 def try_methods(
-    model: Annotated[str, typer.Argument(help="toy, a diffusers directory, a hub id, or a .safetensors file.")] = "toy",
+    model: Annotated[str, typer.Argument(help=f"{_MODELS}.")] = "toy",
     prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="What is drawn.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps; 50 if not given, 25 for the toy.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 7.5 if not given, 3 for the toy.")] = None,
+    steps: Annotated[int | None, typer.Option(help=_STEPS)] = None,
+    guidance: Annotated[float | None, typer.Option(help=_GUIDANCE)] = None,
     seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
     rounds: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
     height: Height = None,
@@ -178,13 +184,12 @@ def try_methods(
     variant: Variant = None,
 ) -> None:
     """Draw one prompt with every method: a strip, times, closeness, and which method to use here."""
-    own_steps, own_guidance = _own_defaults(model)
     request = Request(
         (" ".join(prompt) if prompt else DEMO_PROMPT,),
         PatchConfig.preset("sd"),
         model=model,
-        steps=own_steps if steps is None else steps,
-        guidance=own_guidance if guidance is None else guidance,
+        steps=steps,
+        guidance=guidance,
         seed=seed,
         height=height,
         width=width,
@@ -198,7 +203,7 @@ def try_methods(
     source = Source(model, device, dtype, allow_pickle, variant)
     source.check()
     source.check_fits(request)
-    if model == "toy":
+    if model in EMBEDDED:
         _tell_unknown_words(list(request.prompts))
     pipe = source.load()
 
@@ -224,7 +229,9 @@ def patch(
     chosen: Chosen,
     model: Annotated[
         str,
-        typer.Argument(help="toy, a diffusers directory, a hub id, a .safetensors file; sd15 or sdxl load nothing."),
+        typer.Argument(
+            help="toy, toy-dit, a diffusers directory, a hub id, a .safetensors file; sd15 or sdxl load nothing."
+        ),
     ] = "toy",
     height: Height = None,
     width: Width = None,
@@ -312,7 +319,13 @@ class Source:
 
         if not request.force:
             sizes = [(request.height, request.width)]
-            check_sizes_fit(self.model, self.device, self.dtype, sizes, batch=1 + (request.guidance > 1))
+            check_sizes_fit(
+                self.model,
+                self.device,
+                self.dtype,
+                sizes,
+                batch=2 if request.guidance is None else 1 + (request.guidance > 1),
+            )
 
     def load(self) -> Any:
         """Load the pipeline."""
@@ -335,11 +348,6 @@ def _sketch(model: str, autotune: bool) -> Any:
         )
     quiet_libraries()
     return sketch(model)
-
-
-def _own_defaults(model: str) -> tuple[int, float]:
-    """Return steps and guidance scale for a model."""
-    return (toy.STEPS, toy.GUIDANCE) if model == "toy" else (50, 7.5)
 
 
 def _tell_unknown_words(prompts: list[str]) -> None:

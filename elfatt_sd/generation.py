@@ -32,6 +32,7 @@ from elfatt_sd.running import (
     check_text_to_image,
     exact_size,
     guidance_options,
+    own_settings,
     rows_of,
     taken,
     text_room,
@@ -147,9 +148,12 @@ class Studio:
         """
         check_text_to_image(self.pipe)
         request = self.request
-        most = self.pipe.scheduler.config.get("num_train_timesteps", request.steps)
-        if request.steps > most:
-            raise ElfattError(f"steps={request.steps} is not accepted; give a whole number from 1 to {most}.")
+        own_steps, own_guidance = own_settings(self.pipe, request.model)
+        self.steps = own_steps if request.steps is None else request.steps
+        self.guidance = own_guidance if request.guidance is None else request.guidance
+        most = self.pipe.scheduler.config.get("num_train_timesteps", self.steps)
+        if self.steps > most:
+            raise ElfattError(f"steps={self.steps} is not accepted; give a whole number from 1 to {most}.")
         if request.scheduler is not None:
             self.pipe.scheduler = make_scheduler(request.scheduler, self.pipe.scheduler)
         if request.negative_prompt is not None:
@@ -161,15 +165,15 @@ class Studio:
             warnings.warn(text, stacklevel=3)
         if not request.force:
             images = len(request.prompts) * request.num_images * (1 + request.compare)
-            rows = rows_of(self.pipe, request.guidance)
-            check_fits(self.pipe, request.height, request.width, steps=request.steps, images=images, rows=rows)
+            rows = rows_of(self.pipe, self.guidance)
+            check_fits(self.pipe, request.height, request.width, steps=self.steps, images=images, rows=rows)
         self.pipe.set_progress_bar_config(disable=True)
 
     def _check_negative_prompt(self) -> None:
         if "negative_prompt" not in taken(self.pipe):
             raise ElfattError(f"negative_prompt is not accepted; {type(self.pipe).__name__} has none.")
-        if self.request.guidance <= 1:
-            warnings.warn(f"negative_prompt has no effect with guidance={self.request.guidance:g}.", stacklevel=3)
+        if self.guidance is not None and self.guidance <= 1:
+            warnings.warn(f"negative_prompt has no effect with guidance={self.guidance:g}.", stacklevel=3)
 
     def _warn_of_cut_prompts(self) -> None:
         for prompt in (*self.request.prompts, self.request.negative_prompt or ""):
@@ -202,7 +206,7 @@ class Studio:
         """Run the pipeline as it is for two steps, so that what comes next does not pay for a first call."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is said of so short a run does not hold for the whole one
-            self.draw(self.request.prompts[0], self.request.seed, min(2, self.request.steps))
+            self.draw(self.request.prompts[0], self.request.seed, min(2, self.steps))
 
     def _warm_up_both(self) -> None:
         self.warm_up()
@@ -246,8 +250,8 @@ class Studio:
             steps: denoising steps; None takes the request's.
         """
         request, device = self.request, torch.device(self.pipe.device)
-        asked = steps or request.steps
-        given = guidance_options(self.pipe, request.guidance, request.negative_prompt)
+        asked = steps or self.steps
+        given = guidance_options(self.pipe, self.guidance, request.negative_prompt)
         given |= exact_size(self.pipe, request.height, request.width)
         meter = PeakMeter(device)
         with watched(self.pipe, asked, self.on_step), Stopwatch(device) as watch:
@@ -266,8 +270,8 @@ class Studio:
             "config": request.config.to_dict(),
             "autotune": request.autotune,
             "model": request.model,
-            "steps": request.steps,
-            "guidance": request.guidance,
+            "steps": self.steps,
+            "guidance": self.guidance,
             "negative_prompt": request.negative_prompt,
             "height": picture.height,
             "width": picture.width,

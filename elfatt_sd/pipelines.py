@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.config import ElfattError, ElfattFailure
 from elfatt_sd.sizes import SHAPE_NAMES
+from elfatt_sd.toy import EMBEDDED
 
 if TYPE_CHECKING:
     import torch
 
 Shapes = dict[str, tuple[int, ...]]
 
+_EMBEDDED = " or ".join(map(repr, EMBEDDED))
 _DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -30,7 +32,6 @@ _DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
-TOY = Path(__file__).parent / "toy" / "weights"
 INDEX = "model_index.json"
 _PICKLES = {".ckpt", ".pt", ".pth", ".bin"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -82,9 +83,10 @@ def load_pipeline(
     """Load a pipeline.
 
     Args:
-        model: `toy` (the pipeline in this package), a diffusers directory, a `.safetensors` checkpoint, or a hub id.
-            A checkpoint says nothing about the configuration of its parts: it comes from the folder of the file, if a
-            `model_index.json` of the same kind lies there, or else from the hub (or from `config=`, see diffusers).
+        model: `toy` or `toy-dit` (the pipelines in this package), a diffusers directory, a `.safetensors` checkpoint,
+            or a hub id. A checkpoint says nothing about the configuration of its parts: it comes from the folder of the
+            file, if a `model_index.json` of the same kind lies there, otherwise from the hub (or from `config=`, see
+            diffusers).
         device: `auto` (CUDA, then MPS, then the CPU) or a torch device.
         dtype: `auto` (float16 on an accelerator, float32 on the CPU), `float32`, `float16` or `bfloat16`.
         allow_pickle: load pickled weights too; they can run any code.
@@ -139,7 +141,7 @@ def check_model(
     Raises:
         ElfattError: the model is not there, cannot be what `load_pipeline` takes, or lacks a part.
     """
-    path = TOY if str(model) == "toy" else Path(model)
+    path = EMBEDDED[str(model)].folder if str(model) in EMBEDDED else Path(model)
     if path.suffix.lower() in _PICKLES and not allow_pickle:
         raise ElfattError(
             f"model={str(model)!r} is a pickle, which can run any code when it is loaded; convert it to .safetensors, "
@@ -155,12 +157,12 @@ def check_model(
         return str(model)
     if str(model) in SHAPE_NAMES:
         raise ElfattError(
-            f"model={str(model)!r} is a shape without weights, for elfatt-sd bench and patch; give 'toy', a diffusers "
-            "directory, a .safetensors file, or a hub id."
+            f"model={str(model)!r} is a shape without weights, for elfatt-sd bench and patch; give {_EMBEDDED}, a "
+            "diffusers directory, a .safetensors file, or a hub id."
         )
     raise ElfattError(
-        f"model={str(model)!r} does not exist; give 'toy', a diffusers directory, a .safetensors file, or a hub id "
-        "such as 'owner/name'."
+        f"model={str(model)!r} does not exist; give {_EMBEDDED}, a diffusers directory, a .safetensors file, or a "
+        "hub id such as 'owner/name'."
     )
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.pipelines import TOY, check_names
+from elfatt_sd.pipelines import check_names
 from elfatt_sd.sizes import (
     LAYER_BYTES,
     SHAPE_VAE,
@@ -20,6 +20,7 @@ from elfatt_sd.sizes import (
     memory_of_cpu,
     refuse_if_beyond,
 )
+from elfatt_sd.toy import EMBEDDED
 
 
 def check_device(device: str) -> None:
@@ -78,7 +79,7 @@ def check_sizes_fit(
     known = (
         Dimensions.of(SHAPES[name], SHAPE_VAE)
         if name in SHAPES
-        else dimensions_in(TOY if name == "toy" else Path(model))
+        else dimensions_in(EMBEDDED[name].folder if name in EMBEDDED else Path(model))
     )
     if known is None:
         return

@@ -36,8 +36,8 @@ class Request:
         config: the method.
         autotune: as for `apply_patch`.
         model: as `load_pipeline` takes it; for the record.
-        steps: denoising steps.
-        guidance: classifier-free guidance scale.
+        steps: denoising steps; None takes the model's own.
+        guidance: classifier-free guidance scale; None takes the model's own.
         seed: of the first picture of each prompt; the next ones count up.
         num_images: pictures for each prompt.
         height: in pixels; None is the model's own.
@@ -52,8 +52,8 @@ class Request:
     config: PatchConfig
     autotune: bool = False
     model: str = "toy"
-    steps: int = 50
-    guidance: float = 7.5
+    steps: int | None = None
+    guidance: float | None = None
     seed: int = 0
     num_images: int = 1
     height: int | None = None
@@ -72,11 +72,11 @@ class Request:
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
             raise ElfattError("there is an empty prompt, or none; give at least one, such as 'a red star'.")
         for name in ("steps", "num_images"):
-            if getattr(self, name) < 1:
-                raise ElfattError(f"{name}={getattr(self, name)} is not accepted; give a whole number of at least 1.")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ElfattError(f"{name}={value} is not accepted; give a whole number of at least 1.")
         if not 0 <= self.seed < 2**63:
             raise ElfattError(f"seed={self.seed} is not accepted; give a whole number from 0 to 2^63 - 1.")
-        if not math.isfinite(self.guidance) or self.guidance < 0:
+        if self.guidance is not None and not 0 <= self.guidance < math.inf:
             raise ElfattError(f"guidance={self.guidance} is not accepted; give a number of at least 0.")
         check_sizes(self.height, self.width)
         if self.scheduler is not None:

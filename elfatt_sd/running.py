@@ -10,6 +10,7 @@ from typing import Any
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, main_denoiser, unwrap
+from elfatt_sd.toy import EMBEDDED
 
 _OTHER_INPUTS = {"control_image", "mask_image"}
 
@@ -33,12 +34,28 @@ def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, An
     return {name: value for name, value in given.items() if value is not None and name in taken(pipe)}
 
 
-def guidance_options(pipe: Any, guidance: float, negative_prompt: str | None) -> dict[str, Any]:
+def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
+    """Return the denoising steps and the guidance scale of a pipeline, where nobody gives others.
+
+    Args:
+        pipe: a text-to-image pipeline.
+        model: what it was loaded from; the embedded pipelines have settings of their own.
+
+    Returns:
+        the steps, and the scale; None where the pipeline has no such scale.
+    """
+    if model in EMBEDDED:
+        return EMBEDDED[model].steps, EMBEDDED[model].guidance
+    defaults = {name: parameter.default for name, parameter in taken(pipe).items()}
+    return defaults["num_inference_steps"], defaults.get("guidance_scale")
+
+
+def guidance_options(pipe: Any, guidance: float | None, negative_prompt: str | None) -> dict[str, Any]:
     """Return what sets the guidance of a pipeline.
 
     Args:
         pipe: a text-to-image pipeline.
-        guidance: the scale.
+        guidance: the scale; None leaves it to the pipeline.
         negative_prompt: what guidance leads away from; Flux and its like have another name for the scale that it needs.
     """
     given = {"guidance_scale": guidance, "negative_prompt": negative_prompt}
@@ -47,10 +64,10 @@ def guidance_options(pipe: Any, guidance: float, negative_prompt: str | None) ->
     return {name: value for name, value in given.items() if value is not None and name in taken(pipe)}
 
 
-def rows_of(pipe: Any, guidance: float) -> int:
+def rows_of(pipe: Any, guidance: float | None) -> int:
     """Return the rows of the denoiser's batch for one image: two with guidance, unless it is given the scale."""
     config: Any = unwrap(main_denoiser(pipe)).config
-    return 1 if guidance <= 1 or config.get("guidance_embeds") else 2
+    return 1 if guidance is None or guidance <= 1 or config.get("guidance_embeds") else 2
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,7 +69,9 @@ def picture(height: int = 32, width: int = 32, channels: int = 3) -> torch.Tenso
 def like(kind: Any, pipe: Any, **parts: Any) -> Any:
     """Another kind of pipeline with the same parts, some replaced."""
     kept = {name: part for name, part in pipe.components.items() if name != "image_encoder"}
-    return tiny.quiet(kind(**{**kept, **parts}, requires_safety_checker=False))
+    if "requires_safety_checker" in inspect.signature(kind).parameters:
+        parts["requires_safety_checker"] = False
+    return tiny.quiet(kind(**{**kept, **parts}))
 
 
 @contextmanager

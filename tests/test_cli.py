@@ -488,16 +488,15 @@ def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypat
 
 def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     from elfatt_sd import pipelines
-    from elfatt_sd.toy import GUIDANCE
 
     loaded = pipelines.load_pipeline(model, device="cpu")
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
-    for name, expected in (("toy", (25, GUIDANCE)), ("owner/another", (50, 7.5))):
+    for name, expected in (("toy", (25, 3)), ("toy-dit", (20, 1)), ("owner/another", (50, 7.5))):
         assert call("generate", "a red star", "--model", name, "--out", tmp_path / name).exit_code == 0
         record = json.loads((tmp_path / name / "0001-a-red-star.json").read_text())
         assert (record["steps"], record["guidance"]) == expected
     shown = " ".join(call("generate", "--help").stdout.replace("│", "").split())
-    assert f"7.5 if not given, {GUIDANCE:g} for the toy" in shown
+    assert "Guidance scale; 3 for toy, 1 for toy-dit, and what any other pipeline takes by itself" in shown
 
 
 def test_names_are_safe_and_short(tmp_path: Path) -> None:

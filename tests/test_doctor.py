@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from elfatt_sd import attention, doctor, optional, pipelines
 from elfatt_sd.cli import app
 from elfatt_sd.doctor import Finding, attention_error, examine, healthy
 from elfatt_sd.optional import OptionalPackage
+from elfatt_sd.toy import EMBEDDED
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
@@ -22,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("library_chatter")
 def toy(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Stand in for the embedded pipeline, so that these tests do not depend on its weights."""
     tiny.sd15(folder).save_pretrained(tmp_path / "toy")
-    monkeypatch.setattr(pipelines, "TOY", tmp_path / "toy")
+    stand_in = dataclasses.replace(EMBEDDED["toy"], folder=tmp_path / "toy")
+    monkeypatch.setattr(pipelines, "EMBEDDED", dict.fromkeys(EMBEDDED, stand_in))
 
 
 @pytest.mark.usefixtures("toy")

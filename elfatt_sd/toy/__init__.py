@@ -1,4 +1,32 @@
-"""The embedded pipeline: a small, really trained Stable Diffusion that draws shapes on patterned backgrounds."""
+"""The embedded pipelines: small, really trained models that draw shapes on patterned backgrounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
 
 STEPS = 25
-GUIDANCE = 3.0  # the guidance scale at which the pictures are best
+GUIDANCE = 3.0  # the guidance scale at which the images of `toy` are best
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A pipeline in this package.
+
+    Attributes:
+        folder: a diffusers directory.
+        steps: denoising steps that are enough.
+        guidance: the guidance scale at which its images are best.
+    """
+
+    folder: Path
+    steps: int
+    guidance: float
+
+
+_HERE = Path(__file__).parent
+EMBEDDED = {
+    "toy": Embedded(_HERE / "weights", STEPS, GUIDANCE),  # a Stable Diffusion
+    "toy-dit": Embedded(_HERE / "weights-dit", 20, 1.0),  # a Flux, which needs no guidance
+}
+TOY = EMBEDDED["toy"].folder

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.pipelines import TOY
-from elfatt_sd.toy import GUIDANCE
+from elfatt_sd.toy import GUIDANCE, TOY
 from elfatt_sd.toy.renderer import COLORS, PATTERNS, SHAPES
 from tools.toy.models import SCALING
 

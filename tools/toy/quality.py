@@ -19,8 +19,7 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn import functional
 
-from elfatt_sd.pipelines import TOY
-from elfatt_sd.toy import GUIDANCE
+from elfatt_sd.toy import GUIDANCE, TOY
 from elfatt_sd.toy.features import ToyClassifier, load_feature_extractor
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES, class_labels, describe, render, sample_scenes, scene_labels
 from tools.toy.models import write_json

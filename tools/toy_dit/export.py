@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.pipelines import TOY
+from elfatt_sd.toy import TOY
 from tools.toy.export import DIFFUSERS_VERSION, environment, save_half, save_text_encoder
 from tools.toy.models import write_json
 from tools.toy_dit import models

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from elfatt_sd.pipelines import TOY
+from elfatt_sd.toy import TOY
 from elfatt_sd.toy.features import load_feature_extractor
 from elfatt_sd.toy.renderer import ATTRIBUTES, class_labels
 from tools.toy.models import SCALING

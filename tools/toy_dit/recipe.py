@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.pipelines import TOY
+from elfatt_sd.toy import TOY
 from elfatt_sd.toy.renderer import ATTRIBUTES, render_parameters, sample_parameters
 from tools.toy import recipe as first
 from tools.toy.export import load_half

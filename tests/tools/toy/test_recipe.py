@@ -15,7 +15,7 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.pipelines import TOY
+from elfatt_sd.toy import TOY
 from elfatt_sd.toy.renderer import sample_parameters
 from tools.toy import export, growing, models, recipe, training
 
