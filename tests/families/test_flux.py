@@ -76,7 +76,7 @@ def test_presets(flux: Any, method: Any) -> None:
     with recorded() as calls:
         assert not torch.equal(run(), untouched)
     assert calls
-    settings = {"seed": 3} if method == "agent" else {"seed": 3, "block_size": 24}  # without effect on agents
+    settings: Any = {"seed": 3} if method == "agent" else {"seed": 3, "block_size": 24}  # without effect on agents
     elfatt_sd.apply_patch(flux, method, **settings)
     changed = current_config(flux)
     assert changed is not None
