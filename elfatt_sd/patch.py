@@ -45,7 +45,7 @@ def apply_patch(
     method: Method | PatchConfig | Attention = DEFAULT,
     *,
     autotune: bool = False,
-    take_over: Sequence[str] = (),
+    take_over: Sequence[str | type] = (),
     **settings: Unpack[Settings],
 ) -> Pipeline:
     """Make a pipeline use a method's self-attention; a patch that is there already is replaced.
@@ -56,9 +56,9 @@ def apply_patch(
         method: the name of a preset or of a registered attention, a configuration, or an attention for the whole run.
         autotune: measure, at the first call of each size, which layers the method makes faster on this device, and
             leave the others alone; with them, and a warning, those that `torch.compile` serves, which cannot be timed.
-        take_over: names of classes of attention processors that are not plain attention (cross-frame, shared style,
-            ...), whose layers are patched nevertheless; others are left alone, with a warning. Those that keep maps
-            of attention for the pipeline, as Attend-and-Excite's do, cannot be.
+        take_over: classes of attention processors, or their names, that are not plain attention (cross-frame, shared
+            style, ...), whose layers are patched nevertheless; others are left alone, with a warning. Those that keep
+            maps of attention for the pipeline, as Attend-and-Excite's do, cannot be.
         **settings: changes to it, such as `ratio=0.5` or `block_size=128`; see `Settings`.
 
     Returns:
@@ -68,16 +68,16 @@ def apply_patch(
         ElfattError: unknown method or setting, no UNet, no layer that the method could patch, or a processor in
             `take_over` that cannot be replaced.
     """
-    denoisers = find_denoisers(pipe)
+    denoisers, names = find_denoisers(pipe), class_names(take_over)
     config = fitted(resolve(method, settings), denoisers)
-    chosen = choose_layers(denoisers, config, take_over)
+    chosen = choose_layers(denoisers, config, names)
     remove_patch(pipe)
     if config.active:
         main = next(iter(denoisers.values()))
         schedule = Schedule(SchedulerFinder(pipe), family_of(main).takes_noise_levels(unwrap(main)))
         for name, denoiser in denoisers.items():
-            _Patch(config, autotune, tuple(take_over), schedule, denoiser, chosen[name]).install()
-        _tell_left_alone(chosen, config)
+            _Patch(config, autotune, names, schedule, denoiser, chosen[name]).install()
+        _tell_left_alone(chosen, config, names)
     return pipe
 
 
@@ -104,7 +104,7 @@ def patched(
     method: Method | PatchConfig | Attention = DEFAULT,
     *,
     autotune: bool = False,
-    take_over: Sequence[str] = (),
+    take_over: Sequence[str | type] = (),
     **settings: Unpack[Settings],
 ) -> Iterator[Plan]:
     """Patch a pipeline for the length of a `with` block, and give its plan, at the model's own picture size.
@@ -136,7 +136,7 @@ def plan(
     width: int | None = None,
     frames: int | None = None,
     autotune: bool = False,
-    take_over: Sequence[str] = (),
+    take_over: Sequence[str | type] = (),
     **settings: Unpack[Settings],
 ) -> Plan:
     """Tell what a patch would do, layer by layer and phase by phase, without changing anything.
@@ -157,7 +157,7 @@ def plan(
     """
     denoisers = find_denoisers(pipe)
     config = fitted(resolve(method, settings), denoisers)
-    chosen = choose_layers(denoisers, config, take_over)
+    chosen = choose_layers(denoisers, config, class_names(take_over))
     size = input_grid(pipe, height, width, frames)
     decisions = {}
     if autotune:
@@ -277,7 +277,20 @@ def choose_layers(
     }
 
 
-def _tell_left_alone(chosen: dict[str, _Layers], config: PatchConfig) -> None:
+def class_names(take_over: Any) -> tuple[str, ...]:
+    """Return the names of classes that `take_over` stands for: names, or the classes themselves.
+
+    Raises:
+        ElfattError: it is something else.
+    """
+    given = [take_over] if isinstance(take_over, str | type) else list(take_over)
+    names = tuple(each.__name__ if isinstance(each, type) else each for each in given)
+    if not all(isinstance(name, str) for name in names):
+        raise ElfattError(f"take_over={take_over!r} is not accepted; give names of processors' classes.")
+    return names
+
+
+def _tell_left_alone(chosen: dict[str, _Layers], config: PatchConfig, take_over: Sequence[str]) -> None:
     """Warn of layers whose processors do something else than plain attention."""
     levels = levels_of(next(iter(chosen.values()))[0])
     left = [
@@ -287,10 +300,14 @@ def _tell_left_alone(chosen: dict[str, _Layers], config: PatchConfig) -> None:
         if layer.obstacle and layer not in patched
     ]
     if left:
-        names = ", ".join(sorted({layer.processor_name for layer in left}))
+        names = sorted({layer.processor_name for layer in left if not layer.obstacle_to(layer.processor)})
+        advice = (
+            f" Give take_over=[...] with the class names ({', '.join(names)}) to replace them in approximated steps."
+        )
+        others = f" ({', '.join(take_over)} in take_over is another class.)" if names and take_over else ""
         warnings.warn(
-            f"elfatt-sd: {len(left)} layers are left alone, the first is {left[0].name}: {left[0].obstacle}. Give "
-            f"take_over=[...] with the class names ({names}) to replace them in approximated steps.",
+            f"elfatt-sd: {len(left)} layers are left alone, the first is {left[0].name}: {left[0].obstacle}."
+            f"{advice if names else ''}{others}",
             stacklevel=3,
         )
 
@@ -471,7 +488,8 @@ class _Patch:
             ElfattError: the model is being traced or exported.
         """
         exporting = getattr(torch.compiler, "is_exporting", bool)
-        if torch._C._is_tracing() or exporting():
+        proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # of make_fx
+        if torch._C._is_tracing() or exporting() or proxies is not None:
             raise ElfattError(
                 "a trace or an export of a patched model would hold one step's phase and random draws for ever; "
                 "call elfatt_sd.remove_patch(pipe) first, or use torch.compile."

@@ -234,6 +234,9 @@ def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
     check_device(protocol.device)
     check_model(protocol.model, variant=protocol.variant or None)
     check_exists(protocol.reference.source)
+    weights = protocol.inception_weights
+    if weights and not Path(weights).is_file():
+        raise ElfattError(f"inception_weights={weights!r} is no file; give the one that Inception's weights are in.")
     if not force:
         check_protocol_fits(protocol)
 
