@@ -61,7 +61,7 @@ def in_optimized_module() -> bool:
 
 def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor within those of `torch.func`, which have no memory of their own."""
-    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor

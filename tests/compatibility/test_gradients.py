@@ -176,18 +176,18 @@ def test_a_checkpoint_that_cannot_be_followed_is_refused() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("method", METHODS[1:])
-def test_transforms_of_torch_func(method: str) -> None:
-    """As consistency training differentiates by the timestep, and editors of images by the latent."""
-    unet = elfatt_sd.apply_patch(tiny.unet(), method, active_fraction=1, residual_steps=1)
-    sample, text = torch.randn(2, 4, 16, 16), torch.randn(1, 5, tiny.TEXT_WIDTH)
+@pytest.mark.filterwarnings("ignore:.*jit.script:FutureWarning")  # of torch.func itself
+def test_transforms_of_torch_func() -> None:
+    """As consistency training differentiates by the timestep; PyTorch has no forward mode for merging."""
+    unet = elfatt_sd.apply_patch(tiny.unet().double(), "elfatt", ratio=0)
+    sample, text = inputs()
 
     def call(sample: torch.Tensor) -> torch.Tensor:
-        return unet(sample[None], torch.tensor(700), text).sample[0]  # type: ignore[no-any-return]
+        return unet(sample[None], torch.tensor(990), text[:1]).sample[0]  # type: ignore[no-any-return]
 
     with torch.no_grad():
         expected = call(sample[0])
     value, slope = torch.func.jvp(call, (sample[0],), (sample[1],))
     gradient = torch.func.grad(lambda given: (call(given) * expected).sum())(sample[0])
     torch.testing.assert_close(value, expected)
-    torch.testing.assert_close((gradient * sample[1]).sum(), (slope * expected).sum(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close((gradient * sample[1]).sum(), (slope * expected).sum())
