@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.entries import Entry, Source
 from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures
 from elfatt_sd.evaluation.run import Row
-from elfatt_sd.evaluation.sources import Entry, Source
 from elfatt_sd.files import sha256_of_data
 
 

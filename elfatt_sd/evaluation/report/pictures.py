@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import NULL, Results, Row
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.rows import NULL, Row
 from elfatt_sd.files import is_plain_name
 
 

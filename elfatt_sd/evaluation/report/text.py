@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from statistics import median
 
-from elfatt_sd.evaluation.report.data import Estimate
+from elfatt_sd.evaluation.report.values import Estimate
 
 MISSING = "not measured"
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
