@@ -46,6 +46,7 @@ def progress(images: int) -> Iterator[tuple[Callable[[int, int], None], Callable
 
 
 def print_result(result: Drawn) -> None:
+    """Print where an image lies, and warn of one that is flat."""
     from elfatt_sd.pictures import is_flat
 
     print(result.summary())
@@ -55,6 +56,7 @@ def print_result(result: Drawn) -> None:
 
 
 def print_trial(trial: Trial, path: Path) -> None:
+    """Print what every method took and how close it came, the recommendation, and where the strip lies."""
     console = output()
     table = Table(title=f"{trial.request.prompts[0]}, seed {trial.request.seed}", title_justify="left")
     for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
@@ -67,16 +69,19 @@ def print_trial(trial: Trial, path: Path) -> None:
 
 
 def print_summary(results: list[Result]) -> None:
+    """Print how many images there are, their median time, and the memory."""
     seconds = median(result.seconds for result in results)
     print(f"{len(results)} written; {seconds:.2f} s from prompt to picture (median); {results[-1].memory}")
 
 
 def python_lines(source: str, arguments: str) -> list[str]:
+    """Return the lines of Python that load a model and patch it."""
     load, apply = f"pipe = elfatt_sd.load_pipeline({source})", f"elfatt_sd.apply_patch(pipe, {arguments})"
     return ["import elfatt_sd", "", load, apply]
 
 
 def print_plan(planned: Plan) -> None:
+    """Print a plan as a table and what it adds up to."""
     from elfatt_sd.plans import giga, places
 
     console = output()
@@ -100,6 +105,7 @@ def print_plan(planned: Plan) -> None:
 
 
 def print_findings(sections: dict[str, list[Any]]) -> None:
+    """Print what `doctor` found, a table for each section."""
     console = output()
     for name, findings in sections.items():
         table = Table(title=name, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))

@@ -16,21 +16,28 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from elfatt_sd import checks
-from elfatt_sd.errors import ElfattError as ElfattError
-from elfatt_sd.errors import ElfattFailure as ElfattFailure
+from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.files import write_json
-from elfatt_sd.phases import EXACT as EXACT
-from elfatt_sd.phases import Phase as Phase
-from elfatt_sd.settings import BACKENDS as BACKENDS
-from elfatt_sd.settings import DOWNSAMPLES, Backend, Downsample, check_settings, known_keys
-from elfatt_sd.settings import KEPT as KEPT
-from elfatt_sd.settings import RUN_SETTINGS as RUN_SETTINGS
-from elfatt_sd.settings import Kept as Kept
-from elfatt_sd.settings import Settings as Settings
-from elfatt_sd.settings import setting_names as setting_names
+from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.settings import (
+    BACKENDS,
+    DOWNSAMPLES,
+    KEPT,
+    RUN_SETTINGS,
+    Backend,
+    Downsample,
+    Kept,
+    Settings,
+    check_settings,
+    known_keys,
+    setting_names,
+)
 
 if TYPE_CHECKING:
     from elfatt_sd.presets import Method
+
+
+__all__ = ["EXACT", "ElfattError", "ElfattFailure", "PatchConfig", "Phase", "Settings", "setting_names"]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,11 @@ _VARIANT = re.compile(r"\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.safetensors")  # of mod
 
 
 def check_directory(path: Path, given: Collection[str], allow_pickle: bool, variant: str | None) -> None:
+    """Check that a directory has all parts, with weights of the variant that may be loaded.
+
+    Raises:
+        ElfattError: it is no pipeline's directory, or something is not there.
+    """
     wanted = [name for name in _parts(path) if name not in given]
     missing = [name for name in wanted if not (path / name).is_dir()]
     if missing:

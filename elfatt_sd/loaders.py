@@ -46,6 +46,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_cause(error: BaseException) -> BaseException:
+    """Return what an error came from in the first place."""
     return list(_causes(error))[-1]
 
 

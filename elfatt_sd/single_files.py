@@ -50,6 +50,12 @@ _PARTS = {  # part of a weight's name in other files: what they hold
 
 
 def load_file(path: Path, options: dict[str, Any]) -> Any:
+    """Load a pipeline from one file; its configuration comes from beside it, or from the hub.
+
+    Raises:
+        ElfattError: it is not the file of a known pipeline, or it is damaged.
+        ElfattFailure: its configuration is not here, and the hub cannot be reached.
+    """
     import diffusers
 
     shapes = weight_shapes(path) if path.suffix.lower() == ".safetensors" else _pickled_shapes(path)
@@ -73,8 +79,8 @@ def load_file(path: Path, options: dict[str, Any]) -> Any:
         other = f" ({beside} is that beside it)" if beside else ""
         raise ElfattFailure(
             f"model={str(path)!r} needs the configuration of {wanted!r}, a {kind}{other}, which is not on this "
-            f"machine, and the hub cannot be reached ({shortened(first_cause(error))}); put its {INDEX} and the folders named "
-            "there beside the file, or give config=DIRECTORY in Python."
+            f"machine, and the hub cannot be reached ({shortened(first_cause(error))}); put its {INDEX} and the folders "
+            "named there beside the file, or give config=DIRECTORY in Python."
         ) from error
 
 

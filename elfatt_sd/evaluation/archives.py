@@ -60,6 +60,7 @@ def _read_slice(entry: Entry) -> bytes:
 
 
 def zips(files: Sequence[Path]) -> Source:
+    """Pictures of zip archives, by name."""
     archives = {file: _open_zip(file) for file in files}
     entries: list[Entry] = []
     left_out: list[str] = []

@@ -53,6 +53,7 @@ class Source:
 
 
 def stamp(name: str, path: Path) -> list[Any]:
+    """Return a file's name, size and modification time."""
     try:
         status = path.stat()
     except OSError:  # such as a link to nowhere, which is named when it is read
@@ -92,6 +93,7 @@ def sorted_out(
 
 
 def ends(name: str, suffixes: re.Pattern[str]) -> bool:
+    """Tell whether a name ends in one of some suffixes."""
     return suffixes.fullmatch(PurePosixPath(name).suffix.lower()) is not None
 
 
@@ -107,6 +109,7 @@ def _holds_image(place: Place, open_file: Callable[[Place], IO[bytes] | None]) -
 
 
 def parent(name: str) -> str:
+    """Return the name of the folder that a file is in."""
     return PurePosixPath(name).parent.name
 
 

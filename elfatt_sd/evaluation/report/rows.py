@@ -212,9 +212,11 @@ class Row:
 
 
 def label_of(row: Mapping[str, Any]) -> str:
+    """Return the name of a row's method for readers."""
     return str(row.get("label") or row.get("method") or row.get("cell") or "unnamed")
 
 
 def settings_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a row's method."""
     settings = row.get("settings")
     return settings if isinstance(settings, Mapping) else {}
