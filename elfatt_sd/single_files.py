@@ -79,8 +79,8 @@ def load_file(path: Path, options: dict[str, Any]) -> Any:
         other = f" ({beside} is that beside it)" if beside else ""
         raise ElfattFailure(
             f"model={str(path)!r} needs the configuration of {wanted!r}, a {kind}{other}, which is not on this "
-            f"machine, and the hub cannot be reached ({shortened(first_cause(error))}); put its {INDEX} and the folders "
-            "named there beside the file, or give config=DIRECTORY in Python."
+            f"machine, and the hub cannot be reached ({shortened(first_cause(error))}); put its {INDEX} and the "
+            "folders named there beside the file, or give config=DIRECTORY in Python."
         ) from error
 
 
