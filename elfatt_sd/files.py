@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,17 @@ def is_plain_name(name: str) -> bool:
     """Tell whether a name can be that of a file or folder on every system, and leads nowhere else."""
     fits = len(name.encode(errors="replace")) <= _LONGEST_NAME
     return fits and bool(_NAME.fullmatch(name)) and not _RESERVED.fullmatch(name)
+
+
+def read_plain(path: Path) -> bytes:
+    """Return the content of a file; a folder, a pipe or a device is none, and might never end.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return path.read_bytes()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.measure import few_repeats, summarize_time
 from elfatt_sd.evaluation.memory import summarize_memory
 from elfatt_sd.evaluation.protocols import SCOPES, Memory, Protocol, Time, decisive
-from elfatt_sd.evaluation.records import MadeImage, read_data
+from elfatt_sd.evaluation.records import MadeImage, ResultsRecord, read_data
 from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, join_results
 from elfatt_sd.evaluation.run import MEMORY_FILE, RUN_FILE, SCORES_FILE, TIME_FILE, Row, Run
 from elfatt_sd.files import sha256_of_data, sha256_of_file
@@ -167,7 +167,11 @@ def _fitted(row: Mapping[str, Any], protocol: Protocol) -> dict[str, Any]:
 
 def _check_results(run: Run) -> Iterator[str]:
     path = run.folder / RESULTS_FILE
-    recorded = read_json(path, "`elfatt-sd eval report` writes it anew")
+    try:
+        recorded = read_data(path, ResultsRecord, "`elfatt-sd eval report` writes it anew")
+    except ElfattError as error:
+        yield str(error)
+        return
     if recorded is None:
         yield f"{path}: deleted, or the run is not finished"
         return

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -553,7 +554,7 @@ def test_a_cell_outside_the_run_gives_no_picture(tmp_path):
     [
         {"rows": []},
         {"rows": [{}]},
-        {"rows": [{"cell": "a", "failed": "out of memory"}, None, 3]},
+        {"rows": [{"cell": "a", "failed": "out of memory"}]},
         {"published": None, "environment": None, "protocol": None, "description": None, "name": None},
         {"published": {"source": None, "rows": [{"label": "SD"}, {"label": "X", "FID": "many"}]}},
     ],
@@ -592,12 +593,20 @@ def test_a_run_that_measured_nothing_says_so(tmp_path, results):
 
 def test_unreadable_pictures_leave_a_gap(tmp_path):
     build_run(tmp_path, images=4, size=32)
-    for index in range(4):
-        (tmp_path / "cells" / "tome-0.1" / "images" / f"{index:05d}.png").write_bytes(b"no picture")
-    (tmp_path / "cells" / "sd" / "manifest.jsonl").write_text("not json\n")
+    folder = tmp_path / "cells" / "tome-0.1" / "images"
+    (folder / "00000.png").unlink()
+    for index in range(1, 4):
+        shutil.copy(folder.parents[1] / "sd" / "images" / f"{index:05d}.png", folder)
     shown = Page(write_report(tmp_path))
-    assert shown.text.count("no picture") == 6, "four in the grid, two of the most changed"
-    assert prompt(1) in shown.text, "another row's manifest has the prompts"
+    assert shown.text.count("no picture") == 1
+    assert shown.text.count("altered after generation") == 5, "three in the grid, two of the most changed"
+
+
+def test_a_damaged_list_of_pictures_is_told(tmp_path):
+    build_run(tmp_path, images=2, size=32)
+    (tmp_path / "cells" / "sd" / "manifest.jsonl").write_text("not json\n")
+    with pytest.raises(ElfattError, match=r"manifest\.jsonl, line 1 is damaged"):
+        write_report(tmp_path)
 
 
 def lowest_psnr(table):
@@ -1033,11 +1042,14 @@ def test_report_is_the_same_every_time(run):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read"),
-        ("{", "no valid JSON"),
-        ("[]", "format 'list'"),
-        ('{"format": 2, "rows": []}', "format 2"),
-        ('{"format": 1}', "a list of rows"),
+        (None, "does not exist"),
+        ("{", "is damaged"),
+        ("[]", "accepted: a table"),
+        ('{"format": 2, "rows": []}', "format=2 is not accepted"),
+        ('{"format": 1}', "key 'rows' is missing"),
+        ('{"format": 1, "rows": [{}, 3]}', "rows[1]=3 is not accepted"),
+        ('{"format": 1, "rows": [{"time": {"unet": {"values": ["x"]}}}]}', "rows[0].time.unet.values[0]='x'"),
+        ('{"format": 1, "rows": [{"distances": {"FID": {"interval": [1]}}}]}', "distances.FID.interval=[1]"),
     ],
 )
 def test_results_that_are_none_give_one_clear_line(tmp_path, content, message):
