@@ -34,10 +34,12 @@ def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
         The folder of the run's results.
 
     Raises:
-        ElfattError: the run has no results, or a folder cannot be written.
+        ElfattError: the run has no results, their name cannot be that of a folder, or the folder holds something else
+            or cannot be written.
     """
     results = load_results(run_dir)
     target = folder / results.folder_name
+    _check_replaceable(target)
     files = report_files(run_dir, results, page=page)
     try:
         write_json(target / RESULTS_FILE, dict(results.data))
@@ -45,6 +47,12 @@ def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
         raise ElfattError(f"{target} cannot be written: {error.strerror}.") from error
     replace_files(target, files)
     return target
+
+
+def _check_replaceable(target: Path) -> None:
+    """Refuse a folder that is no earlier publication, for files of a report are removed there."""
+    if target.is_dir() and any(target.iterdir()) and not (target / RESULTS_FILE).is_file():
+        raise ElfattError(f"{target} holds something else than published results; give another --out.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

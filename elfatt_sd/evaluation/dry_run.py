@@ -84,7 +84,7 @@ def _missing_images(run: Run, row: Row) -> int:
     return (
         0
         if row.finished
-        else sum(len(batch) for number, batch in enumerate(run.batches) if not row.batch_file(number).is_file())
+        else sum(len(batch) for number, batch in enumerate(run.batches) if not row.has_batch(number, batch))
     )
 
 

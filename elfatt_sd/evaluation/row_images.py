@@ -31,13 +31,20 @@ class Images:
     classes: Sequence[int]
 
     @classmethod
-    def of_row(cls, row: Row) -> Images:
+    def of_row(cls, row: Row, count: int | None = None) -> Images:
         """List the pictures of a finished row.
 
+        Args:
+            row: which one.
+            count: how many there must be; None takes any number.
+
         Raises:
-            ElfattError: the row is not finished.
+            ElfattError: the row is not finished, or its list is not whole.
         """
         made = row.made_images()
+        if count is not None and len(made) != count:
+            remedy = f"delete the file to make row {row.name!r} anew"
+            raise ElfattError(f"{row.manifest} lists {len(made)} images; accepted: {count}; {remedy}.")
         paths = [row.image_file(each.index) for each in made]
         return cls(row.name, paths, [each.sha256 for each in made], [each.class_index for each in made])
 

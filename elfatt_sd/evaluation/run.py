@@ -127,6 +127,14 @@ class Row(RowFolder):
         """Whether any image counts as made."""
         return self.finished or self.batches_folder.is_dir()
 
+    def has_batch(self, number: int, prompts: Sequence[Prompt]) -> bool:
+        """Tell whether a batch is made; one whose list is damaged is not."""
+        try:
+            made = self._listed([self.batch_file(number)], "")
+        except ElfattError:
+            return False
+        return [each.index for each in made] == [each.index for each in prompts]
+
     def add_batch(self, number: int, made: Sequence[MadeImage]) -> None:
         """Commit a batch, whose images are in their places."""
         lines = [json.dumps(msgspec.structs.asdict(each), ensure_ascii=False) + "\n" for each in made]

@@ -108,6 +108,15 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
     return mean, covariance, count
 
 
+def read_array(path: Path, width: int, dtype: str = "float32") -> np.ndarray[Any, Any] | None:
+    """Return an array `[n, width]` of a `.npy` file, memory-mapped; None where there is none, or none that is whole."""
+    try:
+        found: np.ndarray[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, SyntaxError):
+        return None
+    return found if isinstance(found, np.ndarray) and found.dtype == dtype and found.shape[1:] == (width,) else None
+
+
 def batches(features: Features) -> Iterator[Tensor]:
     """Cut features `[n, d]`, which may be memory-mapped, into float64 pieces of at most `ROWS` rows."""
     for start in range(0, len(features), ROWS):

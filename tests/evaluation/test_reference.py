@@ -27,7 +27,8 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, reference, sources
 from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.reference import Reference, Renders, build_reference
+from elfatt_sd.evaluation.reference import Reference, build_reference
+from elfatt_sd.evaluation.renders import Renders
 from elfatt_sd.evaluation.sources import decode, open_source
 from elfatt_sd.evaluation.statistics import FeatureStatistics
 
@@ -502,16 +503,31 @@ def test_processes_of_a_launch_agree_before_they_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy leaves a damaged zip open
-def test_a_damaged_cache_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"half", b"{}", b"other"])
+@pytest.mark.parametrize("name", ["statistics.npz", "sample.npy", "reference.json"])
+def test_a_damaged_cache_is_made_anew(tmp_path: Path, name: str, content: bytes) -> None:
     source, cache = flat(tmp_path), tmp_path / "cache"
-    for name in ("statistics.npz", "sample.npy", "reference.json"):
-        for share in (0, 0.5):
-            build(source, cache)
-            (folder,) = cache.iterdir()
-            os.truncate(folder / name, int((folder / name).stat().st_size * share))
-            with pytest.raises(ElfattError, match=rf"cache {folder} is damaged; delete this folder"):
-                build(source, cache)
-            shutil.rmtree(folder)
+    before = build(source, cache)
+    (folder,) = cache.iterdir()
+    whole = (folder / name).read_bytes()
+    other = tmp_path / "other.npy"
+    np.save(other, np.zeros((3, 3), dtype=np.float32))
+    given = {b"half": whole[: len(whole) // 2], b"other": other.read_bytes()}
+    (folder / name).write_bytes(given.get(content, content))
+    again = build(source, cache)
+    assert torch.equal(before.statistics.covariance, again.statistics.covariance)
+    assert (folder / name).read_bytes() == whole
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_chunk_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction, "CHUNK", 5)
+    pictures = SourcePictures(open_source(flat(tmp_path)), Preprocessing())
+    before = [features for features, _ in extract(pictures, regions(), tmp_path / "c", batch_size=2)]
+    for number, content in enumerate((b"", b"PK\x03\x04 no zip")):
+        (tmp_path / "c" / f"chunk-{number:05d}.npz").write_bytes(content)
+    after = [features for features, _ in extract(pictures, regions(), tmp_path / "c", batch_size=2)]
+    assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
 
 
 def test_sample_is_evenly_spaced_over_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from elfatt_sd.evaluation.frechet import frechet_distance
 from elfatt_sd.evaluation.intervals import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, student_quantile
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, Reference
-from elfatt_sd.evaluation.reference import Renders
+from elfatt_sd.evaluation.renders import Renders
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.score import Images, build_references, score_run
 from elfatt_sd.evaluation.statistics import FeatureStatistics
