@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import tempfile
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -37,6 +38,11 @@ def read_plain(path: Path) -> bytes:
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no plain file", str(path))
     return path.read_bytes()
+
+
+def one_folder(name: str) -> str:
+    """Return what the names have in common that some systems take for one: letters in either case, or composed."""
+    return unicodedata.normalize("NFKC", name).casefold()
 
 
 @contextlib.contextmanager
@@ -84,7 +90,7 @@ def sha256_of_file(path: Path) -> str:
 def sha256_of_data(data: Any) -> str:
     """Return the hex digest of plain data, independent of the order of keys."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()  # of file names that are not UTF-8
 
 
 def check_writable(folder: Path, given: str | None = None) -> None:

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import itertools
+import os
 import random
 import string
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Protocol
 
 Value = TypeVar("Value")
+MOST_IMAGES = 10_000_000  # of a row: their prompts are held in memory
 
 # The ILSVRC-2012 classes, facts: WordNet ids and lemmas as timm 1.0.31 lists them, short names as torchvision 0.28.0.
 IMAGENET_FILE = Path(__file__).with_name("imagenet1k_classes.csv")
@@ -79,10 +81,10 @@ def read_labels(path: Path) -> list[Label]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        csv_file = path.suffix.lower() == ".csv"
+        pairs = _csv_pairs(path, text) if csv_file else [("", line.strip()) for line in text.split("\n")]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ElfattError(f"labels {path} cannot be read ({error}); give a UTF-8 text file or .csv.") from error
-    csv_file = path.suffix.lower() == ".csv"
-    pairs = _csv_pairs(path, text) if csv_file else [("", line.strip()) for line in text.split("\n")]
     labels = [Label(index, wnid, name) for index, (wnid, name) in enumerate(pair for pair in pairs if pair[1])]
     if not labels:
         raise ElfattError(f"labels {path} is empty; give one label per line.")
@@ -95,7 +97,7 @@ def read_labels(path: Path) -> list[Label]:
 
 
 def _csv_pairs(path: Path, text: str) -> list[tuple[str, str]]:
-    rows = csv.DictReader(io.StringIO(text))
+    rows = csv.DictReader(io.StringIO(text, newline=""))
     columns = rows.fieldnames or []
     column = next((name for name in ("name", "label") if name in columns), None)
     if column is None and columns:
@@ -117,7 +119,7 @@ def load_labels(name: str) -> list[Label]:
     if name == "toy":
         return toy_labels()
     path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(path):  # which takes any name
         raise ElfattError(f"labels={name!r} is not known; accepted: imagenet1k, toy, or a .txt or .csv file.")
     return read_labels(path)
 
@@ -138,6 +140,9 @@ def build_prompts(labels: Sequence[Label], template: str, images_per_class: int)
     if images_per_class < 1:
         raise ElfattError(f"images_per_class={images_per_class} is not accepted; give a whole number of at least 1.")
     _check_template(template)
+    if len(labels) * images_per_class > MOST_IMAGES:
+        what = f"images_per_class={images_per_class} with {len(labels)} labels"
+        raise ElfattError(f"{what} is not accepted; accepted: {MOST_IMAGES} images a row at most.")
     texts = [
         template.format(label=label.name, wnid=label.wnid, index=label.index, article=_article(label.name))
         for label in labels

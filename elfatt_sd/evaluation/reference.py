@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, SourcePict
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.kernel import KERNEL_SAMPLE
 from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
+from elfatt_sd.evaluation.prompts import MOST_IMAGES
 from elfatt_sd.evaluation.protocols import Reference as Settings
 from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.renders import Renders
@@ -169,7 +172,7 @@ def check_source(wanted: Settings) -> None:
 
 
 def _check_moments(path: Path) -> None:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")
 
 
@@ -219,8 +222,9 @@ def _pictures(
     pictures: SourcePictures | Renders
     if _is_rendered(source):
         number = source.partition(":")[2]
-        if number and not (number.isdecimal() and int(number) > 1):
-            raise ElfattError(f"reference {source!r} is not accepted; give renders:COUNT with a whole number above 1.")
+        if number and not (re.fullmatch(r"[0-9]{1,8}", number) and 1 < int(number) <= MOST_IMAGES):
+            accepted = f"give renders:COUNT with a whole number from 2 to {MOST_IMAGES}"
+            raise ElfattError(f"reference {source!r} is not accepted; {accepted}.")
         pictures = Renders(int(number) if number else expected, classes)
         fingerprint = pictures.fingerprint
     else:

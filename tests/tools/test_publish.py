@@ -101,7 +101,7 @@ def test_what_is_wrong_is_named(published: Path, tmp_path: Path) -> None:
         fill_page("# Page\n", published, published)
     with pytest.raises(ElfattError, match=r"plot 'nothing' .* does not exist; there are: .*difference"):
         fill_page("<!-- eval toy_full nothing -->\n<!-- end -->", published, published)
-    with pytest.raises(ElfattError, match=r"results.json cannot be read .*; `elfatt-sd eval score"):
+    with pytest.raises(ElfattError, match=r"results.json does not exist; `elfatt-sd eval score"):
         publish(tmp_path, published)
 
 
