@@ -58,6 +58,8 @@ def checked(data: Any, shape: type[Shape]) -> Shape:
         known_keys(f"{place}." if place else "", table, fields)
     try:
         return msgspec.convert(data, shape)
+    except UnicodeEncodeError as error:
+        raise refused(ascii(error.object), "text in UTF-8") from error
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ElfattError):  # of a `__post_init__`
             raise error.__cause__ from error

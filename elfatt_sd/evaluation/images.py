@@ -15,9 +15,9 @@ from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.families import main_denoiser
+from elfatt_sd.families import family_of, main_denoiser
 from elfatt_sd.optional import need
-from elfatt_sd.running import exact_size, rows_of
+from elfatt_sd.running import exact_size, guidance_options, rows_of
 
 
 class BadImage(ElfattError):
@@ -110,18 +110,21 @@ def image_seed(protocol: Protocol, cell: Cell, index: int) -> int:
     return protocol.seed + cell.seed_offset + index
 
 
-def start_noise(pipe: Any, protocol: Protocol, seeds: Sequence[int]) -> tuple[Tensor, list[torch.Generator]]:
-    """Draw the starting noise of some images.
+def start_noise(pipe: Any, protocol: Protocol, seeds: Sequence[int]) -> dict[str, Any]:
+    """Draw the starting noise of some images, as arguments of the pipeline's call.
 
     Returns:
-        Latents `[n, channels, height / factor, width / factor]` in the pipeline's dtype, drawn in float32 on the CPU,
-        and the generators, which go on to serve schedulers that add noise.
+        `latents` `[n, channels, height / factor, width / factor]` in the pipeline's dtype, drawn in float32 on the CPU,
+        and `generator`, one for each image, which goes on to serve schedulers that add noise. Pipelines that join image
+        and text draw their latents, which they arrange in ways of their own, from the generators.
     """
+    if family_of(denoiser(pipe)).text:
+        return {"generator": [torch.Generator().manual_seed(seed) for seed in seeds]}
     factor = pipe.vae_scale_factor
     shape = (denoiser(pipe).config.in_channels, protocol.height // factor, protocol.width // factor)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     latents = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
-    return latents.to(pipe.device, denoiser(pipe).dtype), generators
+    return {"latents": latents.to(pipe.device, denoiser(pipe).dtype), "generator": generators}
 
 
 def make_images(pipe: Any, protocol: Protocol, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
@@ -136,14 +139,12 @@ def make_images(pipe: Any, protocol: Protocol, prompts: Sequence[str], seeds: Se
     Returns:
         Images `[n, 3, height, width]`, floating in [0, 1], on the pipeline's device.
     """
-    latents, generators = start_noise(pipe, protocol, seeds)
     output = pipe(
         prompt=list(prompts),
         num_inference_steps=protocol.steps,
-        guidance_scale=protocol.guidance,
-        latents=latents,
-        generator=generators,
         output_type="pt",
+        **guidance_options(pipe, protocol.guidance, None),
+        **start_noise(pipe, protocol, seeds),
         **exact_size(pipe, protocol.height, protocol.width),
     )
     images: Tensor = output.images

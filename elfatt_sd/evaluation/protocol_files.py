@@ -48,10 +48,11 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit
     if isinstance(data.get("published"), str):
         data["published"] = _published(data["published"])
     try:
+        protocol = checked(data, Protocol)
         _check_plain(data)
-        return checked(data, Protocol)
     except ElfattError as error:
         raise ElfattError(f"{path}: {error}") from error
+    return protocol
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -104,17 +104,17 @@ def test_images_are_those_of_the_plain_pipeline(made: tuple[Path, Protocol]) -> 
 
 def test_latents_do_not_depend_on_batches_or_rows(protocol: Protocol) -> None:
     pipe = generate.load_protocol_pipeline(protocol)
-    together, _ = start_noise(pipe, protocol, [3, 4, 5])
-    alone = torch.cat([start_noise(pipe, protocol, [seed])[0] for seed in (3, 4, 5)])
+    together = start_noise(pipe, protocol, [3, 4, 5])["latents"]
+    alone = torch.cat([start_noise(pipe, protocol, [seed])["latents"] for seed in (3, 4, 5)])
     assert torch.equal(together, alone)
     assert together.std() == pytest.approx(1, abs=0.1)
 
 
 def test_half_precision_latents_are_rounded_float32_ones(protocol: Protocol) -> None:
     pipe = generate.load_protocol_pipeline(protocol)
-    exact, _ = start_noise(pipe, protocol, [3])
+    exact = start_noise(pipe, protocol, [3])["latents"]
     pipe.unet.to(torch.bfloat16)
-    rounded, _ = start_noise(pipe, protocol, [3])
+    rounded = start_noise(pipe, protocol, [3])["latents"]
     assert torch.equal(rounded, exact.to(torch.bfloat16))
 
 

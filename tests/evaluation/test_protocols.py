@@ -296,7 +296,7 @@ def test_a_limit_is_a_quick_look_at_time_and_memory_too() -> None:
     ("line", "named"),
     [
         ("guidance = nan", "guidance=nan"),
-        ("seed = 2020-01-01", "seed=2020-01-01"),
+        ("seed = 2020-01-01", "seed=datetime.date"),
         ("steps = " + "9" * 5000, "not valid TOML"),
         ("images_per_class = 9223372036854775807", "images_per_class=9223372036854775807"),
         ("published.rows = [{ label = 'a', FID = inf }]", r"published\.rows\[0\]\.FID=inf"),
