@@ -27,7 +27,7 @@ from elfatt_sd.evaluation.protocols import Reference as Settings
 from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.renders import Renders
 from elfatt_sd.evaluation.sources import left_out_words, open_source
-from elfatt_sd.evaluation.statistics import FeatureStatistics, load_moments, read_array
+from elfatt_sd.evaluation.statistics import FeatureStatistics, check_covariance, load_moments, read_array
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.locks import folder_lock
 from elfatt_sd.progress import Progress
@@ -335,6 +335,7 @@ def _from_moments(path: Path, extractor: Extractor, expected: int, allow_count: 
     if count is not None:
         _check_count(str(path), count, expected, allow_count)
     suffix = f" (statistics of {path.name})" if count is None else _suffix(count)
+    covariance = check_covariance(path, covariance)
     statistics = FeatureStatistics.from_moments(mean, covariance, count or UNKNOWN_COUNT)
     digest = sha256_of_file(path)
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])

@@ -341,6 +341,11 @@ def _read_record(folder: Path) -> RunRecord | None:
     return found
 
 
+def is_full(error: OSError) -> bool:
+    """Tell whether an error is that of a disk without space."""
+    return error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+
+
 @contextlib.contextmanager
 def clear_disk_errors(folder: Path) -> Iterator[None]:
     """Turn a full disk into one clear line.
@@ -351,7 +356,7 @@ def clear_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        if not is_full(error):
             raise
         raise RunFailure(
             f"no space left on the disk of {folder}; finished work is kept: make room and give the same command again."
