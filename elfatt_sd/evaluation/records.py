@@ -97,6 +97,7 @@ class ScoredRow(Struct, frozen=True):
     paired: Paired | None = None
     accuracy: dict[str, Figure] | None = None
     most_changed: list[Index] | None = None
+    metrics: dict[str, Figure] | None = None
 
 
 class Scores(Struct, frozen=True):

@@ -12,7 +12,7 @@ from elfatt_sd.files import write_json
 RESULTS_FILE = "results.json"
 FORMAT = 1
 STAGE_FILES = {SCORES_FILE: Scores, TIME_FILE: Times, MEMORY_FILE: Peaks}
-_SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed")
+_SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed", "metrics")
 
 
 def join_results(run: Run) -> dict[str, Any]:

@@ -107,12 +107,12 @@ def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
     """Return what is to be tried before an extractor is fetched; each raises an `ElfattError`."""
     from elfatt_sd.evaluation.reference import check_given
 
-    return [
+    checks = [
         lambda: need("an evaluation", "torchmetrics", *REPORT, *sorted(protocol.peers)),
         lambda: check_device(protocol),
         lambda: _check_prompts(protocol),
-        lambda: check_given(protocol.reference.source),
     ]
+    return [*checks, lambda: check_given(protocol.reference.source)] if protocol.extractors else checks
 
 
 def check_device(protocol: Protocol) -> None:

@@ -140,13 +140,14 @@ def check_covariance(path: Path, covariance: Tensor) -> Tensor:
     return symmetric
 
 
-def read_array(path: Path, width: int, dtype: str = "float32") -> np.ndarray[Any, Any] | None:
-    """Return an array `[n, width]` of a `.npy` file, memory-mapped; None where there is none, or none that is whole."""
+def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[Any, Any] | None:
+    """Return an array `[n, *shape]` of a `.npy` file, memory-mapped; None where there is none that is whole."""
     try:
         found: np.ndarray[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, SyntaxError):
         return None
-    return found if isinstance(found, np.ndarray) and found.dtype == dtype and found.shape[1:] == (width,) else None
+    whole = isinstance(found, np.ndarray) and found.dtype == dtype and found.ndim and found.shape[1:] == shape
+    return found if whole else None
 
 
 def batches(features: Features) -> Iterator[Tensor]:

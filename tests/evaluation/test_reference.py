@@ -680,3 +680,43 @@ def test_a_folder_of_shards_names_what_lies_beside(tmp_path: Path) -> None:
     (tmp_path / "empty" / "a.bin").write_bytes(b"rubbish")
     with pytest.raises(ElfattError, match=r"holds no picture \(1 file is left out as no image: a.bin\)"):
         open_source(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        *(
+            ({"count": count}, "has count")
+            for count in (0, 1, -3, 2.5, 1e30, float("nan"), float("inf"), "many", [2, 3])
+        ),
+        ({"count": None}, "cannot be read"),
+        ({"sigma": np.diag([-1.0] + 11 * [1.0])}, "negative eigenvalue -1"),
+        ({"sigma": np.triu(np.ones((12, 12)))}, "not symmetric"),
+        ({"sigma": np.full((12, 12), np.nan)}, "NaN"),
+        ({"sigma": np.ones((12, 12), dtype=object)}, "cannot be read"),
+        ({"mu": np.array(["x"] * 12)}, "cannot be read"),
+    ],
+)
+def test_impossible_statistics_are_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    arrays = {"mu": np.zeros(12), "sigma": np.eye(12), "count": np.int64(COUNT)}
+    np.savez(tmp_path / "odd.npz", **(arrays | changed))
+    with pytest.raises(ElfattError, match=said) as error:
+        build(tmp_path / "odd.npz", tmp_path)
+    assert "odd.npz" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_single_array_is_no_statistics(tmp_path: Path) -> None:
+    with open(tmp_path / "one.npz", "wb") as file:
+        np.save(file, np.eye(12))
+    with pytest.raises(ElfattError, match="holds a single array"):
+        build(tmp_path / "one.npz", tmp_path)
+
+
+def test_rounding_of_another_tool_is_forgiven(tmp_path: Path) -> None:
+    expected = expected_statistics()
+    sigma = expected.covariance.float().numpy()
+    sigma[0, 1] *= 1 + 1e-6
+    np.savez(tmp_path / "single.npz", mu=expected.mean.float(), sigma=sigma)
+    found = build(tmp_path / "single.npz", tmp_path).statistics.covariance
+    assert torch.equal(found, found.T)
+    torch.testing.assert_close(found, expected.covariance, rtol=1e-5, atol=1e-6)

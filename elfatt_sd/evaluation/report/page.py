@@ -10,6 +10,7 @@ from typing import Any
 
 from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.evaluation.report.data import PARTS, Results, is_kernel
+from elfatt_sd.evaluation.report.metrics import metrics_table
 from elfatt_sd.evaluation.report.palette import METHODS, METHODS_DARK, Palette
 from elfatt_sd.evaluation.report.pictures import DETAILS, Detail, Pictures
 from elfatt_sd.evaluation.report.plots import Plot
@@ -52,6 +53,7 @@ def render_page(
         "recommended": recommended(results),
         "findings": findings(results),
         "main": main_table(results),
+        "metrics": metrics_table(results),
         "more": more_table(results),
         "published": published_table(results),
         "source": published_source(results),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elfatt_sd.evaluation.report.data import STAGES, Estimate, Results, Row, dig, setting_text
+from elfatt_sd.evaluation.report.metrics import metric_columns
 from elfatt_sd.evaluation.report.published import FIGURES, published_for
 from elfatt_sd.evaluation.report.tables import DASH, THIS_RUN, Column, Entry, Line, Table
 from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO, shown
@@ -170,6 +171,7 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
         record |= _columns(f"accuracy {name}", row.accuracy(name))
         record |= _columns(f"accuracy {name} difference", row.accuracy_difference(name))
         record[f"accuracy {name} verdict"] = row.accuracy_verdict(name)
+    record |= metric_columns(results, row)
     for part in ("end_to_end", "unet"):
         record[f"{part} seconds_per_image"] = row.seconds(part)
         record |= _columns(f"{part} speedup", row.speedup(part))
