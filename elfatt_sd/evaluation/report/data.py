@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.records import ResultsRecord, read_data
 from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row, is_kernel, label_of, settings_of
 from elfatt_sd.evaluation.report.values import Estimate, dig, number, setting_text, setting_title
-from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
+from elfatt_sd.evaluation.results import RESULTS_FILE
 from elfatt_sd.files import is_plain_name
 
 STAGES = {"text": "Text", "unet": "UNet", "vae": "VAE", "reserved": "Reserved"}
@@ -175,18 +175,12 @@ def load_results(run_dir: Path) -> Results:
     """Read `results.json` of a run.
 
     Raises:
-        ElfattError: the file is missing, is no JSON object, or has another format.
+        ElfattError: the file is missing or damaged; the message names the field.
     """
     path = Path(run_dir) / RESULTS_FILE
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ElfattError(f"{path} cannot be read ({error.strerror}); `elfatt-sd eval score` writes it.") from error
-    except ValueError as error:
-        raise ElfattError(f"{path} is no valid JSON ({error}); make it anew with `elfatt-sd eval score`.") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("rows"), list):
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ElfattError(f"{path} has format {found!r}; accepted: an object with format {FORMAT} and a list of rows.")
+    data = read_data(path, ResultsRecord, "make it anew with `elfatt-sd eval report`")
+    if data is None:
+        raise ElfattError(f"{path} does not exist; `elfatt-sd eval score` writes it.")
     return Results(data)
 
 

@@ -35,9 +35,13 @@ def dig(data: Any, *path: str) -> Any:
 def number(data: Any, *path: str) -> float | None:
     """Return the number at the end of a path; None for anything else, NaN included. Infinity is a number."""
     value = dig(data, *path)
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number beyond all of float's
+        return None
+    return None if math.isnan(found) else found
 
 
 def numbers(data: Any, *path: str) -> list[float]:
