@@ -7,7 +7,9 @@ from typing import Any
 
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.protocols import PRINTED
-from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row, dig, setting_text
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row
+from elfatt_sd.evaluation.report.values import dig, setting_text
 from elfatt_sd.presets import known_method
 
 FIGURES = dict(zip(PRINTED, (("FID ↓", 1), ("s/img", 3), ("GB/img", 2)), strict=True))
@@ -81,6 +83,8 @@ def departures(results: Results) -> list[str]:
     asked = ASKED.get(published_source(results), {})
     told = {name: results.protocol.get(name, wanted) for name, wanted in asked.items()}
     found = [(name, told[name], wanted) for name, wanted in asked.items() if told[name] != wanted]
+    if asked and dig(results.protocol, "prompts", "file"):
+        found.append(("prompts", dig(results.protocol, "prompts", "file"), "those of the labels"))
     counts = sorted({row.images for row in results.rows if row.images} - {_PICTURES})
     if asked and counts:
         found.append(("pictures per row", counts[0], _PICTURES))
