@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
-from diffusers.models import ModelMixin, attention_processor
+from diffusers import ModelMixin
+from diffusers.models import attention_processor
 from torch import Tensor, nn
 
 from elfatt_sd.errors import ElfattError

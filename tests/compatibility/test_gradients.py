@@ -177,7 +177,7 @@ def test_a_checkpoint_that_cannot_be_followed_is_refused() -> None:
         loss.backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*jit.script:FutureWarning")  # of torch.func itself
+@pytest.mark.filterwarnings("ignore:.*jit.script")  # of torch.func itself
 def test_transforms_of_torch_func() -> None:
     """As consistency training differentiates; in forward mode, PyTorch has neither fused attention nor merging."""
     unet = elfatt_sd.apply_patch(tiny.unet().double(), "elfatt", ratio=0)
