@@ -130,7 +130,7 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
 
 
 MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "log_sum_exp", "joint", "rotary")
-DATA = (*MATHEMATICS, "files", "checks", "methods", "config", "presets", "timesteps", "schedule")
+DATA = (*MATHEMATICS, "files", "checks", "settings", "methods", "phases", "config", "presets", "timesteps", "schedule")
 CORE = (
     *DATA,
     "families",
@@ -139,8 +139,14 @@ CORE = (
     "joint_processor",
     "processor",
     "autotune",
+    "choosing",
+    "sizes",
     "shapes",
+    "plans",
     "planning",
+    "surroundings",
+    "notices",
+    "installed",
     "patch",
     "standalone",
 )
