@@ -67,6 +67,13 @@ class Measured(Struct, frozen=True):
     errors: dict[str, str] = {}
 
 
+class Cost(Struct, frozen=True):
+    """`cost.json`."""
+
+    identity: str
+    rows: dict[str, dict[str, Any]]
+
+
 def read_data(path: Path, shape: type[Any], remedy: str) -> dict[str, Any] | None:
     """Return the plain data of a file that holds a record, None where there is no file.
 
