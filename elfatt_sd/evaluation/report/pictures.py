@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import NULL, Results, Row
+from elfatt_sd.evaluation.report.data import NULL, Results, Row, number
 from elfatt_sd.files import is_plain_name
 
 
@@ -32,6 +32,7 @@ class Detail:
     pairs: int
 
 
+_SHOWN = 24  # frames of a clip
 DETAILS = (
     Detail(448, 84, 6, 3),
     Detail(384, 80, 6, 3),
@@ -120,8 +121,14 @@ class Pictures:
         key = (row.cell, index, detail.edge, detail.quality)
         if key not in self._encoded:
             path = self._folder(row) / "images" / f"{index:05d}.png"
-            self._encoded[key] = _data_uri(path, detail.edge, detail.quality)
+            self._encoded[key] = _data_uri(path, detail.edge, detail.quality, *self._clip)
         return Picture(row, index, self.prompts.get(index, f"picture {index}"), self._encoded[key])
+
+    @property
+    def _clip(self) -> tuple[int, float]:
+        """Frames of each picture, and how many are shown a second."""
+        frames, rate = (number(self.results.protocol, key) for key in ("frames", "frame_rate"))
+        return max(int(frames or 1), 1), rate or 16.0
 
     def _folder(self, row: Row) -> Path:
         return self.run_dir / "cells" / row.cell
@@ -148,8 +155,8 @@ def _manifest(path: Path) -> Iterable[Mapping[str, Any]]:
         return
 
 
-def _data_uri(path: Path, edge: int, quality: int) -> str | None:
-    """Return a WebP data URI of a picture, or None if it cannot be read."""
+def _data_uri(path: Path, edge: int, quality: int, frames: int, rate: float) -> str | None:
+    """Return a WebP data URI of a picture, or None if it cannot be read; a clip moves, with `_SHOWN` frames at most."""
     from PIL import Image
 
     try:
@@ -157,7 +164,15 @@ def _data_uri(path: Path, edge: int, quality: int) -> str | None:
             picture = source.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
-    picture.thumbnail((edge, edge), Image.Resampling.LANCZOS)
+    height, every = picture.height // frames, -(-frames // _SHOWN)
+    shown = [
+        picture.crop((0, place * height, picture.width, (place + 1) * height)) for place in range(0, frames, every)
+    ]
+    for frame in shown:
+        frame.thumbnail((edge, edge), Image.Resampling.LANCZOS)
+    options: dict[str, Any] = {"quality": quality, "method": 4, "use_sharp_yuv": True}
+    if frames > 1:
+        options |= {"save_all": True, "append_images": shown[1:], "duration": round(1000 * every / rate), "loop": 0}
     stream = io.BytesIO()
-    picture.save(stream, "WEBP", quality=quality, method=4, use_sharp_yuv=True)
+    shown[0].save(stream, "WEBP", **options)
     return f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode('ascii')}"

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import STAGES, Estimate, Results, Row, dig, setting_text
+from elfatt_sd.evaluation.report.data import STAGES, Estimate, Results, Row, dig, number, setting_text
 from elfatt_sd.evaluation.report.metrics import metric_columns
 from elfatt_sd.evaluation.report.published import FIGURES, published_for
 from elfatt_sd.evaluation.report.tables import DASH, THIS_RUN, Column, Entry, Line, Table
@@ -146,6 +146,7 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
     record |= _columns("gib_per_image", row.slope)
     record |= {key: row.memory(key) for key in ("intercept_gib", "fit_error_gib")}
     record |= {f"{stage} gib_per_image": row.stage_slope(stage) for stage in STAGES}
+    record |= {key: number(row.data, "cost", key) for key in ("density", "multiply_adds")}
     record |= {f"memory {key}": dig(row.data, "memory", key) for key in ("kind", "note")}
     record["failed"] = row.failed
     published = published_for(results, row) or {}
