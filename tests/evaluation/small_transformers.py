@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import tiny_flux
 import tiny_joint
 import tiny_transformers
 import torch
@@ -51,7 +52,7 @@ def _vae(name: str) -> Any:
 
 
 def write_flux(folder: Path) -> Path:
-    tiny_transformers.flux(folder).save_pretrained(folder / "flux")
+    tiny_transformers.flux(folder, vae=tiny_flux.vae()).save_pretrained(folder / "flux")
     return folder / "flux"
 
 

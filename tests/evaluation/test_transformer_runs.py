@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -73,7 +74,7 @@ def weights(folder: Path) -> list[str]:
 def specification(name: str, model: Path, overrides: list[str]) -> Protocol:
     case = CASES[name]
     size = [f"height={case.height}", f"width={case.width}", f"frames={case.frames}"]
-    quick = ["steps=3", "batch=2", "classes=4", "dtype=float32", "device=cpu", "time.repeats=1", "memory.steps=1"]
+    quick = ["steps=5", "batch=2", "classes=4", "dtype=float32", "device=cpu", "time.repeats=1", "memory.steps=5"]
     return load_protocol(name, [f"model={model}", *size, *quick, *overrides])
 
 
@@ -98,7 +99,7 @@ def finished(request: pytest.FixtureRequest, folder: Path, weights: list[str]) -
 
 
 def test_every_row_has_every_figure(finished: Finished) -> None:
-    case, run, rows = finished
+    _, run, rows = finished
     assert [row.name for row in run.finished] == list(rows) == [cell.name for cell in run.protocol.cells]
     for name, row in rows.items():
         assert row["images"] == row["classes"] == 4
@@ -151,9 +152,7 @@ def test_an_image_depends_on_its_seed_alone(finished: Finished) -> None:
 
 def test_guidance_has_an_effect(finished: Finished) -> None:
     """Qwen-Image is guided only with a negative prompt; Flux is given the scale, if it was trained for that."""
-    import dataclasses
-
-    case, run, _ = finished
+    _, run, _ = finished
     if run.protocol.name == "flux":
         pytest.skip("the small model is not distilled")
     pipe = load_protocol_pipeline(run.protocol)
