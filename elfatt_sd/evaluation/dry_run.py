@@ -17,10 +17,11 @@ from elfatt_sd.evaluation.measure import WARMUP_STEPS, timed_call
 from elfatt_sd.evaluation.memory import program_of
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.protocols import Cell, Protocol, check_protocol_fits
+from elfatt_sd.evaluation.records import read_data
+from elfatt_sd.evaluation.results import STAGE_FILES
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Row, Run, RunFailure
 from elfatt_sd.evaluation.stages import check_device, first_checks
 from elfatt_sd.files import check_writable
-from elfatt_sd.typed import read_json
 
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat pictures take less
 _PROBE_STEPS = 2
@@ -84,7 +85,7 @@ def _missing_images(run: Run, row: Row) -> int:
     return (
         0
         if row.finished
-        else sum(len(batch) for number, batch in enumerate(run.batches) if not row.batch_file(number).is_file())
+        else sum(len(batch) for number, batch in enumerate(run.batches) if not row.has_batch(number, batch))
     )
 
 
@@ -110,7 +111,7 @@ def _memory_to_measure(run: Run) -> tuple[float, int]:
 
 
 def _read(run: Run, name: str) -> dict[str, Any]:
-    return read_json(run.folder / name, "delete it") or {}
+    return read_data(run.folder / name, STAGE_FILES[name], "delete it") or {}
 
 
 def count_images(run: Run) -> int:

@@ -15,6 +15,7 @@ from elfatt_sd.evaluation.extraction import quiet_pillow
 from elfatt_sd.evaluation.intervals import Estimate
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.similarity import structural_similarity
+from elfatt_sd.evaluation.statistics import read_array
 from elfatt_sd.files import atomic_file, sha256_of_data
 from elfatt_sd.progress import Progress
 
@@ -40,12 +41,14 @@ def pair_changes(
         progress: called with what is looked at, the number of pictures compared, and their total.
     """
     path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
-    if not path.is_file():
-        with quiet_pillow():
-            rows = torch.cat(list(_changes(images, baseline, device, progress)))
-        with atomic_file(path) as file:
-            np.save(file, rows.numpy())
-    return torch.from_numpy(np.load(path))
+    known = read_array(path, 2, dtype="float64")
+    if known is not None and len(known) == len(images.paths):
+        return torch.from_numpy(np.array(known))
+    with quiet_pillow():
+        rows = torch.cat(list(_changes(images, baseline, device, progress)))
+    with atomic_file(path) as file:
+        np.save(file, rows.numpy())
+    return rows
 
 
 def _changes(images: Images, baseline: Images, device: torch.device, progress: Progress | None) -> Iterator[Tensor]:

@@ -15,12 +15,12 @@ from msgspec import Meta
 from elfatt_sd.config import ElfattError, PatchConfig, setting_names
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.prompt_files import PromptFile
-from elfatt_sd.files import is_plain_name, sha256_of_data
+from elfatt_sd.files import is_plain_name, one_folder, sha256_of_data
 from elfatt_sd.preflight import check_sizes_fit
 from elfatt_sd.presets import known_method
 from elfatt_sd.typed import checked, known_keys, refused
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Maybe = Annotated[int, Meta(ge=0)]  # 0 stands for all, none, or the protocol's own
 Pixels = Annotated[int, Meta(ge=8, multiple_of=8)]
 Scope = Literal["end_to_end", "unet"]
@@ -115,7 +115,7 @@ class Reference:
     """
 
     source: str = ""
-    count: Count = 50_000
+    count: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 50_000
     allow_count: bool = False
     size: Maybe = 0
     resize: str = "none"
@@ -237,8 +237,8 @@ class Protocol:
             raise refused(f"name={self.name!r}", "letters, digits, _ and -, and no name that a system keeps for itself")
         if "{label}" not in self.template:
             raise refused(f"template={self.template!r}", "a text with {label} in it")
-        names = [cell.name.casefold() for cell in self.cells]  # one folder, on some systems
-        twice = [cell.name for cell in self.cells if names.count(cell.name.casefold()) > 1]
+        names = [one_folder(cell.name) for cell in self.cells]
+        twice = [cell.name for cell in self.cells if names.count(one_folder(cell.name)) > 1]
         if twice:
             raise refused(f"cell {twice[-1]!r}, given twice", "cells that differ; give each its own name")
         baselines = [cell.name for cell in self.cells if cell.role == "baseline"]

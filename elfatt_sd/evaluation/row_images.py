@@ -40,17 +40,21 @@ class Images:
     frames: int = 1
 
     @classmethod
-    def of_row(cls, row: Row, frames: int = 1) -> Images:
+    def of_row(cls, row: Row, frames: int = 1, count: int | None = None) -> Images:
         """List the pictures of a finished row.
 
         Args:
             row: which one.
             frames: of each picture, as its protocol says.
+            count: how many there must be; None takes any number.
 
         Raises:
-            ElfattError: the row is not finished.
+            ElfattError: the row is not finished, or its list is not whole.
         """
         made = row.made_images()
+        if count is not None and len(made) != count:
+            remedy = f"delete the file to make row {row.name!r} anew"
+            raise ElfattError(f"{row.manifest} lists {len(made)} images; accepted: {count}; {remedy}.")
         paths = [row.image_file(each.index) for each in made]
         hashes, classes = [each.sha256 for each in made], [each.class_index for each in made]
         return cls(row.name, paths, hashes, classes, [each.prompt for each in made], frames)

@@ -31,7 +31,7 @@ from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
-from elfatt_sd.evaluation.statistics import batches
+from elfatt_sd.evaluation.statistics import batches, read_array
 from elfatt_sd.files import cache_folder, sha256_of_data, write_json
 from elfatt_sd.optional import need
 from elfatt_sd.progress import Progress
@@ -68,7 +68,7 @@ def score_run(
     if not run.baseline.finished:
         raise ElfattError(f"row {run.baseline.name!r}, the baseline, has no images yet; generate them first.")
     place = folder or run.folder
-    rows = {row.name: Images.of_row(row, run.protocol.frames) for row in run.finished}
+    rows = {row.name: Images.of_row(row, run.protocol.frames, len(run.prompts)) for row in run.finished}
     scales = [
         Scale(extractor, _reference(run.protocol, extractor, batch_size, progress), place / "scores")
         for extractor in (load_extractors(run.protocol) if extractors is None else extractors)
@@ -193,7 +193,7 @@ class Scale:
             ElfattError: a picture was deleted or altered after it was generated.
         """
         path = self._path(images)
-        if by_first(path.is_file):
+        if by_first(lambda: self._read(images) is not None):
             return
         parts = path.with_suffix(".parts")
         options: dict[str, Any] = {"batch_size": batch_size, "progress": progress, "name": images.name}
@@ -211,11 +211,16 @@ class Scale:
         Raises:
             ElfattError: a picture cannot be read.
         """
-        found: Array = np.load(self._path(images), mmap_mode="r")
-        wanted = len(images.frame_classes)
+        found, wanted = self._read(images), len(images.frame_classes)
+        if found is None:
+            raise ElfattError(f"{self._path(images)} is damaged; delete it, and score the run again.")
         if len(found) != wanted:
             raise ElfattError(f"row {images.name!r}: {wanted - len(found)} pictures cannot be read.")
         return found
+
+    def _read(self, images: Images) -> Array | None:
+        found = read_array(self._path(images), self.extractor.dimension)
+        return None if found is None or len(found) > len(images.frame_classes) else found
 
     def _path(self, images: Images) -> Path:
         key = sha256_of_data([images.identity, self.extractor.identity])

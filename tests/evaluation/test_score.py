@@ -27,7 +27,7 @@ from elfatt_sd.evaluation.intervals import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE
 from elfatt_sd.evaluation.metrics.scores import Scorer
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, Reference
-from elfatt_sd.evaluation.reference import Renders
+from elfatt_sd.evaluation.renders import Renders
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.score import Images, build_references, score_run
 from elfatt_sd.evaluation.statistics import FeatureStatistics

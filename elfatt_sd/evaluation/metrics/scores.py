@@ -21,7 +21,7 @@ from elfatt_sd.evaluation.metrics.base import Batch, Better, ImageMetric
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.metrics.neighbours import neighbour_figures
 from elfatt_sd.evaluation.row_images import Images
-from elfatt_sd.evaluation.statistics import take
+from elfatt_sd.evaluation.statistics import read_array, take
 from elfatt_sd.files import atomic_file, sha256_of_data
 from elfatt_sd.progress import Progress
 
@@ -166,15 +166,17 @@ class Scorer(Generic[Scale]):
         """
         parts = [metric.identity, images.identity, list(images.texts), baseline.identity if baseline else ""]
         path = self.cache / f"{images.name}-metric-{sha256_of_data(parts)[:16]}.npy"
-        if not path.is_file():
-            with quiet_pillow():
-                values = torch.cat(list(self._measured(metric, images, baseline))).double()
-            odd = next((index for index, value in enumerate(values.tolist()) if not np.isfinite(value)), None)
-            if odd is not None:
-                raise ElfattError(f"metric {metric.name!r} of image {odd} of row {images.name!r} is {values[odd]}.")
-            with atomic_file(path) as file:
-                np.save(file, values.numpy())
-        return torch.from_numpy(np.load(path))
+        known = read_array(path, dtype="float64")
+        if known is not None and len(known) == len(images.paths):
+            return torch.from_numpy(np.array(known))
+        with quiet_pillow():
+            values = torch.cat(list(self._measured(metric, images, baseline))).double()
+        odd = next((index for index, value in enumerate(values.tolist()) if not np.isfinite(value)), None)
+        if odd is not None:
+            raise ElfattError(f"metric {metric.name!r} of image {odd} of row {images.name!r} is {values[odd]}.")
+        with atomic_file(path) as file:
+            np.save(file, values.numpy())
+        return values
 
     def _measured(self, metric: ImageMetric, images: Images, baseline: Images | None) -> Iterator[Tensor]:
         sides = [images.stacks()] + ([baseline.stacks()] if baseline else [])

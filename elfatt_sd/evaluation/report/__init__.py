@@ -11,6 +11,7 @@ from pathlib import Path
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
+from elfatt_sd.evaluation.run import is_full
 from elfatt_sd.files import atomic_file
 from elfatt_sd.optional import REPORT, need
 
@@ -66,6 +67,7 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
     Raises:
         ElfattError: the folder cannot be written.
+        OSError: no space is left on the disk.
     """
     try:
         for name, content in contents.items():
@@ -74,6 +76,8 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
         for path in leftovers(folder, contents):
             path.unlink()
     except OSError as error:
+        if is_full(error):
+            raise
         raise ElfattError(f"The report cannot be written to {folder}: {error.strerror or error}.") from error
 
 

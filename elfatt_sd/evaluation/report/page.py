@@ -17,6 +17,7 @@ from elfatt_sd.evaluation.report.plots import Plot
 from elfatt_sd.evaluation.report.published import comparability, comparable_words, published_source
 from elfatt_sd.evaluation.report.summary import findings, headline, recommended, scope
 from elfatt_sd.evaluation.report.tables import main_table, more_table, published_table
+from elfatt_sd.evaluation.report.text import shown
 
 MAX_BYTES = 5 * 1000 * 1000
 _HERE = Path(__file__).parent
@@ -72,7 +73,7 @@ def render_page(
     }
     page = ""
     for detail in DETAILS:
-        page = template.render(**shared, **_pictures(pictures, detail))
+        page = shown(template.render(**shared, **_pictures(pictures, detail)))
         if len(page.encode("utf-8")) <= MAX_BYTES:
             break
     return page
