@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +50,7 @@ def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
     return defaults["num_inference_steps"], defaults.get("guidance_scale")
 
 
-def guidance_options(pipe: Any, guidance: float | None, negative_prompt: str | None) -> dict[str, Any]:
+def guidance_options(pipe: Any, guidance: float | None, negative_prompt: str | Sequence[str] | None) -> dict[str, Any]:
     """Return what sets the guidance of a pipeline.
 
     Args:

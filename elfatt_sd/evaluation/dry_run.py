@@ -121,7 +121,8 @@ def count_images(run: Run) -> int:
 
 def disk_gib(run: Run) -> float:
     """Estimate the disk that the images of a run take, in GiB."""
-    return count_images(run) * run.protocol.height * run.protocol.width * _PNG_BYTES_PER_PIXEL / 2**30
+    pixels = run.protocol.frames * run.protocol.height * run.protocol.width
+    return count_images(run) * pixels * _PNG_BYTES_PER_PIXEL / 2**30
 
 
 def probe_seconds(protocol: Protocol) -> float:
@@ -141,9 +142,12 @@ def probe_seconds(protocol: Protocol) -> float:
     timed_call(pipe, short, protocol.baseline, prompt, seeds)
     seconds = timed_call(pipe, short, protocol.baseline, prompt, seeds)
     probed = len(pipe.scheduler.timesteps)  # calls of the denoiser, which some schedulers make twice in a step
-    pipe.scheduler.set_timesteps(protocol.steps)
+    steps = probed * protocol.steps / _PROBE_STEPS
+    if not pipe.scheduler.config.get("use_dynamic_shifting"):  # which needs to know the image's size
+        pipe.scheduler.set_timesteps(protocol.steps)
+        steps = len(pipe.scheduler.timesteps)
     rest = seconds["end_to_end"] - seconds["unet"]
-    return seconds["unet"] * len(pipe.scheduler.timesteps) / probed + rest
+    return seconds["unet"] * steps / probed + rest
 
 
 def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:

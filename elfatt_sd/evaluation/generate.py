@@ -22,6 +22,7 @@ from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.evaluation.cost import write_cost
 from elfatt_sd.evaluation.environment import same_images
 from elfatt_sd.evaluation.first_steps import first_steps, kept_calls
 from elfatt_sd.evaluation.images import (
@@ -80,6 +81,7 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True,
     run.check_environment(environment)
     if state.is_main_process:
         run.begin(environment)
+        write_cost(run, pipe)
         take_over(run, reuse, functools.partial(print, file=sys.stderr) if show_progress else None)
     state.wait_for_everyone()
     failures = _make_rows(run, pipe, state, show_progress)
@@ -164,8 +166,10 @@ class _Maker:
 
 
 def _write_png(path: Path, pixels: Tensor) -> str:
+    """Write an image `[h, w, 3]`, or a clip `[f, h, w, 3]` with its frames below each other; return the file's hash."""
     from PIL import Image
 
+    pixels = pixels.reshape(-1, *pixels.shape[-2:])
     buffer = io.BytesIO()
     Image.fromarray(pixels.numpy()).save(buffer, format="PNG")
     with atomic_file(path) as file:

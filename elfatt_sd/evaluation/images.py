@@ -17,7 +17,8 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
 from elfatt_sd.optional import need
-from elfatt_sd.running import exact_size, guidance_options, rows_of
+from elfatt_sd.planning import input_grid
+from elfatt_sd.running import exact_size, guidance_options, rows_of, taken
 
 
 class BadImage(ElfattError):
@@ -115,10 +116,11 @@ def start_noise(pipe: Any, protocol: Protocol, seeds: Sequence[int]) -> dict[str
 
     Returns:
         `latents` `[n, channels, height / factor, width / factor]` in the pipeline's dtype, drawn in float32 on the CPU,
-        and `generator`, one for each image, which goes on to serve schedulers that add noise. Pipelines that join image
-        and text draw their latents, which they arrange in ways of their own, from the generators.
+        and `generator`, one for each image, which goes on to serve schedulers that add noise. Pipelines of videos, and
+        those that join image and text, draw their latents, which they arrange in ways of their own, from the
+        generators.
     """
-    if family_of(denoiser(pipe)).text:
+    if family_of(denoiser(pipe)).text or makes_clips(pipe):
         return {"generator": [torch.Generator().manual_seed(seed) for seed in seeds]}
     factor = pipe.vae_scale_factor
     shape = (denoiser(pipe).config.in_channels, protocol.height // factor, protocol.width // factor)
@@ -127,28 +129,43 @@ def start_noise(pipe: Any, protocol: Protocol, seeds: Sequence[int]) -> dict[str
     return {"latents": latents.to(pipe.device, denoiser(pipe).dtype), "generator": generators}
 
 
+def makes_clips(pipe: Any) -> bool:
+    """Tell whether a pipeline makes videos."""
+    return "num_frames" in taken(pipe)
+
+
 def make_images(pipe: Any, protocol: Protocol, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
     """Run the pipeline on a batch.
 
     Args:
         pipe: the pipeline, patched or not.
-        protocol: size, steps and guidance.
+        protocol: size, frames, steps and guidance.
         prompts: one for each image.
         seeds: likewise.
 
     Returns:
-        Images `[n, 3, height, width]`, floating in [0, 1], on the pipeline's device.
+        Images `[n, 3, height, width]`, or clips of several frames `[n, frames, 3, height, width]`, floating in [0, 1],
+        on the pipeline's device.
+
+    Raises:
+        ElfattError: the pipeline makes another number of frames.
     """
+    negative = [protocol.negative_prompt] * len(prompts) if protocol.negative_prompt else None
+    clips = {"num_frames": protocol.frames} if makes_clips(pipe) else {}
     output = pipe(
         prompt=list(prompts),
         num_inference_steps=protocol.steps,
         output_type="pt",
-        **guidance_options(pipe, protocol.guidance, None),
+        **guidance_options(pipe, protocol.guidance, negative),
+        **clips,
         **start_noise(pipe, protocol, seeds),
         **exact_size(pipe, protocol.height, protocol.width),
     )
-    images: Tensor = output.images
-    return images
+    images: Tensor = output.frames if clips else output.images
+    made = images.shape[1] if clips else 1
+    if made != protocol.frames:
+        raise ElfattError(f"frames={protocol.frames} is not accepted; {type(pipe).__name__} makes {made}.")
+    return images[:, 0] if clips and made == 1 else images
 
 
 def check_batch_fits(pipe: Any, protocol: Protocol) -> None:
@@ -160,21 +177,25 @@ def check_batch_fits(pipe: Any, protocol: Protocol) -> None:
     from elfatt_sd.budget import check_fits, dimensions_of
 
     dimensions_of(pipe).check(protocol.height, protocol.width)
+    if makes_clips(pipe):
+        input_grid(pipe, protocol.height, protocol.width, protocol.frames)
+    elif protocol.frames > 1:
+        raise ElfattError(f"frames={protocol.frames} is not accepted; {type(pipe).__name__} makes images, of 1 frame.")
     rows = rows_of(pipe, protocol.guidance)
     work = {"steps": protocol.steps, "images": 0}  # a dry run tells the time
     check_fits(pipe, protocol.height, protocol.width, **work, rows=rows, batch=protocol.batch)
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """Round images in [0, 1] to `[n, height, width, 3]` uint8 on the CPU."""
-    return (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8).cpu()  # half precision has no 255 levels
+    """Round images `[..., 3, height, width]` in [0, 1] to `[..., height, width, 3]` uint8 on the CPU."""
+    return (images.movedim(-3, -1).float() * 255).round().to(torch.uint8).cpu()  # half precision has no 255 levels
 
 
 def check_images(images: Tensor, indices: Sequence[int]) -> None:
     """Refuse images that no working pipeline makes.
 
     Args:
-        images: `[n, 3, height, width]` in [0, 1].
+        images: `[n, 3, height, width]` or `[n, frames, 3, height, width]` in [0, 1].
         indices: their numbers, for the message.
 
     Raises:

@@ -30,12 +30,13 @@ FEW_REPEATS = 5  # rounds of timing; with fewer the results say so, and claim no
 NULL_SEED_OFFSET = 1_000_000  # the null row's seeds start here, past those of every image of a run
 _PEER_SETTINGS = ("max_downsample", "ratio", "stride", "use_rand")
 PRINTED = ("FID", "seconds_per_image", "gb_per_image")  # the figures of a published row
-_REPORT_ONLY = ("description", "published")  # words and printed figures: they change no measurement
+_REPORT_ONLY = ("description", "published", "frame_rate")  # words and printed figures: they change no measurement
 _UNGIVEN: list[tuple[str, Any]] = [
     ("variant", ""),
     ("prompts", None),
     ("metrics", []),
     ("frames", 1),
+    ("negative_prompt", ""),
 ]  # keys that are younger than results that are published
 _LENIENT = {"reference": ("allow_count",)}  # lets a run go on; what it let pass stands in the metric's name
 NAME = "letters, digits and . _ - + =, and no name that a system keeps for itself"
@@ -171,9 +172,12 @@ class Protocol:
         scheduler: `stored` (the model's own), `PLMS`, or the name of a diffusers class.
         steps: denoising steps.
         guidance: classifier-free guidance scale.
+        negative_prompt: what guidance leads away from, for every image; empty gives none. Qwen-Image and Flux guide
+            twice a step only with one.
         height: of the images, in pixels.
         width: of the images, in pixels.
         frames: of each image; more than 1 for clips, which video pipelines make.
+        frame_rate: of clips in the report, in frames per second.
         dtype: of the pipeline.
         device: `auto` or a torch device.
         batch: images per call of the pipeline.
@@ -204,9 +208,11 @@ class Protocol:
     scheduler: str = "stored"
     steps: Count = 50
     guidance: Annotated[float, Meta(ge=0, le=1e6)] = 7.5
+    negative_prompt: str = ""
     height: Pixels = 512
     width: Pixels = 512
     frames: Count = 1
+    frame_rate: Annotated[float, Meta(gt=0, le=1000)] = 16.0
     dtype: str = "float16"
     device: str = "auto"
     batch: Count = 1

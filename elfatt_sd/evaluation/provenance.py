@@ -44,6 +44,7 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
     "tiling",
     "timesteps",
 )
+_LONGEST = 4096  # tokens
 _IMAGE_CODE = (
     images.denoiser,
     images.load_protocol_pipeline,
@@ -52,6 +53,7 @@ _IMAGE_CODE = (
     images._tomesd,
     images.image_seed,
     images.start_noise,
+    images.makes_clips,
     images.make_images,
     images.to_uint8,
     first_steps.exact_calls,
@@ -105,8 +107,13 @@ def code_hashes() -> dict[str, str]:
 def _tokens(pipe: Any, texts: Sequence[str]) -> list[Any]:
     """Return what a pipeline's tokenizers make of some texts: all of their files that counts."""
     tokenizers = [part for name, part in sorted(pipe.components.items()) if name.startswith("tokenizer")]
-    options: dict[str, Any] = {"padding": "max_length", "truncation": True}
-    return [part(list(texts), **options).input_ids for part in tokenizers if part is not None]
+    found = []
+    for part in tokenizers:
+        if part is not None:
+            short = part.model_max_length <= _LONGEST  # others, of language models, fill up as far as memory goes
+            options: dict[str, Any] = {"padding": "max_length", "truncation": True} if short else {}
+            found.append(part(list(texts), **options).input_ids)
+    return found
 
 
 def weights_sha256(pipe: Any) -> str:

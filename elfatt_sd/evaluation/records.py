@@ -144,6 +144,21 @@ class Times(Struct, frozen=True):
     errors: dict[str, str] = {}
 
 
+class RowCost(Struct, frozen=True):
+    """What a row computes, or why that is not known."""
+
+    density: float | None = None
+    multiply_adds: int | None = None
+    reason: str | None = None
+
+
+class Cost(Struct, frozen=True):
+    """`cost.json`."""
+
+    identity: str
+    rows: dict[str, RowCost]
+
+
 class Growth(Struct, frozen=True):
     """The line through the peaks of several batch sizes, in GiB."""
 
@@ -187,6 +202,7 @@ class ResultRow(ScoredRow, frozen=True):
     settings: dict[str, Any] | None = None
     time: TimedRow | None = None
     memory: MemoryRow | None = None
+    cost: RowCost | None = None
     failed: str | None = None
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elfatt_sd.evaluation.records import Peaks, Scores, Times, read_data
-from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, TIME_FILE, Row, Run
+from elfatt_sd.evaluation.records import Cost, Peaks, Scores, Times, read_data
+from elfatt_sd.evaluation.run import COST_FILE, MEMORY_FILE, SCORES_FILE, TIME_FILE, Row, Run
 from elfatt_sd.files import write_json
 
 RESULTS_FILE = "results.json"
 FORMAT = 1
-STAGE_FILES = {SCORES_FILE: Scores, TIME_FILE: Times, MEMORY_FILE: Peaks}
+STAGE_FILES = {SCORES_FILE: Scores, TIME_FILE: Times, MEMORY_FILE: Peaks, COST_FILE: Cost}
 _SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed", "metrics")
 
 
@@ -94,5 +94,6 @@ def _row(row: Row, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "images": len(row.made_images()) if images is None and row.finished else images,
         "time": found[TIME_FILE] or None,
         "memory": found[MEMORY_FILE] or None,
+        "cost": found[COST_FILE] or None,
         "failed": row.failure,
     }

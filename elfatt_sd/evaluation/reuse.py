@@ -13,7 +13,7 @@ from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.run import Row, Run
 from elfatt_sd.files import atomic_file
 
-_DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "dtype", "batch", "seed")
+_DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "frames", "negative_prompt", "dtype", "batch", "seed")
 
 
 def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None] | None = None) -> dict[str, Path]:

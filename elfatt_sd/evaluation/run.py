@@ -26,7 +26,7 @@ from elfatt_sd.locks import HOLDER_FILE, LOCK_FILE, folder_lock
 from elfatt_sd.typed import check_file, parse_json, read_typed
 
 RUN_FILE, SCORES_FILE, TIME_FILE, MEMORY_FILE = "run.json", "scores.json", "time.json", "memory.json"
-STAGES_FILE = "stages.json"
+STAGES_FILE, COST_FILE = "stages.json", "cost.json"
 _LOST = "put the file back from a copy, for what made the images stands nowhere else; or give a new folder"
 
 

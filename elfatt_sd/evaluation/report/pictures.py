@@ -8,10 +8,12 @@ import io
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.rows import NULL, Row
+from elfatt_sd.evaluation.report.values import number
 from elfatt_sd.evaluation.run import RowFolder
 from elfatt_sd.files import is_plain_name, read_plain
 
@@ -33,6 +35,7 @@ class Detail:
     pairs: int
 
 
+_SHOWN = 24  # frames of a clip
 DETAILS = (
     Detail(448, 84, 6, 3),
     Detail(384, 80, 6, 3),
@@ -115,9 +118,15 @@ class Pictures:
         if key not in self._encoded:
             made = self._listed(row).get(index)
             path = self._folder(row).image_file(index)
-            uri, gap = _data_uri(path, made.sha256, detail) if made else (None, "no picture")
+            uri, gap = _data_uri(path, made.sha256, detail, *self._clip) if made else (None, "no picture")
             self._encoded[key] = Picture(row, index, self.prompts[index], uri, gap)
         return self._encoded[key]
+
+    @property
+    def _clip(self) -> tuple[int, float]:
+        """Frames of each picture, and how many are shown a second."""
+        frames, rate = (number(self.results.protocol, key) for key in ("frames", "frame_rate"))
+        return max(int(frames or 1), 1), rate or 16.0
 
     def _folder(self, row: Row) -> RowFolder:
         return RowFolder(self.run_dir / "cells" / row.cell)
@@ -134,8 +143,8 @@ class Pictures:
         return self._made[row.cell]
 
 
-def _data_uri(path: Path, sha256: str, detail: Detail) -> tuple[str | None, str]:
-    """Return a WebP data URI of a picture, or None and why there is none."""
+def _data_uri(path: Path, sha256: str, detail: Detail, frames: int, rate: float) -> tuple[str | None, str]:
+    """Return a WebP data URI of a picture, or None and why there is none; a clip moves, `_SHOWN` frames at most."""
     from PIL import Image
 
     try:
@@ -146,7 +155,15 @@ def _data_uri(path: Path, sha256: str, detail: Detail) -> tuple[str | None, str]
             picture = source.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None, "no picture"
-    picture.thumbnail((detail.edge, detail.edge), Image.Resampling.LANCZOS)
+    height, every = picture.height // frames, -(-frames // _SHOWN)
+    shown = [
+        picture.crop((0, place * height, picture.width, (place + 1) * height)) for place in range(0, frames, every)
+    ]
+    for frame in shown:
+        frame.thumbnail((detail.edge, detail.edge), Image.Resampling.LANCZOS)
+    options: dict[str, Any] = {"quality": detail.quality, "method": 4, "use_sharp_yuv": True}
+    if frames > 1:
+        options |= {"save_all": True, "append_images": shown[1:], "duration": round(1000 * every / rate), "loop": 0}
     stream = io.BytesIO()
-    picture.save(stream, "WEBP", quality=detail.quality, method=4, use_sharp_yuv=True)
+    shown[0].save(stream, "WEBP", **options)
     return f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode('ascii')}", ""

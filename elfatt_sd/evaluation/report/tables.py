@@ -139,12 +139,24 @@ def more_table(results: Results) -> Table:
             title = f"{setting_title(name)} accuracy"
             makers.append((title, estimate_maker(results, lambda row, name=name: row.accuracy(name))))  # type: ignore[misc]
     makers += [(TIME_COLUMNS[part], _time_maker(results, part)) for part in PARTS if part != results.time_part]
+    makers += _cost_columns(results)
     for stage in results.stages:
         title = f"{STAGES[stage]}, GiB/img"
         makers.append((title, _plain_maker(results, lambda row, stage=stage: row.stage_slope(stage))))  # type: ignore[misc]
     for key, title in (("intercept_gib", "Memory at batch 0, GiB"), ("fit_error_gib", "Fit error, GiB")):
         makers.append((title, _plain_maker(results, lambda row, key=key: row.memory(key))))  # type: ignore[misc]
     return build_table(results, makers, published=False)
+
+
+def _cost_columns(results: Results) -> list[tuple[str, _Maker]]:
+    """What a row computes, by multiply-adds; none where it was not worked out."""
+
+    def get(key: str, unit: float) -> Callable[[Row], float | None]:
+        return lambda row: None if (found := number(row.data, "cost", key)) is None else found / unit
+
+    columns = (("density", "Attention density", 1.0), ("multiply_adds", "Denoiser, 10¹² multiply-adds/img", 1e12))
+    known = [each for each in columns if any(number(row.data, "cost", each[0]) is not None for row in results.rows)]
+    return [(title, _plain_maker(results, get(key, unit))) for key, title, unit in known]
 
 
 def study_table(results: Results) -> Table:

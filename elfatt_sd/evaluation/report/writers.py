@@ -16,7 +16,7 @@ from elfatt_sd.evaluation.report.published import FIGURES, published_for
 from elfatt_sd.evaluation.report.rows import Row
 from elfatt_sd.evaluation.report.tables import DASH, THIS_RUN, Column, Entry, Line, Table
 from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO, shown
-from elfatt_sd.evaluation.report.values import Estimate, dig, setting_text
+from elfatt_sd.evaluation.report.values import Estimate, dig, number, setting_text
 
 
 def to_markdown(table: Table) -> str:
@@ -180,6 +180,7 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
     record |= _columns("gib_per_image", row.slope)
     record |= {key: row.memory(key) for key in ("intercept_gib", "fit_error_gib")}
     record |= {f"{stage} gib_per_image": row.stage_slope(stage) for stage in STAGES}
+    record |= {key: number(row.data, "cost", key) for key in ("density", "multiply_adds")}
     record |= {f"memory {key}": dig(row.data, "memory", key) for key in ("kind", "note")}
     record["failed"] = row.failed
     published = published_for(results, row) or {}

@@ -1,0 +1,67 @@
+"""Whole pipelines with transformers, text encoders and decoders of a few thousand random weights, on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import tiny_flux
+import tiny_joint
+import tiny_transformers
+import torch
+from transformers import AutoTokenizer, T5Config, T5EncoderModel
+
+WIDTH = tiny_joint.WIDTH
+
+
+def tokenizer(folder: Path) -> Any:
+    """A T5 tokenizer that spells."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "</s>", "<unk>", "▁", *(chr(code) for code in range(33, 127))]
+    made = Tokenizer(models.Unigram([(word, 0.0) for word in words], unk_id=2))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    settings = '{"tokenizer_class": "T5TokenizerFast", "model_max_length": 512, "extra_ids": 0, "pad_token": "<pad>", '
+    settings += '"eos_token": "</s>", "unk_token": "<unk>"}'
+    (folder / "tokenizer_config.json").write_text(settings)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def text_encoder() -> T5EncoderModel:
+    torch.manual_seed(2)
+    sizes = {"vocab_size": 100, "d_model": WIDTH, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return T5EncoderModel(T5Config(**sizes)).eval()
+
+
+def _save(folder: Path, name: str, transformer: Any, vae: Any) -> Path:
+    pipe = tiny_joint.pipeline(
+        name, transformer, vae=vae, text_encoder=text_encoder(), tokenizer=tokenizer(folder / "words")
+    )
+    pipe.save_pretrained(folder / name)
+    return folder / name
+
+
+def _vae(name: str) -> Any:
+    """A decoder with factor 8 on each side, and 4 in time."""
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    return getattr(diffusers, name)(**sizes, latents_mean=[0.0] * 4, latents_std=[1.0] * 4).eval()
+
+
+def write_flux(folder: Path) -> Path:
+    tiny_transformers.flux(folder, vae=tiny_flux.vae()).save_pretrained(folder / "flux")
+    return folder / "flux"
+
+
+def write_qwen_image(folder: Path) -> Path:
+    config = {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16}
+    config |= {"num_attention_heads": 2, "joint_attention_dim": WIDTH, "axes_dims_rope": (4, 6, 6)}
+    transformer = tiny_joint.transformer("QwenImageTransformer2DModel", **config)
+    return _save(folder, "QwenImagePipeline", transformer, _vae("AutoencoderKLQwenImage"))
+
+
+def write_wan(folder: Path) -> Path:
+    return _save(folder, "WanPipeline", tiny_joint.wan_transformer(), _vae("AutoencoderKLWan"))
