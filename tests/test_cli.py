@@ -283,7 +283,7 @@ def test_autotune_is_passed_on(model: Path, tmp_path: Path, monkeypatch: Any) ->
 
 def test_paths_go_to_a_pipe_beside_a_bar() -> None:
     """`elfatt-sd generate > list` at a terminal: the bar is drawn there, and the list is in the file."""
-    script = "from elfatt_sd.cli import _progress\nwith _progress(1):\n    print('a path')"
+    script = "from elfatt_sd.cli_output import progress\nwith progress(1):\n    print('a path')"
     ours, terminal = os.openpty()
     try:
         environment = {**os.environ, "TERM": "xterm"}
@@ -491,7 +491,7 @@ def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monk
 
     loaded = pipelines.load_pipeline(model, device="cpu")
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
-    for name, expected in (("toy", (25, 3)), ("toy-dit", (20, 1)), ("owner/another", (50, 7.5))):
+    for name, expected in (("toy", (25, 3)), ("toy-dit", (12, 1)), ("owner/another", (50, 7.5))):
         assert call("generate", "a red star", "--model", name, "--out", tmp_path / name).exit_code == 0
         record = json.loads((tmp_path / name / "0001-a-red-star.json").read_text())
         assert (record["steps"], record["guidance"]) == expected
