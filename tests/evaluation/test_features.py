@@ -123,9 +123,8 @@ def dinov2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_clip_directory(clip_folder: Path) -> None:
     extractor = load_extractor(f"clip:{clip_folder}")
-    assert (extractor.distance_name, extractor.kernel_name, extractor.dimension) == tuple(
-        f"{kind}-CLIP (ViT of width 32/8@32)" for kind in ("FD", "KD")
-    ) + (24,)
+    model = "CLIP (ViT of width 32/8@32)"
+    assert (extractor.distance_name, extractor.kernel_name, extractor.dimension) == (f"FD-{model}", f"KD-{model}", 24)
     images = pictures(3, 48, 80)
     found = extractor(images)
     assert found.shape == (3, 24)
