@@ -32,6 +32,7 @@ from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.devices import device_name, is_out_of_memory, synchronize
 from elfatt_sd.families import SelfAttention, family_of, unwrap
 from elfatt_sd.files import cache_folder, write_json
+from elfatt_sd.joint_processor import attention_alone
 from elfatt_sd.methods import Grid
 from elfatt_sd.processor import PatchedLayer, approximate
 
@@ -69,13 +70,14 @@ class Decision:
         """Say it in words."""
         if self.obstacle:
             return f"left alone: {self.obstacle}"
-        times = f"{self.ratio:.2f} ({self.low:.2f} to {self.high:.2f}) of the untouched layer's time, measured here"
+        times = f"{self.ratio:.2f} ({self.low:.2f} to {self.high:.2f}) of the untouched time, measured here"
         return times if self.pays else f"left alone: {times}" + ", undecided" * (not self.settled)
 
 
 _COMPILED = Decision(obstacle="not measured, because torch.compile was applied")
 _OFFLOADED = Decision(obstacle="not measured, because its weights are offloaded")
 _NO_WEIGHTS = Decision(obstacle="not measured, because the model has no weights")
+_MERGED = Decision(obstacle="not measured, because it merges tokens of an image that is joined with text")
 _NO_MEMORY = Decision(obstacle="memory ran out in the measurement")
 
 
@@ -160,6 +162,10 @@ class Tuner:
         return decision
 
     def _measure(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
+        if sample.device.type == "meta":
+            return _NO_WEIGHTS
+        if state.layer.joint:
+            return self._measure_joint(state, phase, sample)
         attention: Any = state.layer.attention
         hook: Any = getattr(self._denoiser, "_hf_hook", None)
         if hook is not None:  # accelerate keeps the weights elsewhere until the call
@@ -167,8 +173,6 @@ class Tuner:
         brought = any(hasattr(attention.to_q, name) for name in ("_hf_hook", "_diffusers_hook"))  # for each call of it
         if attention.to_q.weight.device != sample.device and not brought:
             return _OFFLOADED
-        if sample.device.type == "meta":
-            return _NO_WEIGHTS
         size = (_batch(sample), state.grid.tokens, attention.query_dim)
         tokens = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu").to(sample)
         block_input = tokens.mT.contiguous().mT if state.layer.channels_first else tokens
@@ -198,6 +202,23 @@ class Tuner:
         if phase.residual_steps > 1:
             calls.append((untouched, 1 / phase.residual_steps))
         return measure(untouched, calls, sample.device)
+
+    def _measure_joint(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
+        """Time the attention alone: projections are the same with and without the patch."""
+        if phase.merge.ratio:
+            return _MERGED
+        twin = copy.copy(state)
+        twin.call = Call(state.call.config)
+        exact, approximation = attention_alone(twin, sample)
+
+        def approximated() -> None:
+            twin.begin(phase, 0, sample.device)  # what is drawn in every step is part of the price
+            approximation()
+
+        calls = [(approximated, 1.0)]
+        if phase.residual_steps > 1:
+            calls.append((exact, 1 / phase.residual_steps))
+        return measure(exact, calls, sample.device)
 
 
 def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> list[Decision | None]:
@@ -250,7 +271,8 @@ def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
     settings |= {name: getattr(config, name) for name in ("attention_backend", "fp32_logits", "use_rand")}
     settings |= {"channels_first": state.layer.channels_first and phase.matches}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    shape = "x".join(map(str, (_batch(sample), *state.grid[1:], attention.inner_dim)))
+    sizes = (len(sample), *state.grid, state.layer.text) if state.layer.joint else (_batch(sample), *state.grid[1:])
+    shape = "x".join(map(str, (*sizes, attention.inner_dim)))
     dtype = str(sample.dtype)
     if torch.is_autocast_enabled(device.type):
         dtype += f" under autocast to {torch.get_autocast_dtype(device.type)}"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elfatt_sd.calls import STATE, LayerState, attend
 from elfatt_sd.config import ElfattError
-from elfatt_sd.families.joint import with_attention
+from elfatt_sd.families.joint import exact_function, with_attention
 from elfatt_sd.joint import Keys, exact_attention
 from elfatt_sd.merging import Matching
 from elfatt_sd.ordering import order_merged
@@ -283,6 +283,28 @@ class _Joint:
             mask = torch.cat([mask[:, part] for part in parts], 1).expand(k.shape[0], -1)
         keys, values = (torch.cat([x[:, part] for part in parts], 1) for x in (k, v))
         return Keys(keys, values, mask, stands_for)
+
+
+def attention_alone(state: LayerState, sample: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return a layer's exact attention and its approximation, to be timed; projections are the same with both.
+
+    Args:
+        state: of the layer, whose phase does not merge; the approximation is that of its phase when it is called.
+        sample: what the denoiser is given; queries, keys and values are random, `[batch, text + image, heads, size]`.
+    """
+    layer, attention = state.layer, state.layer.attention
+    tokens, heads = layer.text + state.grid.tokens, int(attention.heads)
+    size = (len(sample), tokens, heads, int(attention.inner_dim) // heads)
+    same = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(sample)
+    exact = exact_function(type(state.original))
+    joint = _Joint(state, exact, (same, same, same), None, {}, slice(layer.text, tokens), None)
+
+    def approximated() -> None:
+        if layer.text:
+            joint.exact(slice(layer.text))
+        joint.approximated()
+
+    return lambda: exact(same, same, same), approximated
 
 
 class LayerOfTensors:

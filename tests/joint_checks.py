@@ -114,5 +114,16 @@ def check_plan(pipe: Any, tokens: int, layers: int, *, counted: bool = True, **s
     assert 0 < plan.call.after < plan.call.before
 
 
+def check_autotune(pipe: Any, run: Run, **size: Any) -> None:
+    """Every layer's attention is timed, with shared differences too; only what is faster is patched."""
+    for phase in (FEW_KEYS["cell_spread"], Phase(1.0, "sampled", keys=8, residual_steps=2)):
+        config = PatchConfig("few", (phase,))
+        plan = elfatt_sd.plan(pipe, config, autotune=True, **size)
+        assert all("of the untouched time, measured here" in layer.reason for layer in plan.layers), str(plan)
+        elfatt_sd.apply_patch(pipe, config, autotune=True)
+        run()
+        elfatt_sd.remove_patch(pipe)
+
+
 def all_layers(pipe: Any) -> list[Any]:
     return [layer for denoiser in find_denoisers(pipe).values() for layer in find_layers(denoiser)]

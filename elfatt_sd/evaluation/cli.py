@@ -13,6 +13,7 @@ import typer
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, output, quiet_libraries
+from elfatt_sd.evaluation.prompt_files import read_prompts
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import Protocol, check_protocol_fits
 from elfatt_sd.evaluation.run import Run, RunFailure
@@ -50,6 +51,13 @@ PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
     "variant": (Annotated[str | None, typer.Option(help="Of its weights: fp16 loads *.fp16.safetensors.")], None),
     "device": (Annotated[str | None, typer.Option(help="In place of the protocol's device.")], None),
     "dtype": (Annotated[str | None, typer.Option(help="In place of the protocol's dtype.")], None),
+    "prompts": (
+        Annotated[
+            str | None,
+            typer.Option(metavar="FILE", help="Prompts: one a line, .csv, .tsv or .jsonl; in place of labels."),
+        ],
+        None,
+    ),
     "reference": (
         Annotated[str | None, typer.Option(metavar="SOURCE", help="Folder, tar, zip, shards, parquet, .npz, or toy.")],
         None,
@@ -66,7 +74,7 @@ PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
 }
-_KEYS = {"reference": "reference.source", "allow_count": "reference.allow_count"}
+_KEYS = {"prompts": "prompts.file", "reference": "reference.source", "allow_count": "reference.allow_count"}
 
 
 def build_protocol(
@@ -234,6 +242,8 @@ def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
     check_device(protocol.device)
     check_model(protocol.model, variant=protocol.variant or None)
     check_exists(protocol.reference.source)
+    if protocol.prompts is not None:
+        read_prompts(protocol.prompts)
     if not force:
         check_protocol_fits(protocol)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.prompt_files import PromptFile, read_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 
 Value = TypeVar("Value")
@@ -42,7 +43,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: its index in the run (one latent each), the index of its label, and its text."""
+    """A prompt: its index in the run (one latent each), the number of its label or cluster, and its text."""
 
     index: int
     class_index: int
@@ -168,10 +169,9 @@ def run_prompts(protocol: Protocol) -> list[Prompt]:
     """Return the prompts of each row's images, in the order of their indices.
 
     Raises:
-        ElfattError: the labels cannot be read, or a null row would have seeds of another row.
+        ElfattError: labels or prompts cannot be read, or a null row would have seeds of another row.
     """
-    labels = spread(load_labels(protocol.labels), protocol.classes)
-    prompts = spread(build_prompts(labels, protocol.template, protocol.images_per_class), protocol.limit)
+    prompts = spread(_all_prompts(protocol), protocol.limit)
     offsets = sorted([0, *(cell.seed_offset for cell in protocol.cells if cell.role == "null")])
     for first, second in itertools.pairwise(offsets):
         if second - first < len(prompts):
@@ -180,6 +180,28 @@ def run_prompts(protocol: Protocol) -> list[Prompt]:
                 f"are {len(prompts)} or more above 0 and above each other."
             )
     return [replace(prompt, index=index) for index, prompt in enumerate(prompts)]
+
+
+def _all_prompts(protocol: Protocol) -> list[Prompt]:
+    if protocol.prompts is not None:
+        return prompts_of_file(protocol.prompts, protocol.classes, protocol.images_per_class)
+    labels = spread(load_labels(protocol.labels), protocol.classes)
+    return build_prompts(labels, protocol.template, protocol.images_per_class)
+
+
+def prompts_of_file(source: PromptFile, count: int, images_each: int) -> list[Prompt]:
+    """Make the prompts of a run from a file's.
+
+    Args:
+        source: the file.
+        count: prompts of the file to take, spread evenly; 0 takes all.
+        images_each: prompts of the run for each of them, equal but for their index.
+
+    Raises:
+        ElfattError: as `read_prompts`.
+    """
+    repeated = [each for each in spread(read_prompts(source), count) for _ in range(images_each)]
+    return [Prompt(index, each.cluster, each.text) for index, each in enumerate(repeated)]
 
 
 def spread(values: Sequence[Value], count: int) -> list[Value]:

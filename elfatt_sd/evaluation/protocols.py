@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from elfatt_sd.config import ElfattError, PatchConfig, setting_names
+from elfatt_sd.evaluation.prompt_files import PromptFile
 from elfatt_sd.files import is_plain_name, sha256_of_data
 from elfatt_sd.preflight import check_sizes_fit
 from elfatt_sd.presets import known_method
@@ -28,7 +29,7 @@ NULL_SEED_OFFSET = 1_000_000  # the null row's seeds start here, past those of e
 _PEER_SETTINGS = ("max_downsample", "ratio", "stride", "use_rand")
 PRINTED = ("FID", "seconds_per_image", "gb_per_image")  # the figures of a published row
 _REPORT_ONLY = ("description", "published")  # words and printed figures: they change no measurement
-_UNGIVEN = [("variant", "")]  # a key that is younger than results that are published
+_UNGIVEN = [("variant", ""), ("prompts", None)]  # keys that are younger than results that are published
 _LENIENT = {"reference": ("allow_count",)}  # lets a run go on; what it let pass stands in the metric's name
 NAME = "letters, digits and . _ - + =, and no name that a system keeps for itself"
 
@@ -170,8 +171,9 @@ class Protocol:
         batch: images per call of the pipeline.
         labels: `imagenet1k`, `toy`, or a text file of labels.
         template: prompt for a label, with `{label}` in it.
-        images_per_class: images for every label.
-        classes: number of labels, spread evenly over the list; 0 takes all.
+        images_per_class: images for every label, or for every prompt of the file.
+        prompts: a file of prompts, in place of labels and template; None has none.
+        classes: number of labels, or prompts of the file, spread evenly over the list; 0 takes all.
         limit: number of images of each row, spread evenly over the prompts; 0 takes all.
         seed: image `i` has seed `seed + i`.
         extractors: feature extractors, as `elfatt_sd.evaluation.features` names them.
@@ -199,6 +201,7 @@ class Protocol:
     batch: Count = 1
     labels: str = "imagenet1k"
     template: str = "{label}"
+    prompts: PromptFile | None = None
     images_per_class: Count = 1
     classes: Maybe = 0
     limit: Maybe = 0
@@ -232,6 +235,11 @@ class Protocol:
     def baseline(self) -> Cell:
         """The untouched pipeline, which every other row is compared with."""
         return next(cell for cell in self.cells if cell.role == "baseline")
+
+    @property
+    def of_toy(self) -> bool:
+        """Whether the classes of its images are the toy's."""
+        return self.labels == "toy" and self.prompts is None
 
     @property
     def peers(self) -> frozenset[str]:

@@ -19,7 +19,7 @@ from elfatt_sd.evaluation import first_steps, images
 from elfatt_sd.evaluation.environment import sha256_of_code
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.files import sha256_of_data
+from elfatt_sd.files import sha256_of_data, sha256_of_file
 from elfatt_sd.measuring.machine import describe_machine
 
 _METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families
@@ -63,15 +63,17 @@ def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
         pipe: its pipeline, not patched.
 
     Returns:
-        What `describe_machine` and `code_hashes` say, and the hashes of the weights and of the prompts with their
-        tokens.
+        What `describe_machine` and `code_hashes` say, and the hashes of the weights, of the prompts with their clusters
+        and tokens, and of the file that they are from.
     """
     items = run_prompts(protocol)
     prompts = [[item.text, item.class_index] for item in items]
+    file = protocol.prompts.path if protocol.prompts else None
     return {
         **describe_machine(pipe.device),
         "model_sha256": weights_sha256(pipe),
         "prompts_sha256": sha256_of_data([prompts, _tokens(pipe, ["", *(item.text for item in items)])]),
+        **({} if file is None else {"prompts_file": {"name": file.name, "sha256": sha256_of_file(file)}}),
         **code_hashes(),
     }
 

@@ -77,7 +77,7 @@ def score_run(
             scale.extract(images, batch_size, progress)
 
     def finish() -> None:
-        cache, toy, baseline = place / "scores", run.protocol.labels == "toy", rows[run.baseline.name]
+        cache, toy, baseline = place / "scores", run.protocol.of_toy, rows[run.baseline.name]
         data = {
             "format": FORMAT,
             "identity": run.record.identity,
@@ -160,7 +160,7 @@ def _reference_settings(protocol: Protocol) -> dict[str, Any]:
         "expected": wanted.count,
         "allow_count": wanted.allow_count,
         "per_class": wanted.per_class,
-        "classes": [prompt.class_index for prompt in run_prompts(protocol)] if protocol.labels == "toy" else (),
+        "classes": [prompt.class_index for prompt in run_prompts(protocol)] if protocol.of_toy else (),
     }
 
 

@@ -173,6 +173,17 @@ def attention_function(kind: type) -> str | None:
     return next((name for name in (DISPATCHED, PLAIN) if name in names), None)
 
 
+def exact_function(kind: Any) -> Callable[..., Tensor]:
+    """Return the attention function that a class of processors calls, for q, k and v `[batch, tokens, heads, size]`."""
+    dispatched: Callable[..., Tensor] = kind.__call__.__globals__.get(DISPATCHED, _plain)
+    return dispatched if attention_function(kind) == DISPATCHED else _plain
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
 @functools.cache
 def with_attention(kind: Any, attend: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return a class of processors' `__call__` with another attention function.
@@ -198,14 +209,10 @@ def _functional(attend: Callable[..., Tensor]) -> Any:
     functional = types.ModuleType("functional")
     vars(functional).update(vars(nn.functional))
 
-    def exact(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
-
     def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
         options |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return attend(exact, q, k, v, **options).transpose(1, 2)
+        return attend(_plain, q, k, v, **options).transpose(1, 2)
 
     vars(functional)[PLAIN] = scaled_dot_product_attention
     return functional

@@ -69,6 +69,11 @@ def test_plan(case: Case) -> None:
     joint.check_plan(pipe, case.tokens, case.layers, counted=counted, **case.size)
 
 
+def test_autotune(case: Case) -> None:
+    pipe, run = case.make()
+    joint.check_autotune(pipe, run, **case.size)
+
+
 @pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
 def test_wan_goes_on_in_a_second_transformer() -> None:
     pipe, run = tiny.wan(second=True)

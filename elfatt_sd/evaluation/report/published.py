@@ -81,6 +81,8 @@ def departures(results: Results) -> list[str]:
     asked = ASKED.get(published_source(results), {})
     told = {name: results.protocol.get(name, wanted) for name, wanted in asked.items()}
     found = [(name, told[name], wanted) for name, wanted in asked.items() if told[name] != wanted]
+    if asked and dig(results.protocol, "prompts", "file"):
+        found.append(("prompts", dig(results.protocol, "prompts", "file"), "those of the labels"))
     counts = sorted({row.images for row in results.rows if row.images} - {_PICTURES})
     if asked and counts:
         found.append(("pictures per row", counts[0], _PICTURES))
