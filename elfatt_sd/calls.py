@@ -21,6 +21,7 @@ from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
 from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.residuals import Residual, check_memory, kept_bytes
 from elfatt_sd.schedule import Position, Run
+from elfatt_sd.surroundings import device_of
 
 if TYPE_CHECKING:
     from elfatt_sd.processor import PatchedLayer
@@ -166,7 +167,7 @@ class Denoiser:
             own = phase if grid.tokens else EXACT
             if self.pays is not None and not own.exact and not self.pays(state, own, sample):
                 own = EXACT
-            state.begin(own, step, sample.device)
+            state.begin(own, step, device_of(layer.parts, sample.device))
             state.residuals = residuals.setdefault(layer.index, {})
             call.states[layer.index] = state
         self.enter(call)

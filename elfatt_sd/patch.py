@@ -330,6 +330,8 @@ class _Patch:
         self._handles: list[Any] = []
         self._told: set[str] = set()
         self._around = modules_around(self._module, [layer.layer.name for layer in self._shared.layers])
+        for layer in self._shared.layers:
+            layer.parts += reversed(modules_around(self._module, [layer.layer.name])[:-1])
         self._direct: dict[int, dict[str, Any]] = {}  # by thread: what a call of `forward` was given, so far
 
     def renewed(self) -> _Patch:

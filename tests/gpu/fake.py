@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elfatt_sd.families import family_of, unwrap
+from elfatt_sd.families import family_of, joint, unwrap
 from elfatt_sd.methods import Grid
 from elfatt_sd.schedule import Position, Schedule, _Found
 
@@ -24,7 +24,7 @@ _TIMESTEPS = torch.arange(STEPS)
 class Machine:
     """The fake machine: `step` of them all is the one that every call is in, as values on a device cannot be read."""
 
-    step = 0
+    step, grid = 0, Grid(0, 0, 0)
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -53,7 +53,8 @@ class Machine:
             def fill(*shape: int) -> torch.Tensor:
                 return torch.zeros(*shape, dtype=dtype, device=device)
 
-            given = family.arguments(inner, family.grid(inner, latent), rows, fill)
+            self.grid = family.grid(inner, latent)
+            given = family.arguments(inner, self.grid, rows, fill)
             output = module(**{**given, "return_dict": False})
         while not isinstance(output, torch.Tensor):
             output = output[0]
@@ -87,6 +88,7 @@ def fake_machine() -> Iterator[Machine]:
         patch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
         patch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(joint, "_read_grid", lambda *_: machine.grid)
         _forget()
         yield machine
     _forget()
