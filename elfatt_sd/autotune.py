@@ -16,7 +16,6 @@ import itertools
 import json
 import math
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -29,14 +28,16 @@ from torch import Tensor, nn
 import elfatt_sd
 from elfatt_sd.calls import Call, LayerState
 from elfatt_sd.config import EXACT, PatchConfig, Phase
-from elfatt_sd.devices import device_name, is_out_of_memory, synchronize
+from elfatt_sd.devices import device_name, is_out_of_memory
 from elfatt_sd.families import SelfAttention, family_of, unwrap
 from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.joint_processor import attention_alone
+from elfatt_sd.measuring.clock import timed
 from elfatt_sd.methods import Grid
 from elfatt_sd.processor import PatchedLayer, approximate
 
 ROUNDS, MOST_ROUNDS, WARM_UP = 7, 21, 2
+_IN_A_ROW = 10
 CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, to the same side
 
 
@@ -130,6 +131,7 @@ class Tuner:
         self._denoiser = denoiser
         self._decisions = _decisions(cache_folder() / "autotune.json")
         self._warned = False
+        self._keys: dict[object, str] = {}  # by all that can change from call to call
 
     def pays(self, state: LayerState, phase: Phase, sample: Tensor) -> bool:
         """Tell whether a phase makes a layer faster for an input of the denoiser; warn once if that is not measured."""
@@ -149,7 +151,7 @@ class Tuner:
         """
         if self.compiling or _is_compiled(self._denoiser, state.layer.name):
             return _COMPILED
-        key = decision_key(state, phase, sample)
+        key = self._key(state, phase, sample)
         decision = self._decisions.get(key)
         if decision is None:
             try:
@@ -160,6 +162,16 @@ class Tuner:
                 decision = _NO_MEMORY
             self._decisions.put(key, decision)
         return decision
+
+    def _key(self, state: LayerState, phase: Phase, sample: Tensor) -> str:
+        """Return `decision_key`, which takes longer to write than a layer to run."""
+        kind = sample.device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        where = state.index, state.grid, state.original, state.fused, phase
+        given = sample.shape, sample.dtype, sample.device, autocast, torch.get_num_threads()
+        if (where, given) not in self._keys:
+            self._keys[where, given] = decision_key(state, phase, sample)
+        return self._keys[where, given]
 
     def _measure(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
         if sample.device.type == "meta":
@@ -318,11 +330,8 @@ def _is_clear(ratios: list[float]) -> bool:
 
 
 def _seconds(function: Any, device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
+    """Return the seconds of a call; on a GPU of ten in a row, as waiting for one would time its launches."""
+    return timed(function, device, 1 if device.type == "cpu" else _IN_A_ROW)
 
 
 def _batch(sample: Tensor) -> int:

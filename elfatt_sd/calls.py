@@ -71,6 +71,7 @@ class Memory:
     def __init__(self) -> None:
         self.matchings = Shelf()
         self.residuals = Shelf()  # by the layer's index
+        self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
         self._step = -1
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
 
@@ -82,6 +83,17 @@ class Memory:
         place = self._calls[shape], *shape
         self._calls[shape] += 1
         return place
+
+    def own(self, call: Call) -> None:
+        """Copy what compiled code has kept in a call: a CUDA graph overwrites its outputs when it is replayed."""
+        shelves: list[dict[Any, Any]] = [call.matchings, *(state.residuals for state in call.states.values())]
+        owned: dict[int, Any] = {}
+        for shelf in shelves:
+            for key, kept in shelf.items():
+                if kept is not None:
+                    shelf[key] = kept = kept if id(kept) in self._owned else kept.copied()
+                    owned[id(kept)] = kept
+        self._owned = owned
 
     def repeat_step(self) -> None:
         """Let the next call stand for the first of its step, whatever was called before it."""

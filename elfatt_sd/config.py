@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 # The accepted values, once for type checkers and editors, and once to check what comes at run time.
 Downsample = Literal[1, 2, 4, 8]
-Backend = Literal["auto", "native", "flash", "flash_hub", "_flash_3", "flex", "sage", "xformers"]
+Backend = Literal[
+    "auto", "native", "flash", "flash_hub", "_flash_3", "_flash_3_hub", "_native_cudnn", "sage", "sage_hub", "xformers"
+]
 Kept = Literal["device", "host", "fp8"]
 KEPT: tuple[Kept, ...] = get_args(Kept)
 DOWNSAMPLES: tuple[Downsample, ...] = get_args(Downsample)
@@ -217,7 +219,8 @@ class PatchConfig:
         reuse_layers: layers on the same grid share the matching of the first of them.
         attention_backend: `auto`, or the name of a backend of diffusers' attention dispatcher, which then serves the
             patched layers in exact phases too.
-        fp32_logits: compute the attention logits of approximated layers in float32 (advised for SD 2.1).
+        fp32_logits: compute the attention logits of approximated layers in float32 (advised for SD 2.1). The kernels
+            of CUDA cards since Ampere do so by themselves in half precision, where it changes nothing.
         residuals: where the differences of `residual_steps` are kept: on the `device`, on the `host`, which copies them
             there and back, or in 8 bits on the device (`fp8`).
         residual_limit: GiB that they may take in one call of the model; None is half of what is free.

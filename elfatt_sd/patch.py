@@ -12,10 +12,11 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import nn
 
+from elfatt_sd.attention import make_ready
 from elfatt_sd.autotune import Tuner, measure_phases
 from elfatt_sd.calls import Call, Denoiser, is_recomputing
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase, Settings
-from elfatt_sd.devices import in_optimized_module
+from elfatt_sd.devices import in_optimized_module, is_captured
 from elfatt_sd.families import (
     Given,
     SelfAttention,
@@ -71,6 +72,7 @@ def apply_patch(
     denoisers = find_denoisers(pipe)
     config = fitted(resolve(method, settings), denoisers)
     chosen = choose_layers(denoisers, config, take_over)
+    make_ready(config.attention_backend)
     remove_patch(pipe)
     if config.active:
         main = next(iter(denoisers.values()))
@@ -382,6 +384,8 @@ class _Patch:
         call = self._shared.end()
         if call is not None and output is not None:
             self._compare_with_plan(call)
+            if self._is_compiled():
+                call.memory.own(call)
 
     def _before_entrance(self, what: str, last: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of what is given sample and timestep: begin a call of `forward`, which has no hooks."""
@@ -409,8 +413,8 @@ class _Patch:
 
     def _begin(self, given: Given) -> None:
         """Find the step of a call and tell the layers."""
-        self._refuse_tracing()
         sample, timestep = given.sample, given.timestep
+        self._refuse_tracing(sample.device)
         compiled = self._is_compiled()
         if compiled and self._shared.threads and self._shared.call is None:
             raise ElfattError(
@@ -466,12 +470,17 @@ class _Patch:
         name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
         setattr(dynamo, name, max(getattr(dynamo, name), 8 + len(layers) * each))
 
-    def _refuse_tracing(self) -> None:
+    def _refuse_tracing(self, device: torch.device) -> None:
         """Refuse what would make a program of one call.
 
         Raises:
-            ElfattError: the model is being traced or exported.
+            ElfattError: the model is being traced, exported or captured in a CUDA graph.
         """
+        if is_captured(device):
+            raise ElfattError(
+                "a CUDA graph of a patched model would replay one step's phase and random draws for ever; use "
+                "torch.compile(mode='reduce-overhead'), or call elfatt_sd.remove_patch(pipe) first."
+            )
         exporting = getattr(torch.compiler, "is_exporting", bool)
         if torch._C._is_tracing() or exporting():
             raise ElfattError(
