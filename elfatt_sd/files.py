@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +27,22 @@ def is_plain_name(name: str) -> bool:
     """Tell whether a name can be that of a file or folder on every system, and leads nowhere else."""
     fits = len(name.encode(errors="replace")) <= _LONGEST_NAME
     return fits and bool(_NAME.fullmatch(name)) and not _RESERVED.fullmatch(name)
+
+
+def read_plain(path: Path) -> bytes:
+    """Return the content of a file; a folder, a pipe or a device is none, and might never end.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return path.read_bytes()
+
+
+def one_folder(name: str) -> str:
+    """Return what the names have in common that some systems take for one: letters in either case, or composed."""
+    return unicodedata.normalize("NFKC", name).casefold()
 
 
 @contextlib.contextmanager
@@ -71,7 +90,7 @@ def sha256_of_file(path: Path) -> str:
 def sha256_of_data(data: Any) -> str:
     """Return the hex digest of plain data, independent of the order of keys."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()  # of file names that are not UTF-8
 
 
 def check_writable(folder: Path, given: str | None = None) -> None:

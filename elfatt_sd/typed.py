@@ -7,7 +7,6 @@ range: `Annotated[int, msgspec.Meta(ge=1)]`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import types
 import typing
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.files import read_plain
 
 Shape = TypeVar("Shape")
 _KINDS = {
@@ -58,14 +58,28 @@ def checked(data: Any, shape: type[Shape]) -> Shape:
         known_keys(f"{place}." if place else "", table, fields)
     try:
         return msgspec.convert(data, shape)
+    except UnicodeEncodeError as error:
+        raise refused(ascii(error.object), "text in UTF-8") from error
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ElfattError):  # of a `__post_init__`
             raise error.__cause__ from error
         raise _explained(str(error), data, shape) from error
 
 
+def parse_json(content: bytes) -> Any:
+    """Return what JSON holds, strictly: no NaN, no infinity, no number beyond float, no half of a surrogate pair.
+
+    Raises:
+        ValueError: it is none; the message is one line.
+    """
+    try:
+        return msgspec.json.decode(content)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def read_json(path: Path, remedy: str) -> Any:
-    """Return the content of a JSON file, None where there is no file.
+    """Return the content of a JSON file, None where there is no file; see `parse_json`.
 
     Args:
         path: the file.
@@ -75,12 +89,12 @@ def read_json(path: Path, remedy: str) -> Any:
         ElfattError: it is not JSON, or cannot be read.
     """
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(read_plain(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ElfattError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ElfattError(f"{path} is damaged ({error}); {remedy}.") from error
 
 

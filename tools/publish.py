@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.console import DONE, WRONG_USE, complain
+from elfatt_sd.console import DONE, FAILURE, WRONG_USE, complain
 from elfatt_sd.evaluation.report import replace_files, report_files
 from elfatt_sd.evaluation.report.data import load_results
 from elfatt_sd.evaluation.results import RESULTS_FILE
+from elfatt_sd.evaluation.run import RunFailure, clear_disk_errors, is_full
 from elfatt_sd.files import write_json
 
 MOST_BYTES = 5_000_000  # of a run that is committed
@@ -34,17 +35,29 @@ def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
         The folder of the run's results.
 
     Raises:
-        ElfattError: the run has no results, or a folder cannot be written.
+        ElfattError: the run has no results, their name cannot be that of a folder, or the folder holds something else
+            or cannot be written.
+        RunFailure: no space is left on the disk.
     """
     results = load_results(run_dir)
     target = folder / results.folder_name
+    _check_replaceable(target)
     files = report_files(run_dir, results, page=page)
-    try:
-        write_json(target / RESULTS_FILE, dict(results.data))
-    except OSError as error:
-        raise ElfattError(f"{target} cannot be written: {error.strerror}.") from error
-    replace_files(target, files)
+    with clear_disk_errors(target):
+        try:
+            write_json(target / RESULTS_FILE, dict(results.data))
+        except OSError as error:
+            if is_full(error):
+                raise
+            raise ElfattError(f"{target} cannot be written: {error.strerror}.") from error
+        replace_files(target, files)
     return target
+
+
+def _check_replaceable(target: Path) -> None:
+    """Refuse a folder that is no earlier publication, for files of a report are removed there."""
+    if target.is_dir() and any(target.iterdir()) and not (target / RESULTS_FILE).is_file():
+        raise ElfattError(f"{target} holds something else than published results; give another --out.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ElfattError as error:
         complain(str(error))
         return WRONG_USE
+    except RunFailure as failure:
+        complain(str(failure))
+        return FAILURE
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{folder} ({size / 1e6:.1f} MB)")
     if size > MOST_BYTES:

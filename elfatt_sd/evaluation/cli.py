@@ -241,7 +241,8 @@ def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
     check_names(protocol.device, protocol.dtype)
     check_device(protocol.device)
     check_model(protocol.model, variant=protocol.variant or None)
-    check_exists(protocol.reference.source)
+    if protocol.extractors:
+        check_exists(protocol.reference.source)
     if protocol.prompts is not None:
         read_prompts(protocol.prompts)
     if not force:

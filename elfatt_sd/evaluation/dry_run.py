@@ -15,11 +15,13 @@ from elfatt_sd.evaluation.first_steps import kept_calls
 from elfatt_sd.evaluation.images import check_batch_fits, image_seed, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import WARMUP_STEPS, timed_call
 from elfatt_sd.evaluation.memory import program_of
+from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.protocols import Cell, Protocol, check_protocol_fits
+from elfatt_sd.evaluation.records import read_data
+from elfatt_sd.evaluation.results import STAGE_FILES
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Row, Run, RunFailure
 from elfatt_sd.evaluation.stages import check_device, first_checks
 from elfatt_sd.files import check_writable
-from elfatt_sd.typed import read_json
 
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat pictures take less
 _PROBE_STEPS = 2
@@ -83,7 +85,7 @@ def _missing_images(run: Run, row: Row) -> int:
     return (
         0
         if row.finished
-        else sum(len(batch) for number, batch in enumerate(run.batches) if not row.batch_file(number).is_file())
+        else sum(len(batch) for number, batch in enumerate(run.batches) if not row.has_batch(number, batch))
     )
 
 
@@ -109,7 +111,7 @@ def _memory_to_measure(run: Run) -> tuple[float, int]:
 
 
 def _read(run: Run, name: str) -> dict[str, Any]:
-    return read_json(run.folder / name, "delete it") or {}
+    return read_data(run.folder / name, STAGE_FILES[name], "delete it") or {}
 
 
 def count_images(run: Run) -> int:
@@ -151,25 +153,31 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
         run: which one.
         reuse: folders of other runs.
     """
+    from elfatt_sd.evaluation.metrics.scores import check_feature_metrics, load_metrics
     from elfatt_sd.evaluation.reference import check_source
-    from elfatt_sd.evaluation.score import load_extractors, score_inputs
+    from elfatt_sd.evaluation.score import load_extractors, network_device, score_inputs
 
     protocol = runnable = run.protocol
     if _reason_against(lambda: check_device(protocol)):
         runnable = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
 
     def each_extractor(spec: str) -> None:
-        part = dataclasses.replace(runnable, extractors=(spec,))
+        part = dataclasses.replace(runnable, extractors=(spec,), metrics=())
         score_inputs(part, load_extractors(part))
+
+    def each_metric(choice: MetricChoice) -> None:
+        check_feature_metrics([choice], load_extractors(runnable))
+        load_metrics([choice], network_device(runnable))
 
     checks: list[Callable[[], Any]] = [
         lambda: check_writable(run.folder),
         run.check,
         *(functools.partial(Run.open, other) for other in reuse),
         *first_checks(protocol),
-        lambda: check_source(protocol.reference),
+        *([lambda: check_source(protocol.reference)] if protocol.extractors else []),
         *(functools.partial(each_extractor, spec) for spec in protocol.extractors),
         lambda: load_extractors(runnable),
+        *(functools.partial(each_metric, choice) for choice in protocol.metrics),
         lambda: _check_disk(run),
     ]
     found = [reason for check in checks if (reason := _reason_against(check))]

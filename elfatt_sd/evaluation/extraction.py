@@ -11,6 +11,8 @@ import functools
 import io
 import json
 import warnings
+import zipfile
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -152,8 +154,10 @@ class Extracted:
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]]:
         """Yield features and unreadable names of each chunk."""
         for path in self.chunks:
-            with np.load(path, allow_pickle=False) as data:
-                yield data["features"], json.loads(str(data["unreadable"]))
+            found = _read_chunk(path)
+            if found is None:
+                raise ElfattError(f"{path} is damaged; give the same command again.")
+            yield found
 
     def join(self, path: Path, rows: Sequence[int] | None = None) -> int:
         """Write features as one float32 `.npy` file, without holding them in memory.
@@ -211,7 +215,7 @@ def extract(
 
     def write_share() -> None:
         for number in range(state.process_index, len(paths), state.num_processes):
-            if not paths[number].is_file():
+            if _read_chunk(paths[number]) is None:
                 start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
                 _write_chunk(paths[number], *_extract_range(pictures, extractor, start, stop, batch_size, tell))
 
@@ -251,6 +255,16 @@ def _features(extractor: Extractor, batch: Sequence[np.ndarray[Any, np.dtype[np.
     same = len({image.shape for image in images}) == 1
     groups = [torch.stack(images)] if same else [image[None] for image in images]
     return torch.cat([extractor(group).cpu() for group in groups])
+
+
+def _read_chunk(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]] | None:
+    """Return features and unreadable names of a chunk; None where there is none, or none that is whole."""
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            features, unreadable = data["features"], json.loads(str(data["unreadable"]))
+    except (OSError, EOFError, KeyError, ValueError, SyntaxError, zipfile.BadZipFile, zlib.error):
+        return None
+    return (features, unreadable) if features.ndim == 2 and features.dtype == np.float32 else None
 
 
 def _write_chunk(path: Path, features: np.ndarray[Any, Any], unreadable: list[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ def _load_inception(weights: Path | None, sha256: str | None) -> Extractor:
 
     accepted = (sha256 or INCEPTION_SHA256).lower()
     path = weights if weights is not None else _cached_inception()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ElfattError(f"Inception weights {path} do not exist; give the file published at {INCEPTION_URL}.")
     found = sha256_of_file(path)
     if found != accepted:
@@ -212,7 +213,7 @@ def _load_toy() -> Extractor:
 
 
 def _load_vision(kind: str, folder: Path) -> Extractor:
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         accepted = "give a local directory of a transformers model"
         raise ElfattError(f"extractor {kind}:{folder} has no config.json; {accepted}.")
     from transformers import AutoConfig, AutoModel, CLIPVisionModelWithProjection

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,15 @@ def kept_calls(protocol: Protocol, cell: Cell) -> int:
     return min(exact_calls(cell, protocol.steps), max(others, default=0))
 
 
+def _kept(path: Path) -> list[Tensor]:
+    """Return the outputs that are kept; none where the file is damaged, for they can be made again."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError):
+        return []
+    return found if isinstance(found, list) and all(isinstance(each, Tensor) for each in found) else []
+
+
 @contextlib.contextmanager
 def first_steps(pipe: Any, path: Path, calls: int) -> Iterator[None]:
     """Give the denoiser's first outputs back from a file where it has them, and add to it what it has not.
@@ -58,7 +68,7 @@ def first_steps(pipe: Any, path: Path, calls: int) -> Iterator[None]:
     if calls == 0:
         yield
         return
-    known: list[Tensor] = torch.load(path, weights_only=True) if path.is_file() else []
+    known = _kept(path)
     outputs = list(known)
     network = denoiser(pipe)
     compute, own = network.forward, vars(network).get("forward")

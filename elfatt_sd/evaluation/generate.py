@@ -98,7 +98,7 @@ def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str
     mine = list(enumerate(run.batches))[state.process_index :: state.num_processes]
     pending = _pending(run)
     todo = {
-        row.name: [(number, batch) for number, batch in mine if not row.batch_file(number).is_file()] for row in pending
+        row.name: [(number, batch) for number, batch in mine if not row.has_batch(number, batch)] for row in pending
     }
     total = sum(len(batch) for share in todo.values() for _, batch in share)
     failures: dict[str, str] = {}

@@ -70,6 +70,10 @@ class Estimate:
         """The paired difference of two figures of the same prompts and latents."""
         return Estimate(self.value - other.value, self.moves - other.moves)
 
+    def times(self, factor: float) -> Estimate:
+        """The figure in another unit."""
+        return Estimate(self.value * factor, self.moves * factor)
+
     @property
     def classes(self) -> int:
         """Number of different classes."""

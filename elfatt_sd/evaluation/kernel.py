@@ -5,6 +5,8 @@ Legend for shapes: n images, m reference images, d features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,12 +16,31 @@ from elfatt_sd.evaluation.statistics import Features, take
 
 KERNEL_SAMPLE = 5000  # images of a block, and of the reference, at most
 ROWS = 1024  # of a piece of the kernel matrix
+WIDTH = 10.0  # of the Gaussian kernel
+
+Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
+
+
+def polynomial(rows: Tensor, others: Tensor) -> Tensor:
+    """Return (x . y / d + 1)^3 of each pair, KID's kernel."""
+    return (rows @ others.T).div_(rows.shape[1]).add_(1).pow_(3)
+
+
+def gaussian(rows: Tensor, others: Tensor) -> Tensor:
+    """Return exp(-|x - y|^2 / (2 * 10^2)) of each pair, CMMD's kernel (Jayasumana et al. 2024)."""
+    squares = rows.square().sum(1)[:, None] + others.square().sum(1) - 2 * rows @ others.T
+    return squares.clamp_(min=0).mul_(-0.5 / WIDTH**2).exp_()
 
 
 def kernel_distance(
-    features: Features, reference: Features, groups: Groups, *, within: float | None = None
+    features: Features,
+    reference: Features,
+    groups: Groups,
+    *,
+    within: float | None = None,
+    kernel: Kernel = polynomial,
 ) -> Estimate:
-    """Unbiased squared maximum mean discrepancy with the kernel (x . y / d + 1)^3, and its derivative in every image.
+    """Unbiased squared maximum mean discrepancy with a kernel, and its derivative in every image.
 
     Images are dealt out to blocks of at most `KERNEL_SAMPLE`, image i to block i modulo their number. The figure is the
     mean over blocks of the full U-statistic, weighted by their sizes. So every image counts, equally, in value and in
@@ -31,6 +52,7 @@ def kernel_distance(
         reference: `[m, d]`.
         groups: the class of each image, n of them.
         within: the reference's part, from `kernel_within(reference)`, to compute it once for many methods.
+        kernel: of two images.
 
     Raises:
         ElfattError: there are fewer than 2 images.
@@ -38,7 +60,7 @@ def kernel_distance(
     if len(features) < 2 or len(reference) < 2:
         fewest = min(len(features), len(reference))
         raise ElfattError(f"{fewest} images have no kernel distance; it needs at least 2.")
-    within = kernel_within(reference) if within is None else within
+    within = kernel_within(reference, kernel) if within is None else within
     count = len(features)
     blocks = -(-count // KERNEL_SAMPLE)
     own, across = (torch.zeros(count, dtype=torch.float64) for _ in range(2))
@@ -46,32 +68,28 @@ def kernel_distance(
     for block in range(blocks):
         rows = torch.arange(block, count, blocks)
         images = take(features, rows)
-        own[rows] = _mean_to_others(images)
-        across[rows] = torch.cat([_kernel(piece, known).mean(1) for piece in torch.split(images, ROWS)])
+        own[rows] = _mean_to_others(images, kernel)
+        across[rows] = torch.cat([kernel(piece, known).mean(1) for piece in torch.split(images, ROWS)])
     projection = 2 * (own - across)
     value = (own.mean() - 2 * across.mean()).item() + within
     return Estimate.linear(value, projection - projection.mean(), groups)
 
 
-def kernel_within(reference: Features) -> float:
+def kernel_within(reference: Features, kernel: Kernel = polynomial) -> float:
     """Mean kernel between different images of the reference `[m, d]`."""
-    return _mean_to_others(take(reference, slice(None))).mean().item()
+    return _mean_to_others(take(reference, slice(None)), kernel).mean().item()
 
 
-def _kernel(rows: Tensor, others: Tensor) -> Tensor:
-    return (rows @ others.T).div_(rows.shape[1]).add_(1).pow_(3)
-
-
-def _mean_to_others(images: Tensor) -> Tensor:
+def _mean_to_others(images: Tensor, kernel: Kernel) -> Tensor:
     """Mean kernel `[n]` of each image with all others; each pair of pieces is computed once."""
     total = torch.zeros(len(images), dtype=torch.float64)
     pieces = torch.split(torch.arange(len(images)), ROWS)
     for place, rows in enumerate(pieces):
         for columns in pieces[place:]:
-            kernel = _kernel(images[rows[0] : rows[-1] + 1], images[columns[0] : columns[-1] + 1])
+            values = kernel(images[rows[0] : rows[-1] + 1], images[columns[0] : columns[-1] + 1])
             if columns is rows:
-                kernel.fill_diagonal_(0)
+                values.fill_diagonal_(0)
             else:
-                total[columns] += kernel.sum(0)
-            total[rows] += kernel.sum(1)
+                total[columns] += values.sum(0)
+            total[rows] += values.sum(1)
     return total / (len(images) - 1)

@@ -28,11 +28,11 @@ from elfatt_sd.evaluation.intervals import student_quantile
 from elfatt_sd.evaluation.measure import Report, cycled_prompts, free_memory, reason
 from elfatt_sd.evaluation.protocols import Cell, Memory, Protocol
 from elfatt_sd.evaluation.provenance import code_hashes, image_environment
+from elfatt_sd.evaluation.records import Peaks, read_data
 from elfatt_sd.evaluation.run import MEMORY_FILE, Run, RunFailure
 from elfatt_sd.files import sha256_of_data, write_json
 from elfatt_sd.measuring.clock import now
 from elfatt_sd.measuring.memory import PeakMeter
-from elfatt_sd.typed import read_json
 
 STAGES = ("text", "unet", "vae")
 _GIB = 2**30
@@ -60,14 +60,15 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
     environment, unmeasured = _present_environment(protocol)
     run.check_environment(environment)
     path = run.folder / MEMORY_FILE
-    data = read_json(path, "delete it to measure anew") or {}
+    data = read_data(path, Peaks, "delete it to measure anew") or {}
     before = data.get("environment", {})
     if data.get("identity") != protocol.identity or same_images(before, environment, protocol.cells):
         data = {"format": 1, "identity": protocol.identity, "measured": now(), "environment": environment}
         data |= {"rows": {}, "programs": {}, "errors": {}}
     rows, programs, errors = data["rows"], data["programs"], data["errors"]
     for name in list(errors):
-        del rows[name], errors[name]
+        rows.pop(name, None)
+        del errors[name]
     for cell in protocol.cells:
         program = program_of(cell)
         if cell.name in rows:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.extraction import quiet_pillow
 from elfatt_sd.evaluation.intervals import Estimate
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.similarity import structural_similarity
+from elfatt_sd.evaluation.statistics import read_array
 from elfatt_sd.files import atomic_file, sha256_of_data
 from elfatt_sd.progress import Progress
 
@@ -30,7 +30,8 @@ def pair_changes(
 ) -> Tensor:
     """PSNR (dB) and SSIM `[n, 2]` of each picture to the baseline's of the same index; kept in the cache.
 
-    The PSNR is infinite where a picture equals the baseline's in every pixel, and only there.
+    The PSNR is infinite where a picture equals the baseline's in every pixel, and only there. That of a clip is over
+    all its frames at once; its SSIM is the mean over frames.
 
     Args:
         images: a row's pictures.
@@ -40,40 +41,36 @@ def pair_changes(
         progress: called with what is looked at, the number of pictures compared, and their total.
     """
     path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
-    if not path.is_file():
-        with quiet_pillow():
-            rows = torch.cat(list(_changes(images, baseline, device, progress)))
-        with atomic_file(path) as file:
-            np.save(file, rows.numpy())
-    return torch.from_numpy(np.load(path))
+    known = read_array(path, 2, dtype="float64")
+    if known is not None and len(known) == len(images.paths):
+        return torch.from_numpy(np.array(known))
+    with quiet_pillow():
+        rows = torch.cat(list(_changes(images, baseline, device, progress)))
+    with atomic_file(path) as file:
+        np.save(file, rows.numpy())
+    return rows
 
 
 def _changes(images: Images, baseline: Images, device: torch.device, progress: Progress | None) -> Iterator[Tensor]:
     from torchmetrics.functional.image import peak_signal_noise_ratio
 
     count = len(images.paths)
-    ours, theirs = (_tensors(side.pictures().load(0, count)) for side in (images, baseline))
+    ours, theirs = (side.stacks() for side in (images, baseline))
     for start in range(0, count, PAIR_BATCH):
         size = min(PAIR_BATCH, count - start)
-        mine, other = (torch.stack([next(side) for _ in range(size)]).to(device) for side in (ours, theirs))
-        decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3))
-        similarity = structural_similarity(mine, other, data_range=255.0)
+        mine, other = (torch.stack([next(side) for _ in range(size)]).to(device).double() for side in (ours, theirs))
+        decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3, 4))
+        frames = structural_similarity(mine.flatten(0, 1), other.flatten(0, 1), data_range=255.0)
+        similarity = frames.view(size, -1).mean(1)  # in float32, equal flat pictures would be 0.999 alike
         yield torch.stack((decibels, similarity), 1).to("cpu", torch.float64)
         if progress:
             progress(f"{images.name}, PSNR and SSIM", start + size, count)
 
 
-def _tensors(pictures: Iterator[np.ndarray[Any, Any] | str]) -> Iterator[Tensor]:
-    for picture in pictures:
-        if isinstance(picture, str):
-            raise ElfattError(f"picture {picture} cannot be read.")
-        yield torch.from_numpy(picture).permute(2, 0, 1).double()  # float32 finds equal flat pictures 0.999 alike
-
-
-def paired(images: Images, changes: Tensor, cosine: Tensor, extractor: str) -> dict[str, Any]:
+def paired(images: Images, changes: Tensor) -> dict[str, Any]:
     """Summaries of the changes, and PSNR and SSIM of each picture, by which rows can be compared with each other.
 
-    PSNR is over the pictures that differ, the cosine that of the features of an extractor.
+    PSNR is over the pictures that differ.
     """
     differing = changes[:, 0].isfinite()
     classes = torch.as_tensor(images.classes)
@@ -87,8 +84,12 @@ def paired(images: Images, changes: Tensor, cosine: Tensor, extractor: str) -> d
             "pictures": [value if math.isfinite(value) else None for value in decibels],
         },
         "ssim": {**_summary(changes[:, 1], classes, -1.0, 1.0), "pictures": similarities},
-        "cosine": {**_summary(cosine, classes, -1.0, 1.0), "extractor": extractor},
     }
+
+
+def cosines(images: Images, cosine: Tensor, extractor: str) -> dict[str, Any]:
+    """Summary of the cosine `[n]` between each picture's features and the untouched one's."""
+    return {**_summary(cosine, torch.as_tensor(images.classes), -1.0, 1.0), "extractor": extractor}
 
 
 def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import itertools
+import os
 import random
 import string
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from elfatt_sd.evaluation.prompt_files import PromptFile, read_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 
 Value = TypeVar("Value")
+MOST_IMAGES = 10_000_000  # of a row: their prompts are held in memory
 
 # The ILSVRC-2012 classes, facts: WordNet ids and lemmas as timm 1.0.31 lists them, short names as torchvision 0.28.0.
 IMAGENET_FILE = Path(__file__).with_name("imagenet1k_classes.csv")
@@ -80,10 +82,10 @@ def read_labels(path: Path) -> list[Label]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        csv_file = path.suffix.lower() == ".csv"
+        pairs = _csv_pairs(path, text) if csv_file else [("", line.strip()) for line in text.split("\n")]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ElfattError(f"labels {path} cannot be read ({error}); give a UTF-8 text file or .csv.") from error
-    csv_file = path.suffix.lower() == ".csv"
-    pairs = _csv_pairs(path, text) if csv_file else [("", line.strip()) for line in text.split("\n")]
     labels = [Label(index, wnid, name) for index, (wnid, name) in enumerate(pair for pair in pairs if pair[1])]
     if not labels:
         raise ElfattError(f"labels {path} is empty; give one label per line.")
@@ -96,7 +98,7 @@ def read_labels(path: Path) -> list[Label]:
 
 
 def _csv_pairs(path: Path, text: str) -> list[tuple[str, str]]:
-    rows = csv.DictReader(io.StringIO(text))
+    rows = csv.DictReader(io.StringIO(text, newline=""))
     columns = rows.fieldnames or []
     column = next((name for name in ("name", "label") if name in columns), None)
     if column is None and columns:
@@ -118,7 +120,7 @@ def load_labels(name: str) -> list[Label]:
     if name == "toy":
         return toy_labels()
     path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(path):  # which takes any name
         raise ElfattError(f"labels={name!r} is not known; accepted: imagenet1k, toy, or a .txt or .csv file.")
     return read_labels(path)
 
@@ -139,6 +141,7 @@ def build_prompts(labels: Sequence[Label], template: str, images_per_class: int)
     if images_per_class < 1:
         raise ElfattError(f"images_per_class={images_per_class} is not accepted; give a whole number of at least 1.")
     _check_template(template)
+    _check_count(len(labels), images_per_class)
     texts = [
         template.format(label=label.name, wnid=label.wnid, index=label.index, article=_article(label.name))
         for label in labels
@@ -150,11 +153,18 @@ def build_prompts(labels: Sequence[Label], template: str, images_per_class: int)
     ]
 
 
+def _check_count(texts: int, images_each: int) -> None:
+    if texts * images_each > MOST_IMAGES:
+        what = f"images_per_class={images_each} with {texts} labels or prompts"
+        raise ElfattError(f"{what} is not accepted; accepted: {MOST_IMAGES} images a row at most.")
+
+
 def _check_template(template: str) -> None:
     try:
-        fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+        parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
         raise ElfattError(f"template={template!r} is not accepted ({error}); write {{label}}.") from error
+    fields = {f"{field}{f'!{how}' if how else ''}{f':{shape}' if shape else ''}" for _, field, shape, how in parts}
     unknown = sorted(fields - {"label", "wnid", "index", "article"})
     if unknown or "label" not in fields:
         what = f"the field {unknown[0]!r}" if unknown else "no field {label}"
@@ -200,7 +210,9 @@ def prompts_of_file(source: PromptFile, count: int, images_each: int) -> list[Pr
     Raises:
         ElfattError: as `read_prompts`.
     """
-    repeated = [each for each in spread(read_prompts(source), count) for _ in range(images_each)]
+    chosen = spread(read_prompts(source), count)
+    _check_count(len(chosen), images_each)
+    repeated = [each for each in chosen for _ in range(images_each)]
     return [Prompt(index, each.cluster, each.text) for index, each in enumerate(repeated)]
 
 

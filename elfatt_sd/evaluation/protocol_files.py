@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ from typing import Any
 
 from elfatt_sd.config import ElfattError, setting_names
 from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Cell, Memory, Protocol, Time
+from elfatt_sd.files import read_plain
 from elfatt_sd.methods import attention_named
 from elfatt_sd.typed import checked, refused
 
@@ -31,12 +34,7 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit
         ElfattError: no such file, not TOML, a key that is not known, or a value that is not accepted.
     """
     path = _find(path_or_name)
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ElfattError(f"{path} is not valid TOML: {error}.") from error
-    except OSError as error:
-        raise ElfattError(f"{path} cannot be read: {error.strerror}.") from error
+    data = _read(path)
     if limit is not None:
         _make_quick(data, limit)
     for override in overrides:
@@ -50,14 +48,45 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit
     if isinstance(data.get("published"), str):
         data["published"] = _published(data["published"])
     try:
-        return checked(data, Protocol)
+        protocol = checked(data, Protocol)
+        _check_plain(data)
     except ElfattError as error:
         raise ElfattError(f"{path}: {error}") from error
+    return protocol
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_plain(path).decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # numbers of too many digits included
+        raise ElfattError(f"{path} is not valid TOML: {error}.") from error
+    except OSError as error:
+        raise ElfattError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _check_plain(data: Any, place: str = "") -> None:
+    """Refuse what JSON cannot hold: dates, numbers that are not finite, and text that is not UTF-8.
+
+    Raises:
+        ElfattError: it names the first such value.
+    """
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            _check_plain(key, place)
+            _check_plain(value, f"{place}.{key}" if place else str(key))
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            _check_plain(value, f"{place}[{index}]")
+    else:
+        try:
+            json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise refused(ascii(f"{place}={data}")[1:-1], "text in UTF-8, finite numbers, true and false") from error
 
 
 def _find(path_or_name: str | Path) -> Path:
     path = Path(path_or_name)
-    if path.is_file():
+    if os.path.isfile(path):  # which takes any name
         return path
     if path.name == str(path_or_name) and not path.suffix:
         for folder in _FOLDERS:
@@ -71,7 +100,7 @@ def _find(path_or_name: str | Path) -> Path:
 
 def _published(name: str) -> dict[str, Any]:
     """Return the printed figures that another protocol carries."""
-    table = tomllib.loads(_find(name).read_text(encoding="utf-8")).get("published")
+    table = _read(_find(name)).get("published")
     if not isinstance(table, dict):
         raise refused(f"published={name!r}", "a table with source and rows, or the name of a protocol that has one")
     return table

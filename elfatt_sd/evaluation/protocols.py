@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from elfatt_sd.config import ElfattError, PatchConfig, setting_names
+from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.prompt_files import PromptFile
-from elfatt_sd.files import is_plain_name, sha256_of_data
+from elfatt_sd.files import is_plain_name, one_folder, sha256_of_data
 from elfatt_sd.preflight import check_sizes_fit
 from elfatt_sd.presets import known_method
 from elfatt_sd.typed import checked, known_keys, refused
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Maybe = Annotated[int, Meta(ge=0)]  # 0 stands for all, none, or the protocol's own
 Pixels = Annotated[int, Meta(ge=8, multiple_of=8)]
 Scope = Literal["end_to_end", "unet"]
@@ -29,7 +30,12 @@ NULL_SEED_OFFSET = 1_000_000  # the null row's seeds start here, past those of e
 _PEER_SETTINGS = ("max_downsample", "ratio", "stride", "use_rand")
 PRINTED = ("FID", "seconds_per_image", "gb_per_image")  # the figures of a published row
 _REPORT_ONLY = ("description", "published")  # words and printed figures: they change no measurement
-_UNGIVEN = [("variant", ""), ("prompts", None)]  # keys that are younger than results that are published
+_UNGIVEN: list[tuple[str, Any]] = [
+    ("variant", ""),
+    ("prompts", None),
+    ("metrics", []),
+    ("frames", 1),
+]  # keys that are younger than results that are published
 _LENIENT = {"reference": ("allow_count",)}  # lets a run go on; what it let pass stands in the metric's name
 NAME = "letters, digits and . _ - + =, and no name that a system keeps for itself"
 
@@ -108,7 +114,7 @@ class Reference:
     """
 
     source: str = ""
-    count: Count = 50_000
+    count: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 50_000
     allow_count: bool = False
     size: Maybe = 0
     resize: str = "none"
@@ -166,6 +172,7 @@ class Protocol:
         guidance: classifier-free guidance scale.
         height: of the images, in pixels.
         width: of the images, in pixels.
+        frames: of each image; more than 1 for clips, which video pipelines make.
         dtype: of the pipeline.
         device: `auto` or a torch device.
         batch: images per call of the pipeline.
@@ -176,9 +183,11 @@ class Protocol:
         classes: number of labels, or prompts of the file, spread evenly over the list; 0 takes all.
         limit: number of images of each row, spread evenly over the prompts; 0 takes all.
         seed: image `i` has seed `seed + i`.
-        extractors: feature extractors, as `elfatt_sd.evaluation.features` names them.
+        extractors: feature extractors, as `elfatt_sd.evaluation.features` names them; without any, the reference is
+            not looked at, and rows are compared with the untouched pipeline only.
         inception_weights: file of Inception's weights, for use without a network.
         inception_sha256: hash that this file must have; empty takes the published one.
+        metrics: further metrics.
         reference: the pictures to compare with.
         time: how time is measured; None leaves it out.
         memory: how memory is measured; None leaves it out.
@@ -196,6 +205,7 @@ class Protocol:
     guidance: Annotated[float, Meta(ge=0, le=1e6)] = 7.5
     height: Pixels = 512
     width: Pixels = 512
+    frames: Count = 1
     dtype: str = "float16"
     device: str = "auto"
     batch: Count = 1
@@ -206,9 +216,10 @@ class Protocol:
     classes: Maybe = 0
     limit: Maybe = 0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    extractors: Annotated[tuple[str, ...], Meta(min_length=1)] = ("inception",)
+    extractors: tuple[str, ...] = ("inception",)
     inception_weights: str = ""
     inception_sha256: str = ""
+    metrics: tuple[MetricChoice, ...] = ()
     reference: Reference = field(default_factory=Reference)
     time: Time | None = None
     memory: Memory | None = None
@@ -220,8 +231,8 @@ class Protocol:
             raise refused(f"name={self.name!r}", "letters, digits, _ and -, and no name that a system keeps for itself")
         if "{label}" not in self.template:
             raise refused(f"template={self.template!r}", "a text with {label} in it")
-        names = [cell.name.casefold() for cell in self.cells]  # one folder, on some systems
-        twice = [cell.name for cell in self.cells if names.count(cell.name.casefold()) > 1]
+        names = [one_folder(cell.name) for cell in self.cells]
+        twice = [cell.name for cell in self.cells if names.count(one_folder(cell.name)) > 1]
         if twice:
             raise refused(f"cell {twice[-1]!r}, given twice", "cells that differ; give each its own name")
         baselines = [cell.name for cell in self.cells if cell.role == "baseline"]

@@ -13,6 +13,7 @@ from elfatt_sd.typed import check_file, read_json
 
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Index = Annotated[int, Meta(ge=0)]
+Ends = Annotated[list[float], Meta(min_length=2)] | None  # of an interval
 
 
 class Environment(Struct, frozen=True):
@@ -49,22 +50,158 @@ class Failure(Struct, frozen=True):
     reason: str
 
 
+class Difference(Struct, frozen=True):
+    """A paired difference to the untouched pipeline."""
+
+    value: float | None = None
+    interval: Ends = None
+    verdict: str | None = None
+    images: str | None = None
+
+
+class Figure(Struct, frozen=True):
+    """A distance or an accuracy."""
+
+    value: float | None = None
+    interval: Ends = None
+    difference: Difference | None = None
+
+
+class Changes(Struct, frozen=True):
+    """A measure of each image against the untouched pipeline's, summed up."""
+
+    mean: float | None = None
+    interval: Ends = None
+    median: float | None = None
+    quartiles: Ends = None
+    lowest: float | None = None
+    identical: Index | None = None
+    pictures: list[float | None] | None = None
+
+
+class Paired(Struct, frozen=True):
+    """All such measures of a row."""
+
+    classes: list[Index] | None = None
+    psnr: Changes | None = None
+    ssim: Changes | None = None
+    cosine: Changes | None = None
+
+
+class ScoredRow(Struct, frozen=True):
+    """What scoring says of a row."""
+
+    images: Index | None = None
+    classes: Index | None = None
+    distances: dict[str, Figure] | None = None
+    paired: Paired | None = None
+    accuracy: dict[str, Figure] | None = None
+    most_changed: list[Index] | None = None
+    metrics: dict[str, Figure] | None = None
+
+
 class Scores(Struct, frozen=True):
     """`scores.json`."""
 
     format: int
     identity: str
     references: dict[str, dict[str, Any]]
-    rows: dict[str, dict[str, Any]]
+    rows: dict[str, ScoredRow]
 
 
-class Measured(Struct, frozen=True):
-    """`time.json` and `memory.json`."""
+class Ratio(Struct, frozen=True):
+    """How many times as fast as the untouched pipeline: the median round, and the slowest and the fastest one."""
+
+    median: float
+    low: float
+    high: float
+
+
+class Seconds(Struct, frozen=True):
+    """The seconds per image of one scope, and of each round."""
+
+    seconds_per_image: float | None = None
+    values: list[float] = []
+    ratio: Ratio | None = None
+
+
+class TimedRow(Struct, frozen=True):
+    """The time of a row, or why it has none."""
+
+    end_to_end: Seconds | None = None
+    unet: Seconds | None = None
+    attention_kernels: list[str] | None = None
+    failed: str | None = None
+    note: str | None = None
+
+
+class Times(Struct, frozen=True):
+    """`time.json`."""
 
     identity: str
     environment: dict[str, Any]
-    rows: dict[str, dict[str, Any]]
+    rows: dict[str, TimedRow]
     errors: dict[str, str] = {}
+
+
+class Growth(Struct, frozen=True):
+    """The line through the peaks of several batch sizes, in GiB."""
+
+    gib_per_image: float | None = None
+    interval: Ends = None
+    intercept_gib: float | None = None
+    fit_error_gib: float | None = None
+    peaks_gib: list[float] | None = None
+
+
+class MemoryRow(Growth, frozen=True):
+    """The memory of a row, or why it has none."""
+
+    batches: list[Index] = []
+    kind: str | None = None
+    stages: dict[str, Growth] | None = None
+    reserved: Growth | None = None
+    failed: str | None = None
+    note: str | None = None
+    same_program_as: str | None = None
+
+
+class Peaks(Struct, frozen=True):
+    """`memory.json`."""
+
+    identity: str
+    environment: dict[str, Any]
+    rows: dict[str, MemoryRow]
+    programs: dict[str, str]
+    errors: dict[str, str] = {}
+
+
+class ResultRow(ScoredRow, frozen=True):
+    """A row of `results.json`; what was not measured is not there."""
+
+    cell: str | None = None
+    label: str | None = None
+    method: str | None = None
+    peer: str | None = None
+    role: str | None = None
+    settings: dict[str, Any] | None = None
+    time: TimedRow | None = None
+    memory: MemoryRow | None = None
+    failed: str | None = None
+
+
+class ResultsRecord(Struct, frozen=True):
+    """`results.json`."""
+
+    format: Literal[1]
+    rows: list[ResultRow]
+    name: str | None = None
+    description: str | None = None
+    identity: str | None = None
+    protocol: dict[str, Any] | None = None
+    environment: Environment | None = None
+    reference: dict[str, dict[str, Any]] | None = None
+    published: dict[str, Any] | None = None
 
 
 def read_data(path: Path, shape: type[Any], remedy: str) -> dict[str, Any] | None:

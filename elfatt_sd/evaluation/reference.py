@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import hashlib
+import os
+import re
 import shutil
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -22,16 +22,17 @@ from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, SourcePict
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.kernel import KERNEL_SAMPLE
 from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
+from elfatt_sd.evaluation.prompts import MOST_IMAGES
 from elfatt_sd.evaluation.protocols import Reference as Settings
+from elfatt_sd.evaluation.records import read_data
+from elfatt_sd.evaluation.renders import Renders
 from elfatt_sd.evaluation.sources import left_out_words, open_source
-from elfatt_sd.evaluation.statistics import FeatureStatistics, load_moments
+from elfatt_sd.evaluation.statistics import FeatureStatistics, check_covariance, load_moments, read_array
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.locks import folder_lock
 from elfatt_sd.progress import Progress
-from elfatt_sd.typed import read_json
 
 FORMAT = 1
-RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
 FULL_COUNT = 50_000  # pictures of ImageNet's validation set; any other number shows in the metric's name
 UNKNOWN_COUNT = FULL_COUNT  # only scales sums where another tool's file gives no count; distances do not depend on it
 
@@ -105,13 +106,13 @@ def build_reference(
     check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
     folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
     with _one_launch_at_a_time(folder):
-        if not by_first((folder / "reference.json").is_file):
+        if not by_first(lambda: _parts(folder, extractor.dimension) is not None):
             chunks = extract(
                 pictures, extractor, folder / "chunks", batch_size=batch_size, progress=progress, name="reference"
             )
             description = {"source": str(source), "identity": identity, **_plain(preprocessing)}
             by_first(lambda: _finish(folder, chunks, extractor, description))
-    found = _load(folder, str(source), expected, allow_count)
+    found = _load(folder, extractor.dimension, str(source), expected, allow_count)
     words = left_out_words(pictures.left_out)  # not in the cache: these files are no part of the identity
     return dataclasses.replace(found, description={**found.description, "left_out": words}) if words else found
 
@@ -171,7 +172,7 @@ def check_source(wanted: Settings) -> None:
 
 
 def _check_moments(path: Path) -> None:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")
 
 
@@ -221,8 +222,9 @@ def _pictures(
     pictures: SourcePictures | Renders
     if _is_rendered(source):
         number = source.partition(":")[2]
-        if number and not (number.isdecimal() and int(number) > 1):
-            raise ElfattError(f"reference {source!r} is not accepted; give renders:COUNT with a whole number above 1.")
+        if number and not (re.fullmatch(r"[0-9]{1,8}", number) and 1 < int(number) <= MOST_IMAGES):
+            accepted = f"give renders:COUNT with a whole number from 2 to {MOST_IMAGES}"
+            raise ElfattError(f"reference {source!r} is not accepted; {accepted}.")
         pictures = Renders(int(number) if number else expected, classes)
         fingerprint = pictures.fingerprint
     else:
@@ -279,14 +281,36 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
     shutil.rmtree(folder / "chunks", ignore_errors=True)
 
 
-def _load(folder: Path, source: str, expected: int, allow_count: bool) -> Reference:
+class _Record(msgspec.Struct, frozen=True):
+    """What `reference.json` holds that is read back."""
+
+    count: Annotated[int, msgspec.Meta(ge=2)]
+    unreadable: list[str]
+    identity: str
+
+
+def _parts(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatistics, np.ndarray[Any, Any]] | None:
+    """Return description, statistics and sample of a cached reference; None where it is not there or damaged."""
     try:
-        data = read_json(folder / "reference.json", "delete the folder")
-        count, unreadable, identity = data["count"], data["unreadable"], data["identity"]
+        data = read_data(folder / "reference.json", _Record, "")
+        if data is None:
+            return None
         statistics = FeatureStatistics.load(folder / "statistics.npz")
-        sample = np.load(folder / "sample.npy", mmap_mode="r")
-    except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
-        raise ElfattError(f"cache {folder} is damaged; delete this folder to compute it anew.") from error
+    except ElfattError:
+        return None
+    sample = read_array(folder / "sample.npy", dimension)
+    wanted = (dimension, data["count"], min(data["count"], KERNEL_SAMPLE))
+    if sample is None or (len(statistics.mean), statistics.count, len(sample)) != wanted:
+        return None
+    return data, statistics, sample
+
+
+def _load(folder: Path, dimension: int, source: str, expected: int, allow_count: bool) -> Reference:
+    found = _parts(folder, dimension)
+    if found is None:
+        raise ElfattError(f"cache {folder} is damaged; give the same command again to compute it anew.")
+    data, statistics, sample = found
+    count, unreadable, identity = data["count"], data["unreadable"], data["identity"]
     if count != expected and not allow_count and unreadable:
         listed = "" if len(unreadable) == 1 else f", all in {folder / 'reference.json'}"
         raise ElfattError(
@@ -311,6 +335,7 @@ def _from_moments(path: Path, extractor: Extractor, expected: int, allow_count: 
     if count is not None:
         _check_count(str(path), count, expected, allow_count)
     suffix = f" (statistics of {path.name})" if count is None else _suffix(count)
+    covariance = check_covariance(path, covariance)
     statistics = FeatureStatistics.from_moments(mean, covariance, count or UNKNOWN_COUNT)
     digest = sha256_of_file(path)
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])
@@ -322,66 +347,3 @@ def _from_moments(path: Path, extractor: Extractor, expected: int, allow_count: 
         "unreadable": [],
     }
     return Reference(statistics, None, count, [], identity, suffix, description)
-
-
-class Renders:
-    """Held-out pictures of the toy's renderer, with the classes of the prompts."""
-
-    BLOCK = 1 << 16
-
-    def __init__(self, count: int, classes: Sequence[int]) -> None:
-        """Take the classes; picture i has class `classes[i % len(classes)]`.
-
-        Raises:
-            ElfattError: a class is not in the toy's list.
-        """
-        from elfatt_sd.toy import renderer
-
-        classes = list(classes) or list(range(len(renderer.CLASSES)))
-        wrong = [number for number in classes if not 0 <= number < len(renderer.CLASSES)]
-        if wrong:
-            raise ElfattError(
-                f"class {wrong[0]} is not accepted; the toy has classes 0 to {len(renderer.CLASSES) - 1}."
-            )
-        self.wanted = [classes[index % len(classes)] for index in range(count)]
-        self.left_out: Sequence[str] = ()
-        source = hashlib.sha256(Path(renderer.__file__).read_bytes()).hexdigest()
-        self.fingerprint = ["renders", count, classes[:count], RENDER_SEED, source]
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return len(self.wanted)
-
-    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
-        """Yield renders of a range."""
-        from elfatt_sd.toy.renderer import render_parameters
-
-        labels, geometry = self.scenes
-        for index in range(start, stop):
-            picture = render_parameters(labels[index : index + 1], geometry[index : index + 1])[0]
-            yield (picture.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
-
-    @functools.cached_property
-    def scenes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Labels and geometry, drawn from the renderer's own distribution; those of the wanted classes are kept."""
-        from elfatt_sd.toy import renderer
-
-        numbers = {labels: number for number, labels in enumerate(renderer.CLASSES)}
-        open_places: dict[int, list[int]] = {}
-        for place in reversed(range(len(self.wanted))):
-            open_places.setdefault(self.wanted[place], []).append(place)
-        labels = torch.zeros(len(self.wanted), len(renderer.ATTRIBUTES), dtype=torch.int64)
-        geometry = torch.zeros(len(self.wanted), len(renderer.GEOMETRY))
-        generator = torch.Generator().manual_seed(RENDER_SEED)
-        names = list(renderer.ATTRIBUTES.values())
-        while open_places:
-            drawn, numbers_drawn = renderer.sample_parameters(self.BLOCK, generator)
-            for row, scene in enumerate(drawn.tolist()):
-                number = numbers[tuple(values[index] for values, index in zip(names, scene, strict=True))]
-                places = open_places.get(number)
-                if places:
-                    place = places.pop()
-                    labels[place], geometry[place] = drawn[row], numbers_drawn[row]
-                    if not places:
-                        del open_places[number]
-        return labels, geometry

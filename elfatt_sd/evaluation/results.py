@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elfatt_sd.evaluation.records import Measured, Scores, read_data
+from elfatt_sd.evaluation.records import Peaks, Scores, Times, read_data
 from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, TIME_FILE, Row, Run
 from elfatt_sd.files import write_json
 
 RESULTS_FILE = "results.json"
 FORMAT = 1
-STAGE_FILES = {SCORES_FILE: Scores, TIME_FILE: Measured, MEMORY_FILE: Measured}
-_SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed")
+STAGE_FILES = {SCORES_FILE: Scores, TIME_FILE: Times, MEMORY_FILE: Peaks}
+_SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed", "metrics")
 
 
 def join_results(run: Run) -> dict[str, Any]:

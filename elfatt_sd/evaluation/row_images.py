@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures
+from elfatt_sd.evaluation.extraction import Pictures, Preprocessing, SourcePictures
 from elfatt_sd.evaluation.run import Row
 from elfatt_sd.evaluation.sources import Entry, Source
 from elfatt_sd.files import sha256_of_data
@@ -23,33 +28,94 @@ class Images:
         paths: their files, in the order of their indices.
         sha256: their hashes when they were generated.
         classes: class index of each.
+        texts: prompt of each.
+        frames: of each; clips have several, which lie below each other in their file.
     """
 
     name: str
     paths: Sequence[Path]
     sha256: Sequence[str]
     classes: Sequence[int]
+    texts: Sequence[str]
+    frames: int = 1
 
     @classmethod
-    def of_row(cls, row: Row) -> Images:
+    def of_row(cls, row: Row, frames: int = 1, count: int | None = None) -> Images:
         """List the pictures of a finished row.
 
+        Args:
+            row: which one.
+            frames: of each picture, as its protocol says.
+            count: how many there must be; None takes any number.
+
         Raises:
-            ElfattError: the row is not finished.
+            ElfattError: the row is not finished, or its list is not whole.
         """
         made = row.made_images()
+        if count is not None and len(made) != count:
+            remedy = f"delete the file to make row {row.name!r} anew"
+            raise ElfattError(f"{row.manifest} lists {len(made)} images; accepted: {count}; {remedy}.")
         paths = [row.image_file(each.index) for each in made]
-        return cls(row.name, paths, [each.sha256 for each in made], [each.class_index for each in made])
+        hashes, classes = [each.sha256 for each in made], [each.class_index for each in made]
+        return cls(row.name, paths, hashes, classes, [each.prompt for each in made], frames)
 
     @property
     def identity(self) -> str:
         """Hash of all pictures."""
         return sha256_of_data(list(self.sha256))
 
-    def pictures(self) -> SourcePictures:
-        """The decoded pictures; each is checked against its hash when it is read."""
+    @property
+    def frame_classes(self) -> list[int]:
+        """The class of each frame of each picture."""
+        return [number for number in self.classes for _ in range(self.frames)]
+
+    def stacks(self) -> Iterator[Tensor]:
+        """Yield each picture as uint8 `[frames, 3, h, w]`.
+
+        Raises:
+            ElfattError: one cannot be read.
+        """
+        stack: list[Tensor] = []
+        for frame in self.pictures().load(0, len(self.paths) * self.frames):
+            if isinstance(frame, str):
+                raise ElfattError(f"picture {frame} cannot be read.")
+            stack.append(torch.from_numpy(frame).permute(2, 0, 1))
+            if len(stack) == self.frames:
+                yield torch.stack(stack)
+                stack = []
+
+    def pictures(self) -> Pictures:
+        """All frames, decoded; each file is checked against its hash when it is read."""
         entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
-        return SourcePictures(Source(entries, self.identity, _read_checked), Preprocessing(), threads=2)
+        files = SourcePictures(Source(entries, self.identity, _read_checked), Preprocessing(), threads=2)
+        return files if self.frames == 1 else Frames(files, self.frames)
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The frames of clips, clip after clip.
+
+    Attributes:
+        clips: each has its frames below each other.
+        count: frames of each.
+    """
+
+    clips: Pictures
+    count: int
+
+    def __len__(self) -> int:
+        """Return how many frames there are."""
+        return len(self.clips) * self.count
+
+    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
+        """Yield the frames of a range in order; of a clip that cannot be read, the reason for each."""
+        first, last = start // self.count, -(-stop // self.count)
+        for number, clip in enumerate(self.clips.load(first, last), first):
+            whole = isinstance(clip, str) or clip.shape[0] % self.count == 0
+            frames = np.split(clip, self.count) if whole and not isinstance(clip, str) else [clip] * self.count
+            for place, frame in enumerate(frames, number * self.count):
+                if start <= place < stop:
+                    yield frame if whole else f"picture {number} (no {self.count} frames)"
 
 
 def _read_checked(entry: Entry) -> bytes:

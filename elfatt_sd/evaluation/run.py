@@ -21,9 +21,9 @@ from elfatt_sd.evaluation.processes import process_state
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, differences
 from elfatt_sd.evaluation.records import Environment, Failure, MadeImage, RunRecord
-from elfatt_sd.files import atomic_file, nearest_existing, write_json
+from elfatt_sd.files import atomic_file, nearest_existing, read_plain, write_json
 from elfatt_sd.locks import HOLDER_FILE, LOCK_FILE, folder_lock
-from elfatt_sd.typed import check_file, read_typed
+from elfatt_sd.typed import check_file, parse_json, read_typed
 
 RUN_FILE, SCORES_FILE, TIME_FILE, MEMORY_FILE = "run.json", "scores.json", "time.json", "memory.json"
 STAGES_FILE = "stages.json"
@@ -54,27 +54,50 @@ class RowFolder:
         """The list of the row's images with their hashes; it is there once all of them are."""
         return self.folder / "manifest.jsonl"
 
+    @property
+    def batches_folder(self) -> Path:
+        """Where the lists of the batches are while the row is not finished."""
+        return self.folder / "batches"
+
+    @property
+    def finished(self) -> bool:
+        """Whether all images are made."""
+        return self.manifest.is_file()
+
     def made_images(self) -> list[MadeImage]:
         """Return what was generated: index, prompt, class, seed and hash of each image.
 
         Raises:
             ElfattError: the row is not finished, or its list is damaged; the message names the line.
         """
-        try:
-            content = self.manifest.read_bytes()
-        except FileNotFoundError as error:
-            raise ElfattError(f"{self.manifest} does not exist; row {self.folder.name!r} is not made yet.") from error
-        remedy = f"delete the file to make row {self.folder.name!r} anew"
-        made = []
-        for number, line in enumerate(content.split(b"\n"), 1):  # a prompt may hold other marks that end lines
-            if not line.strip():
-                continue
-            place = f"{self.manifest}, line {number}"
+        if not self.manifest.exists():
+            raise ElfattError(f"{self.manifest} does not exist; row {self.folder.name!r} is not made yet.")
+        return self._listed([self.manifest], f"delete the file to make row {self.folder.name!r} anew")
+
+    def known_images(self) -> list[MadeImage]:
+        """Return what was generated so far, also where the row is not finished.
+
+        Raises:
+            ElfattError: a list is damaged; the message names the line.
+        """
+        lists = [self.manifest] if self.finished else sorted(self.batches_folder.glob("*.jsonl"))
+        remedy = f"delete the file to make {'row' if self.finished else 'these images of'} {self.folder.name!r} anew"
+        return self._listed(lists, remedy)
+
+    def _listed(self, lists: Sequence[Path], remedy: str) -> list[MadeImage]:
+        made: list[MadeImage] = []
+        for path in lists:
             try:
-                data = json.loads(line)
-            except ValueError as error:
-                raise ElfattError(f"{place} is damaged ({error}); {remedy}.") from error
-            made.append(check_file(place, data, MadeImage, remedy))
+                content = read_plain(path)
+            except OSError as error:
+                raise ElfattError(f"{path} cannot be read ({error.strerror}); {remedy}.") from error
+            for number, line in enumerate(content.split(b"\n"), 1):  # a prompt may hold other marks that end lines
+                if line.strip():
+                    made.append(_made_image(f"{path}, line {number}", line, remedy))
+        for index, image in enumerate(made if self.finished else ()):
+            if image.index != index:
+                what = f"{self.manifest}: index={image.index} of image {index + 1}"
+                raise ElfattError(f"{what} is not accepted; accepted: {index}; {remedy}.")
         return made
 
 
@@ -95,24 +118,22 @@ class Row(RowFolder):
         """Of the cell."""
         return self.cell.name
 
-    @property
-    def batches_folder(self) -> Path:
-        """Where the lists of the batches are while the row is not finished."""
-        return self.folder / "batches"
-
     def batch_file(self, number: int) -> Path:
         """Return the list of a batch; what it lists counts as made once it is there."""
         return self.batches_folder / f"{number:06d}.jsonl"
 
     @property
-    def finished(self) -> bool:
-        """Whether all images are made."""
-        return self.manifest.is_file()
-
-    @property
     def begun(self) -> bool:
         """Whether any image counts as made."""
         return self.finished or self.batches_folder.is_dir()
+
+    def has_batch(self, number: int, prompts: Sequence[Prompt]) -> bool:
+        """Tell whether a batch is made; one whose list is damaged is not."""
+        try:
+            made = self._listed([self.batch_file(number)], "")
+        except ElfattError:
+            return False
+        return [each.index for each in made] == [each.index for each in prompts]
 
     def add_batch(self, number: int, made: Sequence[MadeImage]) -> None:
         """Commit a batch, whose images are in their places."""
@@ -304,12 +325,25 @@ class Run:
         return shutil.disk_usage(nearest_existing(self.folder)).free / 2**30
 
 
+def _made_image(place: str, line: bytes, remedy: str) -> MadeImage:
+    try:
+        data = parse_json(line)
+    except ValueError as error:
+        raise ElfattError(f"{place} is damaged ({error}); {remedy}.") from error
+    return check_file(place, data, MadeImage, remedy)
+
+
 def _read_record(folder: Path) -> RunRecord | None:
     path = folder / RUN_FILE
     found = read_typed(path, RunRecord, _LOST)
     if found is not None:
         check_file(path, found.environment, Environment, _LOST)
     return found
+
+
+def is_full(error: OSError) -> bool:
+    """Tell whether an error is that of a disk without space."""
+    return error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 @contextlib.contextmanager
@@ -322,7 +356,7 @@ def clear_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        if not is_full(error):
             raise
         raise RunFailure(
             f"no space left on the disk of {folder}; finished work is kept: make room and give the same command again."

@@ -23,14 +23,15 @@ from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extracto
 from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
 from elfatt_sd.evaluation.intervals import Estimate, Interval, as_list, figure_as_dict, share_interval, verdict
 from elfatt_sd.evaluation.kernel import kernel_distance, kernel_within
-from elfatt_sd.evaluation.pairs import most_changed, pair_changes, paired
+from elfatt_sd.evaluation.metrics.scores import Scorer, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.pairs import cosines, most_changed, pair_changes, paired
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
-from elfatt_sd.evaluation.statistics import batches
+from elfatt_sd.evaluation.statistics import batches, read_array
 from elfatt_sd.files import cache_folder, sha256_of_data, write_json
 from elfatt_sd.optional import need
 from elfatt_sd.progress import Progress
@@ -67,10 +68,10 @@ def score_run(
     if not run.baseline.finished:
         raise ElfattError(f"row {run.baseline.name!r}, the baseline, has no images yet; generate them first.")
     place = folder or run.folder
-    rows = {row.name: Images.of_row(row) for row in run.finished}
+    rows = {row.name: Images.of_row(row, run.protocol.frames, len(run.prompts)) for row in run.finished}
     scales = [
         Scale(extractor, _reference(run.protocol, extractor, batch_size, progress), place / "scores")
-        for extractor in extractors or load_extractors(run.protocol)
+        for extractor in (load_extractors(run.protocol) if extractors is None else extractors)
     ]
     for scale in scales:
         for images in rows.values():
@@ -78,6 +79,9 @@ def score_run(
 
     def finish() -> None:
         cache, toy, baseline = place / "scores", run.protocol.of_toy, rows[run.baseline.name]
+        device = network_device(run.protocol)
+        metrics = load_metrics(run.protocol.metrics, device)
+        scorer = Scorer(run.protocol.metrics, metrics, scales, cache, device, progress)
         data = {
             "format": FORMAT,
             "identity": run.record.identity,
@@ -85,7 +89,7 @@ def score_run(
                 scale.distance_name: {**scale.reference.description, "features": scale.extractor.dimension}
                 for scale in scales
             },
-            "rows": {name: score_cell(images, baseline, scales, cache, toy, progress) for name, images in rows.items()},
+            "rows": {name: score_cell(images, baseline, scorer, toy) for name, images in rows.items()},
         }
         write_json(place / SCORES_FILE, data)
 
@@ -98,10 +102,7 @@ def load_extractors(protocol: Protocol) -> list[Extractor]:
     Raises:
         ElfattError: one is not known or cannot be loaded, or two have distances of one name.
     """
-    wanted = scoring_device(protocol.device)
-    state = process_state(wanted)
-    several = state.num_processes > 1 and wanted == "auto"
-    device = str(state.device) if several else _device(wanted)
+    device = network_device(protocol)
     weights = Path(protocol.inception_weights) if protocol.inception_weights else None
     digest = protocol.inception_sha256 or None
     extractors = [load_extractor(spec, weights=weights, sha256=digest, device=device) for spec in protocol.extractors]
@@ -112,8 +113,14 @@ def load_extractors(protocol: Protocol) -> list[Extractor]:
     return extractors
 
 
-def _device(name: str) -> str:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+def network_device(protocol: Protocol) -> str:
+    """Return where this process runs the networks that score."""
+    wanted = scoring_device(protocol.device)
+    if wanted != "auto":
+        return wanted
+    state = process_state(wanted)
+    several = state.num_processes > 1
+    return str(state.device) if several else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def build_references(protocol: Protocol, *, batch_size: int = 32, progress: Progress | None = None) -> list[Reference]:
@@ -126,17 +133,20 @@ def build_references(protocol: Protocol, *, batch_size: int = 32, progress: Prog
 
 
 def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
-    """Return what scores depend on beside the images: the hash of each extractor with its reference, by its distance.
+    """Return what scores depend on beside the images: hashes of extractors with their references, and of metrics.
 
     Args:
         protocol: of the run.
         extractors: the protocol's.
 
     Raises:
-        ElfattError: the reference is missing, or the number of pictures is another.
+        ElfattError: the reference is missing, the number of pictures is another, or a metric cannot be loaded.
     """
+    check_feature_metrics(protocol.metrics, extractors)
+    metrics = load_metrics(protocol.metrics, network_device(protocol))
     source, settings = protocol.reference.source, _reference_settings(protocol)
-    return {each.distance_name: check_reference(source, each, **settings) for each in extractors}
+    found = {each.distance_name: check_reference(source, each, **settings) for each in extractors}
+    return found | {f"metric {each.name}": each.identity for each in metrics}
 
 
 def _reference(protocol: Protocol, extractor: Extractor, batch_size: int, progress: Progress | None) -> Reference:
@@ -172,6 +182,7 @@ class Scale:
         self.extractor, self.reference, self.cache = extractor, reference, cache
         self.distance_name = extractor.distance_name + reference.metric_suffix
         self.kernel_name = extractor.kernel_name + reference.metric_suffix
+        self.sample = reference.sample
         self._known: dict[str, dict[str, Distance]] = {}
         self._right: dict[str, dict[str, Tensor]] = {}
 
@@ -182,7 +193,7 @@ class Scale:
             ElfattError: a picture was deleted or altered after it was generated.
         """
         path = self._path(images)
-        if by_first(path.is_file):
+        if by_first(lambda: self._read(images) is not None):
             return
         parts = path.with_suffix(".parts")
         options: dict[str, Any] = {"batch_size": batch_size, "progress": progress, "name": images.name}
@@ -195,15 +206,21 @@ class Scale:
         by_first(join)
 
     def features(self, images: Images) -> Array:
-        """Features `[n, d]` of a row, memory-mapped float32.
+        """Features `[n * frames, d]` of a row, memory-mapped float32.
 
         Raises:
             ElfattError: a picture cannot be read.
         """
-        found: Array = np.load(self._path(images), mmap_mode="r")
-        if len(found) != len(images.paths):
-            raise ElfattError(f"row {images.name!r}: {len(images.paths) - len(found)} pictures cannot be read.")
+        found, wanted = self._read(images), len(images.frame_classes)
+        if found is None:
+            raise ElfattError(f"{self._path(images)} is damaged; delete it, and score the run again.")
+        if len(found) != wanted:
+            raise ElfattError(f"row {images.name!r}: {wanted - len(found)} pictures cannot be read.")
         return found
+
+    def _read(self, images: Images) -> Array | None:
+        found = read_array(self._path(images), self.extractor.dimension)
+        return None if found is None or len(found) > len(images.frame_classes) else found
 
     def _path(self, images: Images) -> Path:
         key = sha256_of_data([images.identity, self.extractor.identity])
@@ -213,10 +230,11 @@ class Scale:
         """The Frechet distance and, where the reference has features, the kernel distance; computed once per row."""
         if images.name not in self._known:
             features = self.features(images)
-            self._known[images.name] = {self.distance_name: frechet_figures(features, self._target, images.classes)}
+            classes = images.frame_classes
+            self._known[images.name] = {self.distance_name: frechet_figures(features, self._target, classes)}
             if self.reference.sample is not None:
                 self._known[images.name][self.kernel_name] = kernel_distance(
-                    features, self.reference.sample, images.classes, within=self._within
+                    features, self.reference.sample, classes, within=self._within
                 )
         return self._known[images.name]
 
@@ -238,27 +256,18 @@ class Scale:
         return self._right.get(images.name, {})
 
 
-def score_cell(
-    images: Images,
-    baseline: Images,
-    scales: Sequence[Scale],
-    cache: Path,
-    toy: bool = False,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+def score_cell(images: Images, baseline: Images, scorer: Scorer[Scale], toy: bool = False) -> dict[str, Any]:
     """Score one row.
 
     Args:
         images: the row's pictures, whose features are extracted.
         baseline: the untouched pipeline's, of the same prompts and latents.
-        scales: extractors with their references.
-        cache: folder for what was computed.
+        scorer: the metrics, and the extractors with their references.
         toy: whether class indices are those of the toy's list, so that its extractor can tell right from wrong.
-        progress: called with what is looked at, the number of pictures compared with the baseline's, and their total.
 
     Returns:
         Plain data: `images` and `classes` (their numbers), `distances`, `paired` (None for the baseline), `accuracy`
-        (None off the toy) and `most_changed`.
+        (None off the toy), `most_changed` and, where the protocol has metrics, `metrics`.
 
     Raises:
         ElfattError: the rows do not show the same prompts, or a picture was altered.
@@ -266,14 +275,17 @@ def score_cell(
     if list(images.classes) != list(baseline.classes):
         raise ElfattError(f"rows {images.name!r} and {baseline.name!r} are not of the same prompts.")
     other = None if images.name == baseline.name else baseline
-    changes = pair_changes(images, other, cache, scales[0].extractor.device, progress) if other else None
+    scales, place = scorer.scales, torch.device(scorer.device)
+    changes = pair_changes(images, other, scorer.cache, place, scorer.progress) if other else None
+    metrics = {"metrics": scorer.score(images, other)} if scorer.wanted else {}
     return {
         "images": len(images.paths),
         "classes": len(set(images.classes)),
         "distances": _distances(images, other, scales),
-        "paired": _paired(images, baseline, changes, scales[0]) if changes is not None else None,
+        "paired": _paired(images, baseline, changes, scales) if changes is not None else None,
         "accuracy": _accuracy(images, other, scales) if toy else None,
         "most_changed": most_changed(changes) if changes is not None else [],
+        **metrics,
     }
 
 
@@ -312,10 +324,14 @@ def _judged(value: float, interval: Interval | None, classes: int, *, lower_is_b
     return {**figure_as_dict(value, interval), "verdict": said}
 
 
-def _paired(images: Images, baseline: Images, changes: Tensor, scale: Scale) -> dict[str, Any]:
-    pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
-    cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
-    return paired(images, changes, cosine, scale.extractor.name)
+def _paired(images: Images, baseline: Images, changes: Tensor, scales: Sequence[Scale]) -> dict[str, Any]:
+    """Closeness of each picture; the cosine is that of the first extractor's features, where there is one."""
+    found = paired(images, changes)
+    for scale in scales[:1]:
+        pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
+        cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
+        found["cosine"] = cosines(images, cosine.view(len(images.paths), -1).mean(1), scale.extractor.name)
+    return found
 
 
 def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any] | None:

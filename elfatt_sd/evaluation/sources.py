@@ -127,9 +127,9 @@ def _shards(folder: Path, shards: Sequence[Path]) -> Source:
 
 def _matching(path: Path) -> list[Path]:
     """The file itself, or the files that a pattern such as `val-*.tar` or `val-{000..049}.tar` names."""
-    if path.is_file():
+    if os.path.isfile(path):  # which takes any name
         return [path]
-    if path.is_dir():
+    if os.path.isdir(path):
         return []
     found = {name: _files(Path(name)) for name in _expanded(str(path))}
     missing = [name for name, files in found.items() if not files]
@@ -159,9 +159,9 @@ def _expanded(name: str) -> list[str]:
 
 def _files(path: Path) -> list[Path]:
     """The file, or those that match where its name is a pattern."""
-    if path.is_file():
+    if os.path.isfile(path):
         return [path]
-    is_pattern = bool(set("*?[") & set(path.name)) and path.parent.is_dir()
+    is_pattern = bool(set("*?[") & set(path.name)) and os.path.isdir(path.parent)
     return [file for file in path.parent.glob(path.name) if file.is_file()] if is_pattern else []
 
 

@@ -17,7 +17,7 @@ from elfatt_sd.evaluation.measure import free_memory, measure_time
 from elfatt_sd.evaluation.memory import measure_memory
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.records import is_whole
+from elfatt_sd.evaluation.records import Scores, is_whole, read_data
 from elfatt_sd.evaluation.results import (
     RESULTS_FILE,
     STAGE_FILES,
@@ -28,7 +28,7 @@ from elfatt_sd.evaluation.results import (
 from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, STAGES_FILE, TIME_FILE, Run, RunFailure
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.optional import REPORT, need
-from elfatt_sd.typed import read_json, read_typed
+from elfatt_sd.typed import read_typed
 
 Report = Callable[[str], None]
 
@@ -107,12 +107,12 @@ def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
     """Return what is to be tried before an extractor is fetched; each raises an `ElfattError`."""
     from elfatt_sd.evaluation.reference import check_given
 
-    return [
+    checks = [
         lambda: need("an evaluation", "torchmetrics", *REPORT, *sorted(protocol.peers)),
         lambda: check_device(protocol),
         lambda: _check_prompts(protocol),
-        lambda: check_given(protocol.reference.source),
     ]
+    return [*checks, lambda: check_given(protocol.reference.source)] if protocol.extractors else checks
 
 
 def check_device(protocol: Protocol) -> None:
@@ -151,7 +151,7 @@ def score(run: Run, report: Report = print) -> None:
     inputs |= {"format": str(FORMAT), **score_inputs(run.protocol, extractors)}
     stage = _Stage(run, "score", SCORES_FILE, report, inputs)
     stage.once(lambda: score_run(run, extractors, progress=every_minute(report)))
-    references = read_json(run.folder / SCORES_FILE, "delete it")["references"]
+    references = (read_data(run.folder / SCORES_FILE, Scores, "delete it") or {}).get("references")
     for name in unreadable_references(references):
         report(f"score: reference picture not readable: {name}")
     for words in left_out_of_references(references):

@@ -6,6 +6,7 @@ Legend for shapes: n images, d features.
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.files import atomic_file
 
 Features = Tensor | np.ndarray[Any, Any]  # in memory, or memory-mapped
+COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
 ROWS = 4096  # rows of a feature file that are in memory at once
 
 
@@ -92,20 +94,60 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
     """Read `mu` `[d]` and `sigma` `[d, d]` from an `.npz` of this or another tool, and `count` where it is given.
 
     Raises:
-        ElfattError: the file cannot be read, lacks an array, or their shapes do not fit.
+        ElfattError: the file cannot be read, lacks an array, their shapes do not fit, or the count is no count.
     """
+    accepted = "accepted is an .npz file with mu and sigma"
     try:
-        with np.load(path, allow_pickle=False) as data:
+        data = np.load(path, allow_pickle=False)
+        if isinstance(data, np.ndarray):
+            raise ValueError("it holds a single array")
+        with data:
             mean, covariance = (torch.from_numpy(np.asarray(data[key], dtype=np.float64)) for key in ("mu", "sigma"))
-            count = int(data["count"]) if "count" in data else None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ElfattError(f"{path} cannot be read ({error}); accepted is an .npz file with mu and sigma.") from error
+            given = data.get("count")
+    except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, SyntaxError) as error:
+        raise ElfattError(f"{path} cannot be read ({error}); {accepted}.") from error
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+        raise ElfattError(f"{path} cannot be read ({error}); {accepted}.") from error
+    count = None if given is None else _count(path, given)
     if mean.dim() != 1 or covariance.shape != (len(mean), len(mean)):
         shapes = f"mu {tuple(mean.shape)} and sigma {tuple(covariance.shape)}"
         raise ElfattError(f"{path} has {shapes}; accepted are [d] and [d, d].")
     if not (mean.isfinite().all() and covariance.isfinite().all()):
         raise ElfattError(f"{path} holds NaN or infinity; accepted are finite mu and sigma.")
     return mean, covariance, count
+
+
+def _count(path: Path, given: np.ndarray[Any, Any]) -> int:
+    value = given.item() if given.size == 1 else None
+    if not isinstance(value, int | float) or value != value // 1 or not 2 <= value < 2**53:
+        raise ElfattError(f"{path} has count {given.tolist()!r}; accepted is a whole number of at least 2.")
+    return int(value)
+
+
+def check_covariance(path: Path, covariance: Tensor) -> Tensor:
+    """Return a covariance `[d, d]` of another tool, without what rounding left of asymmetry.
+
+    Raises:
+        ElfattError: it is not symmetric, or has a negative eigenvalue beyond rounding.
+    """
+    largest, asymmetry = covariance.abs().max(), (covariance - covariance.T).abs().max()
+    if asymmetry > COVARIANCE_ROUNDING * largest:
+        raise ElfattError(f"{path} has a sigma that is not symmetric (by {asymmetry:.3g}); accepted is a covariance.")
+    symmetric = (covariance + covariance.T) / 2
+    values = torch.linalg.eigvalsh(symmetric)
+    if values[0] < -COVARIANCE_ROUNDING * values[-1].abs():
+        raise ElfattError(f"{path} has a sigma with the negative eigenvalue {values[0]:.3g}; accepted is a covariance.")
+    return symmetric
+
+
+def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[Any, Any] | None:
+    """Return an array `[n, *shape]` of a `.npy` file, memory-mapped; None where there is none that is whole."""
+    try:
+        found: np.ndarray[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, SyntaxError):
+        return None
+    whole = isinstance(found, np.ndarray) and found.dtype == dtype and found.ndim and found.shape[1:] == shape
+    return found if whole else None
 
 
 def batches(features: Features) -> Iterator[Tensor]:

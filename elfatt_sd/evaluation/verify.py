@@ -12,10 +12,10 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.measure import few_repeats, summarize_time
 from elfatt_sd.evaluation.memory import summarize_memory
 from elfatt_sd.evaluation.protocols import SCOPES, Memory, Protocol, Time, decisive
-from elfatt_sd.evaluation.records import MadeImage, read_data
+from elfatt_sd.evaluation.records import MadeImage, ResultsRecord, read_data
 from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, join_results
-from elfatt_sd.evaluation.run import MEMORY_FILE, RUN_FILE, SCORES_FILE, TIME_FILE, Row, Run
-from elfatt_sd.files import sha256_of_data, sha256_of_file
+from elfatt_sd.evaluation.run import MEMORY_FILE, RUN_FILE, SCORES_FILE, TIME_FILE, Row, Run, clear_disk_errors
+from elfatt_sd.files import cache_folder, sha256_of_data, sha256_of_file
 from elfatt_sd.progress import Progress
 from elfatt_sd.typed import read_json
 
@@ -37,6 +37,7 @@ def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = 
 
     Raises:
         ElfattError: the folder holds no run.
+        RunFailure: no space is left for the features in the cache's folder.
     """
     problems = [*_check_identity(run), *_check_images(run)]
     if problems:
@@ -88,9 +89,12 @@ def _check_scores(run: Run, progress: Progress | None) -> Iterator[str]:
     recorded = yield from _recorded(path)
     if recorded is None:
         return
-    with tempfile.TemporaryDirectory(prefix="elfatt-verify-", ignore_cleanup_errors=True) as name:
-        score_run(run, folder=Path(name), progress=progress)
-        computed = read_json(Path(name) / SCORES_FILE, "")
+    place = cache_folder()  # which has room for features; a folder for temporary files may lie in memory
+    with clear_disk_errors(place):
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="verify-", dir=place, ignore_cleanup_errors=True) as name:
+            score_run(run, folder=Path(name), progress=progress)
+            computed = read_json(Path(name) / SCORES_FILE, "")
     for key, before, now in unequal(recorded, computed):
         yield f"{path}: {key} is {before}, computed anew {now}"
 
@@ -167,7 +171,11 @@ def _fitted(row: Mapping[str, Any], protocol: Protocol) -> dict[str, Any]:
 
 def _check_results(run: Run) -> Iterator[str]:
     path = run.folder / RESULTS_FILE
-    recorded = read_json(path, "`elfatt-sd eval report` writes it anew")
+    try:
+        recorded = read_data(path, ResultsRecord, "`elfatt-sd eval report` writes it anew")
+    except ElfattError as error:
+        yield str(error)
+        return
     if recorded is None:
         yield f"{path}: deleted, or the run is not finished"
         return

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from PIL import Image, ImageDraw, ImageFilter
 
+from elfatt_sd.files import sha256_of_file
 from elfatt_sd.measuring.machine import describe_machine
 
 COLORS = {
@@ -228,6 +229,8 @@ def _write_cell(folder: Path, row: dict, images: int, size: int) -> None:
         for index in range(images if row["failed"] is None else 8):
             seed = index + (1000 if row["role"] == "null" else 0)
             scene = picture(seed, change * row["settings"].get("ratio", 0), size)
-            scene.save(cell / "images" / f"{index:05d}.png")
-            record = {"index": index, "prompt": prompt(index), "class_index": index, "seed": seed, "sha256": ""}
+            path = cell / "images" / f"{index:05d}.png"
+            scene.save(path)
+            record = {"index": index, "file": f"images/{path.name}", "prompt": prompt(index), "class_index": index}
+            record |= {"seed": seed, "sha256": sha256_of_file(path)}
             lines.write(json.dumps(record) + "\n")

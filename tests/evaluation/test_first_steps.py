@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import small_run
+import tiny_pipelines as tiny
 import torch
 
 from elfatt_sd.evaluation import generate
@@ -126,6 +127,19 @@ def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ):
         unet.forward(torch.zeros(1, 4, 64, 64))
     assert told.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}q\x00.", b"half"])
+def test_damaged_steps_are_made_anew(tmp_path: Path, content: bytes) -> None:
+    unet, path = tiny.sd15(tmp_path).unet, tmp_path / "steps.pt"
+    given = (torch.zeros(1, 4, 8, 8), 1, torch.zeros(1, 3, unet.config.cross_attention_dim))
+    with torch.no_grad(), first_steps(SimpleNamespace(unet=unet), path, 1):
+        whole = unet.forward(*given)[0]
+    path.write_bytes(path.read_bytes()[:200] if content == b"half" else content)
+    with torch.no_grad(), first_steps(SimpleNamespace(unet=unet), path, 1):
+        assert torch.equal(unet.forward(*given)[0], whole)
+    (kept,) = torch.load(path, weights_only=True)
+    assert torch.equal(kept, whole)
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_steps_it_has(

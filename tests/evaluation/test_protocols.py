@@ -205,7 +205,6 @@ def test_the_identity_covers_what_presets_resolve_to(tmp_path: Path, monkeypatch
         ("seed=9223372036854775808", ("seed=9223372036854775808", "at most 9223372036854775807")),
         ("height=33", ("height=33", "multiple of 8")),
         ("extractors=toy", ("extractors='toy'", "a list")),
-        ("extractors=[]", ("extractors=[]", "a list of at least 1")),
         ("name=aux", ("name='aux'", "letters, digits")),
         ("extractors=[1]", ("extractors[0]=1", "text")),
         ("template=no label", ("template='no label'", "{label}")),
@@ -290,3 +289,37 @@ def test_a_limit_is_a_quick_look_at_time_and_memory_too() -> None:
     assert asked.time is not None and (asked.time.repeats, asked.memory) == (7, None)
     with pytest.raises(ElfattError, match=r"time\.repeats='few'"):
         load_protocol("toy", ["time.repeats=few"], limit=2)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("guidance = nan", "guidance=nan"),
+        ("seed = 2020-01-01", "seed=datetime.date"),
+        ("steps = " + "9" * 5000, "not valid TOML"),
+        ("images_per_class = 9223372036854775807", "images_per_class=9223372036854775807"),
+        ("published.rows = [{ label = 'a', FID = inf }]", r"published\.rows\[0\]\.FID=inf"),
+        ("published.rows = [{ label = 'a', FID = 12:00:00 }]", r"published\.rows\[0\]\.FID=12:00:00"),
+        ("a = " + "[" * 5000, "not valid TOML"),
+    ],
+)
+def test_what_no_file_of_a_run_can_hold_is_refused(tmp_path: Path, line: str, named: str) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text(f"{line}\n{small_run.UNTOUCHED}")
+    with pytest.raises(ElfattError, match=named) as error:
+        load_protocol(path)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plain.toml").write_text(small_run.UNTOUCHED)
+    with pytest.raises(ElfattError, match=r"template=\\udcff\{label\} is not accepted; accepted: text in UTF-8"):
+        load_protocol(tmp_path / "plain.toml", ["template=\udcff{label}"])
+
+
+def test_folders_that_some_systems_take_for_one_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "odd.toml"
+    cells = "".join(f'[[cells]]\nname = "{name}"\nlabel = "x"\nmethod = "tome"\n' for name in ("ガ", "ｶﾞ"))
+    path.write_text(small_run.UNTOUCHED + cells, encoding="utf-8")
+    with pytest.raises(ElfattError, match="given twice"):
+        load_protocol(path)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import stages
+from elfatt_sd.evaluation.generate import generate
 from elfatt_sd.evaluation.prompts import read_labels
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.report.data import load_results
-from elfatt_sd.evaluation.run import Row, Run
+from elfatt_sd.evaluation.run import Row, RowFolder, Run
 from elfatt_sd.files import is_plain_name
 
 MARKS = "a\u2028b\u2029c\x85d\x0ce"  # each ends a line for `str.splitlines`
@@ -41,7 +45,7 @@ def test_marks_that_end_lines_elsewhere_stay_in_prompts(tmp_path: Path, protocol
     assert row.made_images() == made
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"format": 4, "identity": 3}'])
+@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"format": 4, "identity": 3}', '{"format": NaN}', '"\\ud800"'])
 @pytest.mark.parametrize("name", ["scores.json", "stages.json"])
 def test_what_can_be_rebuilt_is(copy: Path, full_protocol: Protocol, name: str, content: str) -> None:
     before = (copy / "scores.json").read_bytes()
@@ -57,6 +61,9 @@ def test_what_can_be_rebuilt_is(copy: Path, full_protocol: Protocol, name: str, 
         ("sha256", "x", ("line 2", "sha256='x'")),
         ("index", -1, ("line 2", "index=-1", "at least 0")),
         ("prompt", None, ("line 2", "prompt=None", "text")),
+        ("index", 3, ("index=3 of image 2", "accepted: 1")),
+        ("prompt", "\ud800", ("line 2 is damaged",)),
+        ("seed", float("nan"), ("line 2 is damaged",)),
     ],
 )
 def test_a_damaged_manifest_is_told_by_line_and_field(copy: Path, field: str, value: Any, parts: tuple[str]) -> None:
@@ -69,6 +76,56 @@ def test_a_damaged_manifest_is_told_by_line_and_field(copy: Path, field: str, va
     assert "\n" not in str(error.value)
     for part in (str(row.manifest), *parts):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkdir, os.mkfifo, lambda path: os.symlink(path, path)], ids=["folder", "pipe", "loop"]
+)
+def test_what_is_no_plain_file_is_told(copy: Path, make: Callable[[Path], None]) -> None:
+    for name in ("results.json", "cells/sd/manifest.jsonl", "run.json"):
+        (copy / name).unlink()
+        make(copy / name)
+    for read in (lambda: load_results(copy), lambda: Run.open(copy)):
+        with pytest.raises(ElfattError, match=r"cannot be read: (it is no plain file|Too many levels)"):
+            read()
+    with pytest.raises(ElfattError, match=r"manifest\.jsonl (cannot be read|does not exist)"):
+        RowFolder(copy / "cells" / "sd").made_images()
+
+
+def test_a_list_that_is_cut_short_is_not_scored(copy: Path, full_protocol: Protocol) -> None:
+    for row in Run.open(copy).rows:
+        row.manifest.write_text("\n".join(row.manifest.read_text().split("\n")[:3]) + "\n")
+    with pytest.raises(ElfattError, match=r"manifest\.jsonl lists 3 images; accepted: 5; delete the file"):
+        stages.score(Run(copy, full_protocol), lambda line: None)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\x01\x00", b"half", b"other"])
+def test_damaged_features_are_made_anew(copy: Path, full_protocol: Protocol, content: bytes) -> None:
+    before = (copy / "scores.json").read_bytes()
+    whole = {path: path.read_bytes() for path in (copy / "scores").glob("*.npy")}
+    for path, kept in whole.items():
+        path.write_bytes(kept[: len(kept) // 2] if content == b"half" else content)
+        if content == b"other":
+            np.save(path, np.zeros((2, 3)))
+    (copy / "scores.json").unlink()
+    stages.score(Run(copy, full_protocol), lambda line: None)
+    assert (copy / "scores.json").read_bytes() == before
+    assert {path: path.read_bytes() for path in whole} == whole
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"\xff\n", b"other"])
+def test_a_batch_with_a_damaged_list_is_made_anew(tmp_path: Path, protocol: Protocol, content: bytes) -> None:
+    run = Run(tmp_path / "run", protocol)
+    generate(run, show_progress=False)
+    row, (first, second, *_) = run.baseline, run.batches
+    lines = row.manifest.read_bytes().splitlines(keepends=True)
+    row.manifest.unlink()
+    row.batches_folder.mkdir()
+    row.batch_file(0).write_bytes(b"".join(lines[:2]))
+    row.batch_file(1).write_bytes(lines[0] if content == b"other" else content)
+    assert row.has_batch(0, first) and not row.has_batch(1, second)
+    generate(run, show_progress=False)
+    assert row.manifest.read_bytes() == b"".join(lines)
 
 
 @pytest.mark.parametrize("changed", [{"format": 2}, {"environment": 3}, {"protocol": {}}, {"environment": {"cuda": 3}}])

@@ -27,7 +27,8 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, reference, sources
 from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.reference import Reference, Renders, build_reference
+from elfatt_sd.evaluation.reference import Reference, build_reference
+from elfatt_sd.evaluation.renders import Renders
 from elfatt_sd.evaluation.sources import decode, open_source
 from elfatt_sd.evaluation.statistics import FeatureStatistics
 
@@ -502,16 +503,31 @@ def test_processes_of_a_launch_agree_before_they_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy leaves a damaged zip open
-def test_a_damaged_cache_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"half", b"{}", b"other"])
+@pytest.mark.parametrize("name", ["statistics.npz", "sample.npy", "reference.json"])
+def test_a_damaged_cache_is_made_anew(tmp_path: Path, name: str, content: bytes) -> None:
     source, cache = flat(tmp_path), tmp_path / "cache"
-    for name in ("statistics.npz", "sample.npy", "reference.json"):
-        for share in (0, 0.5):
-            build(source, cache)
-            (folder,) = cache.iterdir()
-            os.truncate(folder / name, int((folder / name).stat().st_size * share))
-            with pytest.raises(ElfattError, match=rf"cache {folder} is damaged; delete this folder"):
-                build(source, cache)
-            shutil.rmtree(folder)
+    before = build(source, cache)
+    (folder,) = cache.iterdir()
+    whole = (folder / name).read_bytes()
+    other = tmp_path / "other.npy"
+    np.save(other, np.zeros((3, 3), dtype=np.float32))
+    given = {b"half": whole[: len(whole) // 2], b"other": other.read_bytes()}
+    (folder / name).write_bytes(given.get(content, content))
+    again = build(source, cache)
+    assert torch.equal(before.statistics.covariance, again.statistics.covariance)
+    assert (folder / name).read_bytes() == whole
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_chunk_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction, "CHUNK", 5)
+    pictures = SourcePictures(open_source(flat(tmp_path)), Preprocessing())
+    before = [features for features, _ in extract(pictures, regions(), tmp_path / "c", batch_size=2)]
+    for number, content in enumerate((b"", b"PK\x03\x04 no zip")):
+        (tmp_path / "c" / f"chunk-{number:05d}.npz").write_bytes(content)
+    after = [features for features, _ in extract(pictures, regions(), tmp_path / "c", batch_size=2)]
+    assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
 
 
 def test_sample_is_evenly_spaced_over_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,3 +680,43 @@ def test_a_folder_of_shards_names_what_lies_beside(tmp_path: Path) -> None:
     (tmp_path / "empty" / "a.bin").write_bytes(b"rubbish")
     with pytest.raises(ElfattError, match=r"holds no picture \(1 file is left out as no image: a.bin\)"):
         open_source(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        *(
+            ({"count": count}, "has count")
+            for count in (0, 1, -3, 2.5, 1e30, float("nan"), float("inf"), "many", [2, 3])
+        ),
+        ({"count": None}, "cannot be read"),
+        ({"sigma": np.diag([-1.0] + 11 * [1.0])}, "negative eigenvalue -1"),
+        ({"sigma": np.triu(np.ones((12, 12)))}, "not symmetric"),
+        ({"sigma": np.full((12, 12), np.nan)}, "NaN"),
+        ({"sigma": np.ones((12, 12), dtype=object)}, "cannot be read"),
+        ({"mu": np.array(["x"] * 12)}, "cannot be read"),
+    ],
+)
+def test_impossible_statistics_are_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    arrays = {"mu": np.zeros(12), "sigma": np.eye(12), "count": np.int64(COUNT)}
+    np.savez(tmp_path / "odd.npz", **(arrays | changed))
+    with pytest.raises(ElfattError, match=said) as error:
+        build(tmp_path / "odd.npz", tmp_path)
+    assert "odd.npz" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_single_array_is_no_statistics(tmp_path: Path) -> None:
+    with open(tmp_path / "one.npz", "wb") as file:
+        np.save(file, np.eye(12))
+    with pytest.raises(ElfattError, match="holds a single array"):
+        build(tmp_path / "one.npz", tmp_path)
+
+
+def test_rounding_of_another_tool_is_forgiven(tmp_path: Path) -> None:
+    expected = expected_statistics()
+    sigma = expected.covariance.float().numpy()
+    sigma[0, 1] *= 1 + 1e-6
+    np.savez(tmp_path / "single.npz", mu=expected.mean.float(), sigma=sigma)
+    found = build(tmp_path / "single.npz", tmp_path).statistics.covariance
+    assert torch.equal(found, found.T)
+    torch.testing.assert_close(found, expected.covariance, rtol=1e-5, atol=1e-6)

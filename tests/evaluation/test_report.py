@@ -2,9 +2,11 @@
 
 import copy
 import csv
+import errno
 import io
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -26,7 +28,8 @@ from elfatt_sd.evaluation.report.summary import findings, headline, recommended,
 from elfatt_sd.evaluation.report.tables import main_table, more_table, study_table
 from elfatt_sd.evaluation.report.terminal import terminal_summary
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, unit_for
-from elfatt_sd.evaluation.report.writers import to_csv, to_latex, to_markdown
+from elfatt_sd.evaluation.report.writers import tex_escape, to_csv, to_latex, to_markdown
+from elfatt_sd.evaluation.run import RunFailure, clear_disk_errors
 
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> $\\frac{ & | _x % {{ 7 * 7 }} \N{SNOWMAN}"
 
@@ -553,7 +556,7 @@ def test_a_cell_outside_the_run_gives_no_picture(tmp_path):
     [
         {"rows": []},
         {"rows": [{}]},
-        {"rows": [{"cell": "a", "failed": "out of memory"}, None, 3]},
+        {"rows": [{"cell": "a", "failed": "out of memory"}]},
         {"published": None, "environment": None, "protocol": None, "description": None, "name": None},
         {"published": {"source": None, "rows": [{"label": "SD"}, {"label": "X", "FID": "many"}]}},
     ],
@@ -592,12 +595,20 @@ def test_a_run_that_measured_nothing_says_so(tmp_path, results):
 
 def test_unreadable_pictures_leave_a_gap(tmp_path):
     build_run(tmp_path, images=4, size=32)
-    for index in range(4):
-        (tmp_path / "cells" / "tome-0.1" / "images" / f"{index:05d}.png").write_bytes(b"no picture")
-    (tmp_path / "cells" / "sd" / "manifest.jsonl").write_text("not json\n")
+    folder = tmp_path / "cells" / "tome-0.1" / "images"
+    (folder / "00000.png").unlink()
+    for index in range(1, 4):
+        shutil.copy(folder.parents[1] / "sd" / "images" / f"{index:05d}.png", folder)
     shown = Page(write_report(tmp_path))
-    assert shown.text.count("no picture") == 6, "four in the grid, two of the most changed"
-    assert prompt(1) in shown.text, "another row's manifest has the prompts"
+    assert shown.text.count("no picture") == 1
+    assert shown.text.count("altered after generation") == 5, "three in the grid, two of the most changed"
+
+
+def test_a_damaged_list_of_pictures_is_told(tmp_path):
+    build_run(tmp_path, images=2, size=32)
+    (tmp_path / "cells" / "sd" / "manifest.jsonl").write_text("not json\n")
+    with pytest.raises(ElfattError, match=r"manifest\.jsonl, line 1 is damaged"):
+        write_report(tmp_path)
 
 
 def lowest_psnr(table):
@@ -1033,11 +1044,14 @@ def test_report_is_the_same_every_time(run):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read"),
-        ("{", "no valid JSON"),
-        ("[]", "format 'list'"),
-        ('{"format": 2, "rows": []}', "format 2"),
-        ('{"format": 1}', "a list of rows"),
+        (None, "does not exist"),
+        ("{", "is damaged"),
+        ("[]", "accepted: a table"),
+        ('{"format": 2, "rows": []}', "format=2 is not accepted"),
+        ('{"format": 1}', "key 'rows' is missing"),
+        ('{"format": 1, "rows": [{}, 3]}', "rows[1]=3 is not accepted"),
+        ('{"format": 1, "rows": [{"time": {"unet": {"values": ["x"]}}}]}', "rows[0].time.unet.values[0]='x'"),
+        ('{"format": 1, "rows": [{"distances": {"FID": {"interval": [1]}}}]}', "distances.FID.interval=[1]"),
     ],
 )
 def test_results_that_are_none_give_one_clear_line(tmp_path, content, message):
@@ -1103,3 +1117,55 @@ def test_a_slope_from_fewer_batches_says_why(results):
     assert entry.note.startswith("[") and entry.remark == "out of memory at batch 8"
     notes = [record["memory note"] for record in csv.DictReader(io.StringIO(to_csv(Results(results))))]
     assert notes == [""] * (len(notes) - 1) + ["out of memory at batch 8"]
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("=1+1", "'=1+1"), ("+cmd|x", "'+cmd|x"), ("-2+3", "'-2+3"), ("@SUM(A1)", "'@SUM(A1)"), (" =1", "' =1"),
+        ("\uff1d1", "'\uff1d1"), ("\t=1", "'\t=1"), ("-0.5", "-0.5"), ("1e-5", "1e-5"), ("ratio=0.5", "ratio=0.5"),
+    ],
+)  # fmt: skip
+def test_no_cell_of_the_csv_is_a_formula(results, text, safe):
+    results["rows"][0] |= {"label": text, "settings": {text: text}}
+    cells = list(csv.reader(io.StringIO(to_csv(Results(results)))))
+    assert cells[1][cells[0].index("label")] == safe
+    assert cells[1][cells[0].index(f"setting_{text}")] == safe
+
+
+@pytest.mark.parametrize(
+    ("text", "tex"),
+    [
+        ("[1] *", "{[}1{]} {*}"), ("a|b", "a\\textbar{}b"), ("caf\xe9 \u0159 \xfc", "caf\\'{e} \\v{r} \\\"{u}"),
+        ("\xdf\u0142", "\\ss{}\\l{}"), ("a\x00b\x1b\u200bc", "abc"), ("\u732b", "U+732B"), ("\ufb01", "fi"),
+        ("\U0001f600", "U+1F600"), ("\ud800", ""), ("\u0301", "U+0301"), ("a\u2028b", "a b"),
+    ],
+)  # fmt: skip
+def test_latex_is_ascii_that_every_engine_reads(text, tex):
+    assert tex_escape(text) == tex
+    assert tex_escape(text).isascii()
+
+
+def test_pages_and_tables_hold_no_control_characters(tmp_path):
+    results = build_run(tmp_path, images=1, size=16)
+    odd = "a\x00b\x1bc\x7fd\ufffe"
+    results |= {"name": odd, "description": odd, "environment": {"device": odd}}
+    for row in results["rows"]:
+        row |= {"label": f"{row['label']} {odd}", "settings": {**row["settings"], odd: odd}}
+    save(tmp_path, results)
+    write_report(tmp_path)
+    for name in ("index.html", "table.md", "table.tex"):
+        content = (tmp_path / "report" / name).read_text(encoding="utf-8")
+        assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe]", content), name
+
+
+def test_a_full_disk_is_a_failure_and_no_wrong_use(tmp_path, results, monkeypatch):
+    save(tmp_path, results)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("elfatt_sd.files.os.fsync", full)
+    with pytest.raises(RunFailure, match="no space left on the disk of"), clear_disk_errors(tmp_path):
+        write_report(tmp_path)
+    assert not list((tmp_path / "report").iterdir())

@@ -24,9 +24,10 @@ from elfatt_sd.evaluation import extraction, pairs, score
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.evaluation.frechet import frechet_distance
 from elfatt_sd.evaluation.intervals import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, student_quantile
+from elfatt_sd.evaluation.metrics.scores import Scorer
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, Reference
-from elfatt_sd.evaluation.reference import Renders
+from elfatt_sd.evaluation.renders import Renders
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.score import Images, build_references, score_run
 from elfatt_sd.evaluation.statistics import FeatureStatistics
@@ -191,7 +192,7 @@ def test_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
     untouched = Images.of_row(row_of(scored, CELLS[0]))
     twin = dataclasses.replace(untouched, name="twin")
     scale.extract(twin, 8)
-    row = score.score_cell(twin, untouched, [scale], scored / "scores")
+    row = score.score_cell(twin, untouched, Scorer((), (), [scale], scored / "scores"))
     nothing = dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
     assert row["paired"]["psnr"] == {**nothing, "unit": "dB", "identical": COUNT, "pictures": [None] * COUNT}
     assert row["paired"]["ssim"]["mean"] == pytest.approx(1, abs=1e-9)
@@ -251,7 +252,7 @@ def test_better_is_said_where_it_is_shown(scored: Path) -> None:
     (extractor,), (reference,) = score.load_extractors(protocol()), build_references(protocol())
     scale = score.Scale(extractor, reference, scored / "scores")
     untouched, dark = (Images.of_row(row_of(scored, CELLS[place])) for place in (0, 3))
-    row = score.score_cell(untouched, dark, [scale], scored / "scores", toy=True)
+    row = score.score_cell(untouched, dark, Scorer((), (), [scale], scored / "scores"), toy=True)
     assert row["distances"]["FD-toy"]["difference"]["verdict"] == BETTER
     assert row["accuracy"]["mean"]["difference"]["verdict"] == BETTER
 

@@ -101,7 +101,7 @@ def test_what_is_wrong_is_named(published: Path, tmp_path: Path) -> None:
         fill_page("# Page\n", published, published)
     with pytest.raises(ElfattError, match=r"plot 'nothing' .* does not exist; there are: .*difference"):
         fill_page("<!-- eval toy_full nothing -->\n<!-- end -->", published, published)
-    with pytest.raises(ElfattError, match=r"results.json cannot be read .*; `elfatt-sd eval score"):
+    with pytest.raises(ElfattError, match=r"results.json does not exist; `elfatt-sd eval score"):
         publish(tmp_path, published)
 
 
@@ -136,3 +136,31 @@ def test_the_page_on_quality_is_in_step_and_names_every_study() -> None:
     assert set(re.findall(r"<!-- eval ([\w-]+)", text)) == studies | {"toy_full"}
     for named in re.findall(r"<!-- pareto \w+ ([^>]*) -->", text):
         assert set(named.split()) == studies - {"study_large"}, "all of one size"
+
+
+@pytest.mark.parametrize("name", ["../x", "..", "/tmp/x", "a/b", ".hidden", "x\0y"])
+def test_a_name_leads_nowhere_else(run: Path, tmp_path: Path, name: str) -> None:
+    data = json.loads((run / "results.json").read_text())
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text(json.dumps(data | {"name": name}))
+    (tmp_path / "x.png").touch()
+    with pytest.raises(ElfattError, match="cannot be that of a folder"):
+        publish(tmp_path / "run", tmp_path / "all" / "results")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "x.png"]
+
+
+def test_a_folder_of_something_else_is_kept(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "toy_full").mkdir()
+    (tmp_path / "toy_full" / "mine.png").touch()
+    with pytest.raises(ElfattError, match="holds something else than published results"):
+        publish(run, tmp_path)
+    assert [path.name for path in (tmp_path / "toy_full").iterdir()] == ["mine.png"]
+
+
+@pytest.mark.parametrize(
+    "marker", ["eval toy_full ../../x", "compare toy_full ../x/sd sd", "pareto closeness ../x", "eval toy_full /etc/x"]
+)
+def test_names_on_a_page_lead_nowhere_else(published: Path, tmp_path: Path, marker: str) -> None:
+    text = f"<!-- eval toy_full -->\n<!-- end -->\n<!-- {marker} -->\n<!-- end -->\n"
+    with pytest.raises(ElfattError, match="accepted: a plain file name"):
+        fill_page(text, published, tmp_path)

@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from elfatt_sd.benchmarking.plots import plot, save
 from elfatt_sd.benchmarking.rows import Results
@@ -18,7 +18,8 @@ from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.config import ElfattError
 from elfatt_sd.files import atomic_file
 from elfatt_sd.measuring.machine import short_commit
-from tools.pages.blocks import check_results, fill_blocks
+from elfatt_sd.typed import read_typed
+from tools.pages.blocks import check_results, fill_blocks, place_of
 from tools.pages.goals import goals_table, verdict
 
 MISSING = "Not measured yet."
@@ -27,7 +28,7 @@ MISSING = "Not measured yet."
 def render(folder: Path) -> None:
     """Write the tables and plots of a folder of results anew."""
     for path in sorted(folder.glob("*.json")):
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = _read(path)
         if "groups" in results:
             save(results, path)
         for name, part in results.get("parts", {}).items():
@@ -59,8 +60,8 @@ def fill_page(text: str, folder: Path, start: Path) -> str:
 def _section(path: Path, start: Path) -> str:
     if not path.exists():
         return f"{MISSING}\n"
+    data = _read(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
         if "parts" not in data:
             return _described("", data, path, start)
         said = [_described(name, results, path, start) for name, results in data["parts"].items()]
@@ -68,6 +69,11 @@ def _section(path: Path, start: Path) -> str:
     except (ValueError, KeyError, TypeError) as error:
         raise ElfattError(f"{path} holds no results of a benchmark ({type(error).__name__}: {error}).") from error
     return "\n".join(said)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found = read_typed(path, dict[str, Any], "`elfatt-sd bench` makes it anew")
+    return {} if found is None else found
 
 
 def _concluded(suite: Results) -> str:
@@ -116,7 +122,7 @@ def _described(name: str, results: Results, path: Path, start: Path) -> str:
 
 def _part_picture(path: Path, name: str) -> Path:
     """Return where the plot of a suite's part lies: in a folder of the suite's name."""
-    return path.with_suffix("") / f"{name.replace(' ', '-')}.png"
+    return place_of(path.with_suffix(""), name.replace(" ", "-"), ".png")
 
 
 def _origin(results: Results) -> str:

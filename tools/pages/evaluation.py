@@ -18,7 +18,7 @@ from elfatt_sd.evaluation.report.tables import study_table
 from elfatt_sd.evaluation.report.text import plural
 from elfatt_sd.evaluation.report.writers import to_markdown
 from elfatt_sd.measuring.machine import short_commit
-from tools.pages.blocks import check_results, fill_blocks
+from tools.pages.blocks import check_results, fill_blocks, place_of
 from tools.pages.compare import compare_rows
 
 MISSING = "Not measured yet."
@@ -45,13 +45,14 @@ def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, byt
     """
     check_results(folder)
     plots: dict[Path, bytes] = {}
-    text = fill_blocks(text, "eval", lambda name, options: _section(folder / name, options, start))
+    text = fill_blocks(text, "eval", lambda name, options: _section(place_of(folder, name), options, start))
 
     def compare(name: str, cells: Sequence[str]) -> str:
         names = dict.fromkeys([name, *(cell.split("/")[0] for cell in cells if "/" in cell)])
-        if not all((folder / each).is_dir() for each in names):
+        folders = [place_of(folder, each) for each in names]
+        if not all(each.is_dir() for each in folders):
             return f"{MISSING}\n"
-        own, *others = (load_results(folder / each) for each in names)
+        own, *others = map(load_results, folders)
         return compare_rows(own, cells, others)
 
     text = fill_blocks(text, "compare", compare, required=False)
@@ -66,7 +67,7 @@ def _pareto(measure: str, names: Sequence[str], folder: Path, start: Path, plots
     from elfatt_sd.evaluation.report.plots import drawing, to_png
     from tools.pages.pareto import draw_pareto
 
-    there = [name for name in names if (folder / name).is_dir()]
+    there = [name for name in names if place_of(folder, name).is_dir()]
     if not there:
         return f"{MISSING}\n"
     with drawing():
@@ -88,7 +89,7 @@ def _section(folder: Path, plots: Sequence[str], start: Path) -> str:
     results = load_results(folder)
     lines = [to_markdown(study_table(results))]
     for plot in plots:
-        path = folder / f"{plot}.png"
+        path = place_of(folder, plot, ".png")
         if not path.is_file():
             known = ", ".join(sorted(found.stem for found in folder.glob("*.png")))
             raise ElfattError(f"plot {plot!r} of {folder} does not exist; there are: {known or 'none'}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from elfatt_sd.benchmarking.names import PEER, UNPATCHED, is_reference
 from elfatt_sd.benchmarking.rows import Results, own_part
 from elfatt_sd.benchmarking.tables import spread
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
+from elfatt_sd.typed import read_typed
 
 Row = Mapping[str, Any]
 BUSY = 0.05  # share of the processors' time that other processes may take
@@ -190,5 +190,5 @@ def _rows(results: Results, **key: Any) -> list[Row]:
 
 def _read(folder: Path, name: str) -> Results:
     path = folder / f"{name}.json"
-    results: Results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results: Results = read_typed(path, dict[str, Any], "`elfatt-sd bench` makes it anew") or {}
     return results

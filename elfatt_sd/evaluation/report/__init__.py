@@ -11,6 +11,7 @@ from pathlib import Path
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
+from elfatt_sd.evaluation.run import is_full
 from elfatt_sd.files import atomic_file
 from elfatt_sd.optional import REPORT, need
 
@@ -66,6 +67,7 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
     Raises:
         ElfattError: the folder cannot be written.
+        OSError: no space is left on the disk.
     """
     try:
         for name, content in contents.items():
@@ -74,6 +76,8 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
         for path in leftovers(folder, contents):
             path.unlink()
     except OSError as error:
+        if is_full(error):
+            raise
         raise ElfattError(f"The report cannot be written to {folder}: {error.strerror or error}.") from error
 
 
@@ -85,6 +89,7 @@ def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
 
 def written_tables(results: Results) -> dict[str, str]:
     """Return the table in its three written forms, by the names of their files."""
+    from elfatt_sd.evaluation.report.metrics import metrics_table
     from elfatt_sd.evaluation.report.published import comparable_words
     from elfatt_sd.evaluation.report.summary import findings, headline, scope
     from elfatt_sd.evaluation.report.tables import main_table, more_table
@@ -93,8 +98,9 @@ def written_tables(results: Results) -> dict[str, str]:
     main, told, words = main_table(results), f"{headline(results)} {scope(results)}", comparable_words(results)
     bullets = "".join(f"- {md_escape(sentence)}\n" for sentence in findings(results))
     parts = [f"# {md_escape(results.name)}", md_escape(told), bullets, to_markdown(main), md_escape(words)]
-    markdown = (
-        "\n\n".join(part.strip() for part in [*parts, "## More measures", to_markdown(more_table(results))]) + "\n"
-    )
+    metrics = metrics_table(results)
+    parts += ["## Further metrics", to_markdown(metrics)] if metrics else []
+    parts += ["## More measures", to_markdown(more_table(results))]
+    markdown = "\n\n".join(part.strip() for part in parts) + "\n"
     latex = to_latex(main, f"Protocol {results.name}. {told} {words}", results.name)
     return {"table.csv": to_csv(results), "table.md": markdown, "table.tex": latex}

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
+from elfatt_sd.evaluation.records import ResultsRecord, read_data
+from elfatt_sd.evaluation.results import RESULTS_FILE
 from elfatt_sd.files import is_plain_name
 
 BASELINE, NULL, METHOD = "baseline", "null", "method"
@@ -48,9 +49,13 @@ def dig(data: Any, *path: str) -> Any:
 def number(data: Any, *path: str) -> float | None:
     """Return the number at the end of a path; None for anything else, NaN included. Infinity is a number."""
     value = dig(data, *path)
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number beyond all of float's
+        return None
+    return None if math.isnan(found) else found
 
 
 def numbers(data: Any, *path: str) -> list[float]:
@@ -453,18 +458,12 @@ def load_results(run_dir: Path) -> Results:
     """Read `results.json` of a run.
 
     Raises:
-        ElfattError: the file is missing, is no JSON object, or has another format.
+        ElfattError: the file is missing or damaged; the message names the field.
     """
     path = Path(run_dir) / RESULTS_FILE
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ElfattError(f"{path} cannot be read ({error.strerror}); `elfatt-sd eval score` writes it.") from error
-    except ValueError as error:
-        raise ElfattError(f"{path} is no valid JSON ({error}); make it anew with `elfatt-sd eval score`.") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("rows"), list):
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ElfattError(f"{path} has format {found!r}; accepted: an object with format {FORMAT} and a list of rows.")
+    data = read_data(path, ResultsRecord, "make it anew with `elfatt-sd eval report`")
+    if data is None:
+        raise ElfattError(f"{path} does not exist; `elfatt-sd eval score` writes it.")
     return Results(data)
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.evaluation.report.data import PARTS, Results, is_kernel
+from elfatt_sd.evaluation.report.metrics import metrics_table
 from elfatt_sd.evaluation.report.palette import METHODS, METHODS_DARK, Palette
 from elfatt_sd.evaluation.report.pictures import DETAILS, Detail, Pictures
 from elfatt_sd.evaluation.report.plots import Plot
 from elfatt_sd.evaluation.report.published import comparability, comparable_words, published_source
 from elfatt_sd.evaluation.report.summary import findings, headline, recommended, scope
 from elfatt_sd.evaluation.report.tables import main_table, more_table, published_table
+from elfatt_sd.evaluation.report.text import shown
 
 MAX_BYTES = 5 * 1000 * 1000
 _HERE = Path(__file__).parent
@@ -51,6 +53,7 @@ def render_page(
         "recommended": recommended(results),
         "findings": findings(results),
         "main": main_table(results),
+        "metrics": metrics_table(results),
         "more": more_table(results),
         "published": published_table(results),
         "source": published_source(results),
@@ -70,7 +73,7 @@ def render_page(
     }
     page = ""
     for detail in DETAILS:
-        page = template.render(**shared, **_pictures(pictures, detail))
+        page = shown(template.render(**shared, **_pictures(pictures, detail)))
         if len(page.encode("utf-8")) <= MAX_BYTES:
             break
     return page

@@ -1,18 +1,18 @@
-"""The pictures of a run, small enough to travel inside the page."""
+"""The pictures of a run, small enough to travel inside the page; each is checked against its hash."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
-import json
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.report.data import NULL, Results, Row
-from elfatt_sd.files import is_plain_name
+from elfatt_sd.evaluation.run import RowFolder
+from elfatt_sd.files import is_plain_name, read_plain
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,18 @@ DETAILS = (
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture of one row; `uri` is None where the file is missing or cannot be read."""
+    """One picture of one row; `uri` is None where it cannot be shown, and `gap` says why."""
 
     row: Row
     index: int
     prompt: str
     uri: str | None
+    gap: str = ""
 
 
 @dataclass
 class Pictures:
-    """The pictures of a run, read from `RUN/cells/CELL/images`.
+    """The pictures of a run, read from `RUN/cells/CELL/images`, as the lists of its rows name them.
 
     Attributes:
         run_dir: the run.
@@ -67,30 +68,23 @@ class Pictures:
 
     run_dir: Path
     results: Results
-    _encoded: dict[tuple[str, int, int, int], str | None] = field(default_factory=dict)
+    _encoded: dict[tuple[str, int, int, int], Picture] = field(default_factory=dict)
+    _made: dict[str, dict[int, MadeImage]] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> list[Row]:
         """The rows that start from the same latents and have pictures: all but the null row."""
-        return [row for row in self.results.rows if row.role != NULL and self._indices(row)]
+        return [row for row in self.results.rows if row.role != NULL and self._listed(row)]
 
     @cached_property
     def prompts(self) -> dict[int, str]:
-        """The prompt of each index, from the first manifest that has it."""
-        prompts: dict[int, str] = {}
-        for row in self.rows:
-            for line in _manifest(self._folder(row) / "manifest.jsonl"):
-                index, prompt = line.get("index"), line.get("prompt")
-                if isinstance(index, int) and isinstance(prompt, str):
-                    prompts.setdefault(index, prompt)
-            if prompts:
-                break
-        return prompts
+        """The prompt of each index."""
+        return {index: made.prompt for row in reversed(self.rows) for index, made in self._listed(row).items()}
 
     def latents(self, count: int) -> list[int]:
         """Choose indices evenly from those that most rows have, unfinished rows left aside."""
         finished = [row for row in self.rows if not row.failed] or self.rows
-        held = [set(self._indices(row)) for row in finished]
+        held = [set(self._listed(row)) for row in finished]
         if not held or count < 1:
             return []
         votes = {index: sum(index in have for have in held) for index in set().union(*held)}
@@ -109,8 +103,7 @@ class Pictures:
             return []
         found = []
         for row in self.rows:
-            held = set(self._indices(row))
-            shared = [index for index in row.most_changed if index in held][: detail.pairs]
+            shared = [index for index in row.most_changed if index in self._listed(row)][: detail.pairs]
             pairs = [(self._picture(base, index, detail), self._picture(row, index, detail)) for index in shared]
             if row is not base and pairs:
                 found.append((row, pairs))
@@ -119,45 +112,40 @@ class Pictures:
     def _picture(self, row: Row, index: int, detail: Detail) -> Picture:
         key = (row.cell, index, detail.edge, detail.quality)
         if key not in self._encoded:
-            path = self._folder(row) / "images" / f"{index:05d}.png"
-            self._encoded[key] = _data_uri(path, detail.edge, detail.quality)
-        return Picture(row, index, self.prompts.get(index, f"picture {index}"), self._encoded[key])
+            made = self._listed(row).get(index)
+            path = self._folder(row).image_file(index)
+            uri, gap = _data_uri(path, made.sha256, detail) if made else (None, "no picture")
+            self._encoded[key] = Picture(row, index, self.prompts[index], uri, gap)
+        return self._encoded[key]
 
-    def _folder(self, row: Row) -> Path:
-        return self.run_dir / "cells" / row.cell
+    def _folder(self, row: Row) -> RowFolder:
+        return RowFolder(self.run_dir / "cells" / row.cell)
 
-    def _indices(self, row: Row) -> list[int]:
-        if not is_plain_name(row.cell):  # a folder of this run, nothing else
-            return []
-        files = (self._folder(row) / "images").glob("*.png")
-        return sorted(int(file.stem) for file in files if file.stem.isdecimal())
+    def _listed(self, row: Row) -> dict[int, MadeImage]:
+        """The row's pictures by their indices.
 
-
-def _manifest(path: Path) -> Iterable[Mapping[str, Any]]:
-    """Yield the objects of a JSON Lines file; a missing file or a broken line yields nothing."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(record, dict):
-                    yield record
-    except (OSError, UnicodeDecodeError):
-        return
+        Raises:
+            ElfattError: their list is damaged.
+        """
+        if row.cell not in self._made:
+            known = self._folder(row).known_images() if is_plain_name(row.cell) else []  # a folder of this run alone
+            self._made[row.cell] = {made.index: made for made in known}
+        return self._made[row.cell]
 
 
-def _data_uri(path: Path, edge: int, quality: int) -> str | None:
-    """Return a WebP data URI of a picture, or None if it cannot be read."""
+def _data_uri(path: Path, sha256: str, detail: Detail) -> tuple[str | None, str]:
+    """Return a WebP data URI of a picture, or None and why there is none."""
     from PIL import Image
 
     try:
-        with Image.open(path) as source:
+        content = read_plain(path)
+        if hashlib.sha256(content).hexdigest() != sha256:
+            return None, "altered after generation"
+        with Image.open(io.BytesIO(content)) as source:
             picture = source.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None
-    picture.thumbnail((edge, edge), Image.Resampling.LANCZOS)
+        return None, "no picture"
+    picture.thumbnail((detail.edge, detail.edge), Image.Resampling.LANCZOS)
     stream = io.BytesIO()
-    picture.save(stream, "WEBP", quality=quality, method=4, use_sharp_yuv=True)
-    return f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode('ascii')}"
+    picture.save(stream, "WEBP", quality=detail.quality, method=4, use_sharp_yuv=True)
+    return f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode('ascii')}", ""

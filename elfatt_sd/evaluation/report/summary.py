@@ -12,6 +12,7 @@ from pathlib import PurePath
 from elfatt_sd.evaluation.intervals import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.evaluation.report.data import PARTS, Estimate, Results, Row, dig, is_kernel, number, numbers
+from elfatt_sd.evaluation.report.metrics import judging_metric, metric_verdict
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, join_names, plural, span
 from elfatt_sd.evaluation.results import left_out_of_references, unreadable_references
 
@@ -67,8 +68,16 @@ def recommended(results: Results) -> Row | None:
     return _fastest(results, good) if good else next(iter(known), None)
 
 
+def _judge(results: Results) -> str | None:
+    """Return what the verdicts of the headline are by: the distance of the main table, otherwise the first metric."""
+    return results.distance or judging_metric(results)
+
+
 def _verdict_of(results: Results, row: Row) -> str | None:
-    return row.verdict(results.distance) if results.distance else None
+    if results.distance:
+        return row.verdict(results.distance)
+    name = judging_metric(results)
+    return metric_verdict(row, name) if name else None
 
 
 def _kernel_verdict(results: Results, row: Row) -> str | None:
@@ -85,7 +94,7 @@ def _said(results: Results, row: Row) -> str:
     """Write both verdicts: `better in FID and KID`, or `not shown to be worse in FID, but worse in KID`."""
     first, second = _verdict_of(results, row), _kernel_verdict(results, row)
     words = {BETTER: "better", WORSE: "worse"}
-    start = f"{words.get(first or '', 'not shown to be worse')} in {results.distance}"
+    start = f"{words.get(first or '', 'not shown to be worse')} in {_judge(results)}"
     if second is None:
         return start
     if first == second:
@@ -152,8 +161,8 @@ def scope(results: Results) -> str:
 
 
 def _verdict_counts(results: Results) -> str:
-    name = results.distance
-    said = [row.verdict(name) for row in results.methods] if name else []
+    name = _judge(results)
+    said = [_verdict_of(results, row) for row in results.methods]
     counts = [(title, sum(verdict == known for verdict in said)) for known, title in _COUNTED]
     parts = [title.format(count, *(("is", "s") if count == 1 else ("are", ""))) for title, count in counts if count]
     failed = sum(row.failed is not None for row in results.methods)
@@ -173,8 +182,8 @@ def findings(results: Results) -> list[str]:
 
 
 def _named_verdicts(results: Results) -> str:
-    name = results.distance
-    judged = [(row, row.verdict(name)) for row in results.methods] if name else []
+    name = _judge(results)
+    judged = [(row, _verdict_of(results, row)) for row in results.methods] if name else []
     if any(said == TOO_FEW for _, said in judged):
         classes = next((row.classes for row, _ in judged if row.classes), None)
         seen = "" if classes is None else f" from {plural(classes, 'class')}"

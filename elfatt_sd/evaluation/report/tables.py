@@ -127,11 +127,11 @@ def main_table(results: Results) -> Table:
     if results.distance is not None:
         makers += _distance_columns(results, results.distance)
     if "mean" in results.attributes:
-        makers += [("Accuracy ↑", _estimate_maker(results, lambda row: row.accuracy("mean")))]
+        makers += [("Accuracy ↑", estimate_maker(results, lambda row: row.accuracy("mean")))]
     makers += [(TIME_COLUMNS[results.time_part], _time_maker(results, results.time_part))]
     makers += [("GiB/img", _memory_maker(results))]
     makers += [("PSNR, dB", _paired_maker(results, "psnr", 1))]
-    return _build(results, makers, published=True)
+    return build_table(results, makers, published=True)
 
 
 def more_table(results: Results) -> Table:
@@ -147,14 +147,14 @@ def more_table(results: Results) -> Table:
             makers += _accuracy_difference(results)
         else:
             title = f"{setting_title(name)} accuracy"
-            makers.append((title, _estimate_maker(results, lambda row, name=name: row.accuracy(name))))  # type: ignore[misc]
+            makers.append((title, estimate_maker(results, lambda row, name=name: row.accuracy(name))))  # type: ignore[misc]
     makers += [(TIME_COLUMNS[part], _time_maker(results, part)) for part in PARTS if part != results.time_part]
     for stage in results.stages:
         title = f"{STAGES[stage]}, GiB/img"
         makers.append((title, _plain_maker(results, lambda row, stage=stage: row.stage_slope(stage))))  # type: ignore[misc]
     for key, title in (("intercept_gib", "Memory at batch 0, GiB"), ("fit_error_gib", "Fit error, GiB")):
         makers.append((title, _plain_maker(results, lambda row, key=key: row.memory(key))))  # type: ignore[misc]
-    return _build(results, makers, published=False)
+    return build_table(results, makers, published=False)
 
 
 def study_table(results: Results) -> Table:
@@ -171,7 +171,7 @@ def study_table(results: Results) -> Table:
     if "mean" in results.attributes:
         makers += [("Accuracy ↑", _accuracy_maker(results))]
     part = "unet" if any(row.seconds("unet") is not None for row in results.rows) else results.time_part
-    return _build(results, [*makers, (TIME_COLUMNS[part], _time_maker(results, part))], published=False)
+    return build_table(results, [*makers, (TIME_COLUMNS[part], _time_maker(results, part))], published=False)
 
 
 def published_table(results: Results) -> tuple[list[str], list[list[str]]]:
@@ -203,7 +203,8 @@ def _published_entries(results: Results, row: Mapping[str, Any] | None) -> list[
     return [Entry(*parts) for parts in zip(_published_texts(row), notes, strict=True)]
 
 
-def _build(results: Results, makers: Sequence[tuple[str, _Maker]], *, published: bool) -> Table:
+def build_table(results: Results, makers: Sequence[tuple[str, _Maker]], *, published: bool) -> Table:
+    """Build a table of all rows, from the title of each column and what makes its entries."""
     heads = [Column("Method", figures=False), *(Column(setting_title(name)) for name in results.varied)]
     beside = published and bool(published_rows(results))
     source = f"Published ({published_source(results)})"
@@ -227,45 +228,50 @@ def _count(value: int | None) -> Entry:
 
 def _distance_columns(results: Results, name: str) -> list[tuple[str, _Maker]]:
     power = unit_for(row.distance(name) for row in results.rows)
-    values = _estimate_maker(results, lambda row: in_unit(row.distance(name), power))
-    difference = _difference_maker(results, lambda row: in_unit(row.difference(name), power))
-    verdict, unit = _verdict_maker(lambda row: row.verdict(name)), unit_text(power)
+    values = estimate_maker(results, lambda row: in_unit(row.distance(name), power))
+    difference = difference_maker(results, lambda row: in_unit(row.difference(name), power))
+    verdict, unit = verdict_maker(lambda row: row.verdict(name)), unit_text(power)
     titles = ("Difference", "Verdict") if name == results.distance else (f"{name} difference", f"{name} verdict")
     limit = EXTRAPOLATED if results.extrapolated(name) else ""
     return [(f"{name}{unit} ↓", values), (f"{titles[0]}{limit}{unit}", difference), (titles[1], verdict)]
 
 
 def _accuracy_difference(results: Results) -> list[tuple[str, _Maker]]:
-    difference = _difference_maker(results, lambda row: row.accuracy_difference("mean"))
-    verdict = _verdict_maker(lambda row: row.accuracy_verdict("mean"))
+    difference = difference_maker(results, lambda row: row.accuracy_difference("mean"))
+    verdict = verdict_maker(lambda row: row.accuracy_verdict("mean"))
     return [("Accuracy difference", difference), ("Accuracy verdict", verdict)]
 
 
-def _difference_maker(results: Results, get: Callable[[Row], Estimate | None]) -> _Maker:
+def difference_maker(results: Results, get: Callable[[Row], Estimate | None]) -> _Maker:
+    """Make entries of differences to the untouched pipeline, which has none itself."""
     decimals = decimals_for(get(row) for row in results.rows)
 
     def make(row: Row) -> Entry:
         found = get(row)
         if found is None:
-            return _no_pair(row)
+            return no_pair(row)
         return Entry(fixed(found.value, decimals, sign=True), interval(found, decimals, sign=True))
 
     return make
 
 
-def _verdict_maker(get: Callable[[Row], str | None]) -> _Maker:
+def verdict_maker(get: Callable[[Row], str | None]) -> _Maker:
+    """Make entries of verdicts."""
+
     def make(row: Row) -> Entry:
         said = get(row)
-        return _no_pair(row, "text") if said is None else Entry(said, kind=_VERDICTS.get(said, "same"))
+        return no_pair(row, "text") if said is None else Entry(said, kind=_VERDICTS.get(said, "same"))
 
     return make
 
 
-def _no_pair(row: Row, kind: str = "reference") -> Entry:
+def no_pair(row: Row, kind: str = "reference") -> Entry:
+    """Return the entry of a row without a comparison: the untouched pipeline, or one that was not measured."""
     return Entry(REFERENCE, kind=kind) if row.role == BASELINE else Entry(MISSING, kind="missing")
 
 
-def _estimate_maker(results: Results, get: Callable[[Row], Estimate | None]) -> _Maker:
+def estimate_maker(results: Results, get: Callable[[Row], Estimate | None]) -> _Maker:
+    """Make entries of values with their intervals."""
     decimals = decimals_for(get(row) for row in results.rows)
 
     def make(row: Row) -> Entry:
@@ -279,7 +285,7 @@ def _estimate_maker(results: Results, get: Callable[[Row], Estimate | None]) -> 
 
 def _accuracy_maker(results: Results) -> _Maker:
     """The share of right attributes, and the verdict of its paired difference where one is shown."""
-    plain = _estimate_maker(results, lambda row: row.accuracy("mean"))
+    plain = estimate_maker(results, lambda row: row.accuracy("mean"))
 
     def make(row: Row) -> Entry:
         verdict = row.accuracy_verdict("mean")
@@ -293,7 +299,7 @@ def _plain_maker(results: Results, get: Callable[[Row], float | None]) -> _Maker
         value = get(row)
         return None if value is None else Estimate(value)
 
-    return _estimate_maker(results, wrap)
+    return estimate_maker(results, wrap)
 
 
 def _paired_maker(results: Results, measure: str, least: int) -> _Maker:
@@ -319,7 +325,7 @@ def _lowest_column(results: Results) -> list[tuple[str, _Maker]]:
     def make(row: Row) -> Entry:
         found = row.lowest("psnr")
         if found is None:
-            return Entry("identical") if row.identical else _no_pair(row)
+            return Entry("identical") if row.identical else no_pair(row)
         others = sum(value is not None and value < OTHER_PICTURE for value in row.each("psnr"))
         return Entry(fixed(found, 1), f"({others} below {OTHER_PICTURE})" if others else "")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from statistics import median
 
 from elfatt_sd.evaluation.report.data import Estimate
 
 MISSING = "not measured"
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 MINUS, TIMES, TO = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 
@@ -81,6 +83,11 @@ def interval(value: Estimate, decimals: int, *, sign: bool = False) -> str:
 def span(value: Estimate, decimals: int) -> str:
     """Write the spread: 1.40 to 1.45, joined by a dash; empty where there is none."""
     return "" if value.ends is None else TO.join(fixed(end, decimals) for end in value.ends)
+
+
+def shown(text: str) -> str:
+    """Put a sign for each control character but tabs and ends of lines: pages and tables must not hold them."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def join_names(names: Iterable[str]) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 from elfatt_sd.evaluation.report.data import STAGES, Estimate, Results, Row, dig, setting_text
+from elfatt_sd.evaluation.report.metrics import metric_columns
 from elfatt_sd.evaluation.report.published import FIGURES, published_for
 from elfatt_sd.evaluation.report.tables import DASH, THIS_RUN, Column, Entry, Line, Table
-from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO
+from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO, shown
 
 
 def to_markdown(table: Table) -> str:
@@ -42,21 +45,44 @@ def md_escape(text: str) -> str:
     """Escape a text for Markdown."""
     escaped = {"<": "&lt;", ">": "&gt;"}
     text = "".join(escaped.get(char, f"\\{char}" if char in "\\`*_[]|" else char) for char in text)
-    return " ".join(text.split())
+    return shown(" ".join(text.split()))
 
 
+_FORMULA = re.compile("\\s*[=+\\-@\t\r\uff1d\uff0b\uff0d\uff20]")  # the last four are wide forms of the first
+_NUMBER = re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?")
 _TEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     MINUS: "$-$", TIMES: r"$\times$", TO: "--", "—": "---", "·": r"$\cdot$",
     "↓": r"$\downarrow$", "↑": r"$\uparrow$", "∞": r"$\infty$",
-    "“": "``", "”": "''",
+    "“": "``", "”": "''", "\N{LEFT SINGLE QUOTATION MARK}": "`", "\N{RIGHT SINGLE QUOTATION MARK}": "'",
+    "…": r"\ldots{}", "°": r"$^{\circ}$", "±": r"$\pm$", "µ": r"$\mu$",
+    "ß": r"\ss{}", "æ": r"\ae{}", "Æ": r"\AE{}", "œ": r"\oe{}", "Œ": r"\OE{}", "ø": r"\o{}", "Ø": r"\O{}",
+    "ł": r"\l{}", "Ł": r"\L{}", "\N{LATIN SMALL LETTER DOTLESS I}": r"\i{}", "|": r"\textbar{}",
+    "[": "{[}", "]": "{]}", "*": "{*}",  # which would belong to a line's end before them
 }  # fmt: skip
+_MARKS = "\u0300\u0301\u0302\u0303\u0304\u0306\u0307\u0308\u030a\u030b\u030c\u0327"
+_ACCENTS = dict(zip(_MARKS, "`'^~=u.\"rHvc", strict=True))
+_HIDDEN = ("Cc", "Cf", "Cs", "Cn", "Co")  # kinds of characters that no printer shows
 
 
 def tex_escape(text: str) -> str:
-    """Escape a text for LaTeX."""
-    return " ".join("".join(_TEX.get(char, char) for char in text).split())
+    """Escape a text for LaTeX, in ASCII, which every engine reads; what it has no command for is named: U+732B."""
+    return "".join(map(_tex_char, " ".join(text.split())))
+
+
+def _tex_char(char: str) -> str:
+    if char in _TEX:
+        return _TEX[char]
+    if unicodedata.category(char) in _HIDDEN:
+        return ""
+    if char.isascii():
+        return char
+    letter, accent = [*unicodedata.normalize("NFD", char), "", ""][:2]
+    if letter.isascii() and accent in _ACCENTS and len(unicodedata.normalize("NFD", char)) == 2:
+        return f"\\{_ACCENTS[accent]}{{{letter}}}"
+    compatible = unicodedata.normalize("NFKC", char)
+    return tex_escape(compatible) if compatible.isascii() else f"U+{ord(char):04X}"
 
 
 def to_latex(table: Table, caption: str, label: str) -> str:
@@ -113,10 +139,17 @@ def to_csv(results: Results) -> str:
     records = [_record(results, row) for row in results.rows]
     names = list(dict.fromkeys(name for record in records for name in record))
     stream = io.StringIO(newline="")
-    writer = csv.DictWriter(stream, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: "" if value is None else value for name, value in record.items()} for record in records)
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(map(_csv_cell, names))
+    writer.writerows([_csv_cell(record.get(name)) for name in names] for record in records)
     return stream.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    """Return a value as a cell; a text that a spreadsheet would compute gets an apostrophe before it."""
+    if not isinstance(value, str):
+        return "" if value is None else value
+    return f"'{value}" if _FORMULA.match(value) and not _NUMBER.fullmatch(value) else value
 
 
 def _record(results: Results, row: Row) -> dict[str, Any]:
@@ -138,6 +171,7 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
         record |= _columns(f"accuracy {name}", row.accuracy(name))
         record |= _columns(f"accuracy {name} difference", row.accuracy_difference(name))
         record[f"accuracy {name} verdict"] = row.accuracy_verdict(name)
+    record |= metric_columns(results, row)
     for part in ("end_to_end", "unet"):
         record[f"{part} seconds_per_image"] = row.seconds(part)
         record |= _columns(f"{part} speedup", row.speedup(part))

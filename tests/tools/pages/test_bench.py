@@ -158,3 +158,18 @@ def test_every_place_on_the_page_has_its_command() -> None:
         made.add(words[words.index("--name") + 1] if "--name" in words else words[2])
     assert set(names) <= made
     assert len(names) == len(set(names))
+
+
+def test_a_part_leads_nowhere_else(results: Path) -> None:
+    part = json.loads((results / "merging.json").read_text())
+    (results / "suite.json").write_text(json.dumps({"parts": {"../../x": part}}))
+    with pytest.raises(ElfattError, match="accepted: a plain file name"):
+        render(results)
+
+
+def test_a_damaged_file_is_named(results: Path, tmp_path: Path) -> None:
+    (results / "merging.json").write_text("{")
+    with pytest.raises(ElfattError, match=r"merging\.json is damaged"):
+        render(results)
+    with pytest.raises(ElfattError, match=r"merging\.json is damaged"):
+        fill_page(TEXT, results, tmp_path)

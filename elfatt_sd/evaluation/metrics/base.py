@@ -1,0 +1,65 @@
+"""What a metric is: a number for every image, from the image, its prompt and the untouched pipeline's image.
+
+Legend for shapes: n images, f frames of each (1, or more of a clip), h x w pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from elfatt_sd.files import sha256_of_data
+
+Better = Literal["", "higher", "lower"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some images of a row.
+
+    Attributes:
+        images: uint8 `[n, f, 3, h, w]`.
+        prompts: n texts.
+        untouched: the baseline's images of the same latents, shaped alike; None unless the metric compares.
+    """
+
+    images: Tensor
+    prompts: Sequence[str]
+    untouched: Tensor | None = None
+
+    def frames(self) -> Tensor:
+        """All frames, `[n * f, 3, h, w]`."""
+        return self.images.flatten(0, 1)
+
+    def by_image(self, values: Tensor) -> Tensor:
+        """Average one value per frame, `[n * f]`, over the frames of each image: `[n]`."""
+        return values.reshape(len(self.prompts), -1).mean(1)
+
+
+@dataclass(frozen=True)
+class ImageMetric:
+    """A metric that gives a number for every image.
+
+    Attributes:
+        name: in tables.
+        measure: turns a `Batch` into n numbers.
+        description: everything that the numbers depend on, as plain data.
+        better: which values are better; empty where neither is, as for what compares with the untouched image.
+        compares: whether it takes the untouched pipeline's images.
+        per_call: images that it is given at once.
+    """
+
+    name: str
+    measure: Callable[[Batch], Tensor]
+    description: dict[str, Any] = field(default_factory=dict)
+    better: Better = ""
+    compares: bool = False
+    per_call: int = 8
+
+    @property
+    def identity(self) -> str:
+        """Hash of all that decides the numbers beside the images."""
+        return sha256_of_data([self.name, self.description, self.better, self.compares])

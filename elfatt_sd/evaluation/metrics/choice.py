@@ -1,0 +1,53 @@
+"""Which metrics a protocol asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from elfatt_sd.typed import refused
+
+# What can be asked for by name, and what `weights` is for each; those with "" need none.
+KINDS = {
+    "lpips": "torchvision's file of AlexNet, VGG16 or SqueezeNet 1.1",
+    "dists": "torchvision's file of VGG16",
+    "clip-score": "the directory of a CLIP model",
+    "pickscore": "the directory of PickScore",
+    "hpsv2": "the directory of HPS v2, converted to a CLIP model of transformers",
+    "prdc": "",
+    "cmmd": "",
+}
+_REWARDS = "image-reward", "imagereward"
+
+
+@dataclass(frozen=True)
+class MetricChoice:
+    """A metric.
+
+    Attributes:
+        metric: one of `KINDS`, or `package.module:function`, a function of one's own.
+        weights: file or directory of its weights; `KINDS` says of what.
+        name: of a function's metric in tables; empty takes the function's.
+        better: of a function's metric, which values are better: `higher` or `lower`; empty gives no verdict.
+    """
+
+    metric: str
+    weights: str = ""
+    name: str = ""
+    better: Literal["", "higher", "lower"] = ""
+
+    def __post_init__(self) -> None:
+        """Check that the metric is known and has what it needs, and nothing else."""
+        own = ":" in self.metric
+        if self.metric.lower() in _REWARDS:
+            accepted = "a package.module:function that calls it, since its weights are of no transformers model"
+            raise refused(f"metric={self.metric!r}", accepted)
+        if not own and self.metric not in KINDS:
+            raise refused(f"metric={self.metric!r}", f"{', '.join(KINDS)}, or package.module:function")
+        wanted = "" if own else KINDS[self.metric]
+        if bool(wanted) != bool(self.weights):
+            accepted = f"weights, {wanted}" if wanted else "none: what a function needs, it loads itself"
+            raise refused(f"weights={self.weights!r} of metric {self.metric!r}", accepted)
+        for key, value in (("name", self.name), ("better", self.better)):
+            if value and not own:
+                raise refused(f"{key}={value!r} of metric {self.metric!r}", "a value for package.module:function only")

@@ -1,0 +1,80 @@
+"""A metric of one's own: `package.module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.environment import sha256_of_code
+from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
+from elfatt_sd.evaluation.metrics.choice import MetricChoice
+
+_WANTED = "function(images, prompts) or function(images, prompts, untouched)"
+
+
+def load_own(choice: MetricChoice) -> ImageMetric:
+    """Import a function that gives a number for every image.
+
+    It is called as `function(images, prompts)` or, where it has a third parameter, `function(images, prompts,
+    untouched)`, which then has no value for the untouched pipeline itself. `images` are uint8 `[n, 3, h, w]`, of clips
+    `[n, f, 3, h, w]`; `prompts` n texts; `untouched` the baseline's images of the same latents. It returns n numbers.
+
+    Raises:
+        ElfattError: there is no such function, or it takes other arguments.
+    """
+    function = _imported(choice.metric)
+    try:
+        count = len(inspect.signature(function).parameters)
+    except (TypeError, ValueError) as error:
+        raise ElfattError(f"metric={choice.metric!r} tells no parameters; give a {_WANTED}.") from error
+    if count not in (2, 3):
+        raise ElfattError(f"metric={choice.metric!r} takes {count} arguments; give a {_WANTED}.")
+    name = choice.name or str(getattr(function, "__name__", choice.metric))
+
+    def measure(batch: Batch) -> Tensor:
+        return _called(choice.metric, function, batch, count == 3)
+
+    description = {"function": choice.metric, "code_sha256": _code(function)}
+    return ImageMetric(name, measure, description, better=choice.better, compares=count == 3)
+
+
+def _imported(metric: str) -> Callable[..., Any]:
+    module, _, name = metric.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise ElfattError(f"metric={metric!r} cannot be imported ({type(error).__name__}: {error}).") from error
+    if not callable(found):
+        raise ElfattError(f"metric={metric!r} is a {type(found).__name__}; give a {_WANTED}.")
+    return found  # type: ignore[no-any-return]
+
+
+def _code(function: Callable[..., Any]) -> str:
+    """Return the hash of the module's code; what it imports is its own matter."""
+    try:
+        module = inspect.getmodule(function)
+        return sha256_of_code([inspect.getsource(module)]) if module else ""
+    except (OSError, TypeError, SyntaxError):
+        return ""
+
+
+def _called(metric: str, function: Callable[..., Any], batch: Batch, compares: bool) -> Tensor:
+    def given(images: Tensor) -> Tensor:
+        return images[:, 0] if images.shape[1] == 1 else images
+
+    more = [given(batch.untouched)] if compares and batch.untouched is not None else []
+    try:
+        values = torch.as_tensor(function(given(batch.images), list(batch.prompts), *more))
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ElfattError(f"metric={metric!r} failed ({type(error).__name__}: {reason}); mend the function.") from error
+    if values.shape != (len(batch.prompts),):
+        wanted = f"one number for each of {len(batch.prompts)} images"
+        raise ElfattError(f"metric={metric!r} returned the shape {tuple(values.shape)}; give {wanted}.")
+    return values.detach().cpu()

@@ -1,0 +1,209 @@
+"""Load a protocol's metrics, and score rows with them: means with intervals, paired differences, verdicts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.extraction import quiet_pillow
+from elfatt_sd.evaluation.features import Extractor
+from elfatt_sd.evaluation.intervals import Estimate, figure_as_dict, verdict
+from elfatt_sd.evaluation.kernel import gaussian, kernel_distance
+from elfatt_sd.evaluation.metrics.base import Batch, Better, ImageMetric
+from elfatt_sd.evaluation.metrics.choice import MetricChoice
+from elfatt_sd.evaluation.metrics.neighbours import neighbour_figures
+from elfatt_sd.evaluation.row_images import Images
+from elfatt_sd.evaluation.statistics import read_array, take
+from elfatt_sd.files import atomic_file, sha256_of_data
+from elfatt_sd.progress import Progress
+
+OF_FEATURES = ("prdc", "cmmd")
+_CMMD_SCALE = 1000  # as Jayasumana et al. 2024 have it
+
+
+class FeatureScale(Protocol):
+    """An extractor with its reference, as `score.Scale` has them."""
+
+    extractor: Extractor
+    sample: Any  # features `[m, d]` of reference images; None where the reference has moments only
+
+    def features(self, images: Images) -> Any:
+        """Features `[n * f, d]` of a row."""
+
+
+def load_metrics(choices: Sequence[MetricChoice], device: str) -> list[ImageMetric]:
+    """Load the metrics that give a number for every image.
+
+    Raises:
+        ElfattError: one cannot be loaded, or two have one name.
+    """
+    metrics = [_load(choice, device) for choice in choices if choice.metric not in OF_FEATURES]
+    names = [metric.name for metric in metrics]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ElfattError(f"metrics give {twice!r} twice; leave one out, or give a function's another name.")
+    return metrics
+
+
+def _load(choice: MetricChoice, device: str) -> ImageMetric:
+    weights = Path(choice.weights)
+    if ":" in choice.metric:
+        from elfatt_sd.evaluation.metrics.own import load_own
+
+        return load_own(choice)
+    if choice.metric in ("lpips", "dists"):
+        from elfatt_sd.evaluation.metrics.closeness import load_dists, load_lpips
+
+        return (load_lpips if choice.metric == "lpips" else load_dists)(weights, device)
+    from elfatt_sd.evaluation.metrics.alignment import load_alignment
+
+    return load_alignment(choice.metric, weights, device)
+
+
+def check_feature_metrics(choices: Sequence[MetricChoice], extractors: Sequence[Extractor]) -> None:
+    """Check that there are features for the metrics that need some.
+
+    Raises:
+        ElfattError: there are none.
+    """
+    for choice in choices:
+        if choice.metric == "prdc" and not extractors:
+            raise ElfattError("metric 'prdc' needs features; give an extractor and a reference.")
+        if choice.metric == "cmmd" and not any(extractor.name == "clip" for extractor in extractors):
+            raise ElfattError("metric 'cmmd' needs CLIP's features; give extractors=['clip:DIR'] and a reference.")
+
+
+Scale = TypeVar("Scale", bound=FeatureScale)
+
+
+class Scorer(Generic[Scale]):
+    """Scores rows with all metrics of a protocol, and keeps what it computed.
+
+    Args:
+        choices: the protocol's metrics.
+        metrics: those that give a number for every image.
+        scales: extractors with their references.
+        cache: folder for the numbers of each image.
+        device: where networks run.
+        progress: called with what is looked at, the number of images done, and their total.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[MetricChoice],
+        metrics: Sequence[ImageMetric],
+        scales: Sequence[Scale],
+        cache: Path,
+        device: str = "cpu",
+        progress: Progress | None = None,
+    ) -> None:
+        """Take what to score with."""
+        self.wanted, self.metrics, self.scales = {choice.metric for choice in choices}, metrics, scales
+        self.cache, self.device, self.progress = cache, device, progress
+        self._figures: dict[str, dict[str, tuple[Estimate, Better]]] = {}
+
+    def score(self, images: Images, baseline: Images | None) -> dict[str, Any]:
+        """Return, by the metric's name, `value`, `interval`, `better` and, beside a baseline, `difference`.
+
+        What compares with the untouched images is a difference itself: it has an interval, no verdict, and no value
+        for the baseline. Values of single images are in `pictures`, where there are such.
+        """
+        found: dict[str, Any] = {}
+        for metric in self.metrics:
+            if metric.compares and baseline is not None:
+                values = self._values(metric, images, baseline)
+                estimate = Estimate.mean(values, images.classes)
+                found[metric.name] = _summary(estimate, metric.better, values)
+        others = self._own(baseline) if baseline is not None else {}
+        for name, (estimate, better) in self._own(images).items():
+            found[name] = _summary(estimate, better, None)
+            if name in others:
+                difference = estimate - others[name][0]
+                said = verdict(difference.interval(), estimate.classes, lower_is_better=better == "lower")
+                found[name]["difference"] = figure_as_dict(difference.value, difference.interval())
+                found[name]["difference"] |= {"verdict": said} if better else {}
+        return found
+
+    def _own(self, images: Images) -> dict[str, tuple[Estimate, Better]]:
+        """Return the figures of a row that are its own, whatever it is compared with; computed once."""
+        if images.name not in self._figures:
+            figures: dict[str, tuple[Estimate, Better]] = {}
+            for metric in self.metrics:
+                if not metric.compares:
+                    values = self._values(metric, images, None)
+                    figures[metric.name] = Estimate.mean(values, images.classes), metric.better
+            for scale in self.scales:
+                figures |= self._of_features(images, scale)
+            self._figures[images.name] = figures
+        return self._figures[images.name]
+
+    def _of_features(self, images: Images, scale: FeatureScale) -> dict[str, tuple[Estimate, Better]]:
+        figures: dict[str, tuple[Estimate, Better]] = {}
+        if scale.sample is None:
+            return figures
+        features, where = scale.features(images), scale.extractor.distance_name.removeprefix("FD-")
+        where = "Inception" if where == "FID" else where
+        if "prdc" in self.wanted:
+            found = neighbour_figures(features, scale.sample, images.frame_classes)
+            figures |= {f"{name} ({where})": (estimate, "higher") for name, estimate in found.items()}
+        if "cmmd" in self.wanted and scale.extractor.name == "clip":
+            figures[_cmmd_name(scale.extractor)] = _cmmd(features, scale.sample, images.frame_classes), "lower"
+        return figures
+
+    def _values(self, metric: ImageMetric, images: Images, baseline: Images | None) -> Tensor:
+        """One number for each image, `[n]` float64; kept in the cache.
+
+        Raises:
+            ElfattError: an image cannot be read, or a number is not finite.
+        """
+        parts = [metric.identity, images.identity, list(images.texts), baseline.identity if baseline else ""]
+        path = self.cache / f"{images.name}-metric-{sha256_of_data(parts)[:16]}.npy"
+        known = read_array(path, dtype="float64")
+        if known is not None and len(known) == len(images.paths):
+            return torch.from_numpy(np.array(known))
+        with quiet_pillow():
+            values = torch.cat(list(self._measured(metric, images, baseline))).double()
+        odd = next((index for index, value in enumerate(values.tolist()) if not np.isfinite(value)), None)
+        if odd is not None:
+            raise ElfattError(f"metric {metric.name!r} of image {odd} of row {images.name!r} is {values[odd]}.")
+        with atomic_file(path) as file:
+            np.save(file, values.numpy())
+        return values
+
+    def _measured(self, metric: ImageMetric, images: Images, baseline: Images | None) -> Iterator[Tensor]:
+        sides = [images.stacks()] + ([baseline.stacks()] if baseline else [])
+        texts, done = iter(images.texts), 0
+        while prompts := list(itertools.islice(texts, metric.per_call)):
+            ours, *others = (torch.stack(list(itertools.islice(side, len(prompts)))) for side in sides)
+            yield metric.measure(Batch(ours, prompts, *others)).cpu()
+            done += len(prompts)
+            if self.progress:
+                self.progress(f"{images.name}, {metric.name}", done, len(images.texts))
+
+
+def _summary(estimate: Estimate, better: Better, values: Tensor | None) -> dict[str, Any]:
+    found = {**figure_as_dict(estimate.value, estimate.interval()), "better": better}
+    return found if values is None else {**found, "compares": True}
+
+
+def _cmmd_name(extractor: Extractor) -> str:
+    """Return `CMMD` for ViT-L/14 at 336 pixels, which it is defined on; other models stand in the name."""
+    shape = (extractor.preprocessing.get("crop"), extractor.dimension)
+    return "CMMD" if shape == (336, 768) else f"CMMD ({str(extractor.preprocessing.get('sha256'))[:8]})"
+
+
+def _cmmd(features: Any, reference: Any, groups: Sequence[int]) -> Estimate:
+    """1000 times the squared maximum mean discrepancy of unit features under a Gaussian kernel of width 10.
+
+    It is the unbiased one; the published code adds the terms of an image with itself, which is about 7 / n more.
+    """
+    found, known = (functional.normalize(take(each, slice(None)), dim=1) for each in (features, reference))
+    return kernel_distance(found, known, groups, kernel=gaussian).times(_CMMD_SCALE)

@@ -1,0 +1,204 @@
+"""Metrics of single images against torchmetrics and transformers, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from weights import write_classifier, write_clip
+
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.metrics import closeness
+from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
+from elfatt_sd.evaluation.metrics.choice import MetricChoice
+from elfatt_sd.evaluation.metrics.scores import check_feature_metrics, load_metrics
+from elfatt_sd.files import sha256_of_file
+
+PROMPTS = ["a cat", "a dog in the snow", "an owl"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def clip(folder: Path) -> Path:
+    return write_clip(folder / "clip")
+
+
+@pytest.fixture(scope="module")
+def alexnet(folder: Path) -> Path:
+    return write_classifier(folder / "alexnet.pth", "alexnet")
+
+
+def images(seed: int, frames: int = 1, side: int = 64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (len(PROMPTS), frames, 3, side, side), generator=generator, dtype=torch.uint8)
+
+
+def load(**choice: Any) -> ImageMetric:
+    (metric,) = load_metrics([MetricChoice(**choice)], "cpu")
+    return metric
+
+
+@pytest.mark.parametrize("name", ["alexnet", "squeezenet1_1"])
+def test_lpips_is_torchmetrics(folder: Path, name: str) -> None:
+    from torchmetrics.functional.image import lpips
+
+    path = write_classifier(folder / f"{name}.pth", name)
+    metric = load(metric="lpips", weights=str(path))
+    network = lpips._LPIPS(pretrained=True, net={"alexnet": "alex"}.get(name, "squeeze"), pnet_rand=True)  # type: ignore[arg-type]
+    kept, places = torch.load(path), [key for key, _ in network.net.named_parameters()]
+    depth = 2 if name == "squeezenet1_1" else 1
+    network.net.load_state_dict({key: kept[f"features.{key.split('.', depth)[-1]}"] for key in places})
+    ours, theirs = images(0), images(1)
+    expected = network(ours[:, 0] / 255, theirs[:, 0] / 255, normalize=True).flatten()
+    found = metric.measure(Batch(ours, PROMPTS, theirs))
+    torch.testing.assert_close(found, expected)
+    assert (found > 0).all() and metric.measure(Batch(ours, PROMPTS, ours)).abs().max() < 1e-6
+    assert metric.compares and not metric.better
+
+
+def test_dists_is_torchmetrics(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchmetrics.functional.image import dists
+    from torchvision.models import vgg
+
+    path = write_classifier(folder / "vgg16.pth", "vgg16")
+    metric = load(metric="dists", weights=str(path))
+    layers = vgg.make_layers(vgg.cfgs["D"], batch_norm=False)
+    layers.load_state_dict({key.removeprefix("features."): value for key, value in torch.load(path).items()})
+    monkeypatch.setattr(dists, "vgg16", lambda weights: type("Vgg", (), {"features": layers}))
+    ours, theirs = images(0), images(1)
+    expected = dists.DISTSNetwork()(ours[:, 0] / 255, theirs[:, 0] / 255)
+    torch.testing.assert_close(metric.measure(Batch(ours, PROMPTS, theirs)), expected)
+    assert metric.measure(Batch(ours[:1], PROMPTS[:1], ours[:1])).abs().max() < 1e-5
+
+
+def test_a_clip_has_the_mean_of_its_frames(alexnet: Path, clip: Path) -> None:
+    ours, theirs = images(0, frames=3), images(1, frames=3)
+    for choice in ({"metric": "lpips", "weights": str(alexnet)}, {"metric": "clip-score", "weights": str(clip)}):
+        metric = load(**choice)
+        each = [metric.measure(Batch(ours[:, [f]], PROMPTS, theirs[:, [f]])) for f in range(3)]
+        torch.testing.assert_close(metric.measure(Batch(ours, PROMPTS, theirs)), torch.stack(each).mean(0))
+
+
+def test_alignment_is_that_of_transformers(clip: Path) -> None:
+    from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
+
+    ours = torch.nn.functional.interpolate(images(0)[:, 0].float(), size=32).byte()[:, None]  # nothing to resize
+    model = CLIPModel.from_pretrained(clip)
+    pixels = CLIPImageProcessor.from_pretrained(clip)(list(ours[:, 0]), return_tensors="pt")["pixel_values"]
+    tokens = CLIPTokenizer.from_pretrained(clip)(PROMPTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        output = model(pixel_values=pixels, **tokens)
+    logits = output.logits_per_image.diagonal()
+    cosine = logits / model.logit_scale.exp()
+    scores = {"clip-score": (100 * cosine).clamp(min=0), "pickscore": logits, "hpsv2": 100 * cosine}
+    for kind, expected in scores.items():
+        metric = load(metric=kind, weights=str(clip))
+        found = metric.measure(Batch(ours, PROMPTS))
+        torch.testing.assert_close(found, expected.detach(), rtol=2e-3, atol=2e-3)
+        assert metric.better == "higher" and not metric.compares
+
+
+def test_other_weights_show_in_the_name(alexnet: Path, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = sha256_of_file(alexnet)
+    assert load(metric="lpips", weights=str(alexnet)).name == f"LPIPS (AlexNet, {digest[:8]})"
+    known = {"alex": ("AlexNet", "features.10.weight", digest[:8])}
+    monkeypatch.setattr(closeness, "_NETWORKS", known)
+    assert load(metric="lpips", weights=str(alexnet)).name == "LPIPS (AlexNet)"
+    assert load(metric="clip-score", weights=str(clip)).name.startswith("CLIPScore (")
+
+
+def test_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = images(0), images(1)
+    bright = load(metric="own_metrics:brightness", better="higher")
+    torch.testing.assert_close(bright.measure(Batch(ours, PROMPTS)), ours.flatten(1).double().mean(1))
+    moved = load(metric="own_metrics:moved", name="Moved")
+    assert (moved.name, moved.compares, bright.compares) == ("Moved", True, False)
+    assert moved.measure(Batch(ours, PROMPTS, ours)).tolist() == [0, 0, 0]
+    assert moved.measure(Batch(ours, PROMPTS, theirs)).min() > 0
+    assert bright.identity != load(metric="own_metrics:brightness", better="lower").identity
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("one_number", r"the shape \(\)"), ("broken", "RuntimeError: no;|RuntimeError: no\\)"), ("alone", "1 arguments")],
+)
+def test_functions_that_fail(name: str, reason: str) -> None:
+    with pytest.raises(ElfattError, match=reason) as raised:
+        load(metric=f"own_metrics:{name}").measure(Batch(images(0), PROMPTS))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"metric": "lpip"}, "accepted: lpips, dists"),
+        ({"metric": "lpips"}, "accepted: weights, torchvision's file"),
+        ({"metric": "prdc", "weights": "x"}, "accepted: none"),
+        ({"metric": "lpips", "weights": "x", "better": "lower"}, "better='lower'"),
+        ({"metric": "image-reward", "weights": "x"}, "package.module:function"),
+        ({"metric": "lpips", "weights": "absent.pth"}, "do not exist"),
+        ({"metric": "clip-score", "weights": "absent"}, "no config.json"),
+        ({"metric": "own_metrics:absent"}, "cannot be imported"),
+        ({"metric": "absent_module:f"}, "cannot be imported"),
+        ({"metric": "own_metrics:NUMBER"}, "is a int"),
+        ({"metric": ":f"}, "cannot be imported"),
+    ],
+)
+def test_what_is_refused(choice: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ElfattError, match=reason):
+        load(**choice)
+
+
+def test_files_that_are_something_else(folder: Path, clip: Path, alexnet: Path) -> None:
+    (folder / "text.pth").write_text("no weights")
+    torch.save({"other": torch.zeros(1)}, folder / "other.pth")
+    torch.save([1], folder / "list.pth")
+    cut = {key: value for key, value in torch.load(alexnet).items() if key != "features.3.weight"}
+    torch.save(cut, folder / "cut.pth")
+    torch.save({**cut, "features.3.weight": torch.zeros(2)}, folder / "shape.pth")
+    reasons = {"text": "no(t| file) .*tensors", "other": "no network", "list": "no tensors", "cut": "no 'features.3.we"}
+    for name, reason in {**reasons, "shape": r"a \(2,\) 'features.3"}.items():
+        with pytest.raises(ElfattError, match=reason):
+            load(metric="lpips", weights=str(folder / f"{name}.pth"))
+    with pytest.raises(ElfattError, match="not VGG16's"):
+        load(metric="dists", weights=str(alexnet))
+    vision = folder / "vision"
+    vision.mkdir()
+    (vision / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ElfattError, match="of type vit"):
+        load(metric="pickscore", weights=str(vision))
+
+
+def test_two_of_one_name_and_features_that_are_missing() -> None:
+    with pytest.raises(ElfattError, match="'brightness' twice"):
+        load_metrics([MetricChoice("own_metrics:brightness")] * 2, "cpu")
+    for metric in ("prdc", "cmmd"):
+        with pytest.raises(ElfattError, match="needs"):
+            check_feature_metrics([MetricChoice(metric)], [])
+
+
+def test_torchvision_is_asked_for_only_where_it_is_used(alexnet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torchvision" else object())
+    load(metric="own_metrics:brightness")
+    with pytest.raises(ElfattError, match=r"pip install .*inception"):
+        load(metric="lpips", weights=str(alexnet))
+
+
+def test_a_function_needs_no_package_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("def f(images, prompts):\n    return [1.0] * len(prompts)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    first = load(metric="mine:f").identity
+    (tmp_path / "mine.py").write_text("def f(images, prompts):\n    return [2.0] * len(prompts)\n")
+    del sys.modules["mine"]
+    import linecache
+
+    linecache.clearcache()
+    assert load(metric="mine:f").identity != first, "the function's code is part of the metric"

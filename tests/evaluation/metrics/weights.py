@@ -1,0 +1,38 @@
+"""Random weight files with the layout of published ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+from torch import nn
+
+
+def write_classifier(path: Path, name: str) -> Path:
+    """The convolutions of torchvision's `alexnet`, `vgg16` or `squeezenet1_1`, in a file like torchvision's."""
+    models: Any = pytest.importorskip("torchvision.models")
+    torch.manual_seed(0)
+    if name == "vgg16":  # the whole has 138 million weights
+        vgg = pytest.importorskip("torchvision.models.vgg")
+        layers: nn.Module = vgg.make_layers(vgg.cfgs["D"], batch_norm=False)
+    else:
+        layers = getattr(models, name)(weights=None).features
+    torch.save({f"features.{key}": value for key, value in layers.state_dict().items()}, path)
+    return path
+
+
+def write_clip(folder: Path) -> Path:
+    """A whole CLIP model of a few thousand weights, with tokenizer and preprocessing."""
+    from transformers import CLIPConfig, CLIPModel
+
+    torch.manual_seed(0)
+    vision, text = tiny.image_encoder().config.to_dict(), tiny.text_config().to_dict()
+    size = vision["projection_dim"]
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=size)
+    CLIPModel(config).eval().save_pretrained(folder)
+    tiny.tokenizer(folder / "tokenizer").save_pretrained(folder)
+    tiny.image_processor().save_pretrained(folder)
+    return folder
