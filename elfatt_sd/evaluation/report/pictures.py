@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 from elfatt_sd.evaluation.records import MadeImage
-from elfatt_sd.evaluation.report.data import NULL, Results, Row
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.rows import NULL, Row
 from elfatt_sd.evaluation.run import RowFolder
 from elfatt_sd.files import is_plain_name, read_plain
 
