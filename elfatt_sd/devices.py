@@ -82,6 +82,14 @@ def in_optimized_module() -> bool:
     return bool(getattr(frames, "_is_in_optimized_module", bool)())
 
 
+def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor within those of `torch.func`, which have no memory of their own."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an exception says that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
