@@ -6,23 +6,27 @@ Shapes: q, k, v and every result are `[batch, tokens, heads, head_dim]`, so that
 from __future__ import annotations
 
 import importlib.util
-import re
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elfatt_sd.devices import is_device_error, is_out_of_memory
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.tiling import partition
 
+_ALWAYS = "'native' needs no package, 'auto' takes what there is."
 GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
 GRID_FREE = ("cpu",)  # devices without such a limit
+_CUDNN_CAPABILITIES = (9, 10)  # major numbers of the cards for which PyTorch prefers cuDNN's attention
 PACKAGES = {  # of the dispatcher's backends: module, and how it is installed
     "flash": ("flash_attn", "pip install flash-attn --no-build-isolation"),
     "flash_hub": ("kernels", "pip install kernels"),
     "_flash_3": ("flash_attn_interface", "build the `hopper` folder of flash-attention"),
+    "_flash_3_hub": ("kernels", "pip install kernels"),
     "sage": ("sageattention", "pip install sageattention"),
+    "sage_hub": ("kernels", "pip install kernels"),
     "xformers": ("xformers", "pip install xformers"),
 }
 
@@ -45,7 +49,8 @@ def softmax_attention(
         v: values, shaped as the keys.
         scale: None is `head_dim ** -0.5`.
         mask: boolean (True attends) or additive, broadcastable to `[batch, heads, queries, keys]`.
-        fp32_logits: compute in float32 and return the dtype of `q`.
+        fp32_logits: compute in float32 and return the dtype of `q`; where the fused kernel does so by itself
+            (`sums_in_float32`), nothing changes.
         backend: `native` (PyTorch), `auto` (flash-attn where it is installed and takes these tensors, else native), or
             the name of a backend of diffusers' attention dispatcher.
 
@@ -55,11 +60,18 @@ def softmax_attention(
     Raises:
         ElfattError: the backend is not there or rejects these tensors.
     """
-    if fp32_logits and (q.dtype != torch.float32 or torch.is_autocast_enabled(q.device.type)):
+    if (
+        fp32_logits
+        and not sums_in_float32(q)
+        and (q.dtype != torch.float32 or torch.is_autocast_enabled(q.device.type))
+    ):
         mask = mask.float() if mask is not None and mask.is_floating_point() else mask
         with torch.autocast(q.device.type, enabled=False):
             out = softmax_attention(q.float(), k.float(), v.float(), scale=scale, mask=mask, backend=backend)
         return out.to(q.dtype)
+    for dim in (0, 2):  # CUDA's kernels put batch and heads in grid dimensions that have a limit
+        if q.shape[dim] > GRID_LIMIT and q.device.type not in GRID_FREE:
+            return _in_turns(q, k, v, scale, mask, backend, dim)
     if backend == "auto":
         backend = "flash" if mask is None and flash_takes(q) else "native"
     if backend != "native":
@@ -218,12 +230,24 @@ def _channels_for_agents(head_dim: int, share: float) -> int:
 
 def _equal_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, kernel: dict[str, Any]) -> Tensor:
     """Attend inside blocks of one size, all in one call with the blocks in the batch dimension."""
-    shape = q.shape
-    q, k, v = (x.reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
-    if q.shape[0] <= GRID_LIMIT or q.device.type in GRID_FREE:
-        return softmax_attention(q, k, v, **kernel).reshape(shape)
-    parts = zip(*(torch.split(x, GRID_LIMIT) for x in (q, k, v)), strict=True)
-    return torch.cat([softmax_attention(*part, **kernel) for part in parts]).reshape(shape)
+    blocks = (x.reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
+    return softmax_attention(*blocks, **kernel).reshape(q.shape)
+
+
+def _in_turns(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, backend: str, dim: int
+) -> Tensor:
+    """Attend in several calls, each of as many rows (dimension 0) or heads (dimension 2) as a kernel's grid takes."""
+    pieces = list(zip(*(torch.split(x, GRID_LIMIT, dim) for x in (q, k, v)), strict=True))
+    masks: list[Tensor | None] = [mask] * len(pieces)
+    own = {0: -4, 2: -3}[dim]  # of the mask, which may lack its first dimensions
+    if mask is not None and mask.ndim >= -own and mask.shape[own] > 1:
+        masks = list(torch.split(mask, GRID_LIMIT, own))
+    parts = (
+        softmax_attention(*piece, scale=scale, mask=own, backend=backend)
+        for piece, own in zip(pieces, masks, strict=True)
+    )
+    return torch.cat(list(parts), dim)
 
 
 def _no_mask(kernel: dict[str, Any]) -> None:
@@ -231,11 +255,18 @@ def _no_mask(kernel: dict[str, Any]) -> None:
         raise ElfattError("mask is not accepted by approximate attention; use softmax_attention for masked layers.")
 
 
+def sums_in_float32(q: Tensor) -> bool:
+    """Whether the fused kernels for tensors like this one keep logits and sums in float32 by themselves."""
+    half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    return q.device.type == "cuda" and half and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
 def flash_takes(q: Tensor) -> bool:
-    """Whether flash-attn is installed and takes tensors like this one."""
-    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 256:
-        return False
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
+    """Whether flash-attn is installed, takes tensors like this one, and is not slower than PyTorch's own kernels.
+
+    On Hopper and on Blackwell's data centre cards PyTorch takes cuDNN's attention, which is faster than flash-attn 2.
+    """
+    if not sums_in_float32(q) or torch.cuda.get_device_capability(q.device)[0] in _CUDNN_CAPABILITIES:
         return False
     try:
         from diffusers.models import attention_dispatch
@@ -244,33 +275,64 @@ def flash_takes(q: Tensor) -> bool:
     return bool(attention_dispatch._CAN_USE_FLASH_ATTN)
 
 
-def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, backend: str) -> Tensor:
-    """Attend through a backend of diffusers' dispatcher."""
+def make_ready(backend: str) -> None:
+    """Check that a backend's package is there, and fetch its kernel from the Hub, once; a call of it does neither.
+
+    Raises:
+        ElfattError: it is not there, or the kernel cannot be fetched.
+    """
+    if backend in ("auto", "native"):
+        return
+    name = _backend_named(backend)
+    from diffusers.models import attention_dispatch
+
+    fetch = getattr(attention_dispatch, "_maybe_download_kernel_for_backend", None)
     try:
-        from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+        attention_dispatch._check_attention_backend_requirements(name)
+        if fetch is not None:
+            fetch(name)
+    except Exception as error:  # whatever the Hub, or a package, raises
+        raise _missing(backend) or ElfattError(
+            f"attention_backend={backend!r} cannot be used ({_in_one_line(error)}). {_ALWAYS}"
+        ) from error
+
+
+def _backend_named(backend: str) -> Any:
+    """Return the dispatcher's backend of a name."""
+    try:
+        from diffusers.models.attention_dispatch import AttentionBackendName
     except ImportError as error:
         raise ElfattError(f"attention_backend={backend!r} needs diffusers 0.35; pip install -U diffusers.") from error
     try:
-        name = AttentionBackendName(backend)
+        return AttentionBackendName(backend)
     except ValueError as error:
         accepted = ", ".join(known.value for known in AttentionBackendName)
         raise ElfattError(f"attention_backend={backend!r} is not known; accepted: native, auto, {accepted}.") from error
+
+
+def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, backend: str) -> Tensor:
+    """Attend through a backend of diffusers' dispatcher."""
+    name = _backend_named(backend)
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
     try:
         return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=name)
     except Exception as error:
-        if re.search("(out of|not enough|allocate) memory", str(error)):  # told so by PyTorch's CPU allocator
+        if is_out_of_memory(error) or is_device_error(error):  # of any kernel before, which the device tells of late
             raise
-        raise _backend_error(backend, q, error) from error
+        tensors = f"{str(q.dtype).removeprefix('torch.')} tensors with head size {q.shape[-1]} on {q.device.type}"
+        raise _missing(backend) or ElfattError(
+            f"attention_backend={backend!r} does not take {tensors} ({_in_one_line(error)}). {_ALWAYS}"
+        ) from error
 
 
-def _backend_error(backend: str, q: Tensor, error: Exception) -> ElfattError:
-    """Say that a package is missing, or else what the backend rejects."""
-    always = "'native' needs no package, 'auto' takes what there is."
+def _missing(backend: str) -> ElfattError | None:
+    """Return the error that says which package a backend lacks; None where it is installed."""
     package, install = PACKAGES.get(backend, ("torch", ""))
-    if importlib.util.find_spec(package) is None:
-        return ElfattError(
-            f"attention_backend={backend!r} needs {package}, which is not installed: {install}. {always}"
-        )
-    reason = " ".join(str(error).split())[:200]
-    tensors = f"{str(q.dtype).removeprefix('torch.')} tensors with head size {q.shape[-1]} on {q.device.type}"
-    return ElfattError(f"attention_backend={backend!r} does not take {tensors} ({reason}). {always}")
+    if importlib.util.find_spec(package) is not None:
+        return None
+    return ElfattError(f"attention_backend={backend!r} needs {package}, which is not installed: {install}. {_ALWAYS}")
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -38,6 +38,7 @@ from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.processor import PatchedLayer, approximate
 
 ROUNDS, MOST_ROUNDS, WARM_UP = 7, 21, 2
+_IN_A_ROW = 10
 CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, to the same side
 
 
@@ -131,6 +132,7 @@ class Tuner:
         self._denoiser = denoiser
         self._decisions = _decisions(cache_folder() / "autotune.json")
         self._warned = False
+        self._keys: dict[object, str] = {}  # by all that can change from call to call
 
     def pays(self, state: LayerState, phase: Phase, sample: Tensor) -> bool:
         """Tell whether a phase makes a layer faster for an input of the denoiser; warn once if that is not measured."""
@@ -150,7 +152,7 @@ class Tuner:
         """
         if self.compiling or _is_compiled(self._denoiser, state.layer.name):
             return _COMPILED
-        key = decision_key(state, phase, sample)
+        key = self._key(state, phase, sample)
         decision = self._decisions.get(key)
         if decision is None:
             try:
@@ -161,6 +163,16 @@ class Tuner:
                 decision = _NO_MEMORY
             self._decisions.put(key, decision)
         return decision
+
+    def _key(self, state: LayerState, phase: Phase, sample: Tensor) -> str:
+        """Return `decision_key`, which takes longer to write than a layer to run."""
+        kind = sample.device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        where = state.index, state.grid, state.original, state.fused, phase
+        given = sample.shape, sample.dtype, sample.device, autocast, torch.get_num_threads()
+        if (where, given) not in self._keys:
+            self._keys[where, given] = decision_key(state, phase, sample)
+        return self._keys[where, given]
 
     def _measure(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
         if sample.device.type == "meta":
@@ -296,8 +308,8 @@ def measure(
     ratios: list[float] = []
     with torch.no_grad():
         for index in range(WARM_UP + MOST_ROUNDS):
-            before = timed(untouched, device)
-            after = sum(share * timed(function, device) for function, share in approximated)
+            before = _seconds(untouched, device)
+            after = sum(share * _seconds(function, device) for function, share in approximated)
             if index >= WARM_UP:
                 ratios.append(after / before)
                 decision = _decide(ratios)
@@ -316,6 +328,11 @@ def _decide(ratios: list[float]) -> Decision:
 def _is_clear(ratios: list[float]) -> bool:
     rounds, factor = CLEAR
     return len(ratios) >= rounds and (max(ratios) < 1 / factor or min(ratios) > factor)
+
+
+def _seconds(function: Any, device: torch.device) -> float:
+    """Return the seconds of a call; on a GPU of ten in a row, as waiting for one would time its launches."""
+    return timed(function, device, 1 if device.type == "cpu" else _IN_A_ROW)
 
 
 def _batch(sample: Tensor) -> int:

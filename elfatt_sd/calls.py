@@ -23,6 +23,7 @@ from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.residuals import Residual, check_memory, kept_bytes
 from elfatt_sd.schedule import Position, Run
+from elfatt_sd.surroundings import device_of
 
 if TYPE_CHECKING:
     from elfatt_sd.processor import PatchedLayer
@@ -72,6 +73,7 @@ class Memory:
     def __init__(self) -> None:
         self.matchings = Shelf()
         self.residuals = Shelf()  # by the layer's index
+        self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
         self._step = -1
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
 
@@ -83,6 +85,17 @@ class Memory:
         place = self._calls[shape], *shape
         self._calls[shape] += 1
         return place
+
+    def own(self, call: Call) -> None:
+        """Copy what compiled code has kept in a call: a CUDA graph overwrites its outputs when it is replayed."""
+        shelves: list[dict[Any, Any]] = [call.matchings, *(state.residuals for state in call.states.values())]
+        owned: dict[int, Any] = {}
+        for shelf in shelves:
+            for key, kept in shelf.items():
+                if kept is not None:
+                    shelf[key] = kept = kept if id(kept) in self._owned else kept.copied()
+                    owned[id(kept)] = kept
+        self._owned = owned
 
     def repeat_step(self) -> None:
         """Let the next call stand for the first of its step, whatever was called before it."""
@@ -168,7 +181,7 @@ class Denoiser:
             own = phase if grid.tokens else EXACT
             if self.pays is not None and not own.exact and not self.pays(state, own, sample):
                 own = EXACT
-            state.begin(own, step, sample.device)
+            state.begin(own, step, device_of(layer.parts, sample.device))
             state.residuals = residuals.setdefault(layer.index, {})
             call.states[layer.index] = state
         self.enter(call)

@@ -51,7 +51,7 @@ _STEPS, _GUIDANCE = (
     for text, field in (("Denoising steps", "steps"), ("Guidance scale", "guidance"))
 )
 Model = Annotated[str, typer.Option(help=f"{_MODELS}.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")]
 Variant = Annotated[str | None, typer.Option(help="Of the weights: fp16 loads *.fp16.safetensors.")]

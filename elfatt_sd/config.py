@@ -57,7 +57,8 @@ class PatchConfig:
         reuse_layers: layers on the same grid share the matching of the first of them.
         attention_backend: `auto`, or the name of a backend of diffusers' attention dispatcher, which then serves the
             patched layers in exact phases too.
-        fp32_logits: compute the attention logits of approximated layers in float32 (advised for SD 2.1).
+        fp32_logits: compute the attention logits of approximated layers in float32 (advised for SD 2.1). The kernels
+            of CUDA cards since Ampere do so by themselves in half precision, where it changes nothing.
         residuals: where the differences of `residual_steps` are kept: on the `device`, on the `host`, which copies them
             there and back, or in 8 bits on the device (`fp8`).
         residual_limit: GiB that they may take in one call of the model; None is half of what is free.

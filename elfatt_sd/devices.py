@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from elfatt_sd.sizes import memory_of_cpu
 
+_DEVICE_ERROR = re.compile(r"(CUDA|HIP|XPU) error: ")
 _NO_MEMORY = (
     "can't allocate memory",
     "not enough memory",
@@ -27,7 +30,13 @@ def device_name(device: torch.device) -> str:
     """Return the name of the processor that a device stands for."""
     if device.type == "cpu":
         return f"{os.cpu_count()} cores of {cpu_name()}"
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} of {platform.machine()}"
+    named = getattr(_of(device), "get_device_name", None)
+    return str(named(device)) if named is not None else f"{device.type} of {platform.machine()}"
+
+
+def _of(device: torch.device) -> Any:
+    """Return PyTorch's module for a kind of device, `torch.cuda` for instance; None where there is none."""
+    return getattr(torch, device.type, None)
 
 
 @functools.cache
@@ -45,12 +54,26 @@ def proc_value(file: str, key: str) -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), None)
 
 
+def accelerators() -> dict[str, int]:
+    """Return the kinds of devices that are there beside the CPU, the one to be taken first, and the number of each."""
+    found = {}
+    for kind in ("cuda", "xpu", "mps"):
+        module = getattr(torch, kind, None)
+        available = getattr(module, "is_available", getattr(getattr(torch.backends, kind, None), "is_available", None))
+        if module is not None and available is not None and available():
+            found[kind] = int(module.device_count())
+    return found
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a device has done what it was given; the CPU always has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+    wait = getattr(_of(device), "synchronize", None)
+    if device.type == "cpu" or wait is None:
+        return
+    if "device" in inspect.signature(wait).parameters:
+        wait(device)
+    else:  # there is only one
+        wait()
 
 
 def in_optimized_module() -> bool:
@@ -75,10 +98,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)
 
 
+def is_device_error(error: BaseException) -> bool:
+    """Tell whether an exception is of the device itself, such as an illegal access by some kernel before."""
+    kind = getattr(torch, "AcceleratorError", None)  # since PyTorch 2.8
+    if kind is not None and isinstance(error, kind):
+        return True
+    return isinstance(error, RuntimeError) and bool(_DEVICE_ERROR.match(str(error)))
+
+
+def is_captured(device: torch.device) -> bool:
+    """Tell whether what a device is given now becomes a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def memory_of(device: torch.device) -> tuple[float, float]:
     """Return the bytes that this process could have on a device, and those that are free now."""
-    if device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(whole - torch.cuda.memory_allocated(device)), float(free + cached)
+    kind = _of(device)
+    if hasattr(kind, "mem_get_info") and device.type != "cpu":  # CUDA, ROCm, XPU
+        free, whole = kind.mem_get_info(device)
+        cached = kind.memory_reserved(device) - kind.memory_allocated(device)
+        return float(whole - kind.memory_allocated(device)), float(free + cached)
+    if hasattr(kind, "recommended_max_memory"):  # MPS, which shares the memory of the CPU
+        whole = float(kind.recommended_max_memory())
+        return whole, max(0.0, whole - kind.driver_allocated_memory())
     return memory_of_cpu()

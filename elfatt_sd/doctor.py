@@ -70,7 +70,7 @@ def _guarded(name: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Findi
 def _machine() -> Iterator[Finding]:
     import torch
 
-    from elfatt_sd.devices import device_name
+    from elfatt_sd.devices import accelerators, device_name
     from elfatt_sd.measuring.machine import describe_machine
 
     here = describe_machine(torch.device("cpu"))
@@ -83,9 +83,9 @@ def _machine() -> Iterator[Finding]:
         cuda = describe_machine(device)["cuda"]
         details = f"{cuda['memory_gib']:.0f} GiB, compute capability {cuda['capability']}, driver {cuda['driver']}"
         yield Finding(str(device), f"{device_name(device)}, {details}, CUDA {cuda['runtime']}", "ok")
-    if torch.backends.mps.is_available():
-        yield Finding("mps", "Apple GPU", "ok")
-    elif not torch.cuda.is_available():
+    for kind in accelerators().keys() - {"cuda"}:
+        yield Finding(kind, device_name(torch.device(kind)), "ok")
+    if not accelerators():
         yield Finding("GPU", "none: everything runs on the CPU", "optional")
 
 
@@ -130,7 +130,6 @@ def _backends() -> Iterator[Finding]:
     if importlib.util.find_spec("diffusers.models.attention_dispatch") is None:
         yield Finding("others", "this diffusers has no attention dispatcher", "optional", "pip install -U diffusers")
         return
-    yield Finding("flex", "PyTorch's flex_attention, through diffusers", "ok")
     for name, (module, install) in PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             yield Finding(name, f"needs {module}", "optional", install)

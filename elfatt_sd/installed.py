@@ -13,7 +13,7 @@ from elfatt_sd.autotune import Tuner
 from elfatt_sd.calls import Denoiser, is_recomputing
 from elfatt_sd.choosing import Layers, patched_layers
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.devices import in_optimized_module
+from elfatt_sd.devices import in_optimized_module, is_captured
 from elfatt_sd.families import (
     Given,
     family_of,
@@ -51,6 +51,8 @@ class Patch:
         self._shared.layers = patched_layers(self._shared, layers, taken_over)
         self._handles: list[Any] = []
         self._around = modules_around(self._module, [layer.layer.name for layer in self._shared.layers])
+        for layer in self._shared.layers:
+            layer.parts += reversed(modules_around(self._module, [layer.layer.name])[:-1])
         self._notices = Notices(config, self._module, self._around, self._shared.layers)
         self._direct: dict[int, dict[str, Any]] = {}  # by thread: what a call of `forward` was given, so far
 
@@ -102,6 +104,8 @@ class Patch:
         call = self._shared.end()
         if call is not None and output is not None:
             self._notices.compare_with_plan(call)
+            if self._is_compiled():
+                call.memory.own(call)
 
     def _before_entrance(self, what: str, last: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of what is given sample and timestep: begin a call of `forward`, which has no hooks."""
@@ -129,8 +133,8 @@ class Patch:
 
     def _begin(self, given: Given) -> None:
         """Find the step of a call and tell the layers."""
-        self._refuse_tracing()
         sample, timestep = given.sample, given.timestep
+        self._refuse_tracing(sample.device)
         compiled = self._is_compiled()
         if compiled and self._shared.threads and self._shared.call is None:
             raise ElfattError(
@@ -188,12 +192,17 @@ class Patch:
         name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
         setattr(dynamo, name, max(getattr(dynamo, name), 8 + len(layers) * each))
 
-    def _refuse_tracing(self) -> None:
+    def _refuse_tracing(self, device: torch.device) -> None:
         """Refuse what would make a program of one call.
 
         Raises:
-            ElfattError: the model is being traced or exported.
+            ElfattError: the model is being traced, exported or captured in a CUDA graph.
         """
+        if is_captured(device):
+            raise ElfattError(
+                "a CUDA graph of a patched model would replay one step's phase and random draws for ever; use "
+                "torch.compile(mode='reduce-overhead'), or call elfatt_sd.remove_patch(pipe) first."
+            )
         exporting = getattr(torch.compiler, "is_exporting", bool)
         proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # of make_fx
         if torch._C._is_tracing() or exporting() or proxies is not None:

@@ -5,15 +5,20 @@ Shapes: B batch, N tokens of the grid, M tokens after merging, C channels.
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elfatt_sd.devices import memory_of
+
 # The similarity matrix is made in chunks, that stay in cache on a CPU and small beside the model on a GPU: elements of
-# a chunk, and the fewest rows that keep the matrix product fast.
+# a chunk at the least, and the fewest rows that keep the matrix product fast; and the fraction of a GPU's memory.
 _CHUNK = {"cpu": (1 << 21, 512), "gpu": (1 << 25, 128)}
+_FRACTION = 1 / 64
 _FOLD = 16
 
 
@@ -70,19 +75,31 @@ class Matching:
         """Average every group: `[B, N, C]` to `[B, M, C]`."""
         batch, tokens, channels = x.shape
         merged = self.positions.shape[1]
-        if self._members is None:
-            self._members = _members(self._rows, batch * merged)
-        order, starts = self._members
         rows = x.reshape(batch * tokens, channels)
         if x.dtype == torch.float16 and x.device.type == "cpu":
             rows = rows.float()  # on a CPU the sum before the mean is rounded to the dtype, where it can overflow
-        bags = F.embedding_bag(order, rows, starts, mode="mean")
-        return bags.view(batch, merged, channels).to(x.dtype)
+        if has_bags(x.device.type):
+            if self._members is None:
+                self._members = _members(self._rows, batch * merged)
+            order, starts = self._members
+            means = F.embedding_bag(order, rows, starts, mode="mean")
+        else:
+            zeros = rows.new_zeros(batch * merged, channels)
+            means = zeros.index_add_(0, self._rows, rows) / self.sizes.view(-1, 1).to(rows.dtype)
+        return means.view(batch, merged, channels).to(x.dtype)
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Give every token its group's value: `[B, M, C]` to `[B, N, C]`."""
         batch, merged, channels = y.shape
         return y.reshape(batch * merged, channels).index_select(0, self._rows).view(batch, -1, channels)
+
+    def copied(self) -> Matching:
+        """Return a copy in memory of its own."""
+        twin = copy.copy(self)
+        twin.positions, twin._rows = self.positions.clone(), self._rows.clone()
+        if self._members is not None:
+            twin._members = self._members[0].clone(), self._members[1].clone()
+        return twin
 
     def reordered(self, permutation: Tensor) -> Matching:
         """Return the same merge with the merged sequence permuted.
@@ -221,7 +238,38 @@ def _most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tupl
 def rows_at_once(batch: int, destinations: int, device: torch.device) -> int:
     """Return how many sources are compared with all destinations in one product."""
     elements, least_rows = _CHUNK["cpu" if device.type == "cpu" else "gpu"]
-    return max(least_rows, elements // (destinations * batch))
+    wanted: int = max(elements, _elements(device))
+    return max(least_rows, wanted // (destinations * batch))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _elements(device: torch.device) -> int:
+    """Return the elements of a chunk, in half precision, that are a small fraction of a GPU's memory.
+
+    Of all its memory, not of what is free: the same call shall always compute the same.
+    """
+    return 0 if device.type in ("cpu", "meta") else int(_whole_memory(device) * _FRACTION / 2)
+
+
+@functools.cache
+def _whole_memory(device: torch.device) -> float:
+    return memory_of(device)[0]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_bags(kind: str) -> bool:
+    """Tell whether a kind of device knows how to average bags of rows, as MPS does since PyTorch 2.15."""
+    return kind in ("cpu", "cuda", "meta") or _tried_bags(kind)
+
+
+@functools.cache
+def _tried_bags(kind: str) -> bool:
+    zero = torch.zeros(1, dtype=torch.int32, device=kind)
+    try:
+        F.embedding_bag(zero, torch.zeros(1, 1, device=kind), zero, mode="mean")
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True
 
 
 def _row_maximum(scores: Tensor) -> tuple[Tensor, Tensor]:

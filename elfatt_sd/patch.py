@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack
 
+from elfatt_sd.attention import make_ready
 from elfatt_sd.autotune import measure_phases
 from elfatt_sd.calls import Denoiser
 from elfatt_sd.choosing import choose_layers, class_names, fitted, patched_layers, resolve, tell_left_alone
@@ -57,6 +58,7 @@ def apply_patch(
     denoisers, names = find_denoisers(pipe), class_names(take_over)
     config = fitted(resolve(method, settings), denoisers)
     chosen = choose_layers(denoisers, config, names)
+    make_ready(config.attention_backend)
     remove_patch(pipe)
     if config.active:
         main = next(iter(denoisers.values()))

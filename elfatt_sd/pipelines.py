@@ -32,7 +32,7 @@ _DTYPES = {
     "bf16": "bfloat16",
 }
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_DEVICE = re.compile(r"auto|(cpu|cuda|mps)(:\d+)?")
+_DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
 
 
 def load_pipeline(
@@ -83,7 +83,7 @@ def check_names(device: str, dtype: str | torch.dtype) -> None:
         ElfattError: one of them is not known.
     """
     if not _DEVICE.fullmatch(str(device)):
-        raise ElfattError(f"device={str(device)!r} is not known; accepted: auto, cpu, cuda, cuda:N, mps.")
+        raise ElfattError(f"device={str(device)!r} is not known; accepted: auto, cpu, cuda, cuda:N, mps, xpu.")
     if str(dtype).removeprefix("torch.") not in ("auto", *_DTYPES):
         raise ElfattError(f"dtype={str(dtype)!r} is not known; accepted: auto, {', '.join(_DTYPES)}.")
 
@@ -138,22 +138,23 @@ def pick_device(device: str) -> torch.device:
     """
     import torch
 
+    from elfatt_sd.devices import accelerators
+
     check_names(device, "auto")
-    mps = torch.backends.mps.is_available()
+    there = accelerators()
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
+        return torch.device(next(iter(there), "cpu"))
     place = torch.device(device)
-    there = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(mps)}[place.type]
-    if (place.index or 0) >= there:
+    if (place.index or 0) >= {"cpu": 1, **there}.get(place.type, 0):
         raise ElfattError(f"device={device!r} is not on this machine; there is: {_devices()}.")
     return place
 
 
 def _devices() -> str:
-    import torch
+    from elfatt_sd.devices import accelerators
 
-    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    return ", ".join(["cpu", *cuda, *(["mps"] if torch.backends.mps.is_available() else [])])
+    found = (f"{kind}:{index}" for kind, count in accelerators().items() for index in range(count))
+    return ", ".join(["cpu", *(name.removesuffix(":0") if name.startswith("mps") else name for name in found)])
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -164,12 +165,15 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """
     import torch
 
+    from elfatt_sd.devices import device_name
+
     check_names("auto", dtype)
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.float16
     found: torch.dtype = getattr(torch, _DTYPES[str(dtype).removeprefix("torch.")])
-    if found == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise ElfattError(f"dtype={str(dtype)!r} is not there on {torch.cuda.get_device_name(device)}; give float16.")
+    supported = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
+    if found == torch.bfloat16 and supported is not None and not supported():
+        raise ElfattError(f"dtype={str(dtype)!r} is not there on {device_name(device)}; give float16.")
     return found
 
 

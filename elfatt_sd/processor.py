@@ -60,6 +60,7 @@ class PatchedLayer:
         self.taken_over = taken_over
         self.latest: LayerState | None = None  # of any thread; compiled code reads it, as it cannot ask for its thread
         self.recomputed: LayerState | None = None  # of a call that a checkpoint computes once more
+        self.parts: list[torch.nn.Module] = list(layer.attention.modules())  # and those around it, see `device_of`
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy without the states of this object's calls."""

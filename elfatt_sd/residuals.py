@@ -46,6 +46,10 @@ class Residual(NamedTuple):
             return cls((difference.float() / scale).to(_FP8), scale, device, dtype)
         return cls(difference, None, device, dtype)
 
+    def copied(self) -> Residual:
+        """Return a copy in memory of its own."""
+        return self._replace(values=self.values.clone(), scale=None if self.scale is None else self.scale.clone())
+
     def restore(self) -> Tensor:
         """Return the difference on the layer's device, in its dtype."""
         if self.scale is None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -18,6 +19,30 @@ def modules_around(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """
     paths = (itertools.accumulate(name.split("."), getattr, initial=module) for name in names)
     return list({id(part): part for path in paths for part in path}.values())
+
+
+def device_of(parts: Iterable[nn.Module], given: torch.device) -> torch.device:
+    """Return the device on which a layer computes, wherever its weights are kept between calls.
+
+    Accelerate's hooks and those of diffusers' group offloading bring weights, or inputs, to a device of their own.
+
+    Args:
+        parts: the layer's modules first, then those around it, from the innermost outwards.
+        given: the device of the denoiser's input, for a layer without weights.
+    """
+    weights = next(
+        (weight.device for part in parts for weight in part._parameters.values() if weight is not None), given
+    )
+    if weights.type not in ("cpu", "meta"):
+        return weights
+    for part in parts:
+        hook = part.__dict__.get("_hf_hook")
+        hooks = [*getattr(hook, "hooks", (hook,)), *(getattr(own, "group", None) for own in _hooks_of(part).values())]
+        for each in hooks:
+            found = getattr(each, "execution_device", None) or getattr(each, "onload_device", None)
+            if found is not None:
+                return torch.device(found)
+    return given if weights.type == "meta" else weights
 
 
 def skips_calls(around: Iterable[nn.Module]) -> bool:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
 import elfatt_sd.calls as calls_module
+import elfatt_sd.patch as patch_module
 import elfatt_sd.processor as processor_module
 from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
@@ -478,9 +479,10 @@ def test_a_layer_that_is_left_alone_is_exact(method: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_backend_serves_patched_layers_in_every_phase(method: str) -> None:
+def test_the_backend_serves_patched_layers_in_every_phase(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a method that approximates nothing."""
     unet = tiny.unet()
+    monkeypatch.setattr(patch_module, "make_ready", lambda backend: None)
     elfatt_sd.apply_patch(unet, method, attention_backend="flash")
     sample, text = inputs(torch.float32)
     for timestep in torch.tensor([999, 500, 0]):

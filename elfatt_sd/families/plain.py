@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from elfatt_sd.methods import Grid
 
@@ -48,7 +49,9 @@ class PlainProjections:
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v; k and v of the tokens at the places `keys` alone."""
         attention = self._attention
-        if self._fused:
+        if self._fused and keys is not None and type(attention.to_qkv) is nn.Linear:
+            query, key, value = _sliced(attention.to_qkv, tokens, tokens.index_select(1, keys))
+        elif self._fused:  # with a LoRA, or in few bits
             query, key, value = attention.to_qkv(tokens).chunk(3, dim=-1)
             if keys is not None:
                 key, value = key.index_select(1, keys), value.index_select(1, keys)
@@ -79,3 +82,11 @@ class PlainProjections:
     def _heads(self, projected: Tensor, norm: nn.Module | None) -> Tensor:
         split: Tensor = projected.view(*projected.shape[:2], self._attention.heads, -1)
         return split if norm is None else norm(split)
+
+
+def _sliced(fused: nn.Linear, tokens: Tensor, some: Tensor) -> tuple[Tensor, ...]:
+    """Project all tokens to queries, and some of them to keys and values, by the parts of a fused weight."""
+    cut = fused.out_features // 3
+    bias = (None, None) if fused.bias is None else (fused.bias[:cut], fused.bias[cut:])
+    query = functional.linear(tokens, fused.weight[:cut], bias[0])
+    return query, *functional.linear(some, fused.weight[cut:], bias[1]).chunk(2, dim=-1)

@@ -1,0 +1,236 @@
+"""What a review found wrong on GPUs, each without one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+from checks import generator
+from fake import GPU, Machine, fake_machine
+from torch.nn import functional
+
+import elfatt_sd
+from elfatt_sd import ElfattError, attention, autotune, devices, merging
+from elfatt_sd.attention import make_ready, softmax_attention
+from elfatt_sd.families.plain import PlainProjections
+from elfatt_sd.merging import match_tokens
+from elfatt_sd.pipelines import pick_device
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with fake_machine() as machine:
+        yield machine
+
+
+def heads(count: int, batch: int = 2) -> Any:
+    return torch.randn(3, batch, 5, count, 4, generator=generator())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_more_rows_or_heads_than_a_grid_takes(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
+    q, k, v = heads(7, batch=5)
+    mask = torch.randn(5, 7, 5, 5, generator=generator()) if masked else None
+    whole = softmax_attention(q, k, v, mask=mask)
+    called: list[torch.Size] = []
+    fused = functional.scaled_dot_product_attention
+
+    def count(q: Any, *given: Any, **options: Any) -> Any:
+        called.append(q.shape)
+        return fused(q, *given, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", count)
+    monkeypatch.setattr(attention, "GRID_LIMIT", 3)
+    monkeypatch.setattr(attention, "GRID_FREE", ())
+    torch.testing.assert_close(softmax_attention(q, k, v, mask=mask), whole)
+    assert all(max(shape[:2]) <= 3 for shape in called)
+
+
+@pytest.mark.parametrize("card", [(9, 0), (10, 0), (10, 3)])
+def test_auto_is_native_where_pytorch_takes_cudnn(monkeypatch: pytest.MonkeyPatch, card: tuple[int, int]) -> None:
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", True)
+    tensor: Any = SimpleNamespace(device=GPU, dtype=torch.float16, shape=(2, 64, 8, 64))
+    for capability, served in ((card, False), ((8, 6), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, own=capability: own)
+        assert attention.flash_takes(tensor) is served
+
+
+def test_logits_of_cuda_kernels_are_float32_already(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, *_, **__: seen.append(q.dtype) or q)
+    with machine.mode:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            q = torch.zeros(1, 4, 2, 8, dtype=dtype, device=GPU)
+            softmax_attention(q, q, q, fp32_logits=True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+        q = torch.zeros(1, 4, 2, 8, dtype=torch.float16, device=GPU)
+        softmax_attention(q, q, q, fp32_logits=True)
+    assert seen == [torch.float16, torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_a_late_error_of_the_device_is_no_matter_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    q, k, v = heads(2)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(dispatch, "dispatch_attention_fn", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access") as raised:
+        softmax_attention(q, k, v, backend="_native_math")
+    assert not isinstance(raised.value, ElfattError)
+
+
+@pytest.mark.parametrize("backend", ["flash_hub", "_flash_3_hub", "sage_hub"])
+def test_a_kernel_of_the_hub_is_fetched_once_by_the_patch(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    if not hasattr(dispatch, "_maybe_download_kernel_for_backend"):
+        pytest.skip("this version of diffusers fetches none")
+    fetched: list[str] = []
+    with pytest.raises(ElfattError, match=re.escape(f"attention_backend={backend!r} needs kernels")):
+        make_ready(backend)
+    monkeypatch.setattr(dispatch, "_check_attention_backend_requirements", lambda name: None)
+    monkeypatch.setattr(dispatch, "_maybe_download_kernel_for_backend", lambda name: fetched.append(name.value))
+    elfatt_sd.apply_patch(tiny.unet(), "tome", attention_backend=backend)
+    assert fetched == [backend]
+
+
+def test_flex_is_no_backend() -> None:
+    """Without torch.compile it holds all logits."""
+    with pytest.raises(ElfattError, match="attention_backend='flex'"):
+        elfatt_sd.PatchConfig.preset("tome", attention_backend="flex")
+
+
+def test_a_capture_by_somebody_else_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph would replay one phase and one sample for ever."""
+    unet = elfatt_sd.apply_patch(machine.move(tiny.unet(), torch.float16), "elfatt-fast")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ElfattError, match="a CUDA graph of a patched model would replay"):
+        machine.call(unet, torch.float16)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_sampled_keys_are_projected_alone_by_a_fused_weight(bias: bool) -> None:
+    torch.manual_seed(0)
+    unet = tiny.unet()
+    layer: Any = unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    if bias:
+        for projection in (layer.to_q, layer.to_k, layer.to_v):
+            projection.bias = torch.nn.Parameter(torch.randn(projection.out_features))
+        layer.use_bias = True
+    tokens, keys = torch.randn(2, 64, 16), torch.tensor([3, 9, 40])
+    with torch.no_grad():
+        wanted = PlainProjections(layer, tokens).project(tokens, keys)
+        layer.fuse_projections()
+        rows: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            linear = functional.linear
+            patch.setattr(functional, "linear", lambda x, *given: rows.append(x.shape[1]) or linear(x, *given))
+            found = PlainProjections(layer, tokens, fused=True).project(tokens, keys)
+    assert rows == [64, 3]
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_on_a_gpu_ten_calls_are_timed_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    from elfatt_sd.measuring import clock
+
+    events: list[str] = []
+    monkeypatch.setattr(clock, "synchronize", lambda device: events.append("wait"))
+    autotune._seconds(lambda: events.append("call"), GPU)
+    assert events == ["wait", *["call"] * 10, "wait"]
+
+
+def test_the_key_of_a_decision_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    key = autotune.decision_key
+
+    def count(*given: Any) -> str:
+        made.append(key(*given))
+        return made[-1]
+
+    monkeypatch.setattr(autotune, "decision_key", count)
+    monkeypatch.setattr(autotune, "measure", lambda *_: autotune.Decision(0.5, 0.4, 0.6))
+    unet = elfatt_sd.apply_patch(tiny.unet(), "tome", autotune=True)
+    text = torch.zeros(1, 3, tiny.TEXT_WIDTH)
+    with torch.no_grad():
+        unet(torch.zeros(1, 4, 16, 16), 999, text)
+        layers = len(made)
+        unet(torch.zeros(1, 4, 16, 16), 500, text)
+        assert len(made) == layers > 0
+        unet(torch.zeros(1, 4, 24, 16), 500, text)
+    assert len(made) == 2 * layers
+
+
+def test_tokens_are_averaged_without_bags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on MPS before PyTorch 2.15."""
+    x = torch.randn(2, 64, 8, generator=generator())
+    monkeypatch.setattr(merging, "has_bags", lambda kind: False)
+    monkeypatch.setattr(functional, "embedding_bag", None)
+    found: Any = match_tokens(x, 8, 8, 0.5, 2)
+    torch.testing.assert_close(found.unmerge(found.merge(x)), _means(x, found))
+
+
+def _means(x: torch.Tensor, matching: Any) -> torch.Tensor:
+    groups = functional.one_hot(matching.groups.long(), matching.positions.shape[1]).to(x)
+    means = (groups.transpose(1, 2) @ x) / groups.sum(1)[..., None]
+    return groups @ means
+
+
+def test_a_large_gpu_compares_more_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 2048 x 2048 pixels and a batch of 16: a fraction of the memory, in place of 384 products."""
+    monkeypatch.setattr(merging, "_whole_memory", lambda device: 80 * 2**30)
+    rows = merging.rows_at_once(16, 16384, GPU)
+    assert 49152 / rows < 48
+    assert rows * 16 * 16384 * 2 <= 80 * 2**30 / 64
+    monkeypatch.setattr(merging, "_whole_memory", lambda device: 2**30)
+    assert merging.rows_at_once(16, 16384, GPU) == 128
+
+
+class Hidden:
+    """What CUDA is on a machine whose PyTorch has none of its names."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"torch.cuda.{name}")
+
+
+def test_without_any_name_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    unet, sample, text = tiny.unet(), torch.zeros(1, 4, 16, 16), torch.zeros(1, 3, tiny.TEXT_WIDTH)
+    monkeypatch.setattr(torch, "cuda", Hidden())
+    assert devices.accelerators().keys() <= {"xpu", "mps"}
+    assert pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(ElfattError, match="is not on this machine"):
+        pick_device("cuda")
+    for method in ("tome", "agent", "elfatt", "elfatt-fast"):
+        elfatt_sd.apply_patch(unet, method, fp32_logits=True)
+        with torch.no_grad():
+            assert unet(sample, 999, text).sample.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_other_accelerators(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """By what PyTorch's module for them can do."""
+    waited: list[Any] = []
+    names: dict[str, Any] = {"is_available": lambda: True, "device_count": lambda: 1}
+    if kind == "xpu":
+        names |= {"synchronize": lambda device=None: waited.append(device), "get_device_name": lambda device: "Arc"}
+        names |= {"mem_get_info": lambda device: (6, 10), "memory_reserved": lambda device: 3}
+        names |= {"memory_allocated": lambda device: 2}
+    else:
+        names |= {"synchronize": lambda: waited.append(None), "recommended_max_memory": lambda: 10}
+        names |= {"driver_allocated_memory": lambda: 3}
+    monkeypatch.setattr(torch, kind, SimpleNamespace(**names))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    device = torch.device(kind)
+    assert pick_device("auto") == device
+    assert pick_device(kind) == device
+    assert devices.memory_of(device) == ((8, 7) if kind == "xpu" else (10, 7))
+    assert devices.device_name(device).startswith("Arc" if kind == "xpu" else "mps of ")
+    devices.synchronize(device)
+    assert waited == [device if kind == "xpu" else None]
