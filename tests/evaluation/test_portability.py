@@ -20,6 +20,8 @@ def ours(depth=4):
     while frame is not None and len(names) < depth:
         names.append(frame.f_globals.get("__name__") or "")
         frame = frame.f_back
+    if names[0].startswith("psutil"):
+        return False  # it asks each system in its own way
     return any(name.startswith("elfatt_sd") for name in names)
 
 def without(call, error):
