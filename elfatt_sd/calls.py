@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elfatt_sd.config import EXACT, PatchConfig, Phase
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.families.base import Given, SelfAttention
 from elfatt_sd.merging import Candidates, Matching, find_candidates, match_candidates
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
 from elfatt_sd.methods.conformance import check_result, raises_in_one_line
+from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.residuals import Residual, check_memory, kept_bytes
 from elfatt_sd.schedule import Position, Run
 

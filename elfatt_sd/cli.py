@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE
-from rich.markup import escape
-from rich.table import Table
 
 from elfatt_sd import __version__
 from elfatt_sd.allocation import keep_freed_memory
+from elfatt_sd.cli_output import (
+    print_findings,
+    print_plan,
+    print_summary,
+    print_trial,
+    progress,
+    python_lines,
+)
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.console import (
     Chosen,
@@ -26,20 +27,16 @@ from elfatt_sd.console import (
     complain,
     from_file,
     lazy_group,
-    output,
     quiet_libraries,
     takes_patch,
 )
 from elfatt_sd.files import check_writable
-from elfatt_sd.progress import progress_of
 from elfatt_sd.request import SCHEDULERS, Request, check_quoted, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
 from elfatt_sd.toy import EMBEDDED
 
 if TYPE_CHECKING:
-    from elfatt_sd.generation import Drawn, Result
-    from elfatt_sd.planning import Plan
-    from elfatt_sd.trial import Trial
+    pass
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(
@@ -72,7 +69,6 @@ Width = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEMO_PROMPT = "a red star on a striped blue background"
 MEASURED_CALLS = 20  # of every layer, by --autotune
-MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "optional": "[yellow]not there[/]", "info": ""}
 
 
 def main() -> None:
@@ -157,11 +153,11 @@ def generate(
     from elfatt_sd.generation import Studio
 
     results = []
-    with _progress(request.num_images * len(prompts)) as (on_step, on_picture):
+    with progress(request.num_images * len(prompts)) as (on_step, on_picture):
         for result in Studio(pipe, request, out, on_step).results():
             results.append(result)
             on_picture(result)
-    _print_summary(results)
+    print_summary(results)
 
 
 @app.command(name="try")
@@ -211,14 +207,14 @@ def try_methods(
 
     trial = Trial(pipe, request, rounds=rounds)
     interrupted = False
-    with _progress(trial.images) as (on_step, on_picture):
+    with progress(trial.images) as (on_step, on_picture):
         try:
             for shot in trial.run(on_step):
                 on_picture(shot)
         except KeyboardInterrupt:
             interrupted = True
     if trial.rows:
-        _print_trial(trial, trial.write(out))
+        print_trial(trial, trial.write(out))
     if interrupted:
         raise KeyboardInterrupt
 
@@ -271,11 +267,11 @@ def patch(
     saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
     source = json.dumps("path/or/hub-id" if known else model) + ", allow_pickle=True" * allow_pickle
     source += f", variant={json.dumps(variant)}" if variant else ""
-    lines = _python_lines(source, saved or chosen.arguments)
+    lines = python_lines(source, saved or chosen.arguments)
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
         return
-    _print_plan(planned)
+    print_plan(planned)
     print("\nIn Python:\n\n" + "\n".join(f"    {line}" for line in lines))
 
 
@@ -289,7 +285,7 @@ def doctor(as_json: Json = False) -> None:
         data = {name: [finding.to_dict() for finding in findings] for name, findings in sections.items()}
         print(json.dumps({"healthy": healthy(sections), **data}, indent=2))
     else:
-        _print_findings(sections)
+        print_findings(sections)
     if not healthy(sections):
         raise typer.Exit(1)
 
@@ -361,85 +357,3 @@ def _tell_unknown_words(prompts: list[str]) -> None:
             "--model DIRECTORY, HUB-ID or FILE.safetensors",
             "note",
         )
-
-
-@contextmanager
-def _progress(images: int) -> Iterator[tuple[Callable[[int, int], None], Callable[[Drawn], None]]]:
-    """Show how far the steps of all images are, and print each image."""
-    finished = 0
-
-    def on_picture(result: Drawn) -> None:
-        nonlocal finished
-        finished += 1
-        _print_result(result)
-
-    def on_step(step: int, steps: int) -> None:
-        tell(f"image {finished + 1} of {images}", finished * steps + step, images * steps)
-
-    with progress_of("steps", at_once=False) as tell:
-        yield on_step, on_picture
-
-
-def _print_result(result: Drawn) -> None:
-    from elfatt_sd.pictures import is_flat
-
-    print(result.summary())
-    sys.stdout.flush()
-    if is_flat(result.picture):
-        complain(f"{result.name} is one flat colour: an overflow (try --dtype float32) or a safety checker", "warning")
-
-
-def _print_trial(trial: Trial, path: Path) -> None:
-    console = output()
-    table = Table(title=f"{trial.request.prompts[0]}, seed {trial.request.seed}", title_justify="left")
-    for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for row in trial.rows:
-        table.add_row(row.label, f"{row.seconds:.2f}", row.speed_text(), row.psnr_text())
-    console.print(table)
-    print(trial.recommendation())
-    print(path)
-
-
-def _print_summary(results: list[Result]) -> None:
-    seconds = median(result.seconds for result in results)
-    print(f"{len(results)} written; {seconds:.2f} s from prompt to picture (median); {results[-1].memory}")
-
-
-def _python_lines(source: str, arguments: str) -> list[str]:
-    load, apply = f"pipe = elfatt_sd.load_pipeline({source})", f"elfatt_sd.apply_patch(pipe, {arguments})"
-    return ["import elfatt_sd", "", load, apply]
-
-
-def _print_plan(planned: Plan) -> None:
-    from elfatt_sd.planning import giga, places
-
-    console = output()
-    table = Table(title=planned.heading, title_justify="left", box=SIMPLE)
-    table.add_column("layers", overflow="fold")
-    table.add_column("what happens", overflow="fold", min_width=30)
-    for name in ("before", "after"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for group in planned.groups():
-        layer, number = group[0], len(group)
-        which = [f"{number} layer{'s' * (number > 1)}, {layer.heads} heads"]
-        which += [f"{layer.tokens} tokens ({layer.grid})", *places(group)]
-        work = (sum(each.multiply_adds for each in group), sum(map(planned.average, group)))
-        style = "" if layer.patched else "dim"
-        table.add_row("\n".join(which), layer.reason, *map(giga, work), style=style, end_section=True)
-    console.print(table)
-    console.print("before, after: G (10^9) multiply-adds of these layers in one call for one image.")
-    console.print("after is the mean over the run. --json lists every layer.\n")
-    for line in planned.summary():
-        console.print(f"{line[:1].upper()}{line[1:]}.")
-
-
-def _print_findings(sections: dict[str, list[Any]]) -> None:
-    console = output()
-    for name, findings in sections.items():
-        table = Table(title=name, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-        for finding in findings:
-            mark = MARKS[finding.status]
-            table.add_row(mark, *map(escape, (finding.name, finding.value, finding.remedy)))
-        console.print(table)
-        console.print()

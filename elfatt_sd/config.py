@@ -13,191 +13,31 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from elfatt_sd import checks
-from elfatt_sd.errors import ElfattError as ElfattError
-from elfatt_sd.errors import ElfattFailure as ElfattFailure
+from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.files import write_json
-from elfatt_sd.methods import Attention, AttentionName, Merge, attention_named, attentions
-from elfatt_sd.methods.agents import AgentSource
-from elfatt_sd.methods.elfatt import Split
-from elfatt_sd.tiling import BlockOrder
+from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.settings import (
+    BACKENDS,
+    DOWNSAMPLES,
+    KEPT,
+    RUN_SETTINGS,
+    Backend,
+    Downsample,
+    Kept,
+    Settings,
+    check_settings,
+    known_keys,
+    setting_names,
+)
 
 if TYPE_CHECKING:
     from elfatt_sd.presets import Method
 
-# The accepted values, once for type checkers and editors, and once to check what comes at run time.
-Downsample = Literal[1, 2, 4, 8]
-Backend = Literal["auto", "native", "flash", "flash_hub", "_flash_3", "flex", "sage", "xformers"]
-Kept = Literal["device", "host", "fp8"]
-KEPT: tuple[Kept, ...] = get_args(Kept)
-DOWNSAMPLES: tuple[Downsample, ...] = get_args(Downsample)
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
-
-class AttentionSettings(TypedDict, total=False):
-    """Settings of merging and of the package's attentions, by keyword; the classes in `elfatt_sd.methods` explain them.
-
-    An attention that has no such setting ignores it.
-    """
-
-    ratio: float
-    stride: int
-    keys: int
-    block_size: int
-    cell: int | None
-    weighted: bool
-    block_order: BlockOrder
-    second_order: BlockOrder | None
-    groups: int
-    lattice: bool
-    redraw: bool
-    agents: int
-    agent_source: AgentSource
-    agent_ratio: float
-    agent_scale: float
-    value_shortcut: float
-    agent_share: float
-    split: Split
-
-
-class Settings(AttentionSettings, total=False):
-    """Changes to a method by keyword, as `apply_patch` and `PatchConfig.preset` take them; no key is required.
-
-    Those of `AttentionSettings`, `residual_steps` of `Phase`, those of `PatchConfig` but `method` and `phases`, and
-    `active_fraction`: the fraction of the run in which the method's own attention is active. An attention of your own
-    adds its fields.
-    """
-
-    active_fraction: float
-    residual_steps: int
-    levels: int
-    max_downsample: Downsample | None
-    seed: int
-    use_rand: bool
-    reuse_steps: int
-    reuse_layers: bool
-    attention_backend: Backend
-    fp32_logits: bool
-    residuals: Kept
-    residual_limit: float | None
-
-
-_MERGE_SETTINGS = frozenset(field.name for field in dataclasses.fields(Merge))
-
-
-@dataclass(frozen=True, init=False)
-class Phase:
-    """One stretch of the denoising run and the self-attention used in it.
-
-    Attributes:
-        until: fraction of the denoising steps at which the phase ends, in (0, 1].
-        attention: which attention, with its settings.
-        merge: what is merged before it.
-        residual_steps: number of steps that share the difference between exact attention and the approximation. The
-            first of them computes both, and its output is exact; the others add the difference to their approximation
-            (residual sharing of DiTFastAttn, arXiv:2406.08552). What is random is drawn once for them. 1 adds nothing.
-    """
-
-    until: float
-    attention: Attention
-    merge: Merge
-    residual_steps: int
-
-    def __init__(
-        self,
-        until: float = 1.0,
-        attention: Attention | AttentionName = "softmax",
-        *,
-        merge: Merge | None = None,
-        residual_steps: int = 1,
-        **settings: Unpack[AttentionSettings],
-    ) -> None:
-        """Put a phase together, of objects or of flat settings: `Phase(0.2, "elfatt", ratio=0.5)`.
-
-        Args:
-            until: see the attributes.
-            attention: an attention, or its name.
-            merge: see the attributes; nothing is merged by default.
-            residual_steps: see the attributes.
-            **settings: changes to `merge` and `attention`; those that the attention does not have are ignored.
-
-        Raises:
-            ElfattError: a setting is unknown, or a value out of range.
-        """
-        check_settings(settings)
-        merge = Merge() if merge is None else merge
-        if not isinstance(merge, Merge):
-            raise ElfattError(f"merge={merge!r} is not accepted; give a Merge.")
-        kind = attention if isinstance(attention, Attention) else attention_named(attention)()
-        values = {
-            "until": until,
-            "attention": kind.with_settings(settings),
-            "merge": dataclasses.replace(merge, **_of_merging(settings)),
-            "residual_steps": residual_steps,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-        checks.real("until", until, 0.0, 1.0)
-        if until == 0:
-            raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
-        checks.whole("residual_steps", residual_steps, 1)
-        self.attention.accepts(self.merge)
-
-    if not TYPE_CHECKING:  # a type checker that saw it would accept every name
-
-        def __getattr__(self, name: str) -> Any:
-            """Read a setting of merging or attention flat, as it is given: `phase.ratio`, `phase.keys`."""
-            if name not in phase_settings():
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            holder = self.merge if name in _MERGE_SETTINGS else self.attention
-            return getattr(holder, type(holder).aliases.get(name, name) if holder is self.attention else name)
-
-    @property
-    def exact(self) -> bool:
-        """Whether the untouched attention runs in this phase."""
-        return self.attention.exact and self.merge.ratio == 0
-
-    @property
-    def matches(self) -> bool:
-        """Whether similar tokens are looked for: to merge them, or to form agents."""
-        return self.merge.ratio > 0 or self.attention.matches
-
-    @property
-    def used_settings(self) -> frozenset[str]:
-        """The settings that change what the phase does."""
-        used = set(self.attention.used_settings)
-        used |= {"ratio"} if self.attention.merges else set()
-        used |= {"stride"} if self.matches else set()
-        return frozenset(used | (set() if self.exact else {"residual_steps"}))
-
-    def with_settings(self, settings: Mapping[str, Any]) -> Phase:
-        """Return a copy with settings changed; those that it does not have are ignored.
-
-        Raises:
-            ElfattError: a value is out of range.
-        """
-        own = {"residual_steps": self.residual_steps, **settings}
-        return Phase(self.until, self.attention, merge=self.merge, **own)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, flat: the settings of merging and attention stand beside the phase's own."""
-        data: dict[str, Any] = {"until": self.until, "attention": self.attention.name}
-        data |= dataclasses.asdict(self.merge) | {"residual_steps": self.residual_steps}
-        return data | dataclasses.asdict(self.attention)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Phase:
-        """Build a phase from what `to_dict` gave, also in earlier versions, where every phase had all settings.
-
-        Raises:
-            ElfattError: a key is unknown, or a value is out of range.
-        """
-        _known_keys("phase", data, ["until", "attention", *phase_settings()])
-        if ":" in str(data.get("attention")):  # a file may not name code to import
-            raise ElfattError(f"attention={data['attention']!r} is not accepted here; register it, and give its name.")
-        return cls(**data)
+__all__ = ["EXACT", "ElfattError", "ElfattFailure", "PatchConfig", "Phase", "Settings", "setting_names"]
 
 
 @dataclass(frozen=True)
@@ -352,7 +192,7 @@ class PatchConfig:
         """
         if not isinstance(data, Mapping):
             raise ElfattError(f"{type(data).__name__} is not a configuration; give an object as `to_dict` returns it.")
-        _known_keys("configuration", data, [field.name for field in dataclasses.fields(cls)])
+        known_keys("configuration", data, [field.name for field in dataclasses.fields(cls)])
         phases = data.get("phases", ())
         if not isinstance(phases, list | tuple) or not all(isinstance(phase, Mapping) for phase in phases):
             raise ElfattError(f"phases={phases!r} is not accepted; give a list of objects.")
@@ -453,40 +293,7 @@ class PatchConfig:
         return "its first steps are exact" if early else "it approximates earlier steps only"
 
 
-RUN_SETTINGS = frozenset(field.name for field in dataclasses.fields(PatchConfig)) - {"method", "phases"}
 _SAVED = "a file that `PatchConfig.save` or `elfatt-sd patch --save` wrote"
-
-
-def phase_settings() -> list[str]:
-    """Return the names of all settings of phases: of merging, and of every attention that is known."""
-    own = [name for kind in attentions().values() for name in kind.settings()]
-    return list(dict.fromkeys([*_MERGE_SETTINGS, "residual_steps", *own]))
-
-
-def _of_merging(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name in _MERGE_SETTINGS}
-
-
-def setting_names() -> list[str]:
-    """Return the names of all settings that a method can be given."""
-    return sorted({*phase_settings(), *RUN_SETTINGS, "active_fraction"})
-
-
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check settings of phases, also those that a phase ignores.
-
-    Raises:
-        ElfattError: a name is not known, or a value out of range.
-    """
-    unknown = sorted(settings.keys() - set(phase_settings()))
-    if unknown:
-        raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(setting_names())}.")
-    Merge(**_of_merging(settings))
-    checks.whole("residual_steps", settings.get("residual_steps", 1), 1)
-    for name, value in settings.items():
-        kind = next((kind for kind in attentions().values() if name in kind.settings()), None)
-        if kind is not None:
-            kind().with_settings({name: value})
 
 
 def _shown(path: object) -> str:
@@ -499,12 +306,6 @@ def _file_error(path: object, what: str, error: Exception, accepted: str) -> Elf
     return ElfattError(f"config={_shown(path)} {what} ({reason}); give {accepted}.")
 
 
-def _known_keys(what: str, data: Mapping[str, Any], accepted: Iterable[str]) -> None:
-    unknown = sorted(set(data) - set(accepted), key=str)
-    if unknown:
-        raise ElfattError(f"{what} key {unknown[0]!r} is not known; accepted: {', '.join(accepted)}.")
-
-
 def _with_active_fraction(phases: tuple[Phase, ...], fraction: float) -> tuple[Phase, ...]:
     """Move the border between the method's own phase and the rest of the run."""
     if not phases:
@@ -514,6 +315,3 @@ def _with_active_fraction(phases: tuple[Phase, ...], fraction: float) -> tuple[P
     if border == 0:
         return tuple(rest)
     return (dataclasses.replace(first, until=border), *(phase for phase in rest if phase.until > border))
-
-
-EXACT = Phase()

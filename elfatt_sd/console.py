@@ -19,9 +19,10 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from elfatt_sd.config import BACKENDS, ElfattError, ElfattFailure, PatchConfig
+from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.optional import remedy
 from elfatt_sd.presets import DEFAULT, METHODS, known_method
+from elfatt_sd.settings import BACKENDS
 from elfatt_sd.tiling import BLOCK_ORDERS
 
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130

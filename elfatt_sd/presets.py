@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal, cast, get_args
 
 from elfatt_sd import checks
-from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.methods import attention_named, attentions, is_own
+from elfatt_sd.phases import Phase
 
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from elfatt_sd.config import Kept
 from elfatt_sd.devices import memory_of
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.settings import Kept
 
 GIB = 2**30
 _SHARE = 0.5  # of the free memory that may be used where no limit is given

@@ -19,12 +19,13 @@ from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import without_gradients
 from elfatt_sd.calls import attend
-from elfatt_sd.config import EXACT, PatchConfig
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import SelfAttention
 from elfatt_sd.measuring.clock import Call
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax
 from elfatt_sd.optional import need
+from elfatt_sd.phases import EXACT
 from elfatt_sd.pipelines import pick_device, pick_dtype
 from elfatt_sd.schedule import Position
 from elfatt_sd.standalone import StandaloneLayer

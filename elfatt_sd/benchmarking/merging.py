@@ -14,9 +14,9 @@ from elfatt_sd.benchmarking.lineup import grid_side
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import without_gradients
-from elfatt_sd.config import Phase
 from elfatt_sd.measuring.clock import Call
 from elfatt_sd.merging import match_tokens, rows_at_once
+from elfatt_sd.phases import Phase
 from elfatt_sd.pipelines import pick_device, pick_dtype
 
 

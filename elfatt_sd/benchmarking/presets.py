@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.methods import AttentionName, attentions, is_own
+from elfatt_sd.phases import Phase
 from elfatt_sd.presets import Method
 from elfatt_sd.tiling import BLOCK_ORDERS, BlockOrder
 

@@ -15,13 +15,15 @@ from elfatt_sd.benchmarking.lineup import named, varied
 from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, is_peer
 from elfatt_sd.benchmarking.presets import MERGING, VARIATIONS
 from elfatt_sd.calls import STATE, Call
-from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase
+from elfatt_sd.choosing import fitted
+from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.families import family_of, find_layers, levels_of, main_denoiser, select_layers
 from elfatt_sd.families.joint import with_attention
 from elfatt_sd.families.unet import UNet
 from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
 from elfatt_sd.optional import need
-from elfatt_sd.patch import apply_patch, fitted
+from elfatt_sd.patch import apply_patch
+from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.planning import describe
 from elfatt_sd.presets import METHODS
 from elfatt_sd.processor import PatchedLayer

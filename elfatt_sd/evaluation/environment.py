@@ -74,9 +74,9 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
     import torch
 
     from elfatt_sd import attention
+    from elfatt_sd.choosing import choose_layers
     from elfatt_sd.evaluation.images import denoiser
     from elfatt_sd.families import find_denoisers
-    from elfatt_sd.patch import choose_layers
 
     config = cell.config()
     if cell.peer or not config.active:

@@ -18,10 +18,11 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor, nn
 
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.images import denoiser
 from elfatt_sd.families import SelfAttention, family_of, find_layers, levels_of, select_layers
 from elfatt_sd.methods import Draws, Grid
+from elfatt_sd.phases import Phase
 from elfatt_sd.schedule import Position, Schedule
 from elfatt_sd.standalone import StandaloneLayer
 

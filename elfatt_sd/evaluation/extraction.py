@@ -26,9 +26,9 @@ from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.decoding import decode
+from elfatt_sd.evaluation.entries import Entry, Source
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
-from elfatt_sd.evaluation.sources import Entry, Source
 from elfatt_sd.files import atomic_file
 from elfatt_sd.progress import Lines, Progress
 

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.config import ElfattError, setting_names
+from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Cell, Memory, Protocol, Time
 from elfatt_sd.files import read_plain
 from elfatt_sd.methods import attention_named
+from elfatt_sd.settings import setting_names
 from elfatt_sd.typed import checked, refused
 
 QUICK_STEPS = 2  # of each call that measures memory, in a quick look

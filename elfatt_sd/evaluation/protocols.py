@@ -12,12 +12,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from elfatt_sd.config import ElfattError, PatchConfig, setting_names
+from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.prompt_files import PromptFile
 from elfatt_sd.files import is_plain_name, one_folder, sha256_of_data
 from elfatt_sd.preflight import check_sizes_fit
 from elfatt_sd.presets import known_method
+from elfatt_sd.settings import setting_names
 from elfatt_sd.typed import checked, known_keys, refused
 
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.entries import Entry, Source
 from elfatt_sd.evaluation.extraction import Pictures, Preprocessing, SourcePictures
 from elfatt_sd.evaluation.run import Row
-from elfatt_sd.evaluation.sources import Entry, Source
 from elfatt_sd.files import sha256_of_data
 
 

@@ -114,7 +114,7 @@ def check_declaration(kind: type[Attention]) -> None:
 
 
 def _check_field(where: str, field: dataclasses.Field[object]) -> None:
-    from elfatt_sd.config import RUN_SETTINGS
+    from elfatt_sd.settings import RUN_SETTINGS
 
     if field.name in _RESERVED or field.name in RUN_SETTINGS:
         raise ElfattError(f"{where}: its field {field.name!r} means something else in every method; rename it.")

@@ -18,7 +18,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.evaluation.report import charts, page, write_report
 from elfatt_sd.evaluation.report.ablation import ablation
-from elfatt_sd.evaluation.report.data import Estimate, Results, shortened
+from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.palette import PAPER, Palette
 from elfatt_sd.evaluation.report.pictures import Pictures
 from elfatt_sd.evaluation.report.plots import draw_plots
@@ -28,6 +28,7 @@ from elfatt_sd.evaluation.report.summary import findings, headline, recommended,
 from elfatt_sd.evaluation.report.tables import main_table, more_table, study_table
 from elfatt_sd.evaluation.report.terminal import terminal_summary
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, unit_for
+from elfatt_sd.evaluation.report.values import Estimate, shortened
 from elfatt_sd.evaluation.report.writers import tex_escape, to_csv, to_latex, to_markdown
 from elfatt_sd.evaluation.run import RunFailure, clear_disk_errors
 

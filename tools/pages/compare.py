@@ -9,8 +9,10 @@ import torch
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.intervals import Estimate as Mean
-from elfatt_sd.evaluation.report.data import Estimate, Results, Row
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.rows import Row
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval
+from elfatt_sd.evaluation.report.values import Estimate
 from elfatt_sd.evaluation.report.writers import md_table
 
 _MEASURES = {"psnr": "PSNR, dB", "ssim": "SSIM"}

@@ -7,16 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elfatt_sd.evaluation.report.charts import LEGEND, WIDTH, Chart, legend_above
-from elfatt_sd.evaluation.report.data import (
-    TIME_COLUMNS,
-    Estimate,
-    Results,
-    Row,
-    setting_text,
-    setting_title,
-    shortened,
-)
+from elfatt_sd.evaluation.report.data import TIME_COLUMNS, Results
 from elfatt_sd.evaluation.report.palette import BASE, Palette
+from elfatt_sd.evaluation.report.rows import Row
+from elfatt_sd.evaluation.report.values import Estimate, setting_text, setting_title, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

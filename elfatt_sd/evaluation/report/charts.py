@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elfatt_sd.evaluation.intervals import BETTER, WORSE
-from elfatt_sd.evaluation.report.data import BASELINE, NULL, PARTS, Results, Row, shortened
+from elfatt_sd.evaluation.report.data import PARTS, Results
 from elfatt_sd.evaluation.report.palette import BASE, INK, PAPER, Palette
+from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval
+from elfatt_sd.evaluation.report.values import shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,306 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.records import ResultsRecord, read_data
+from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row, is_kernel, label_of, settings_of
+from elfatt_sd.evaluation.report.values import Estimate, dig, number, setting_text, setting_title
 from elfatt_sd.evaluation.results import RESULTS_FILE
 from elfatt_sd.files import is_plain_name
 
-BASELINE, NULL, METHOD = "baseline", "null", "method"
 STAGES = {"text": "Text", "unet": "UNet", "vae": "VAE", "reserved": "Reserved"}
 PARTS = {"end_to_end": "end to end", "unet": "UNet alone"}
 TIME_COLUMNS = {"end_to_end": "s/img", "unet": "UNet, s/img"}
 CROWD = 8  # methods; with more, colours repeat and a legend cannot name them
 _TEXTS = 14  # rows; with more, their texts in a plot cover each other
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A value with the ends of its interval, where there is one."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def ends(self) -> tuple[float, float] | None:
-        """Both ends of the interval, or None."""
-        return None if self.low is None or self.high is None else (self.low, self.high)
-
-
-def dig(data: Any, *path: str) -> Any:
-    """Follow keys into nested mappings; None where a level is missing."""
-    for key in path:
-        if not isinstance(data, Mapping):
-            return None
-        data = data.get(key)
-    return data
-
-
-def number(data: Any, *path: str) -> float | None:
-    """Return the number at the end of a path; None for anything else, NaN included. Infinity is a number."""
-    value = dig(data, *path)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:  # a whole number beyond all of float's
-        return None
-    return None if math.isnan(found) else found
-
-
-def numbers(data: Any, *path: str) -> list[float]:
-    """Return the finite numbers of a list at the end of a path."""
-    values = dig(data, *path)
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        return []
-    found = (number(value) for value in values)
-    return [value for value in found if value is not None and math.isfinite(value)]
-
-
-def estimate(data: Any, value: str = "value", interval: str = "interval") -> Estimate | None:
-    """Return the value and the first and last entry of the interval beside it."""
-    middle, ends = number(data, value), numbers(data, interval)
-    if middle is None:
-        return None
-    return Estimate(middle, ends[0], ends[-1]) if len(ends) >= 2 else Estimate(middle)
-
-
-def is_kernel(name: str) -> bool:
-    """Tell whether a distance is a kernel distance, by its name."""
-    return name.startswith(("KID", "KD"))
-
-
-def setting_title(name: str) -> str:
-    """Write the name of a setting for a reader: `block_size` is "Block size"."""
-    return name.replace("_", " ").capitalize()
-
-
-def setting_text(value: Any) -> str:
-    """Write the value of a setting; a dash for one that the method does not have."""
-    if value is None:
-        return "—"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value) if isinstance(value, str | int) else json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
-def shortened(head: str, tail: str, width: int) -> str:
-    """Join two texts within so many characters; the first one is cut, or, where it stands alone, its middle.
-
-    The end is what tells rows apart, so it is kept. Words stay whole where that leaves at least half of a part.
-    """
-    whole = f"{head} {tail}".strip()
-    if len(whole) <= width:
-        return whole
-    end = f" {tail}" if tail else head[-(width * 2 // 5) :]
-    end = end[max(end.find(" ", 0, len(end) // 2), 0) :]
-    room = max(width - len(end) - 1, width // 5)
-    border = head.rfind(" ", max(room // 2, 8), room + 1)
-    start = head[: border if border > 0 else room]
-    return f"{start.rstrip(' ,')}…{end[-(width - room - 1) :]}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One cell of the run: a method with its settings.
-
-    Attributes:
-        data: the row of `results.json`.
-        name: what tells the row from all others in a plot or a sentence.
-        suffix: the part of the name behind the label.
-        number: the row's place in a run of so many rows that they are known by their numbers, else None.
-    """
-
-    data: Mapping[str, Any]
-    name: str
-    suffix: str
-    number: int | None = None
-
-    @property
-    def cell(self) -> str:
-        """The folder of the row's pictures."""
-        return str(self.data.get("cell", ""))
-
-    @property
-    def label(self) -> str:
-        """The method's name in tables."""
-        return _label(self.data)
-
-    @property
-    def title(self) -> str:
-        """The label, behind the row's number where it has one."""
-        return self.label if self.number is None else f"{self.number} · {self.label}"
-
-    def short(self, width: int) -> str:
-        """Return the name in so many characters at most: the label is cut, number and settings are kept."""
-        return shortened(self.name.removesuffix(self.suffix).rstrip(), self.suffix, width)
-
-    @property
-    def method(self) -> str:
-        """The method's name in configurations; for a peer's row the package."""
-        return str(self.data.get("peer") or self.data.get("method") or "")
-
-    @property
-    def role(self) -> str:
-        """`baseline` (untouched), `null` (untouched with other seeds) or `method`."""
-        return str(self.data.get("role") or METHOD)
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The settings of the method."""
-        return _settings(self.data)
-
-    @property
-    def failed(self) -> str | None:
-        """The reason why the row has no figures, or None."""
-        reason = self.data.get("failed")
-        return None if reason in (None, False, "") else str(reason)
-
-    @property
-    def images(self) -> int | None:
-        """The number of pictures."""
-        count = number(self.data, "images")
-        return None if count is None or not math.isfinite(count) else int(count)
-
-    @property
-    def classes(self) -> int | None:
-        """The number of different classes, or prompts, of the pictures."""
-        count = number(self.data, "classes")
-        return None if count is None else int(count)
-
-    @property
-    def most_changed(self) -> list[int]:
-        """The indices of the pictures that differ most from the baseline's, most first."""
-        return [int(index) for index in numbers(self.data, "most_changed")]
-
-    def reason(self, part: str) -> str | None:
-        """Return why `time` or `memory` has no figures, such as memory that ran out; None where that is not told."""
-        reasons = (dig(self.data, part, key) for key in ("failed", "note"))
-        return next((str(reason) for reason in reasons if reason), None)
-
-    def distance(self, name: str) -> Estimate | None:
-        """Return the distance to the reference; the interval of a Frechet distance begins at 0, as no such is below.
-
-        The unbiased estimate of a kernel distance may itself be below 0, so its interval stays as it is.
-        """
-        found = estimate(dig(self.data, "distances", name))
-        if found is None or found.low is None or is_kernel(name):
-            return found
-        return replace(found, low=max(found.low, 0.0))
-
-    def difference(self, name: str) -> Estimate | None:
-        """Return the paired difference in distance, this row minus the baseline."""
-        return estimate(dig(self.data, "distances", name, "difference"))
-
-    def extrapolated(self, name: str) -> bool:
-        """Tell whether that difference is of infinitely many images; otherwise it is that of the two distances."""
-        return bool(dig(self.data, "distances", name, "difference", "images") == "infinite")
-
-    def verdict(self, name: str) -> str | None:
-        """Return the verdict that the scoring gave."""
-        verdict = dig(self.data, "distances", name, "difference", "verdict")
-        return None if verdict is None else str(verdict)
-
-    def paired(self, measure: str) -> Estimate | None:
-        """Return the mean, with its interval, of a measure against the baseline on the same latents."""
-        return estimate(dig(self.data, "paired", measure), "mean")
-
-    def pictures(self, measure: str) -> Estimate | None:
-        """Return median and quartiles over the pictures of such a measure."""
-        return estimate(dig(self.data, "paired", measure), "median", "quartiles")
-
-    def each(self, measure: str) -> list[float | None]:
-        """Return such a measure of every picture; None for an identical one's PSNR, empty where it was not kept."""
-        values = dig(self.data, "paired", measure, "pictures")
-        return [number(value) for value in values] if isinstance(values, list) else []
-
-    @property
-    def picture_classes(self) -> list[int]:
-        """The class of every picture; empty where it was not kept."""
-        return [int(index) for index in numbers(self.data, "paired", "classes")]
-
-    def lowest(self, measure: str) -> float | None:
-        """Return the lowest of such a measure among the pictures: how far the one that is changed most has moved."""
-        return number(self.data, "paired", measure, "lowest")
-
-    @property
-    def identical(self) -> int | None:
-        """The number of pictures that equal the baseline's in every pixel; the PSNR is that of the others."""
-        count = number(self.data, "paired", "psnr", "identical")
-        return None if count is None or not math.isfinite(count) else int(count)
-
-    @property
-    def mostly_identical(self) -> bool:
-        """Whether more than half of the pictures equal the baseline's, so that a PSNR tells little."""
-        return 2 * (self.identical or 0) > (self.images or 0)
-
-    @property
-    def psnr(self) -> Estimate | None:
-        """The mean PSNR to the baseline's pictures; None where most are identical."""
-        return None if self.mostly_identical else self.paired("psnr")
-
-    def accuracy(self, name: str) -> Estimate | None:
-        """Return the share of pictures that show what the prompt says of one attribute."""
-        return estimate(dig(self.data, "accuracy", name))
-
-    def accuracy_difference(self, name: str) -> Estimate | None:
-        """Return the paired difference in that share, this row minus the baseline."""
-        return estimate(dig(self.data, "accuracy", name, "difference"))
-
-    def accuracy_verdict(self, name: str) -> str | None:
-        """Return the verdict on that difference."""
-        verdict = dig(self.data, "accuracy", name, "difference", "verdict")
-        return None if verdict is None else str(verdict)
-
-    def seconds(self, part: str = "end_to_end") -> float | None:
-        """Return the seconds per image of a part: `end_to_end` or `unet`."""
-        return number(self.data, "time", part, "seconds_per_image")
-
-    def time(self, part: str = "end_to_end") -> Estimate | None:
-        """Return these seconds as a value without an interval."""
-        value = self.seconds(part)
-        return None if value is None else Estimate(value)
-
-    def time_values(self, part: str = "end_to_end") -> list[float]:
-        """Return every raw timing of a part, in seconds per image."""
-        return numbers(self.data, "time", part, "values")
-
-    def speedup(self, part: str = "end_to_end") -> Estimate | None:
-        """Return how many times as fast as the untouched pipeline a part is: median, low, high."""
-        ratio = dig(self.data, "time", part, "ratio")
-        middle, low, high = (number(ratio, key) for key in ("median", "low", "high"))
-        return None if middle is None else Estimate(middle, low, high)
-
-    def memory(self, key: str = "gib_per_image") -> float | None:
-        """Return a figure of the memory regression, in GiB."""
-        return number(self.data, "memory", key)
-
-    @property
-    def slope(self) -> Estimate | None:
-        """The GiB that one more image of a batch takes, with the interval that the fit allows."""
-        return estimate(dig(self.data, "memory"), "gib_per_image")
-
-    def stage_slope(self, stage: str) -> float | None:
-        """Return the GiB per image of `text`, `unet` or `vae` alone, or of `reserved`, what CUDA's allocator held."""
-        path = (stage,) if stage == "reserved" else ("stages", stage)
-        return number(dig(self.data, "memory", *path), "gib_per_image")
-
-    def memory_points(self) -> list[tuple[float, float]]:
-        """Return (batch size, peak in GiB) of each measured batch."""
-        batches, peaks = (dig(self.data, "memory", key) for key in ("batches", "peaks_gib"))
-        if not isinstance(batches, list) or not isinstance(peaks, list):
-            return []
-        pairs = [numbers(pair) for pair in zip(batches, peaks, strict=False)]
-        return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
 
 
 class Results:
@@ -323,12 +40,12 @@ class Results:
         suffixes = [_suffix(row, self.varied) for row in raw]
         roles = [" (null row)" if row.get("role") == NULL else "" for row in raw]
         parts = zip(raw, suffixes, roles, strict=True)
-        names = [f"{_label(row)} {suffix}".strip() + role for row, suffix, role in parts]
+        names = [f"{label_of(row)} {suffix}".strip() + role for row, suffix, role in parts]
         unique = [
             name if names.count(name) == 1 else f"{name} ({row.get('cell')})"
             for row, name in zip(raw, names, strict=True)
         ]
-        methods = {_label(row) for row in raw if row.get("role") not in (BASELINE, NULL)}
+        methods = {label_of(row) for row in raw if row.get("role") not in (BASELINE, NULL)}
         self.legend = len(methods) <= CROWD
         self.crowded = not self.legend or len(raw) > _TEXTS
         if self.crowded:
@@ -467,28 +184,21 @@ def load_results(run_dir: Path) -> Results:
     return Results(data)
 
 
-def _label(row: Mapping[str, Any]) -> str:
-    return str(row.get("label") or row.get("method") or row.get("cell") or "unnamed")
-
-
 def _keys(rows: Sequence[Row], part: str) -> list[str]:
     found = [dig(row.data, part) for row in rows]
     return list(dict.fromkeys(str(key) for part in found if isinstance(part, Mapping) for key in part))
 
 
-def _settings(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    settings = row.get("settings")
-    return settings if isinstance(settings, Mapping) else {}
-
-
 def _varied_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the ratio, where any row has one, and every setting that takes several values within one method."""
-    names = dict.fromkeys(str(name) for row in rows for name in _settings(row))
+    names = dict.fromkeys(str(name) for row in rows for name in settings_of(row))
 
     def varies(name: str) -> bool:
         seen: dict[tuple[str, str], set[str]] = {}
         for row in rows:
-            seen.setdefault((_label(row), str(row.get("method"))), set()).add(setting_text(_settings(row).get(name)))
+            seen.setdefault((label_of(row), str(row.get("method"))), set()).add(
+                setting_text(settings_of(row).get(name))
+            )
         return any(len(values) > 1 for values in seen.values())
 
     return sorted((name for name in names if name == "ratio" or varies(name)), key=lambda name: name != "ratio")
@@ -496,7 +206,7 @@ def _varied_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _suffix(row: Mapping[str, Any], varied: Sequence[str]) -> str:
     """Write the varied settings of a row: `0.5, block size 128`."""
-    settings = _settings(row)
+    settings = settings_of(row)
     parts = [(name, setting_text(settings[name])) for name in varied if settings.get(name) is not None]
     return ", ".join(text if name == "ratio" else f"{setting_title(name).lower()} {text}" for name, text in parts)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import Estimate, Results, Row, dig, estimate
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.rows import Row
 from elfatt_sd.evaluation.report.tables import (
     Entry,
     Table,
@@ -15,6 +16,7 @@ from elfatt_sd.evaluation.report.tables import (
     no_pair,
     verdict_maker,
 )
+from elfatt_sd.evaluation.report.values import Estimate, dig, estimate
 
 _ARROWS = {"higher": " ↑", "lower": " ↓"}
 

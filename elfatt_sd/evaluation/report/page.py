@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
-from elfatt_sd.evaluation.report.data import PARTS, Results, is_kernel
+from elfatt_sd.evaluation.report.data import PARTS, Results
 from elfatt_sd.evaluation.report.metrics import metrics_table
 from elfatt_sd.evaluation.report.palette import METHODS, METHODS_DARK, Palette
 from elfatt_sd.evaluation.report.pictures import DETAILS, Detail, Pictures
 from elfatt_sd.evaluation.report.plots import Plot
 from elfatt_sd.evaluation.report.published import comparability, comparable_words, published_source
+from elfatt_sd.evaluation.report.rows import is_kernel
 from elfatt_sd.evaluation.report.summary import findings, headline, recommended, scope
 from elfatt_sd.evaluation.report.tables import main_table, more_table, published_table
 from elfatt_sd.evaluation.report.text import shown

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row
 from elfatt_sd.presets import COLOURED
 
 INK, RULE, PAPER = "#1c2024", "#dcdfe3", "#ffffff"

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.evaluation.records import MadeImage
-from elfatt_sd.evaluation.report.data import NULL, Results, Row, number
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.rows import NULL, Row
+from elfatt_sd.evaluation.report.values import number
 from elfatt_sd.evaluation.run import RowFolder
 from elfatt_sd.files import is_plain_name, read_plain
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.protocols import PRINTED
-from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row, dig, setting_text
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row
+from elfatt_sd.evaluation.report.values import dig, setting_text
 from elfatt_sd.presets import known_method
 
 FIGURES = dict(zip(PRINTED, (("FID ↓", 1), ("s/img", 3), ("GB/img", 2)), strict=True))

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, groups, legend_above, legend_name
-from elfatt_sd.evaluation.report.data import BASELINE, NULL, PARTS, Estimate, Results, Row
+from elfatt_sd.evaluation.report.data import PARTS, Results
 from elfatt_sd.evaluation.report.palette import BASE, INK, PAPER, Palette
+from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row
 from elfatt_sd.evaluation.report.text import decimals_for, fixed
+from elfatt_sd.evaluation.report.values import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

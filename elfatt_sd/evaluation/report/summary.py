@@ -11,9 +11,11 @@ from pathlib import PurePath
 
 from elfatt_sd.evaluation.intervals import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
-from elfatt_sd.evaluation.report.data import PARTS, Estimate, Results, Row, dig, is_kernel, number, numbers
+from elfatt_sd.evaluation.report.data import PARTS, Results
 from elfatt_sd.evaluation.report.metrics import judging_metric, metric_verdict
+from elfatt_sd.evaluation.report.rows import Row, is_kernel
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, join_names, plural, span
+from elfatt_sd.evaluation.report.values import Estimate, dig, number, numbers
 from elfatt_sd.evaluation.results import left_out_of_references, unreadable_references
 
 _COUNTED = (

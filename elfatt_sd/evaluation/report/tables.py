@@ -7,20 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elfatt_sd.evaluation.intervals import BETTER, TOO_FEW, WORSE
-from elfatt_sd.evaluation.report.data import (
-    BASELINE,
-    NULL,
-    PARTS,
-    STAGES,
-    TIME_COLUMNS,
-    Estimate,
-    Results,
-    Row,
-    number,
-    setting_text,
-    setting_title,
-)
+from elfatt_sd.evaluation.report.data import PARTS, STAGES, TIME_COLUMNS, Results
 from elfatt_sd.evaluation.report.published import FIGURES, published_for, published_rows, published_source
+from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row
 from elfatt_sd.evaluation.report.text import (
     MISSING,
     TIMES,
@@ -32,6 +21,7 @@ from elfatt_sd.evaluation.report.text import (
     unit_for,
     unit_text,
 )
+from elfatt_sd.evaluation.report.values import Estimate, number, setting_text, setting_title
 
 DASH = "—"
 EXTRAPOLATED = ", extrapolated"  # of a difference with infinitely many images

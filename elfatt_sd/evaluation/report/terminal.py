@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from elfatt_sd.evaluation.intervals import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE
-from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row
 from elfatt_sd.evaluation.report.summary import headline, limits
 from elfatt_sd.evaluation.report.text import TIMES, decimals_for, fixed
 

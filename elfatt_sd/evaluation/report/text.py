@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from statistics import median
 
-from elfatt_sd.evaluation.report.data import Estimate
+from elfatt_sd.evaluation.report.values import Estimate
 
 MISSING = "not measured"
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")

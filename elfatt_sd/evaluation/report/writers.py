@@ -10,11 +10,13 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import STAGES, Estimate, Results, Row, dig, number, setting_text
+from elfatt_sd.evaluation.report.data import STAGES, Results
 from elfatt_sd.evaluation.report.metrics import metric_columns
 from elfatt_sd.evaluation.report.published import FIGURES, published_for
+from elfatt_sd.evaluation.report.rows import Row
 from elfatt_sd.evaluation.report.tables import DASH, THIS_RUN, Column, Entry, Line, Table
 from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO, shown
+from elfatt_sd.evaluation.report.values import Estimate, dig, number, setting_text
 
 
 def to_markdown(table: Table) -> str:

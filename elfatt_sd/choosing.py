@@ -1,0 +1,141 @@
+"""What a patch will be, before anything is changed: which configuration, and which layers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+
+from elfatt_sd.calls import Denoiser
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.families import (
+    SelfAttention,
+    family_of,
+    find_layers,
+    levels_of,
+    replaceable,
+    select_layers,
+    unwrap,
+)
+from elfatt_sd.methods import Attention, is_own
+from elfatt_sd.methods.conformance import check
+from elfatt_sd.phases import Phase
+from elfatt_sd.presets import Method, for_transformers
+from elfatt_sd.processor import PatchedLayer
+from elfatt_sd.settings import Settings
+
+Layers = tuple[list[SelfAttention], list[SelfAttention]]  # all of a denoiser, and those that a method patches
+
+
+def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> PatchConfig:
+    """Return the configuration that a method and settings stand for.
+
+    Raises:
+        ElfattError: unknown method or setting, a value out of range, or an attention of somebody else's that breaks
+            the contract of `methods.Attention`.
+    """
+    if isinstance(method, Attention):
+        method = PatchConfig(method.name, (Phase(1.0, method),))
+    config = method if isinstance(method, PatchConfig) else PatchConfig.preset(method)
+    config = config.with_settings(**settings)
+    for name in config.without_effect(settings) if config.active else ():
+        value = dict(settings)[name]
+        warnings.warn(f"elfatt-sd: {name}={value!r} has no effect on method {config.method!r}.", stacklevel=3)
+    for phase in config.phases:
+        if not is_own(type(phase.attention)):
+            check(phase.attention)
+    return config
+
+
+def fitted(config: PatchConfig, denoisers: dict[str, nn.Module]) -> PatchConfig:
+    """Return the configuration that a method is on a family of denoisers; presets have one for transformers.
+
+    Raises:
+        ElfattError: the method merges tokens that have rotary positions, or does not attend to text.
+    """
+    main = next(iter(denoisers.values()))
+    family = family_of(main)
+    if not family.joint:
+        return config
+    config, name = for_transformers(config), type(unwrap(main)).__name__
+    for phase in config.phases:
+        if phase.matches and not family.merges:
+            raise ElfattError(
+                f"method {config.method!r} merges tokens, and those of {name} have rotary positions, which cannot be "
+                "merged; give a method that does not merge, such as 'elfatt-fast'."
+            )
+        if family.text and phase.attention.matches:
+            raise ElfattError(
+                f"agent_source='merged' is not accepted for {name}, which joins image and text; give "
+                "agent_source='pooled'."
+            )
+        if family.text and not phase.attention.joint:
+            raise ElfattError(
+                f"attention={phase.attention.name!r} does not attend to text (its `joint` is False), and {name} joins "
+                "image and text; give another one."
+            )
+    if family.text and config.attention_backend != "auto":
+        raise ElfattError(
+            f"attention_backend={config.attention_backend!r} is not accepted for {name}, whose parts of attention are "
+            "joined by log-sum-exps; leave it away, and call set_attention_backend of the model for exact attention."
+        )
+    return config
+
+
+def choose_layers(
+    denoisers: dict[str, nn.Module], config: PatchConfig, take_over: Sequence[str] = ()
+) -> dict[str, Layers]:
+    """Return, for each denoiser, its self-attention layers and those of them that the method patches.
+
+    Args:
+        denoisers: by name.
+        config: the method.
+        take_over: as for `apply_patch`.
+
+    Raises:
+        ElfattError: the UNet has none that the method could patch.
+    """
+    found = {name: find_layers(denoiser) for name, denoiser in denoisers.items()}
+    main, title = next(iter(found)), family_of(next(iter(denoisers.values()))).title
+    levels = levels_of(found[main])
+    chosen = {name: select_layers(layers, config, levels) for name, layers in found.items()}
+    if config.active and not found[main]:
+        raise ElfattError(f"the {title} has no self-attention layer over the image; there is nothing to patch.")
+    if config.active and not chosen[main]:
+        raise ElfattError(
+            f"no self-attention layer matches max_downsample={config.max_downsample}; this {title} has some at "
+            f"{', '.join(map(str, levels))}. Give max_downsample=None to take the finest level of them."
+        )
+    return {
+        name: (layers, [layer for layer in chosen[name] if replaceable(layer, layer.processor, take_over)])
+        for name, layers in found.items()
+    }
+
+
+def tell_left_alone(chosen: dict[str, Layers], config: PatchConfig) -> None:
+    """Warn of layers whose processors do something else than plain attention."""
+    levels = levels_of(next(iter(chosen.values()))[0])
+    left = [
+        layer
+        for found, patched in chosen.values()
+        for layer in select_layers(found, config, levels)
+        if layer.obstacle and layer not in patched
+    ]
+    if left:
+        names = ", ".join(sorted({layer.processor_name for layer in left}))
+        warnings.warn(
+            f"elfatt-sd: {len(left)} layers are left alone, the first is {left[0].name}: {left[0].obstacle}. Give "
+            f"take_over=[...] with the class names ({names}) to replace them in approximated steps.",
+            stacklevel=3,
+        )
+
+
+def patched_layers(shared: Denoiser, layers: Layers, taken_over: tuple[str, ...] = ()) -> list[PatchedLayer]:
+    """Return the chosen layers, each numbered among all layers."""
+    found, chosen = layers
+    return [
+        PatchedLayer(layer, index, layer.processor, shared, taken_over)
+        for index, layer in enumerate(found)
+        if layer in chosen
+    ]

@@ -1,0 +1,90 @@
+"""A model in a directory: its parts, and whether their weights are there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elfatt_sd.config import ElfattError
+
+if TYPE_CHECKING:
+    pass
+
+
+INDEX = "model_index.json"
+PICKLES = {".ckpt", ".pt", ".pth", ".bin"}
+_VARIANT = re.compile(r"\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.safetensors")  # of model.fp16.safetensors: fp16
+
+
+def check_directory(path: Path, given: Collection[str], allow_pickle: bool, variant: str | None) -> None:
+    """Check that a directory has all parts, with weights of the variant that may be loaded.
+
+    Raises:
+        ElfattError: it is no pipeline's directory, or something is not there.
+    """
+    wanted = [name for name in _parts(path) if name not in given]
+    missing = [name for name in wanted if not (path / name).is_dir()]
+    if missing:
+        raise ElfattError(f"model={str(path)!r} lacks a part: {', '.join(missing)} (named in its {INDEX}).")
+    pickled = [name for name in wanted if _only_pickles(path / name)]
+    if pickled and not allow_pickle:
+        raise ElfattError(
+            f"model={str(path)!r} has no .safetensors weights in {', '.join(pickled)}; convert it, or allow pickles "
+            "with allow_pickle=True (--allow-pickle)."
+        )
+    _check_variant(path, {name: set(_variants(path / name)) for name in wanted}, variant)
+
+
+def _check_variant(path: Path, found: dict[str, set[str]], variant: str | None) -> None:
+    """Check that the weights of every part have the variant, or are plain where there is none of it."""
+    named = sorted(set().union(*found.values()) - {""})
+    if variant is not None and found and variant not in named and any(found.values()):
+        there = ", ".join(map(repr, named)) or "weights without a variant alone"
+        raise ElfattError(f"variant={variant!r} is not in model={str(path)!r}; there is: {there}.")
+    lacking = [name for name, kinds in found.items() if kinds and not kinds & {"", variant}]
+    if lacking:
+        raise ElfattError(
+            f"model={str(path)!r} has weights of a variant alone in {', '.join(lacking)}; "
+            f"give variant={named[0]!r} (--variant {named[0]})."
+        )
+
+
+def _variants(part: Path) -> Iterator[str]:
+    """Yield the variants of the weights in a part's folder; the empty one for weights without."""
+    for file in part.glob("*.safetensors"):
+        found = _VARIANT.search(file.name)
+        yield found[1] if found else ""
+
+
+def _parts(path: Path) -> list[str]:
+    """Return the names of the parts that a pipeline directory says it has."""
+    return [name for name, kind in _index(path).items() if isinstance(kind, list) and kind and kind[0]]
+
+
+def kind_of_directory(path: Path) -> str | None:
+    """Return the class of pipeline that a directory holds; None where it holds none."""
+    return str(_index(path)["_class_name"]) if (path / INDEX).is_file() else None
+
+
+def _index(path: Path) -> dict[str, Any]:
+    """Read the index of a pipeline directory."""
+    index = path / INDEX
+    if not index.is_file():
+        raise ElfattError(f"model={str(path)!r} has no {INDEX}; give a diffusers pipeline directory.")
+    try:
+        parts = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ElfattError(f"{index} is not valid JSON ({error}); the model directory is damaged.") from error
+    if not isinstance(parts, dict):
+        raise ElfattError(f"{index} holds a {type(parts).__name__}, not an object; the model directory is damaged.")
+    if not isinstance(parts.get("_class_name"), str):
+        raise ElfattError(f"{index} names no pipeline (its _class_name); give a diffusers pipeline directory.")
+    return parts
+
+
+def _only_pickles(part: Path) -> bool:
+    suffixes = {file.suffix for file in part.iterdir()}
+    return bool(suffixes & PICKLES) and ".safetensors" not in suffixes

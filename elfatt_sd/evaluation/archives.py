@@ -1,0 +1,147 @@
+"""Pictures in archives and tables, read in place: .tar, .zip and .parquet."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import tarfile
+import threading
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.decoding import decode as decode
+from elfatt_sd.evaluation.entries import Entry, Source, key, parent, sorted_out, stamp
+from elfatt_sd.optional import need
+
+
+def tars(files: Sequence[Path]) -> Source:
+    """Pictures of tar archives by their place in the file; a `.cls` beside a picture (WebDataset) names its class."""
+    entries: list[Entry] = []
+    left_out: list[str] = []
+    for file in files:
+        found, others = _tar_entries(file, prefix=f"{file.name}/" if len(files) > 1 else "")
+        entries += found
+        left_out += others
+    return Source(entries, ["by name", *(stamp(file.name, file) for file in files)], _read_slice, left_out)
+
+
+def _tar_entries(file: Path, prefix: str) -> tuple[list[Entry], list[str]]:
+    found: list[tuple[str, tuple[Path, int, int]]] = []
+    links: list[str] = []
+    classes: dict[str, str] = {}
+    try:
+        with tarfile.open(file, "r:") as archive:
+            for member in archive:
+                place = (file, member.offset_data, member.size)
+                if member.isfile():
+                    found.append((member.name, place))
+                    if member.name.endswith(".cls"):
+                        classes[key(member.name)] = _read_slice(Entry(member.name, place)).decode().strip()
+                elif not member.isdir():
+                    links.append(member.name)
+    except (tarfile.TarError, OSError) as error:
+        raise ElfattError(f"reference {file} cannot be read ({error}); accepted: an uncompressed .tar.") from error
+    # tar keeps files in the order in which it met them
+    images, others = sorted_out(sorted(found), lambda place: io.BytesIO(_read_slice(Entry("", place))))
+    entries = [Entry(prefix + name, place, classes.get(key(name), parent(name))) for name, place in images]
+    return entries, [prefix + name for name in (*others, *links)]
+
+
+def _read_slice(entry: Entry) -> bytes:
+    path, offset, size = entry.where
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def zips(files: Sequence[Path]) -> Source:
+    """Pictures of zip archives, by name."""
+    archives = {file: _open_zip(file) for file in files}
+    entries: list[Entry] = []
+    left_out: list[str] = []
+    for file, archive in archives.items():
+        members = [(member.filename, member.filename) for member in archive.infolist() if not member.is_dir()]
+        images, others = sorted_out(members, lambda name, archive=archive: _open_member(archive, name))  # type: ignore[misc]
+        entries += [Entry(name, (file, name), parent(name)) for name, _ in images]
+        left_out += others
+    lock = threading.Lock()
+
+    def read(entry: Entry) -> bytes:
+        file, name = entry.where
+        with lock:
+            return archives[file].read(name)
+
+    return Source(entries, [stamp(file.name, file) for file in files], read, left_out)
+
+
+def _open_member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+    try:
+        return io.BytesIO(archive.read(name))
+    except (
+        RuntimeError,
+        NotImplementedError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:  # a password, a compression, damage
+        raise OSError(str(error)) from error
+
+
+def _open_zip(file: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ElfattError(f"reference {file} cannot be read ({error}); accepted: a .zip archive.") from error
+
+
+def tables(files: Sequence[Path]) -> Source:
+    """Pictures of parquet files: a column of bytes, or of structures with a field `bytes`."""
+    need("a .parquet reference", "pyarrow")
+    import pyarrow.parquet as parquet
+
+    tables = {file: _open_table(parquet, file) for file in files}
+    entries = [entry for file, (table, column) in tables.items() for entry in _table_entries(file, table, column)]
+    lock = threading.Lock()
+
+    @functools.lru_cache(maxsize=1)
+    def row_group(file: Path, number: int) -> Any:
+        table, column = tables[file]
+        return table.read_row_group(number, columns=[column]).column(0)
+
+    def read(entry: Entry) -> bytes:
+        file, number, row = entry.where
+        with lock:
+            value = row_group(file, number)[row].as_py()
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if not content:
+            raise OSError("the row holds no bytes")
+        return bytes(content)
+
+    return Source(entries, [stamp(file.name, file) for file in files], read)
+
+
+def _open_table(parquet: Any, file: Path) -> tuple[Any, str]:
+    try:
+        table = parquet.ParquetFile(file)
+    except (OSError, ValueError) as error:
+        raise ElfattError(f"reference {file} cannot be read ({error}); accepted: a .parquet file.") from error
+    for field in table.schema_arrow:
+        if re.fullmatch(r"(large_)?binary|struct<.*bytes: (large_)?binary.*>", str(field.type)):
+            return table, field.name
+    names = ", ".join(table.schema_arrow.names)
+    raise ElfattError(f"reference {file} has columns {names}; one must hold the bytes of pictures.")
+
+
+def _table_entries(file: Path, table: Any, column: str) -> list[Entry]:
+    label = next((name for name in ("label", "cls", "class") if name in table.schema_arrow.names), None)
+    entries: list[Entry] = []
+    for number in range(table.num_row_groups):
+        count = table.metadata.row_group(number).num_rows
+        groups = table.read_row_group(number, columns=[label]).column(0).to_pylist() if label else [""] * count
+        start = len(entries)
+        entries += [Entry(f"{file.name}:{start + row}", (file, number, row), str(groups[row])) for row in range(count)]
+    return entries

@@ -1,0 +1,222 @@
+"""A row of the results: a method with its settings, and all that was measured of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elfatt_sd.evaluation.report.values import Estimate, dig, estimate, number, numbers, shortened
+
+BASELINE, NULL, METHOD = "baseline", "null", "method"
+
+
+def is_kernel(name: str) -> bool:
+    """Tell whether a distance is a kernel distance, by its name."""
+    return name.startswith(("KID", "KD"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of the run: a method with its settings.
+
+    Attributes:
+        data: the row of `results.json`.
+        name: what tells the row from all others in a plot or a sentence.
+        suffix: the part of the name behind the label.
+        number: the row's place in a run of so many rows that they are known by their numbers, else None.
+    """
+
+    data: Mapping[str, Any]
+    name: str
+    suffix: str
+    number: int | None = None
+
+    @property
+    def cell(self) -> str:
+        """The folder of the row's pictures."""
+        return str(self.data.get("cell", ""))
+
+    @property
+    def label(self) -> str:
+        """The method's name in tables."""
+        return label_of(self.data)
+
+    @property
+    def title(self) -> str:
+        """The label, behind the row's number where it has one."""
+        return self.label if self.number is None else f"{self.number} · {self.label}"
+
+    def short(self, width: int) -> str:
+        """Return the name in so many characters at most: the label is cut, number and settings are kept."""
+        return shortened(self.name.removesuffix(self.suffix).rstrip(), self.suffix, width)
+
+    @property
+    def method(self) -> str:
+        """The method's name in configurations; for a peer's row the package."""
+        return str(self.data.get("peer") or self.data.get("method") or "")
+
+    @property
+    def role(self) -> str:
+        """`baseline` (untouched), `null` (untouched with other seeds) or `method`."""
+        return str(self.data.get("role") or METHOD)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of the method."""
+        return settings_of(self.data)
+
+    @property
+    def failed(self) -> str | None:
+        """The reason why the row has no figures, or None."""
+        reason = self.data.get("failed")
+        return None if reason in (None, False, "") else str(reason)
+
+    @property
+    def images(self) -> int | None:
+        """The number of pictures."""
+        count = number(self.data, "images")
+        return None if count is None or not math.isfinite(count) else int(count)
+
+    @property
+    def classes(self) -> int | None:
+        """The number of different classes, or prompts, of the pictures."""
+        count = number(self.data, "classes")
+        return None if count is None else int(count)
+
+    @property
+    def most_changed(self) -> list[int]:
+        """The indices of the pictures that differ most from the baseline's, most first."""
+        return [int(index) for index in numbers(self.data, "most_changed")]
+
+    def reason(self, part: str) -> str | None:
+        """Return why `time` or `memory` has no figures, such as memory that ran out; None where that is not told."""
+        reasons = (dig(self.data, part, key) for key in ("failed", "note"))
+        return next((str(reason) for reason in reasons if reason), None)
+
+    def distance(self, name: str) -> Estimate | None:
+        """Return the distance to the reference; the interval of a Frechet distance begins at 0, as no such is below.
+
+        The unbiased estimate of a kernel distance may itself be below 0, so its interval stays as it is.
+        """
+        found = estimate(dig(self.data, "distances", name))
+        if found is None or found.low is None or is_kernel(name):
+            return found
+        return replace(found, low=max(found.low, 0.0))
+
+    def difference(self, name: str) -> Estimate | None:
+        """Return the paired difference in distance, this row minus the baseline."""
+        return estimate(dig(self.data, "distances", name, "difference"))
+
+    def extrapolated(self, name: str) -> bool:
+        """Tell whether that difference is of infinitely many images; otherwise it is that of the two distances."""
+        return bool(dig(self.data, "distances", name, "difference", "images") == "infinite")
+
+    def verdict(self, name: str) -> str | None:
+        """Return the verdict that the scoring gave."""
+        verdict = dig(self.data, "distances", name, "difference", "verdict")
+        return None if verdict is None else str(verdict)
+
+    def paired(self, measure: str) -> Estimate | None:
+        """Return the mean, with its interval, of a measure against the baseline on the same latents."""
+        return estimate(dig(self.data, "paired", measure), "mean")
+
+    def pictures(self, measure: str) -> Estimate | None:
+        """Return median and quartiles over the pictures of such a measure."""
+        return estimate(dig(self.data, "paired", measure), "median", "quartiles")
+
+    def each(self, measure: str) -> list[float | None]:
+        """Return such a measure of every picture; None for an identical one's PSNR, empty where it was not kept."""
+        values = dig(self.data, "paired", measure, "pictures")
+        return [number(value) for value in values] if isinstance(values, list) else []
+
+    @property
+    def picture_classes(self) -> list[int]:
+        """The class of every picture; empty where it was not kept."""
+        return [int(index) for index in numbers(self.data, "paired", "classes")]
+
+    def lowest(self, measure: str) -> float | None:
+        """Return the lowest of such a measure among the pictures: how far the one that is changed most has moved."""
+        return number(self.data, "paired", measure, "lowest")
+
+    @property
+    def identical(self) -> int | None:
+        """The number of pictures that equal the baseline's in every pixel; the PSNR is that of the others."""
+        count = number(self.data, "paired", "psnr", "identical")
+        return None if count is None or not math.isfinite(count) else int(count)
+
+    @property
+    def mostly_identical(self) -> bool:
+        """Whether more than half of the pictures equal the baseline's, so that a PSNR tells little."""
+        return 2 * (self.identical or 0) > (self.images or 0)
+
+    @property
+    def psnr(self) -> Estimate | None:
+        """The mean PSNR to the baseline's pictures; None where most are identical."""
+        return None if self.mostly_identical else self.paired("psnr")
+
+    def accuracy(self, name: str) -> Estimate | None:
+        """Return the share of pictures that show what the prompt says of one attribute."""
+        return estimate(dig(self.data, "accuracy", name))
+
+    def accuracy_difference(self, name: str) -> Estimate | None:
+        """Return the paired difference in that share, this row minus the baseline."""
+        return estimate(dig(self.data, "accuracy", name, "difference"))
+
+    def accuracy_verdict(self, name: str) -> str | None:
+        """Return the verdict on that difference."""
+        verdict = dig(self.data, "accuracy", name, "difference", "verdict")
+        return None if verdict is None else str(verdict)
+
+    def seconds(self, part: str = "end_to_end") -> float | None:
+        """Return the seconds per image of a part: `end_to_end` or `unet`."""
+        return number(self.data, "time", part, "seconds_per_image")
+
+    def time(self, part: str = "end_to_end") -> Estimate | None:
+        """Return these seconds as a value without an interval."""
+        value = self.seconds(part)
+        return None if value is None else Estimate(value)
+
+    def time_values(self, part: str = "end_to_end") -> list[float]:
+        """Return every raw timing of a part, in seconds per image."""
+        return numbers(self.data, "time", part, "values")
+
+    def speedup(self, part: str = "end_to_end") -> Estimate | None:
+        """Return how many times as fast as the untouched pipeline a part is: median, low, high."""
+        ratio = dig(self.data, "time", part, "ratio")
+        middle, low, high = (number(ratio, key) for key in ("median", "low", "high"))
+        return None if middle is None else Estimate(middle, low, high)
+
+    def memory(self, key: str = "gib_per_image") -> float | None:
+        """Return a figure of the memory regression, in GiB."""
+        return number(self.data, "memory", key)
+
+    @property
+    def slope(self) -> Estimate | None:
+        """The GiB that one more image of a batch takes, with the interval that the fit allows."""
+        return estimate(dig(self.data, "memory"), "gib_per_image")
+
+    def stage_slope(self, stage: str) -> float | None:
+        """Return the GiB per image of `text`, `unet` or `vae` alone, or of `reserved`, what CUDA's allocator held."""
+        path = (stage,) if stage == "reserved" else ("stages", stage)
+        return number(dig(self.data, "memory", *path), "gib_per_image")
+
+    def memory_points(self) -> list[tuple[float, float]]:
+        """Return (batch size, peak in GiB) of each measured batch."""
+        batches, peaks = (dig(self.data, "memory", key) for key in ("batches", "peaks_gib"))
+        if not isinstance(batches, list) or not isinstance(peaks, list):
+            return []
+        pairs = [numbers(pair) for pair in zip(batches, peaks, strict=False)]
+        return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+
+
+def label_of(row: Mapping[str, Any]) -> str:
+    """Return the name of a row's method for readers."""
+    return str(row.get("label") or row.get("method") or row.get("cell") or "unnamed")
+
+
+def settings_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a row's method."""
+    settings = row.get("settings")
+    return settings if isinstance(settings, Mapping) else {}

@@ -1,0 +1,202 @@
+"""A method installed in one denoiser: its hooks, and what happens at the beginning of a call."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from elfatt_sd.autotune import Tuner
+from elfatt_sd.calls import Denoiser, is_recomputing
+from elfatt_sd.choosing import Layers, patched_layers
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.devices import in_optimized_module
+from elfatt_sd.families import (
+    Given,
+    family_of,
+    unwrap,
+)
+from elfatt_sd.notices import Notices
+from elfatt_sd.phases import EXACT
+from elfatt_sd.schedule import ANYWHERE, BEYOND, Run, Schedule, unknown_position
+from elfatt_sd.surroundings import modules_around
+
+PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
+
+
+class Patch:
+    """A method installed in one UNet or ControlNet."""
+
+    def __init__(
+        self,
+        config: PatchConfig,
+        autotune: bool,
+        taken_over: tuple[str, ...],
+        schedule: Schedule,
+        denoiser: nn.Module,
+        layers: Layers,
+    ) -> None:
+        self.config = config
+        self.autotune = autotune
+        self.taken_over = taken_over
+        self._schedule = schedule
+        self._layers = layers
+        self._module = unwrap(denoiser)
+        self._family = family_of(self._module)
+        self._tuner = Tuner(self._module) if autotune else None
+        self._shared = Denoiser(config, None if self._tuner is None else self._tuner.pays)
+        self._shared.layers = patched_layers(self._shared, layers, taken_over)
+        self._handles: list[Any] = []
+        self._around = modules_around(self._module, [layer.layer.name for layer in self._shared.layers])
+        self._notices = Notices(config, self._module, self._around, self._shared.layers)
+        self._direct: dict[int, dict[str, Any]] = {}  # by thread: what a call of `forward` was given, so far
+
+    def renewed(self) -> Patch:
+        """Return its like, to be installed after it was removed."""
+        return Patch(self.config, self.autotune, self.taken_over, self._schedule, self._module, self._layers)
+
+    def install(self) -> None:
+        """Put it into the module."""
+        for layer in self._shared.layers:
+            layer.install()
+            if layer.layer.norm is not None:
+                self._handles.append(layer.layer.norm.register_forward_pre_hook(layer.remember_block_input))
+            if layer.layer.transformer is not None:
+                hook = layer.before_transformer
+                self._handles.append(layer.layer.transformer.register_forward_pre_hook(hook, with_kwargs=True))
+        module: Any = self._module
+        self._handles += [
+            module.register_forward_pre_hook(self._before_call, with_kwargs=True),
+            module.register_forward_hook(self._after_call, always_call=True),
+        ]
+        entrances = self._family.entrances(module)
+        for what, entrance in entrances if len(entrances) > 1 else ():
+            last = entrance is entrances[-1][1]
+            hook = functools.partial(self._before_entrance, what, last)
+            self._handles.append(entrance.register_forward_pre_hook(hook))
+        stem: Any = dict(entrances).get("sample")
+        if stem is not None:
+            self._handles.append(stem.register_state_dict_pre_hook(self._before_copy))
+        setattr(module, PATCH, self)
+
+    def remove(self) -> None:
+        """Take it out of the module."""
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._shared.layers:
+            layer.remove()
+        delattr(self._module, PATCH)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the UNet: find the step and tell the layers."""
+        self._direct.pop(threading.get_ident(), None)
+        self._begin(self._family.call(self._module, args, kwargs))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the UNet, also after an exception."""
+        call = self._shared.end()
+        if call is not None and output is not None:
+            self._notices.compare_with_plan(call)
+
+    def _before_entrance(self, what: str, last: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook of what is given sample and timestep: begin a call of `forward`, which has no hooks."""
+        if torch.compiler.is_compiling():
+            return
+        thread, call = threading.get_ident(), self._shared.call
+        if last:
+            given = self._direct.pop(thread, {})
+            if given:
+                given.setdefault(what, args[0])
+                self._begin(Given.latent(given["sample"], given["timestep"]))
+            if self._shared.call is not None:
+                self._shared.call.entered = True
+        elif call is None or call.entered:
+            self._direct.setdefault(thread, {}).setdefault(what, args[0])  # a second one is of class labels
+
+    def _before_copy(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Pre-hook of the state of the first convolution alone, which is asked for to build another model of it."""
+        if not prefix:
+            self._notices.tell(
+                "copied",
+                "the weights of a patched model are copied into another one, as AnimateDiffPipeline.from_pipe and "
+                "ControlNetModel.from_unet do; the copy has no patch. Call apply_patch on the pipeline that it is in.",
+            )
+
+    def _begin(self, given: Given) -> None:
+        """Find the step of a call and tell the layers."""
+        self._refuse_tracing()
+        sample, timestep = given.sample, given.timestep
+        compiled = self._is_compiled()
+        if compiled and self._shared.threads and self._shared.call is None:
+            raise ElfattError(
+                "two threads call a compiled and patched model at once, and compiled code cannot tell them apart; let "
+                "them call one after the other, give each a copy of the model, or leave it uncompiled."
+            )
+        call = self._shared.recall(sample) if torch.is_grad_enabled() and is_recomputing() else None
+        if call is not None:  # a checkpoint around the whole model
+            call.restart()
+            self._shared.enter(call)
+            return
+        if self._tuner is not None:
+            self._tuner.compiling = compiled
+        position = self._schedule.locate(timestep, given.unit)
+        if not self._needs_steps and not (position is not None and position.scheduled):
+            position = ANYWHERE
+        if position is None:
+            raise unknown_position(len(self.config.phases))
+        if position == BEYOND:
+            self._notices.tell(
+                "other unit",
+                "the timestep of this call is on no schedule and in a unit that is not known (a noise level?), so that "
+                "its attention is exact; iterate over a tensor of all timesteps, such as scheduler.timesteps.",
+            )
+        if not given.grid.tokens:
+            self._notices.tell(
+                "no grid", "the image tokens of this call are no grid of rows and columns; they stay exact."
+            )
+        run = self._schedule.run if position.scheduled else Run()
+        self._notices.warn_if_displaced()
+        self._notices.warn_if_idle(position, run)
+        if compiled:
+            self._allow_recompiling()
+        self._shared.begin(position, run, given)
+        if torch.is_grad_enabled() and self._shared.call is not None:
+            self._shared.remember(sample, self._shared.call)
+
+    @property
+    def _needs_steps(self) -> bool:
+        """Whether it matters to the method which step of the run a call is."""
+        phases = self.config.phases
+        keeps = self.config.reuse_steps > 1 or any(phase.residual_steps > 1 for phase in phases)
+        return keeps or [phase.until for phase in phases] not in ([], [1.0])
+
+    def _is_compiled(self) -> bool:
+        """Tell whether `torch.compile` serves the call that now begins, or a part of it."""
+        return in_optimized_module() or any(module._compiled_call_impl is not None for module in self._around)
+
+    def _allow_recompiling(self) -> None:
+        """Let dynamo compile as often as there are phases and grids: its limit is one for all layers of a class."""
+        from torch._dynamo import config as dynamo
+
+        layers = {(layer.layer.downsample, layer.layer.attention.inner_dim) for layer in self._shared.layers}
+        each = sum(1 if phase.residual_steps == 1 else 4 for phase in (*self.config.phases, EXACT))
+        name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+        setattr(dynamo, name, max(getattr(dynamo, name), 8 + len(layers) * each))
+
+    def _refuse_tracing(self) -> None:
+        """Refuse what would make a program of one call.
+
+        Raises:
+            ElfattError: the model is being traced or exported.
+        """
+        exporting = getattr(torch.compiler, "is_exporting", bool)
+        if torch._C._is_tracing() or exporting():
+            raise ElfattError(
+                "a trace or an export of a patched model would hold one step's phase and random draws for ever; "
+                "call elfatt_sd.remove_patch(pipe) first, or use torch.compile."
+            )

@@ -1,0 +1,133 @@
+"""A phase: one stretch of the denoising run, and the self-attention used in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Unpack
+
+from elfatt_sd import checks
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattFailure as ElfattFailure
+from elfatt_sd.methods import Attention, AttentionName, Merge, attention_named
+from elfatt_sd.settings import MERGE_SETTINGS, AttentionSettings, check_settings, known_keys, of_merging, phase_settings
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, init=False)
+class Phase:
+    """One stretch of the denoising run and the self-attention used in it.
+
+    Attributes:
+        until: fraction of the denoising steps at which the phase ends, in (0, 1].
+        attention: which attention, with its settings.
+        merge: what is merged before it.
+        residual_steps: number of steps that share the difference between exact attention and the approximation. The
+            first of them computes both, and its output is exact; the others add the difference to their approximation
+            (residual sharing of DiTFastAttn, arXiv:2406.08552). What is random is drawn once for them. 1 adds nothing.
+    """
+
+    until: float
+    attention: Attention
+    merge: Merge
+    residual_steps: int
+
+    def __init__(
+        self,
+        until: float = 1.0,
+        attention: Attention | AttentionName = "softmax",
+        *,
+        merge: Merge | None = None,
+        residual_steps: int = 1,
+        **settings: Unpack[AttentionSettings],
+    ) -> None:
+        """Put a phase together, of objects or of flat settings: `Phase(0.2, "elfatt", ratio=0.5)`.
+
+        Args:
+            until: see the attributes.
+            attention: an attention, or its name.
+            merge: see the attributes; nothing is merged by default.
+            residual_steps: see the attributes.
+            **settings: changes to `merge` and `attention`; those that the attention does not have are ignored.
+
+        Raises:
+            ElfattError: a setting is unknown, or a value out of range.
+        """
+        check_settings(settings)
+        merge = Merge() if merge is None else merge
+        if not isinstance(merge, Merge):
+            raise ElfattError(f"merge={merge!r} is not accepted; give a Merge.")
+        kind = attention if isinstance(attention, Attention) else attention_named(attention)()
+        values = {
+            "until": until,
+            "attention": kind.with_settings(settings),
+            "merge": dataclasses.replace(merge, **of_merging(settings)),
+            "residual_steps": residual_steps,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        checks.real("until", until, 0.0, 1.0)
+        if until == 0:
+            raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
+        checks.whole("residual_steps", residual_steps, 1)
+        self.attention.accepts(self.merge)
+
+    if not TYPE_CHECKING:  # a type checker that saw it would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            """Read a setting of merging or attention flat, as it is given: `phase.ratio`, `phase.keys`."""
+            if name not in phase_settings():
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            holder = self.merge if name in MERGE_SETTINGS else self.attention
+            return getattr(holder, type(holder).aliases.get(name, name) if holder is self.attention else name)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the untouched attention runs in this phase."""
+        return self.attention.exact and self.merge.ratio == 0
+
+    @property
+    def matches(self) -> bool:
+        """Whether similar tokens are looked for: to merge them, or to form agents."""
+        return self.merge.ratio > 0 or self.attention.matches
+
+    @property
+    def used_settings(self) -> frozenset[str]:
+        """The settings that change what the phase does."""
+        used = set(self.attention.used_settings)
+        used |= {"ratio"} if self.attention.merges else set()
+        used |= {"stride"} if self.matches else set()
+        return frozenset(used | (set() if self.exact else {"residual_steps"}))
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Phase:
+        """Return a copy with settings changed; those that it does not have are ignored.
+
+        Raises:
+            ElfattError: a value is out of range.
+        """
+        own = {"residual_steps": self.residual_steps, **settings}
+        return Phase(self.until, self.attention, merge=self.merge, **own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, flat: the settings of merging and attention stand beside the phase's own."""
+        data: dict[str, Any] = {"until": self.until, "attention": self.attention.name}
+        data |= dataclasses.asdict(self.merge) | {"residual_steps": self.residual_steps}
+        return data | dataclasses.asdict(self.attention)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Phase:
+        """Build a phase from what `to_dict` gave, also in earlier versions, where every phase had all settings.
+
+        Raises:
+            ElfattError: a key is unknown, or a value is out of range.
+        """
+        known_keys("phase", data, ["until", "attention", *phase_settings()])
+        if ":" in str(data.get("attention")):  # a file may not name code to import
+            raise ElfattError(f"attention={data['attention']!r} is not accepted here; register it, and give its name.")
+        return cls(**data)
+
+
+EXACT = Phase()

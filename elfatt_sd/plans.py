@@ -1,0 +1,262 @@
+"""A plan as data and as text: layers, phases, and the whole call."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.methods import Grid
+from elfatt_sd.residuals import kept_bytes
+from elfatt_sd.shapes import Blueprint
+
+_MOST_PLACES = 8  # that a plan lists one by one; a UNet has fewer blocks on a level
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One self-attention layer in a plan.
+
+    Attributes:
+        denoiser: `unet`, `controlnet`, `controlnet.0`, ...
+        name: path of the layer in it.
+        downsample: how many times smaller than the latent its grid is.
+        frames: of its grid; an image has one.
+        height: rows of its grid.
+        width: columns of its grid.
+        text: tokens of text that it joins with those of its grid, at their usual number.
+        heads: attention heads.
+        channels: channels over all heads.
+        patched: whether the method takes it over.
+        reason: what its grid gets in each phase that is not exact, and whether that pays; or why it is not patched.
+        multiply_adds: of one call for one picture, untouched.
+        multiply_adds_by_phase: the same in each phase; of a matching that calls share, each has its part.
+        approximated: whether each phase replaces its exact attention.
+    """
+
+    denoiser: str
+    name: str
+    downsample: int
+    frames: int
+    height: int
+    width: int
+    text: int
+    heads: int
+    channels: int
+    patched: bool
+    reason: str
+    multiply_adds: int
+    multiply_adds_by_phase: tuple[int, ...]
+    approximated: tuple[bool, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its grid."""
+        return self.grid.tokens
+
+    @property
+    def grid(self) -> Grid:
+        """Its grid."""
+        return Grid(self.frames, self.height, self.width)
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """A phase in a plan.
+
+    Attributes:
+        start: fraction of the run at which it begins.
+        until: fraction of the run at which it ends.
+        what: what the patched layers get in it, and what was asked for where their grids cannot give that.
+        multiply_adds: of the self-attention of one call in it.
+    """
+
+    start: float
+    until: float
+    what: str
+    multiply_adds: int
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """One call of the UNet, and of its ControlNets, by multiply-adds for one image.
+
+    Attributes:
+        denoisers: multiply-adds of each, untouched; None where they could not be counted.
+        before: of all of them, untouched; None where one of them could not be counted.
+        after: with the patch, averaged over the run.
+        speed: `before / after`: how many times as fast the call is if time is in proportion to multiply-adds.
+        limit: the same, if what is approximated cost nothing at all.
+    """
+
+    denoisers: Mapping[str, int | None]
+    before: int | None = None
+    after: int | None = None
+    speed: float | None = None
+    limit: float | None = None
+
+    def __str__(self) -> str:
+        """Return it as a line."""
+        if self.before is None or self.after is None:
+            unknown = ", ".join(name for name, count in self.denoisers.items() if count is None)
+            return f"whole call: not counted ({unknown}), so no speed-up is estimated"
+        names = " and ".join("UNet" if name == "unet" else name for name in self.denoisers)
+        return (
+            f"whole call ({names}): {giga(self.before)} G multiply-adds before, {giga(self.after)} G after on average. "
+            f"By this count it is {self.speed:.2f} times as fast, {self.limit:.2f} if the approximated layers cost "
+            "nothing; measure what it is here with elfatt-sd bench"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a patch does to a pipeline at one image size.
+
+    Attributes:
+        config: the method.
+        grid: of the denoiser's input: of the latent or, where that is tokens, of them.
+        layers: every self-attention layer over image tokens.
+        phases: in order, up to the end of the run.
+        multiply_adds_before: of all those layers in one call for one image, untouched.
+        multiply_adds_after: the same with the patch, averaged over the run.
+        blueprints: of the denoisers, for `call`; see `counting`.
+    """
+
+    config: PatchConfig
+    grid: Grid
+    layers: tuple[PlannedLayer, ...]
+    phases: tuple[PlannedPhase, ...]
+    multiply_adds_before: int
+    multiply_adds_after: int
+    blueprints: tuple[tuple[str, Blueprint], ...] = ()
+
+    @property
+    def height(self) -> int:
+        """Rows of the denoiser's input."""
+        return self.grid.rows
+
+    @property
+    def width(self) -> int:
+        """Columns of the denoiser's input."""
+        return self.grid.columns
+
+    def counting(self, denoisers: Mapping[str, nn.Module]) -> Plan:
+        """Return a plan that knows the denoisers, whose multiply-adds are counted when `call` is asked for."""
+        known = tuple((name, Blueprint.of(denoiser)) for name, denoiser in denoisers.items())
+        return dataclasses.replace(self, blueprints=known)
+
+    @property
+    def call(self) -> PlannedCall:
+        """The whole call that the self-attention is a part of; the first time, it takes a second or a few."""
+        counts = {name: blueprint.multiply_adds(self.grid) for name, blueprint in self.blueprints}
+        known = [count for count in counts.values() if count is not None]
+        if not known or len(known) < len(counts):
+            return PlannedCall(counts)
+        before = sum(known)
+        after = before - self.multiply_adds_before + self.multiply_adds_after
+        least = before - round(sum(map(self._approximated, self.layers)))
+        return PlannedCall(counts, before, after, before / after, before / max(1, least))
+
+    @property
+    def kept_bytes(self) -> float:
+        """Memory of the differences that steps share (`Phase.residual_steps`), for one image in 16 bits; 0 for none."""
+        if all(phase.residual_steps == 1 or phase.exact for phase in self.config.phases):
+            return 0.0
+        sizes = [(layer.tokens, layer.channels) for layer in self.layers if layer.patched]
+        return kept_bytes(sizes, 1, torch.float16, self.config.residuals)
+
+    def average(self, layer: PlannedLayer) -> float:
+        """Return a layer's multiply-adds with the patch, averaged over the run."""
+        return sum(part * work for part, work in zip(self._parts, layer.multiply_adds_by_phase, strict=True))
+
+    def groups(self) -> list[tuple[PlannedLayer, ...]]:
+        """Return the layers, those together to which the same happens on the same grid."""
+        alike: dict[PlannedLayer, list[PlannedLayer]] = {}
+        for layer in self.layers:
+            alike.setdefault(dataclasses.replace(layer, name=""), []).append(layer)
+        return [tuple(group) for group in alike.values()]
+
+    @property
+    def heading(self) -> str:
+        """The method, and how many layers it patches."""
+        patched = sum(layer.patched for layer in self.layers)
+        return f"{self.config.method}: patches {patched} of {len(self.layers)} self-attention layers"
+
+    def summary(self) -> list[str]:
+        """Return what happens in each phase and what it adds up to, also of the whole call where that is known."""
+        rows = [
+            f"{phase.start:.0%} to {phase.until:.0%} of the steps: {phase.what}, "
+            f"{giga(phase.multiply_adds)} G multiply-adds"
+            for phase in self.phases
+        ]
+        fraction = self.multiply_adds_after / self.multiply_adds_before if self.multiply_adds_before else 1.0
+        rows.append(
+            f"self-attention of a call: {giga(self.multiply_adds_before)} G multiply-adds before, "
+            f"{giga(self.multiply_adds_after)} G after on average ({fraction:.0%})"
+        )
+        kept = self.kept_bytes
+        if kept:
+            size = f"{kept / 2**30:.2f} GiB" if kept > 2**29 else f"{kept / 2**20:.1f} MiB"
+            what = "in 8 bits" if self.config.residuals == "fp8" else "in 16 bits"
+            where = "host" if self.config.residuals == "host" else "device"
+            rows.append(f"differences that steps share: {size} for each image of a batch {what}, kept on the {where}")
+        return [*rows, str(self.call)] if self.blueprints else rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        layers = [{**dataclasses.asdict(layer), "tokens": layer.tokens} for layer in self.layers]
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del data["blueprints"], data["grid"]
+        data |= {
+            "frames": self.grid.frames,
+            "height": self.height,
+            "width": self.width,
+            "config": self.config.to_dict(),
+            "layers": layers,
+            "phases": list(map(dataclasses.asdict, self.phases)),
+        }
+        return {**data, "call": dataclasses.asdict(self.call)}
+
+    def __str__(self) -> str:
+        """Return the plan as text."""
+        rows = []
+        for group in self.groups():
+            layer, number = group[0], len(group)
+            text = f" and {layer.text} of text" * (layer.text > 0)
+            rows.append(
+                f"{number} layer{'s' * (number > 1)} of {layer.tokens} tokens ({layer.grid}){text}, "
+                f"{layer.heads} heads, in {', '.join(places(group))}: {layer.reason}"
+            )
+        return "\n  ".join([self.heading, *rows, *self.summary()])
+
+    @property
+    def _parts(self) -> list[float]:
+        return [phase.until - phase.start for phase in self.phases]
+
+    def _approximated(self, layer: PlannedLayer) -> float:
+        """Return the exact layer's multiply-adds in the phases that approximate it, averaged over the run."""
+        return layer.multiply_adds * sum(itertools.compress(self._parts, layer.approximated))
+
+
+def giga(multiply_adds: float) -> str:
+    """Return a number of multiply-adds in units of 10^9, with three digits at least."""
+    value = multiply_adds / 1e9
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def places(layers: Sequence[PlannedLayer]) -> list[str]:
+    """Return the blocks that layers are in: `down_blocks.0`, `mid_block`; of a ControlNet with its name before."""
+
+    def place(layer: PlannedLayer) -> str:
+        kind, number, *_ = layer.name.split(".")
+        block = f"{kind}.{number}" if number.isdigit() and kind != "mid_block" else kind
+        return f"{layer.denoiser}.{block}" if layer.denoiser.startswith("controlnet") else block
+
+    found = list(dict.fromkeys(map(place, layers)))
+    return found if len(found) <= _MOST_PLACES else [f"{found[0]} to {found[-1].rpartition('.')[2]}"]
