@@ -16,7 +16,6 @@ import itertools
 import json
 import math
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -29,10 +28,11 @@ from torch import Tensor, nn
 import elfatt_sd
 from elfatt_sd.calls import Call, LayerState
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.devices import device_name, is_out_of_memory, synchronize
+from elfatt_sd.devices import device_name, is_out_of_memory
 from elfatt_sd.families import SelfAttention, family_of, unwrap
 from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.joint_processor import attention_alone
+from elfatt_sd.measuring.clock import timed
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.processor import PatchedLayer, approximate
@@ -296,8 +296,8 @@ def measure(
     ratios: list[float] = []
     with torch.no_grad():
         for index in range(WARM_UP + MOST_ROUNDS):
-            before = _seconds(untouched, device)
-            after = sum(share * _seconds(function, device) for function, share in approximated)
+            before = timed(untouched, device)
+            after = sum(share * timed(function, device) for function, share in approximated)
             if index >= WARM_UP:
                 ratios.append(after / before)
                 decision = _decide(ratios)
@@ -316,14 +316,6 @@ def _decide(ratios: list[float]) -> Decision:
 def _is_clear(ratios: list[float]) -> bool:
     rounds, factor = CLEAR
     return len(ratios) >= rounds and (max(ratios) < 1 / factor or min(ratios) > factor)
-
-
-def _seconds(function: Any, device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def _batch(sample: Tensor) -> int:

@@ -143,7 +143,7 @@ _add_layer_command(
 
 @app.command()
 @takes_session
-def unet(
+def denoiser(
     session: Any,
     model: Model = "sd15",
     sizes: Sizes = [512, 1024],  # noqa: B006
@@ -161,7 +161,7 @@ def unet(
     variant: Variant = None,
     force: Force = False,
 ) -> None:
-    """One UNet call in every phase of every method, added up over a run."""
+    """One call of a UNet or transformer in every phase of every method, added up over a run."""
     _check(model, variant, device, dtype, [] if force else sizes, batch, images=0)
     if compile and autotune:
         raise ElfattError("--autotune is not accepted with --compile; compiled layers cannot be measured.")
@@ -171,6 +171,9 @@ def unet(
     options |= {"model": model, "sizes": sizes, "methods": methods, "memory": memory_batch if memory else []}
     options |= {"compile": compile, "autotune": autotune}
     _run("unet", session, device=device, dtype=dtype, **options)
+
+
+app.command("unet", hidden=True)(denoiser)  # its name before transformers had a place
 
 
 @app.command()

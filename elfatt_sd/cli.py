@@ -340,7 +340,7 @@ def _sketch(model: str, autotune: bool) -> Any:
     if autotune:
         raise ElfattError(
             f"model={model!r} is a shape without weights, which --autotune cannot measure; give a model, or time the "
-            f"shape with elfatt-sd bench unet --model {model} --autotune."
+            f"shape with elfatt-sd bench denoiser --model {model} --autotune."
         )
     quiet_libraries()
     return sketch(model)

@@ -140,11 +140,12 @@ def _backends() -> Iterator[Finding]:
 
 def _toy() -> Iterator[Finding]:
     from elfatt_sd.console import quiet_libraries
+    from elfatt_sd.families import main_denoiser
     from elfatt_sd.pipelines import load_pipeline
 
     quiet_libraries()
     pipe = load_pipeline("toy", device="cpu")
-    weights = sum(parameter.numel() for parameter in pipe.unet.parameters())
+    weights = sum(parameter.numel() for parameter in main_denoiser(pipe).parameters())
     yield Finding("toy", f"loads; its UNet has {weights / 1e6:.1f} M weights", "ok")
 
 

@@ -143,7 +143,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, *ratios: float) -> tuple[Decision, in
         calls.append(0)
         return next(taken)
 
-    monkeypatch.setattr(autotune, "_seconds", seconds)
+    monkeypatch.setattr(autotune, "timed", seconds)
     decision = autotune.measure(lambda: None, [(lambda: None, 1.0)], torch.device("cpu"))
     return decision, len(calls) // 2 - 2
 

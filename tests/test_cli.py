@@ -491,7 +491,7 @@ def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monk
 
     loaded = pipelines.load_pipeline(model, device="cpu")
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
-    for name, expected in (("toy", (25, 3)), ("toy-dit", (20, 1)), ("owner/another", (50, 7.5))):
+    for name, expected in (("toy", (25, 3)), ("toy-dit", (12, 1)), ("owner/another", (50, 7.5))):
         assert call("generate", "a red star", "--model", name, "--out", tmp_path / name).exit_code == 0
         record = json.loads((tmp_path / name / "0001-a-red-star.json").read_text())
         assert (record["steps"], record["guidance"]) == expected

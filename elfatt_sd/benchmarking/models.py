@@ -97,7 +97,7 @@ def make_pipeline(
 ) -> tuple[Any, dict[str, Any]]:
     """Return a pipeline and its inputs; one with random weights is given embeddings."""
     if name in TRANSFORMERS:
-        raise ElfattError(f"model={name!r} has no pipeline here; time a call of it with elfatt-sd bench unet.")
+        raise ElfattError(f"model={name!r} has no pipeline here; time a call of it with elfatt-sd bench denoiser.")
     if name not in SHAPES:
         pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
         return pipe, {"prompt": ["a red circle"] * batch}

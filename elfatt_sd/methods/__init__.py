@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
+import math
 from typing import Literal, TypeVar
 
 from elfatt_sd.errors import ElfattError
@@ -101,9 +101,7 @@ def check_declaration(kind: type[Attention]) -> None:
     where = f"{kind.__module__}:{kind.__qualname__} cannot be registered"
     if not isinstance(kind.__dict__.get("name"), str) or not kind.name.replace("-", "_").isidentifier():
         raise ElfattError(f"{where}: its name is {kind.name!r}; give a `name` of letters, digits and underscores.")
-    other = _known.get(kind.name)
-    if other is not None and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
-        raise ElfattError(f"{where}: the name {kind.name!r} is taken by {other.__module__}:{other.__qualname__}.")
+    _check_name_is_free(where, kind)
     if "__dataclass_params__" not in kind.__dict__ or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ElfattError(f"{where}: it is no frozen dataclass; put @dataclass(frozen=True) above it.")
     for missing in ("attend", "cost"):
@@ -113,19 +111,30 @@ def check_declaration(kind: type[Attention]) -> None:
         _check_field(where, field)
 
 
+def _check_name_is_free(where: str, kind: type[Attention]) -> None:
+    """Check that nothing else has the name; names that differ in case or dashes alone would share files of a run."""
+    from elfatt_sd.presets import COLOURED, METHODS
+
+    def plain(name: str) -> str:
+        return name.casefold().replace("-", "_")
+
+    own = (kind.__module__, kind.__qualname__)
+    for other in _known.values():
+        if plain(other.name) == plain(kind.name) and (other.__module__, other.__qualname__) != own:
+            taker = f"{other.__module__}:{other.__qualname__}"
+            raise ElfattError(f"{where}: the name {kind.name!r} is taken by {taker}; give another one.")
+    for name in (*METHODS, *COLOURED):
+        if plain(name) == plain(kind.name) and not is_own(kind):
+            raise ElfattError(f"{where}: the name {kind.name!r} is taken by the method {name!r}; give another one.")
+
+
 def _check_field(where: str, field: dataclasses.Field[object]) -> None:
     from elfatt_sd.settings import RUN_SETTINGS
 
     if field.name in _RESERVED or field.name in RUN_SETTINGS:
         raise ElfattError(f"{where}: its field {field.name!r} means something else in every method; rename it.")
-    value = field.default
-    if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    try:
-        same = value is not dataclasses.MISSING and json.loads(json.dumps(value)) == value
-    except (TypeError, ValueError):
-        same = False
-    if not same:
+    value = field.default  # a default that a factory makes would be a list or the like, which settings cannot be
+    if not (value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))):
         raise ElfattError(
             f"{where}: the default of its field {field.name!r} is not one that JSON can hold; give a number, a text, "
             "True, False or None."

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.joint import Keys
-from elfatt_sd.methods.base import Attention, Draws, Merge, Size
+from elfatt_sd.methods.base import Attention, Draws, Merge, Prepared, Size
 from elfatt_sd.tiling import Grid
 
 _GRIDS = (Grid.image(8, 8), Grid.image(5, 7))
@@ -47,31 +50,44 @@ class TrialLayer:
         return (tokens @ self._weights[index].to(tokens)).view(*tokens.shape[:2], _HEADS, _HEAD_DIM)
 
 
-@functools.lru_cache(maxsize=64)
 def check(attention: Attention) -> None:
-    """Try an attention with its settings on small grids.
+    """Try an attention with its settings on small grids; once for equal ones.
 
     Args:
         attention: to be tried.
 
     Raises:
-        ElfattError: it raises, returns another shape or dtype, draws from the global random state, is not the same
-            twice, changes the tokens that it is given, reads values of tensors on the host, or has no cost.
+        ElfattError: it raises, returns another shape or dtype, draws from a global random state, is not the same
+            twice, changes the tokens that it is given, reads values of tensors on the host, has no cost or no words,
+            or a setting that cannot be kept.
     """
+    with raises_in_one_line(attention, "hash, which needs settings that do not change, such as numbers and texts"):
+        hash(attention)
+    _check(attention)
+
+
+@functools.lru_cache(maxsize=64)
+def _check(attention: Attention) -> None:
+    with raises_in_one_line(attention, "words"):
+        said = attention.words([attention])
+    if not isinstance(said, str) or "\n" in said:
+        raise broken(attention, f"says itself as {said!r}; return a text of one line from `words`")
     for grid in _GRIDS:
         tokens = torch.randn(_BATCH, grid.tokens, _HEADS * _HEAD_DIM, generator=torch.Generator().manual_seed(1))
-        before, state = tokens.clone(), torch.get_rng_state()
+        before, states = tokens.clone(), _random_states()
         first, second = (_attend(attention, grid, tokens) for _ in range(2))
-        if not torch.equal(state, torch.get_rng_state()):
+        if _random_states() != states:
             raise broken(attention, "draws from the global random state; draw with `draws.uniform`")
         if not torch.equal(tokens, before):
             raise broken(attention, "changes the tokens that it is given")
         check_result(attention, first, (_BATCH, grid.tokens, _HEADS, _HEAD_DIM), tokens.dtype)
+        if not first.isfinite().all():
+            raise broken(attention, "returns values that are not finite")
         if not torch.equal(first, second):
             raise broken(attention, "gives another result the second time")
         with raises_in_one_line(attention, "cost"):
             cost = attention.fit(grid, Merge()).cost(Size(grid, grid.tokens, _HEADS * _HEAD_DIM))
-        if not isinstance(cost, int | float) or not cost > 0:
+        if not isinstance(cost, int | float) or not 0 < cost < math.inf:
             raise broken(attention, f"has cost {cost!r}; return a number of multiply-adds")
         _check_without_values(attention, grid)
 
@@ -112,10 +128,18 @@ def broken(attention: Attention, rule: str) -> ElfattError:
     return ElfattError(f"attention {kind.name!r} ({kind.__module__}:{kind.__qualname__}) {rule}.")
 
 
+def _random_states() -> tuple[object, ...]:
+    """Return the states of the global generators of PyTorch, Python and NumPy."""
+    name, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest
+
+
 def _attend(attention: Attention, grid: Grid, tokens: Tensor) -> Tensor:
     with raises_in_one_line(attention, "prepare"):
         prepared = attention.prepare(grid, Draws(0, 0, 0, torch.device("cpu")))
-    order = getattr(prepared, "order", None)
+    if not (prepared is None or isinstance(prepared, Prepared)):
+        raise broken(attention, f"prepares {type(prepared).__name__}; return a Prepared, or None")
+    order = None if prepared is None else prepared.order
     ordered = tokens if order is None else tokens.index_select(1, order)
     with raises_in_one_line(attention, "attend"), torch.no_grad():
         return attention.attend(TrialLayer(tokens), ordered, prepared)

@@ -27,6 +27,6 @@ class Embedded:
 _HERE = Path(__file__).parent
 EMBEDDED = {
     "toy": Embedded(_HERE / "weights", STEPS, GUIDANCE),  # a Stable Diffusion
-    "toy-dit": Embedded(_HERE / "weights-dit", 20, 1.0),  # a Flux, which needs no guidance
+    "toy-dit": Embedded(_HERE / "weights-dit", 12, 1.0),  # a Flux, which needs no guidance
 }
 TOY = EMBEDDED["toy"].folder

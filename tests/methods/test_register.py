@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +101,39 @@ class Unsaved(Near):
 
 
 @dataclass(frozen=True)
+class AsAPreset(Near):
+    name: ClassVar[str] = "tome"
+
+
+@dataclass(frozen=True)
+class AlmostAPreset(Near):
+    name: ClassVar[str] = "ELFATT_Fast"
+
+
+@dataclass(frozen=True)
+class AlmostTaken(Near):
+    name: ClassVar[str] = "Cell-Spread"
+
+
+@dataclass(frozen=True)
+class Endless(Near):
+    name: ClassVar[str] = "endless"
+    what: float = math.inf
+
+
+@dataclass(frozen=True)
+class Changing(Near):
+    name: ClassVar[str] = "changing"
+    what: Any = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FailingDefault(Near):
+    name: ClassVar[str] = "failing_default"
+    what: Any = field(default_factory=lambda: 1 / 0)
+
+
+@dataclass(frozen=True)
 class Ambiguous(Near):
     name: ClassVar[str] = "ambiguous"
     seed: int = 0
@@ -116,6 +152,12 @@ class NoAttend(Attention):
     [
         (NoName, "give a `name`"),
         (Taken, "'sampled' is taken by elfatt_sd.methods.sampled:Sampled"),
+        (AsAPreset, "'tome' is taken by the method 'tome'"),
+        (AlmostAPreset, "'ELFATT_Fast' is taken by the method 'elfatt-fast'"),
+        (AlmostTaken, "'Cell-Spread' is taken by elfatt_sd.methods.cell_spread:CellSpread"),
+        (Endless, "'what' is not one that JSON can hold"),
+        (Changing, "'what' is not one that JSON can hold"),
+        (FailingDefault, "'what' is not one that JSON can hold"),
         (NotFrozen, "no frozen dataclass"),
         (Unsaved, "'what' is not one that JSON can hold"),
         (Ambiguous, "'seed' means something else"),
@@ -140,6 +182,10 @@ def _moves_tokens(self: Any, layer: Any, tokens: torch.Tensor, prepared: Any) ->
     return layer.project(tokens)[2]  # type: ignore[no-any-return]
 
 
+def _overflows(self: Any, layer: Any, tokens: torch.Tensor, prepared: Any) -> torch.Tensor:
+    return layer.project(tokens)[2] * math.inf  # type: ignore[no-any-return]
+
+
 def _reads(self: Any, layer: Any, tokens: torch.Tensor, prepared: Any) -> torch.Tensor:
     value = layer.project(tokens)[2]
     return value if float(value.sum()) > 0 else -value  # type: ignore[no-any-return]
@@ -155,6 +201,13 @@ def _reads(self: Any, layer: Any, tokens: torch.Tensor, prepared: Any) -> torch.
         ({"attend": _raise}, r"raises in attend \(ValueError: bad luck\)"),
         ({"prepare": _raise}, "raises in prepare"),
         ({"cost": lambda self, size: -1}, "has cost -1"),
+        ({"cost": lambda self, size: math.inf}, "has cost inf"),
+        ({"prepare": lambda self, grid, draws: 5}, "prepares int"),
+        ({"words": lambda self, fitted: 3}, "says itself as 3"),
+        ({"words": _raise}, "raises in words"),
+        ({"prepare": lambda self, grid, draws: random.random() and None}, "global random state"),
+        ({"prepare": lambda self, grid, draws: np.random.rand(1) and None}, "global random state"),
+        ({"attend": _overflows}, "not finite"),
         ({"attend": _moves_tokens}, "changes the tokens"),
         ({"attend": _reads}, "reads values of tensors on the host"),
     ],

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASS_PROMPTS
 from tools.toy import quality, training
 from tools.toy import recipe as first
-from tools.toy_dit import denoiser, export, models, preview, recipe, snapshot
+from tools.toy_dit import card, denoiser, export, models, preview, recipe, snapshot
 
 TINY = ["--config", "tiny", "--device", "cpu"]
 PROMPT = "a red star on a striped blue background"
@@ -59,6 +59,27 @@ def test_a_tiny_run_exports_a_pipeline_that_draws(trained, pipeline):
     assert {value.dtype for value in weights(trained).values()} == {torch.float16}
     assert list(export.load_record(trained / "pipeline")["stages"]) == list(recipe.STAGES)
     assert "| finish | 6 | 4 |" in (trained / "pipeline" / "README.md").read_text()
+
+
+def test_a_measurement_goes_on_and_says_how_many_images_it_has(pipeline, tmp_path, monkeypatch):
+    side, made = 8 * models.TINY.grid, []
+    call = type(pipeline).__call__
+
+    def small(pipe, prompts, **settings):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(prompts)
+        return call(pipe, prompts, height=side, width=side, **settings)
+
+    monkeypatch.setattr(type(pipeline), "__call__", small)
+    figures, images = quality.measure(pipeline, 5, 1, 1.0, 0, 1, tmp_path, reference=64)
+    assert (figures["count"], figures["asked"], len(images)) == (3, 5, 3)
+    assert "The first 3 images of 5" in card.describe_quality(figures)
+    made.clear()
+    figures, more = quality.measure(pipeline, 5, 1, 1.0, 0, 1, tmp_path, reference=64)
+    assert (figures["count"], len(made)) == (5, 2)
+    assert torch.equal(more[:3], images)
+    assert "5 images of 1 steps" in card.describe_quality(figures)
 
 
 def test_a_plain_call_has_4096_image_tokens(pipeline):

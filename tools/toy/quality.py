@@ -1,14 +1,14 @@
 """Measure the embedded pipeline: `python -m tools.toy.quality --out DIR` generates, classifies, compares.
 
 It writes `quality.json` (attribute accuracy; `FD-toy` against held-out renders, beside that of as many other renders,
-the floor) and `sheet.png`, the first 64 pictures.
+the floor) and `sheet.png`, the first 64 pictures. Images are kept in `DIR/images`: the same command goes on after a
+kill, and Ctrl-C measures those that are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
 
+from elfatt_sd.files import atomic_file
 from elfatt_sd.toy import GUIDANCE, TOY
 from elfatt_sd.toy.features import ToyClassifier, load_feature_extractor
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES, class_labels, describe, render, sample_scenes, scene_labels
@@ -45,6 +47,16 @@ def generate(pipeline: Any, prompts: Sequence[str], seed: int, batch: int, **set
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
         images = pipeline(part, generator=generators, output_type="np", **settings).images
         yield to_bytes(torch.from_numpy(images).permute(0, 3, 1, 2))
+
+
+def kept(made: Iterator[Tensor], folder: Path) -> Iterator[Tensor]:
+    """Yield uint8 images `[n, 3, h, w]` batch by batch as they come, and keep each batch as a file in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for images in made:
+        number = len(list(folder.glob("*.safetensors")))
+        with atomic_file(folder / f"{number:04}.safetensors") as file:
+            file.write(save({"images": images.contiguous()}))
+        yield images
 
 
 def to_bytes(images: Tensor) -> Tensor:
@@ -92,7 +104,14 @@ def distance(features: Tensor, reference: Tensor) -> float:
 
 @torch.no_grad()
 def measure(
-    pipeline: Any, count: int, steps: int, guidance: float, seed: int, batch: int, reference: int = 1024
+    pipeline: Any,
+    count: int,
+    steps: int,
+    guidance: float,
+    seed: int,
+    batch: int,
+    folder: Path,
+    reference: int = 1024,
 ) -> tuple[dict[str, Any], Tensor]:
     """Generate and measure.
 
@@ -103,6 +122,7 @@ def measure(
         guidance: guidance scale.
         seed: of the choice of prompts, and of the first picture.
         batch: pictures at a time.
+        folder: keeps the images, one file a batch; those that are there are not made again.
         reference: held-out renders that both sets are compared with.
 
     Returns:
@@ -110,11 +130,18 @@ def measure(
     """
     classes = draw_classes(count, seed)
     prompts, truth = [describe(*labels) for labels in classes], class_labels(classes)
-    began = time.monotonic()
-    made = generate(pipeline, prompts, seed, batch, num_inference_steps=steps, guidance_scale=guidance)
-    batches = -(-count // batch)
-    images = torch.cat(list(track(made, "generating", total=batches, console=Console(stderr=True))))
-    seconds = time.monotonic() - began
+    parts = [load_file(path)["images"] for path in sorted(folder.glob("*.safetensors"))]
+    done = sum(map(len, parts))
+    settings = {"num_inference_steps": steps, "guidance_scale": guidance}
+    made = kept(generate(pipeline, prompts[done:], seed + done, batch, **settings), folder)
+    try:
+        for part in track(made, "generating", total=-(-(count - done) // batch), console=Console(stderr=True)):
+            parts.append(part)
+    except KeyboardInterrupt:
+        if not parts:
+            raise
+    images = torch.cat(parts)[:count]
+    asked, count, truth = count, len(images), truth[: len(images)]
     read = torch.cat([shrink(part) for part in torch.split(images, 32)])
     classifier, size = load_feature_extractor(), read.shape[-1]
     hits = torch.cat([predicted(classifier, part) for part in torch.split(read, 32)]) == truth
@@ -123,6 +150,7 @@ def measure(
     features = torch.cat([classifier(part) for part in torch.split(read, 32)])
     figures = {
         "count": count,
+        "asked": asked,
         "steps": steps,
         "guidance": guidance,
         "seed": seed,
@@ -133,7 +161,6 @@ def measure(
         "FD-toy of renders (floor)": round(distance(floor, target), 3),
         "reference_renders": reference,
         "classifier_accuracy_on_renders": classifier_accuracy(classifier, size=size),
-        "seconds": round(seconds, 1),
     }
     return figures, images
 
@@ -168,7 +195,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     loader: Any = DiffusionPipeline
     pipeline = loader.from_pretrained(options.pipeline).to(options.device)
-    figures, images = measure(pipeline, options.count, options.steps, options.guidance, options.seed, options.batch)
+    figures, images = measure(
+        pipeline, options.count, options.steps, options.guidance, options.seed, options.batch, options.out / "images"
+    )
     write_json(options.out / "quality.json", figures)
     save_sheet(images[:64], options.out / "sheet.png")
     print(json.dumps(figures, indent=2))

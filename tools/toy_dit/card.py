@@ -49,14 +49,16 @@ Seed {seed}; {versions}; {date}.
 
 `layout` trains on 16x16 tokens and `outline` on 32x32. `detail` trains on 64x64 tokens with sparse image keys, and
 `finish` with exact attention. The cores were shared with other work, so the hours say little about the cost.
+{notes}
 
 ![loss curves](curves.png)
 
 ## Quality
 {quality}
 """
-QUALITY = """{count} images of {steps} steps, seed {seed}
-(`python -m tools.toy.quality --pipeline elfatt_sd/toy/weights-dit --count {count} --steps {steps} --out DIR`):
+QUALITY = """{made} of {steps} steps, seed {seed}
+(`python -m tools.toy.quality --pipeline elfatt_sd/toy/weights-dit --count {asked} --steps {steps} \
+--batch 1 --out DIR`):
 
 | | |
 |---|---|
@@ -93,6 +95,7 @@ def write_card(folder: Path, quality: dict[str, Any] | None = None) -> None:
         versions=", ".join(f"{name} {version}" for name, version in record["packages"].items()),
         date=record["date"],
         stages="\n".join(rows),
+        notes=record.get("notes", ""),
         quality=describe_quality(quality) if quality else "Not measured yet.",
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
@@ -101,8 +104,11 @@ def write_card(folder: Path, quality: dict[str, Any] | None = None) -> None:
 
 def describe_quality(figures: dict[str, Any]) -> str:
     """The section of the card about what `tools.toy.quality` measured."""
+    count, asked = figures["count"], figures["asked"]
+    made = f"{count} images" if count == asked else f"The first {count} images of {asked} (the others are to be made)"
     return QUALITY.format(
-        **{name: figures[name] for name in ("count", "steps", "seed", "mean_accuracy", "all_four_right")},
+        made=made,
+        **{name: figures[name] for name in ("asked", "steps", "seed", "mean_accuracy", "all_four_right")},
         reference_renders=figures["reference_renders"],
         each=", ".join(f"{value:.3f}" for value in figures["accuracy"].values()),
         distance=figures["FD-toy"],
