@@ -20,7 +20,7 @@ def _copy_of_an_earlier_version(finished_run: Path, place: Path) -> tuple[Path, 
     del run["protocol"]["template"]
     identity = sha256_of_data(run["protocol"])
     write_json(run_dir / RUN_FILE, {**run, "identity": identity})
-    for path in (run_dir / name for name in (SCORES_FILE, TIME_FILE, MEMORY_FILE)):
+    for path in (run_dir / name for name in (SCORES_FILE, TIME_FILE, MEMORY_FILE, COST_FILE)):
         write_json(path, {**json.loads(path.read_text()), "identity": identity})
     return run_dir, identity
 
