@@ -273,6 +273,9 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
     for option in ("batch", "repeats", "steps", "draws"):
         if options.get(option, 1) < 1:
             raise ElfattError(f"{option}={options[option]} is not accepted; give a whole number of at least 1.")
+    for option in ("seconds", "max_seconds"):
+        if not options.get(option, 1.0) > 0:
+            raise ElfattError(f"{option}={options[option]:g} is not accepted; give a number above 0.")
     for dtype in options.get("dtypes", [options.get("dtype", "auto")]):
         check_names(options["device"], dtype)
     check_device(options["device"])

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elfatt_sd.config import PatchConfig
+from elfatt_sd.devices import beneath_transforms
 from elfatt_sd.families.base import Given, SelfAttention
 from elfatt_sd.merging import Candidates, Matching, find_candidates, match_candidates
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
@@ -202,11 +203,12 @@ class Denoiser:
     def remember(self, tensor: Tensor, what: Any) -> None:
         """Keep `what` as long as the memory of a tensor is in use, for `recall`."""
         self._inputs = {key: kept for key, kept in self._inputs.items() if not kept[0].expired()}
+        tensor = beneath_transforms(tensor)
         self._inputs[_memory_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), what  # type: ignore[no-untyped-call]
 
     def recall(self, tensor: Tensor) -> Any:
         """Return what was remembered of a tensor, of which a checkpoint hands over a view; None if nothing was."""
-        kept = self._inputs.get(_memory_of(tensor))
+        kept = self._inputs.get(_memory_of(beneath_transforms(tensor)))
         return None if kept is None or kept[0].expired() else kept[1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -113,7 +114,20 @@ def choose_layers(
     }
 
 
-def tell_left_alone(chosen: dict[str, Layers], config: PatchConfig) -> None:
+def class_names(take_over: Any) -> tuple[str, ...]:
+    """Return the names of classes that `take_over` stands for: names, or the classes themselves.
+
+    Raises:
+        ElfattError: it is something else.
+    """
+    given = [take_over] if isinstance(take_over, str | type) else list(take_over)
+    names = tuple(each.__name__ if isinstance(each, type) else each for each in given)
+    if not all(isinstance(name, str) for name in names):
+        raise ElfattError(f"take_over={take_over!r} is not accepted; give names of processors' classes.")
+    return names
+
+
+def tell_left_alone(chosen: dict[str, Layers], config: PatchConfig, take_over: Sequence[str]) -> None:
     """Warn of layers whose processors do something else than plain attention."""
     levels = levels_of(next(iter(chosen.values()))[0])
     left = [
@@ -123,10 +137,13 @@ def tell_left_alone(chosen: dict[str, Layers], config: PatchConfig) -> None:
         if layer.obstacle and layer not in patched
     ]
     if left:
-        names = ", ".join(sorted({layer.processor_name for layer in left}))
+        names = sorted({layer.processor_name for layer in left if not layer.obstacle_to(layer.processor)})
+        classes = ", ".join(names)
+        advice = f" Give take_over=[...] with the class names ({classes}) to replace them in approximated steps."
+        others = f" ({', '.join(take_over)} in take_over is another class.)" if names and take_over else ""
         warnings.warn(
-            f"elfatt-sd: {len(left)} layers are left alone, the first is {left[0].name}: {left[0].obstacle}. Give "
-            f"take_over=[...] with the class names ({names}) to replace them in approximated steps.",
+            f"elfatt-sd: {len(left)} layers are left alone, the first is {left[0].name}: {left[0].obstacle}."
+            f"{advice if names else ''}{others}",
             stacklevel=3,
         )
 

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +57,14 @@ def in_optimized_module() -> bool:
     """Tell whether a call comes from what `torch.compile(module)` returned."""
     frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this
     return bool(getattr(frames, "_is_in_optimized_module", bool)())
+
+
+def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor within those of `torch.func`, which have no memory of their own."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -195,7 +195,8 @@ class Patch:
             ElfattError: the model is being traced or exported.
         """
         exporting = getattr(torch.compiler, "is_exporting", bool)
-        if torch._C._is_tracing() or exporting():
+        proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # of make_fx
+        if torch._C._is_tracing() or exporting() or proxies is not None:
             raise ElfattError(
                 "a trace or an export of a patched model would hold one step's phase and random draws for ever; "
                 "call elfatt_sd.remove_patch(pipe) first, or use torch.compile."

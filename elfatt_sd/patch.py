@@ -8,7 +8,7 @@ from typing import Any, TypeVar, Unpack
 
 from elfatt_sd.autotune import measure_phases
 from elfatt_sd.calls import Denoiser
-from elfatt_sd.choosing import choose_layers, fitted, patched_layers, resolve, tell_left_alone
+from elfatt_sd.choosing import choose_layers, class_names, fitted, patched_layers, resolve, tell_left_alone
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import (
     family_of,
@@ -31,7 +31,7 @@ def apply_patch(
     method: Method | PatchConfig | Attention = DEFAULT,
     *,
     autotune: bool = False,
-    take_over: Sequence[str] = (),
+    take_over: Sequence[str | type] = (),
     **settings: Unpack[Settings],
 ) -> Pipeline:
     """Make a pipeline use a method's self-attention; a patch that is there already is replaced.
@@ -42,9 +42,9 @@ def apply_patch(
         method: the name of a preset or of a registered attention, a configuration, or an attention for the whole run.
         autotune: measure, at the first call of each size, which layers the method makes faster on this device, and
             leave the others alone; with them, and a warning, those that `torch.compile` serves, which cannot be timed.
-        take_over: names of classes of attention processors that are not plain attention (cross-frame, shared style,
-            ...), whose layers are patched nevertheless; others are left alone, with a warning. Those that keep maps
-            of attention for the pipeline, as Attend-and-Excite's do, cannot be.
+        take_over: classes of attention processors, or their names, that are not plain attention (cross-frame, shared
+            style, ...), whose layers are patched nevertheless; others are left alone, with a warning. Those that keep
+            maps of attention for the pipeline, as Attend-and-Excite's do, cannot be.
         **settings: changes to it, such as `ratio=0.5` or `block_size=128`; see `Settings`.
 
     Returns:
@@ -54,16 +54,16 @@ def apply_patch(
         ElfattError: unknown method or setting, no UNet, no layer that the method could patch, or a processor in
             `take_over` that cannot be replaced.
     """
-    denoisers = find_denoisers(pipe)
+    denoisers, names = find_denoisers(pipe), class_names(take_over)
     config = fitted(resolve(method, settings), denoisers)
-    chosen = choose_layers(denoisers, config, take_over)
+    chosen = choose_layers(denoisers, config, names)
     remove_patch(pipe)
     if config.active:
         main = next(iter(denoisers.values()))
         schedule = Schedule(SchedulerFinder(pipe), family_of(main).takes_noise_levels(unwrap(main)))
         for name, denoiser in denoisers.items():
-            Patch(config, autotune, tuple(take_over), schedule, denoiser, chosen[name]).install()
-        tell_left_alone(chosen, config)
+            Patch(config, autotune, names, schedule, denoiser, chosen[name]).install()
+        tell_left_alone(chosen, config, names)
     return pipe
 
 
@@ -90,7 +90,7 @@ def patched(
     method: Method | PatchConfig | Attention = DEFAULT,
     *,
     autotune: bool = False,
-    take_over: Sequence[str] = (),
+    take_over: Sequence[str | type] = (),
     **settings: Unpack[Settings],
 ) -> Iterator[Plan]:
     """Patch a pipeline for the length of a `with` block, and give its plan, at the model's own picture size.
@@ -122,7 +122,7 @@ def plan(
     width: int | None = None,
     frames: int | None = None,
     autotune: bool = False,
-    take_over: Sequence[str] = (),
+    take_over: Sequence[str | type] = (),
     **settings: Unpack[Settings],
 ) -> Plan:
     """Tell what a patch would do, layer by layer and phase by phase, without changing anything.
@@ -143,7 +143,7 @@ def plan(
     """
     denoisers = find_denoisers(pipe)
     config = fitted(resolve(method, settings), denoisers)
-    chosen = choose_layers(denoisers, config, take_over)
+    chosen = choose_layers(denoisers, config, class_names(take_over))
     size = input_grid(pipe, height, width, frames)
     decisions = {}
     if autotune:

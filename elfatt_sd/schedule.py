@@ -23,6 +23,7 @@ import torch
 
 from elfatt_sd import timesteps as units
 from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import beneath_transforms
 
 
 class Position(NamedTuple):
@@ -179,6 +180,8 @@ class Schedule:
             The position; `BEYOND` for a value in a unit that is not known; None for what only the device knows, or what
             differs within the batch.
         """
+        if isinstance(timestep, torch.Tensor):
+            timestep = beneath_transforms(timestep)
         scheduler = self._find_scheduler()
         timesteps = _timesteps(scheduler)
         found = self._from_view(timestep, timesteps, scheduler)

@@ -378,6 +378,14 @@ def test_other_processors_are_left_alone_or_taken_over_by_name(pipe: Any) -> Non
         with pytest.warns(UserWarning, match="3 layers are left alone, the first is .* Scaled, is not known"):
             elfatt_sd.apply_patch(pipe, "elfatt-fast", levels=1)
         assert torch.equal(picture(pipe, **options), untouched)
+        with pytest.warns(UserWarning, match=r"names \(Scaled\) to replace.* \(Scald in take_over is another class"):
+            elfatt_sd.apply_patch(pipe, "elfatt-fast", levels=1, take_over=["Scald"])
+        with pytest.raises(ElfattError, match=r"take_over=\[7\] is not accepted; give names"):
+            elfatt_sd.apply_patch(pipe, "elfatt-fast", levels=1, take_over=[7])  # type: ignore[list-item]
+        for given in ("Scaled", [Scaled]):
+            elfatt_sd.apply_patch(pipe, "elfatt-fast", levels=1, take_over=given)
+            assert len(elfatt_processors(pipe.unet)) == 3
+            elfatt_sd.remove_patch(pipe)
         assert "Scaled" in elfatt_sd.plan(pipe, "elfatt-fast", levels=1).layers[0].reason
         elfatt_sd.apply_patch(pipe, "elfatt-fast", levels=1, take_over=["Scaled"])
         assert len(elfatt_processors(pipe.unet)) == 3

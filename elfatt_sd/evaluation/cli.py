@@ -245,6 +245,9 @@ def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
         check_exists(protocol.reference.source)
     if protocol.prompts is not None:
         read_prompts(protocol.prompts)
+    weights = protocol.inception_weights
+    if weights and not Path(weights).is_file():
+        raise ElfattError(f"inception_weights={weights!r} is no file; give the one that Inception's weights are in.")
     if not force:
         check_protocol_fits(protocol)
 

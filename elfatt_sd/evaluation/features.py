@@ -6,27 +6,39 @@ Legend for shapes: n pictures of h x w pixels, d features.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor, nn
 from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.files import sha256_of_data, sha256_of_file
 from elfatt_sd.optional import need
+from elfatt_sd.typed import read_typed, refused
 
-EXTRACTORS = ("inception", "toy", "clip:DIR", "dinov2:DIR")
+EXTRACTORS = ("inception", "inception:pytorch-fid", "inception:clean-fid", "toy", "clip:DIR", "dinov2:DIR")
 # The network of the original FID, converted for PyTorch: published by pytorch-fid and torch-fidelity as the same file.
 INCEPTION_URL = (
     "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 )
 INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-TOY_SIZE = 256
+INCEPTION_SIZE, TOY_SIZE = 299, 256
+# How pictures get into Inception, by the package that does it so; each has other values on the same pictures.
+INCEPTION_WAYS = {
+    "torch-fidelity": "bilinear to 299x299 as in TensorFlow 1 (no antialiasing), inside the network",
+    "pytorch-fid": "bilinear to 299x299 between pixel centres (no antialiasing), as pytorch-fid",
+    "clean-fid": "bicubic with antialiasing to 299x299, clamped to [0, 255], as clean-fid",
+}
+_SIZES = {384: "S", 768: "B", 1024: "L", 1280: "H", 1536: "g", 1664: "bigG"}  # of vision transformers, by their width
+_USUAL_EDGE, _LARGEST_EDGE = 224, 10_000
+Colour = Annotated[list[float], Meta(min_length=3, max_length=3)]  # red, green and blue
+_VISION_NAMES = {"clip": "FD-CLIP", "dinov2": "FD-DINOv2"}
 _MODEL_TYPES = {"clip": ("clip", "clip_vision_model"), "dinov2": ("dinov2", "dinov2_with_registers")}
 
 
@@ -35,7 +47,8 @@ class Extractor(nn.Module):
 
     Attributes:
         name: short name, for files.
-        distance_name: name of the Frechet distance; `FID` is the original Inception network only.
+        distance_name: name of the Frechet distance, with the model or the way of its pictures; `FID` is the original
+            Inception network only.
         kernel_name: name of the kernel distance.
         dimension: d.
         preprocessing: everything that the features depend on, as plain data; part of every hash.
@@ -48,7 +61,7 @@ class Extractor(nn.Module):
         super().__init__()
         self.name = name
         self.distance_name = distance_name
-        self.kernel_name = "KID" if distance_name == "FID" else distance_name.replace("FD", "KD", 1)
+        self.kernel_name = re.sub("^F(?=I?D)", "K", distance_name)
         self.dimension = dimension
         self.preprocessing = {"extractor": name, **preprocessing}
         self.network = network.requires_grad_(False).eval().float()
@@ -106,8 +119,37 @@ class ToyExtractor(Extractor):
         return {name: values.argmax(1).cpu() for name, values in scores.items()}
 
 
+class InceptionExtractor(Extractor):
+    """The Inception network of the original FID, with the preprocessing of a package of `INCEPTION_WAYS`."""
+
+    def __init__(self, network: nn.Module, way: str, sha256: str) -> None:
+        """Take torch-fidelity's network, which resizes pictures itself, and how they get into it."""
+        model = "FID" if sha256 == INCEPTION_SHA256 else f"FD-Inception-{sha256[:8]}"
+        scale = "2 x / 255 - 1" if way == "pytorch-fid" else "(x - 128) / 128"
+        recipe = {"resize": INCEPTION_WAYS[way], "scale": scale, "sha256": sha256}
+        super().__init__("inception", f"{model} ({way})" if way != "torch-fidelity" else model, 2048, network, recipe)
+        self.way = way
+
+    def _features(self, images: Tensor) -> Tensor:
+        if self.way == "torch-fidelity":
+            return super()._features(images)
+        pixels, size = images.float(), (INCEPTION_SIZE, INCEPTION_SIZE)
+        if self.way == "pytorch-fid":
+            pixels = 2 * functional.interpolate(pixels / 255, size=size, mode="bilinear", align_corners=False) - 1
+        else:
+            pixels = (_resized(pixels, size) - 128) / 128
+        for name, layer in self.network.named_children():  # in the order of the pass, up to the class scores
+            if name == "fc":
+                break
+            pixels = layer(pixels)
+        return pixels.flatten(1)
+
+
 class VisionExtractor(Extractor):
-    """A vision transformer from a local directory: resize the shorter side, crop the centre, normalise."""
+    """A vision transformer from a local directory.
+
+    CLIP gets the centre of pictures whose shorter side is resized, DINOv2 the whole picture, as in Stein et al. 2023.
+    """
 
     def __init__(self, kind: str, network: nn.Module, dimension: int, recipe: dict[str, Any]) -> None:
         """Take a model of transformers.
@@ -116,10 +158,11 @@ class VisionExtractor(Extractor):
             kind: `clip` (projected image embedding) or `dinov2` (class token after the last normalisation).
             network: the model.
             dimension: number of features.
-            recipe: `shortest_edge`, `crop`, `mean`, `std` and `sha256` of the directory.
+            recipe: `model`, `shortest_edge`, `crop`, `mean`, `std` and `sha256` of the directory.
         """
-        resize = "bicubic with antialiasing: shorter side, then centre crop, clamped to [0, 255]"
-        distance_name = {"clip": "FD-CLIP", "dinov2": "FD-DINOv2"}[kind]
+        part = "shorter side, then centre crop" if kind == "clip" else "the whole picture to a square"
+        resize = f"bicubic with antialiasing: {part}, clamped to [0, 255]"
+        distance_name = f"{_VISION_NAMES[kind]} ({recipe['model']})"
         super().__init__(kind, distance_name, dimension, network, {"resize": resize, **recipe})
         self.mean: Tensor
         self.std: Tensor
@@ -128,10 +171,13 @@ class VisionExtractor(Extractor):
             self.register_buffer(name, torch.tensor(recipe[name], dtype=torch.float32)[:, None, None], persistent=False)
 
     def _features(self, images: Tensor) -> Tensor:
-        height, width = images.shape[2:]
-        ratio = self.edge / min(height, width)
-        pixels = _resized(images, (round(height * ratio), round(width * ratio)))
-        pixels = (_centre_crop(pixels, self.crop) / 255 - self.mean) / self.std
+        if self.kind == "clip":
+            height, width = images.shape[2:]
+            ratio = self.edge / min(height, width)
+            pixels = _centre_crop(_resized(images, (round(height * ratio), round(width * ratio))), self.crop)
+        else:
+            pixels = _resized(images, (self.crop, self.crop))
+        pixels = (pixels / 255 - self.mean) / self.std
         output = self.network(pixel_values=pixels)
         features: Tensor = output.image_embeds if self.kind == "clip" else output.last_hidden_state[:, 0]
         return features
@@ -143,7 +189,8 @@ def load_extractor(
     """Load an extractor.
 
     Args:
-        spec: `inception`, `toy`, `clip:DIR` or `dinov2:DIR` (directories of transformers models).
+        spec: `inception`, which preprocesses as torch-fidelity does, `inception:pytorch-fid`, `inception:clean-fid`,
+            `toy`, `clip:DIR` or `dinov2:DIR` (directories of transformers models).
         weights: the Inception weights' file, for use offline; by default torch's cache, filled from the network.
         sha256: hash of another Inception file to accept; its distance is then not called FID.
         device: where to run.
@@ -156,12 +203,12 @@ def load_extractor(
         return _load_vision(kind, Path(folder)).to(device)
     if spec == "toy":
         return _load_toy().to(device)
-    if spec == "inception":
-        return _load_inception(weights, sha256).to(device)
+    if spec == "inception" or (kind == "inception" and folder in INCEPTION_WAYS):
+        return _load_inception(folder or "torch-fidelity", weights, sha256).to(device)
     raise ElfattError(f"extractor={spec!r} is not known; accepted: {', '.join(EXTRACTORS)}.")
 
 
-def _load_inception(weights: Path | None, sha256: str | None) -> Extractor:
+def _load_inception(way: str, weights: Path | None, sha256: str | None) -> Extractor:
     need("extractor='inception'", "torch-fidelity", "torchmetrics")
     from torchmetrics.image.fid import NoTrainInceptionV3
 
@@ -178,9 +225,7 @@ def _load_inception(weights: Path | None, sha256: str | None) -> Extractor:
         network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(path), antialias=False)
     except RuntimeError as error:
         raise ElfattError(f"Inception weights {path} do not fit the network ({str(error).splitlines()[0]}).") from error
-    name = "FID" if found == INCEPTION_SHA256 else f"FD-Inception-{found[:8]}"
-    resize = "bilinear to 299x299 as in TensorFlow 1 (no antialiasing), inside the network"
-    return Extractor("inception", name, 2048, network, {"resize": resize, "scale": "(x - 128) / 128", "sha256": found})
+    return InceptionExtractor(network, way, found)
 
 
 def _cached_inception() -> Path:
@@ -237,33 +282,54 @@ def _load_vision(kind: str, folder: Path) -> Extractor:
     if missing:
         raise ElfattError(f"extractor {kind}:{folder} lacks {len(missing)} of its weights, first {missing[0]}.")
     dimension = config.projection_dim if kind == "clip" else config.hidden_size
-    return VisionExtractor(kind, network, dimension, _vision_recipe(kind, folder, config.image_size))
+    recipe = _vision_recipe(kind, folder, config.image_size)
+    return VisionExtractor(kind, network, dimension, {"model": _model_title(config, recipe["crop"]), **recipe})
+
+
+def _model_title(config: Any, edge: int) -> str:
+    """Name a vision transformer as its makers do: `ViT-L/14`, and `@336` where its pictures are not of 224 pixels."""
+    size = _SIZES.get(config.hidden_size)
+    base = f"ViT-{size}/{config.patch_size}" if size else f"ViT of width {config.hidden_size}/{config.patch_size}"
+    registers = "-reg" if getattr(config, "num_register_tokens", 0) else ""
+    return base + registers + (f"@{edge}" if edge != _USUAL_EDGE else "")
+
+
+class _Processor(Struct, frozen=True):
+    """What `preprocessor_config.json` of transformers says."""
+
+    crop_size: Any = None
+    size: Any = None
+    image_mean: Colour | None = None
+    image_std: Colour | None = None
 
 
 def _vision_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
     """The directory's own preprocessing; the model's usual one where it has none."""
     path = folder / "preprocessor_config.json"
-    try:
-        stored = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
-        raise ElfattError(f"extractor {kind}:{folder}: {path.name} is damaged ({error}).") from error
+    stored = read_typed(path, _Processor, "download the model again") or _Processor()
+    if kind == "dinov2":
+        image_size = min(image_size, _USUAL_EDGE)  # the model takes larger ones, the metric does not
     clip = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
     mean, std = clip if kind == "clip" else ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    crop = _edge(stored.get("crop_size"), image_size)
+    crop = _edge(path, stored.crop_size, image_size)
     return {
         "crop": crop,
-        "shortest_edge": max(crop, _edge(stored.get("size"), crop)),
-        "mean": stored.get("image_mean", mean),
-        "std": stored.get("image_std", std),
+        "shortest_edge": max(crop, _edge(path, stored.size, crop)),
+        "mean": stored.image_mean or mean,
+        "std": stored.image_std or std,
         "sha256": sha256_of_data({file.name: sha256_of_file(file) for file in _model_files(folder)}),
     }
 
 
-def _edge(size: Any, default: int) -> int:
+def _edge(path: Path, size: Any, default: int) -> int:
     """A side in pixels from the forms in which transformers stores it."""
     if isinstance(size, dict):
         size = size.get("shortest_edge", size.get("height"))
-    return int(size) if size else default
+    if size is None:
+        return default
+    if not isinstance(size, int) or not 0 < size <= _LARGEST_EDGE:
+        raise refused(f"{path}: a size of {size!r}", f"pixels from 1 to {_LARGEST_EDGE}")
+    return size
 
 
 def _model_files(folder: Path) -> list[Path]:

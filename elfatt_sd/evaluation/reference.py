@@ -258,8 +258,13 @@ def _check_count(source: str, count: int, expected: int, allow_count: bool, left
         raise ElfattError(f"reference {source} has {said}; accepted are {expected}, or {remedy}.")
 
 
-def _suffix(count: int, full: int = FULL_COUNT) -> str:
-    return "" if count == full else f" ({count} reference images)"
+def _suffix(count: int, resize: str = "none", size: int = 0, full: int = FULL_COUNT) -> str:
+    """Say in a metric's name what of its reference is not as usual: the number of images, or a resize before."""
+    parts = [] if count == full else [f"{count} reference images"]
+    if resize != "none":
+        how = {"crop": "cropped", "stretch": "stretched"}[resize]
+        parts.append(f"{how} to {size}" if parts else f"reference {how} to {size}")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: dict[str, Any]) -> None:
@@ -320,7 +325,8 @@ def _load(folder: Path, dimension: int, source: str, expected: int, allow_count:
         )
     _check_count(source, count, expected, allow_count)
     description = {key: value for key, value in data.items() if key != "format"}
-    suffix = _suffix(count, expected if _is_rendered(source) else FULL_COUNT)
+    full = expected if _is_rendered(source) else FULL_COUNT
+    suffix = _suffix(count, data.get("resize", "none"), data.get("size", 0), full)
     return Reference(statistics, sample, count, unreadable, identity, suffix, description)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
+from diffusers import ModelMixin
 from diffusers.models import attention_processor
 from torch import Tensor, nn
 
@@ -114,6 +115,12 @@ class SelfAttention:
     def knows(self, processor: object) -> bool:
         """Tell whether a processor is plain attention, which a method may take the place of."""
         return is_plain(processor)
+
+    def obstacle_to(self, processor: object) -> str:
+        """Return why a method cannot take the place of a processor that is not plain attention; empty if it can."""
+        if any(hasattr(processor, attribute) for attribute in _RECORDS):
+            return "it keeps the attention maps of every layer, and the pipeline fails without them"
+        return ""
 
     @property
     def processor(self) -> Any:
@@ -226,21 +233,18 @@ def replaceable(layer: SelfAttention, processor: object, take_over: Sequence[str
         take_over: names of classes of processors to replace although they are not plain.
 
     Raises:
-        ElfattError: one is named that keeps maps of attention, which the pipeline then lacks.
+        ElfattError: one is named whose place a method cannot take.
     """
     name = type(processor).__name__
     if layer.knows(processor) or name not in take_over:
         return layer.knows(processor)
-    if any(hasattr(processor, attribute) for attribute in _RECORDS):
-        raise ElfattError(
-            f"take_over={name!r} is not accepted; it keeps the attention maps of every layer, and the pipeline fails "
-            "without them. Leave it out: its layers are left alone."
-        )
+    if obstacle := layer.obstacle_to(processor):
+        raise ElfattError(f"take_over={name!r} is not accepted; {obstacle}. Leave it out: its layers are left alone.")
     return True
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers of `torch.compile`, of PEFT, and of data-parallel training."""
+    """Return the module inside the wrappers of `torch.compile`, of PEFT, of data-parallel training, or of a user."""
     while True:
         if hasattr(module, "_orig_mod"):
             module = module._orig_mod  # type: ignore[assignment]
@@ -248,8 +252,18 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = module.module
         elif hasattr(module, "get_base_model") and hasattr(module, "peft_config"):
             module = module.get_base_model()  # type: ignore[operator]
+        elif (inner := _model_within(module)) is not None:
+            module = inner
         else:
             return module
+
+
+def _model_within(module: nn.Module) -> nn.Module | None:
+    """Return the model of diffusers that a user's module holds, if it holds nothing else."""
+    if type(module).__module__.partition(".")[0] in ("diffusers", "torch"):
+        return None
+    inner = list(module.children())
+    return inner[0] if len(inner) == 1 and isinstance(inner[0], ModelMixin) else None
 
 
 def copy_structure(module: Module) -> Module:

@@ -46,6 +46,12 @@ class JointSelfAttention(SelfAttention):
         known = kind.__name__ in self.processors and kind.__module__.startswith("diffusers.")
         return known and attention_function(kind) is not None
 
+    def obstacle_to(self, processor: object) -> str:
+        """Return why a method cannot take the place of a processor that is not plain attention; empty if it can."""
+        if attention_function(type(processor)) is None:
+            return f"it calls neither diffusers' {DISPATCHED} nor F.{PLAIN}, whose place a method takes"
+        return super().obstacle_to(processor)
+
 
 class JointFamily:
     """What families of transformers have in common; see `families.base.Family`.
@@ -167,10 +173,13 @@ def _read_grid(ids: Tensor, rows: int, columns: int) -> Grid:
 
 
 def attention_function(kind: type) -> str | None:
-    """Return which attention function a class of processors calls; None if it calls none of those."""
-    code = getattr(kind.__call__, "__code__", None)
-    names = () if code is None else code.co_names
-    return next((name for name in (DISPATCHED, PLAIN) if name in names), None)
+    """Return which attention function a class of processors calls by a global name; None if it calls none of those."""
+    call: Any = kind.__call__
+    names = getattr(getattr(call, "__code__", None), "co_names", ())
+    known = getattr(call, "__globals__", {})
+    if DISPATCHED in names and DISPATCHED in known:
+        return DISPATCHED
+    return PLAIN if {PLAIN, "F"} <= set(names) and known.get("F") is nn.functional else None
 
 
 def exact_function(kind: Any) -> Callable[..., Tensor]:

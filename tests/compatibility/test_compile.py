@@ -10,6 +10,7 @@ import pytest
 import tiny_pipelines as tiny
 import torch
 from checks import TWO_PHASES, generator, processors, runner
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import elfatt_sd
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
@@ -192,6 +193,8 @@ def test_a_trace_or_an_export_is_refused(method: str) -> None:
             torch.jit.trace(Plain(unet), inputs, check_trace=False)
         with pytest.raises(ElfattError, match="remove_patch"):
             torch.export.export(Plain(unet), inputs, strict=False)
+        with pytest.raises(ElfattError, match="remove_patch"):
+            make_fx(Plain(unet))(*inputs)
         elfatt_sd.remove_patch(unet)
         traced = torch.jit.trace(Plain(unet), inputs, check_trace=False)
         assert torch.allclose(traced(*inputs), Plain(unet)(*inputs), atol=1e-5)

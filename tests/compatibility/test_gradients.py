@@ -8,6 +8,7 @@ import pytest
 import tiny_pipelines as tiny
 import torch
 from checks import FIRST, generator
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import elfatt_sd
@@ -174,3 +175,21 @@ def test_a_checkpoint_that_cannot_be_followed_is_refused() -> None:
         unet(sample, 10, text)
     with pytest.raises(ElfattError, match="once more"):
         loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script")  # of torch.func itself
+def test_transforms_of_torch_func() -> None:
+    """As consistency training differentiates; in forward mode, PyTorch has neither fused attention nor merging."""
+    unet = elfatt_sd.apply_patch(tiny.unet().double(), "elfatt", ratio=0)
+    sample, text = inputs()
+
+    def call(sample: torch.Tensor) -> torch.Tensor:
+        return unet(sample[None], torch.tensor(990), text[:1]).sample[0]  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        expected = call(sample[0])
+    with sdpa_kernel(SDPBackend.MATH):
+        value, slope = torch.func.jvp(call, (sample[0],), (sample[1],))
+    gradient = torch.func.grad(lambda given: (call(given) * expected).sum())(sample[0])
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close((gradient * sample[1]).sum(), (slope * expected).sum())

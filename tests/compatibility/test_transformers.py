@@ -17,7 +17,7 @@ from diffusers.models import attention_processor
 from diffusers.models.transformers import transformer_flux
 
 import elfatt_sd
-from elfatt_sd import PatchConfig, Phase
+from elfatt_sd import ElfattError, PatchConfig, Phase
 
 CPU = torch.device("cpu")
 STEPS = 6
@@ -231,3 +231,35 @@ def test_ip_adapters_can_be_taken_over(make: Callable[[], Any]) -> None:
         found = draw(pipe, **image)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     assert sum(calls.values()) == 4 * STEPS
+
+
+class OwnProduct:
+    """A processor that computes attention by itself."""
+
+    def __call__(self, attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, **others: Any) -> Any:
+        return hidden_states if encoder_hidden_states is None else (hidden_states, encoder_hidden_states)
+
+
+class OwnName(OwnProduct):
+    """One that calls the function by another name than the one that can be exchanged."""
+
+    def __call__(self, attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, **others: Any) -> Any:
+        q = hidden_states.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        return super().__call__(attn, hidden_states, encoder_hidden_states)
+
+
+def a_function(attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, **others: Any) -> Any:
+    return OwnProduct()(attn, hidden_states, encoder_hidden_states)
+
+
+@pytest.mark.parametrize("processor", [OwnProduct(), OwnName(), a_function], ids=lambda each: type(each).__name__)
+def test_processors_without_a_known_function_are_left_alone_or_refused(make: Callable[[], Any], processor: Any) -> None:
+    pipe, name = make(), type(processor).__name__
+    pipe.transformer.set_attn_processor(processor)
+    with pytest.warns(UserWarning, match=rf"4 layers are left alone.*{name}, is not known to be plain attention\.$"):
+        elfatt_sd.apply_patch(pipe, ALL)
+    elfatt_sd.remove_patch(pipe)
+    with pytest.raises(ElfattError, match=rf"take_over='{name}' is not accepted; it calls neither .* Leave it out"):
+        elfatt_sd.apply_patch(pipe, ALL, take_over=[name])
+    assert not elfatt_sd.is_patched(pipe)

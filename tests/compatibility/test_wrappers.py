@@ -29,7 +29,24 @@ def with_lora(unet: Any) -> Any:
     return get_peft_model(unet, LoraConfig(r=4, target_modules=["to_q", "to_v"]))
 
 
-@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, with_lora, torch.nn.parallel.DistributedDataParallel])
+class Mine(torch.nn.Module):
+    """A wrapper that shows the attributes of what it holds, as many do."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__()
+        self.held = unet
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "held" else getattr(self.held, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.held(*args, **kwargs)
+
+
+WRAPPERS = [torch.nn.DataParallel, with_lora, torch.nn.parallel.DistributedDataParallel, Mine]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
 def test_a_wrapped_unet_is_patched_and_put_back(wrap: Any, process_group: None) -> None:
     unet = tiny.unet()
     before = dict(unet.attn_processors)

@@ -123,7 +123,8 @@ def dinov2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_clip_directory(clip_folder: Path) -> None:
     extractor = load_extractor(f"clip:{clip_folder}")
-    assert (extractor.distance_name, extractor.kernel_name, extractor.dimension) == ("FD-CLIP", "KD-CLIP", 24)
+    model = "CLIP (ViT of width 32/8@32)"
+    assert (extractor.distance_name, extractor.kernel_name, extractor.dimension) == (f"FD-{model}", f"KD-{model}", 24)
     images = pictures(3, 48, 80)
     found = extractor(images)
     assert found.shape == (3, 24)
@@ -135,7 +136,7 @@ def test_clip_directory(clip_folder: Path) -> None:
 
 def test_preprocessing_of_the_directory_is_used_and_hashed(dinov2_folder: Path) -> None:
     plain = load_extractor(f"dinov2:{dinov2_folder}")
-    assert (plain.distance_name, plain.dimension) == ("FD-DINOv2", 32)
+    assert (plain.distance_name, plain.dimension) == ("FD-DINOv2 (ViT of width 32/14@28)", 32)
     images = pictures(2, 56, 56)
     stored = {"size": {"shortest_edge": 32}, "crop_size": {"height": 28, "width": 28}, "image_mean": [0.5, 0.5, 0.5]}
     path = dinov2_folder / "preprocessor_config.json"
@@ -186,13 +187,13 @@ def test_directories_of_another_model_are_refused(clip_folder: Path, dinov2_fold
         ("dinov2", tmp_path / "damaged", r"preprocessor_config\.json is damaged"),
     )
     for kind, folder, reason in cases:
-        with pytest.raises(ElfattError, match=rf"^extractor {kind}:{folder}.* ?{reason}"):
+        with pytest.raises(ElfattError, match=rf"^(extractor {kind}:)?{folder}.* ?{reason}"):
             load_extractor(f"{kind}:{folder}")
 
 
 @pytest.mark.parametrize("spec", ["resnet", "clip:", "clip", "dinov2:/nowhere"])
 def test_unknown_extractors(spec: str) -> None:
-    with pytest.raises(ElfattError, match=r"accepted: inception, toy|no config.json"):
+    with pytest.raises(ElfattError, match=r"accepted: inception, inception:pytorch-fid, .*dinov2:DIR|no config.json"):
         load_extractor(spec)
 
 
@@ -210,3 +211,75 @@ def test_wrong_pictures() -> None:
     for wrong in (pictures(2).float(), pictures(2)[:, :1], pictures(2)[0]):
         with pytest.raises(ElfattError, match="accepted is uint8"):
             extractor(wrong)
+
+
+def inception(way: str, file: Path) -> Extractor:
+    return load_extractor(way, weights=file, sha256=sha256_of_file(file))
+
+
+def test_the_ways_into_inception_have_names_of_their_own(inception_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "INCEPTION_SHA256", sha256_of_file(inception_file))
+    found = [
+        inception(f"inception{way}", inception_file) for way in ("", ":torch-fidelity", ":pytorch-fid", ":clean-fid")
+    ]
+    assert [each.distance_name for each in found] == ["FID", "FID", "FID (pytorch-fid)", "FID (clean-fid)"]
+    assert [each.kernel_name for each in found] == ["KID", "KID", "KID (pytorch-fid)", "KID (clean-fid)"]
+    assert len({each.identity for each in found}) == 3
+    images = pictures(1, 96, 120)
+    plain, same, *others = (each(images) for each in found)
+    assert torch.equal(plain, same)
+    assert not any(torch.allclose(plain, other, rtol=1e-3) for other in others)
+
+
+def test_layers_in_turn_are_the_whole_network(inception_file: Path) -> None:
+    """Pictures of the network's own size are not resized, so all ways differ by the scale of their values alone."""
+    images = pictures(1, 299, 299)
+    ways = ("inception", "inception:clean-fid", "inception:pytorch-fid")
+    whole, clean, other = (inception(way, inception_file)(images) for way in ways)
+    torch.testing.assert_close(clean, whole, rtol=1e-4, atol=1e-5)
+    assert (other - whole).abs().max() < 0.1 * whole.abs().max()
+
+
+@pytest.mark.parametrize("size", [(64, 80), (512, 512), (300, 299)])
+def test_pytorch_fid_gives_the_same_features(inception_file: Path, size: tuple[int, int]) -> None:
+    package = pytest.importorskip("pytorch_fid.inception", reason="pip install --no-deps pytorch-fid")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(package, "load_state_dict_from_url", lambda *_, **__: torch.load(inception_file))
+        network = package.InceptionV3([3]).eval()
+    images = pictures(2, *size)
+    with torch.no_grad():
+        wanted = network(images / 255)[0].flatten(1)
+    torch.testing.assert_close(inception("inception:pytorch-fid", inception_file)(images), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(64, 80), (512, 512), (300, 299)])
+def test_clean_fid_resizes_in_the_same_way(inception_file: Path, size: tuple[int, int]) -> None:
+    package = pytest.importorskip("cleanfid.resize", reason="pip install --no-deps clean-fid")
+    images = pictures(1, *size)
+    resized = torch.from_numpy(package.build_resizer("clean")(images[0].permute(1, 2, 0).numpy())).permute(2, 0, 1)
+    extractor = inception("inception:clean-fid", inception_file)
+    ours = features._resized(images, (299, 299))[0]
+    torch.testing.assert_close(ours, resized, rtol=0, atol=1e-2)  # of 255: torch weighs in single precision
+    pixels = (resized[None] - 128) / 128
+    with torch.no_grad():
+        for name, layer in extractor.network.named_children():
+            pixels = pixels if name == "fc" else layer(pixels)
+    torch.testing.assert_close(extractor(images), pixels.flatten(1), rtol=1e-3, atol=1e-4)
+
+
+def test_dinov2_sees_the_whole_picture(dinov2_folder: Path) -> None:
+    extractor = load_extractor(f"dinov2:{dinov2_folder}")
+    images = pictures(1, 64, 128)
+    dark = images.clone()
+    dark[..., :16] = 0
+    assert not torch.equal(extractor(images), extractor(dark))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"crop_size": "x"}, {"crop_size": -1}, {"size": {"height": 10**9}}, {"image_mean": [1]}]
+)
+def test_odd_preprocessing_is_told(dinov2_folder: Path, tmp_path: Path, wrong: dict[str, object]) -> None:
+    shutil.copytree(dinov2_folder, tmp_path / "model")
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(wrong))
+    with pytest.raises(ElfattError, match=r"preprocessor_config\.json"):
+        load_extractor(f"dinov2:{tmp_path / 'model'}")

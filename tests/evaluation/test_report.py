@@ -821,8 +821,8 @@ def test_the_published_fid_has_the_reference_of_its_protocol(results):
     for row in results["rows"]:
         row["images"] = 2000
     for source, distance in (
-        ("tabSD", "FID"),
-        ("Token Merging for Fast Stable Diffusion", "FID (5000 reference images)"),
+        ("tabSD", "FID (pytorch-fid)"),
+        ("Token Merging for Fast Stable Diffusion", "FID (pytorch-fid) (5000 reference images, cropped to 512)"),
     ):
         assert "not values" in words(source, distance)
         assert "not the published FID" in words(source, "FID (12 reference images)")
@@ -830,7 +830,7 @@ def test_the_published_fid_has_the_reference_of_its_protocol(results):
 
 def test_what_departs_from_the_published_protocol_is_named(results):
     """An FID alone does not make the paper's protocol."""
-    data = json.loads(json.dumps(results).replace("FD-toy", "FID"))
+    data = json.loads(json.dumps(results).replace("FD-toy", "FID (pytorch-fid)"))
     data["published"]["source"] = "tabSDa2"
     data["protocol"] |= {"steps": 2, "guidance": 7.5, "width": 512, "height": 512, "dtype": "bfloat16"}
     data["protocol"]["scheduler"] = "PLMS"

@@ -50,7 +50,7 @@ def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monke
     for row in results["rows"]:
         assert row["failed"] is None
         assert row["images"] == 4
-        assert row["distances"]["FD-CLIP (12 reference images)"]["value"] > 0
+        assert row["distances"]["FD-CLIP (ViT of width 32/8@32) (12 reference images)"]["value"] > 0
         assert row["time"]["end_to_end"]["seconds_per_image"] > 0
         assert row["memory"]["batches"] == [1, 2]
         assert (row["paired"] is None) == (row["role"] == "baseline")
@@ -90,7 +90,8 @@ def test_the_other_protocols_run_to_the_end(
     assert [row["label"] for row in rows] == [cell.label for cell in protocol.cells]
     for row in rows:
         assert (row["failed"], row["images"]) == (None, 2)
-        assert row["distances"][f"FD-CLIP ({protocol.reference.count} reference images)"]["value"] > 0
+        name = f"FD-CLIP (ViT of width 32/8@32) ({protocol.reference.count} reference images"
+        assert [figure["value"] > 0 for key, figure in row["distances"].items() if key.startswith(name)] == [True]
     made = {cell.name: row_of(tmp_path / "run", cell).image_file(0).read_bytes() for cell in protocol.cells}
     unchanged = {cell.method for cell in protocol.cells if made[cell.name] == made["sd"]}
     assert unchanged <= {"sd", "elfatt-fast"}, "which samples 128 keys where there are no more"
@@ -275,7 +276,7 @@ def test_a_torn_reference_picture_costs_no_images(
     lines: list[str] = []
     assert stages.evaluate(Run(tmp_path / "run", allowed), lines.append, show_progress=False) == {}
     scores = json.loads((tmp_path / "run" / "scores.json").read_text())
-    assert list(scores["references"]) == ["FD-CLIP (11 reference images)"]
+    assert list(scores["references"]) == ["FD-CLIP (ViT of width 32/8@32) (11 reference images)"]
     assert any("ILSVRC2012_val_00000001.JPEG" in line for line in lines)
 
 

@@ -96,22 +96,25 @@ def _edit(path: Path, change: Callable[[Any], None]) -> None:
 
 def test_edited_scores_are_found_by_computing_them_anew(copy: Path) -> None:
     def improve(data: Any) -> None:
-        data["rows"]["null"]["distances"]["FD-CLIP (12 reference images)"]["value"] *= 0.9
+        data["rows"]["null"]["distances"]["FD-CLIP (ViT of width 32/8@32) (12 reference images)"]["value"] *= 0.9
 
     _edit(copy / "scores.json", improve)
     (problem, *rest) = verify_run(Run.open(copy))
-    assert "scores.json: rows.null.distances.FD-CLIP (12 reference images).value is" in problem
+    assert "scores.json: rows.null.distances.FD-CLIP (ViT of width 32/8@32) (12 reference images).value is" in problem
     assert any("results.json" in line for line in rest)
     assert all("results.json" in line for line in verify_run(Run.open(copy), recompute=False))
 
 
 def test_an_edited_reference_is_found_by_computing_it_anew(copy: Path) -> None:
     def enlarge(data: Any) -> None:
-        data["references"]["FD-CLIP (12 reference images)"]["count"] = 50_000
+        data["references"]["FD-CLIP (ViT of width 32/8@32) (12 reference images)"]["count"] = 50_000
 
     _edit(copy / "scores.json", enlarge)
     (problem, _) = verify_run(Run.open(copy))
-    assert "scores.json: references.FD-CLIP (12 reference images).count is 50000, computed anew 12" in problem
+    assert (
+        "scores.json: references.FD-CLIP (ViT of width 32/8@32) (12 reference images).count is 50000, computed anew 12"
+        in problem
+    )
 
 
 def _halve_time(data: Any) -> None:
@@ -119,7 +122,7 @@ def _halve_time(data: Any) -> None:
 
 
 def _change_little(data: Any) -> None:
-    data["rows"][2]["distances"]["FD-CLIP (12 reference images)"]["value"] *= 1 - 1e-6
+    data["rows"][2]["distances"]["FD-CLIP (ViT of width 32/8@32) (12 reference images)"]["value"] *= 1 - 1e-6
 
 
 def _count_more(data: Any) -> None:
@@ -138,7 +141,7 @@ def _change_machine(data: Any) -> None:
     ("change", "place"),
     [
         (_halve_time, "rows[elfatt-ratio0.5-block_size16-agents8].time.unet.seconds_per_image"),
-        (_change_little, "distances.FD-CLIP (12 reference images).value"),
+        (_change_little, "distances.FD-CLIP (ViT of width 32/8@32) (12 reference images).value"),
         (_count_more, "paired.psnr.identical is 1,"),
         (_change_steps, "protocol.steps is 50, in the files of the stages 4"),
         (_change_machine, "environment.timing.environment.device is Abacus"),

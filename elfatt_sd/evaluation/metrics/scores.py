@@ -150,7 +150,7 @@ class Scorer(Generic[Scale]):
         if scale.sample is None:
             return figures
         features, where = scale.features(images), scale.extractor.distance_name.removeprefix("FD-")
-        where = "Inception" if where == "FID" else where
+        where = where.replace("FID", "Inception", 1)
         if "prdc" in self.wanted:
             found = neighbour_figures(features, scale.sample, images.frame_classes)
             figures |= {f"{name} ({where})": (estimate, "higher") for name, estimate in found.items()}

@@ -50,7 +50,8 @@ ASKED = {  # of a run's protocol, for its figures to stand beside the published 
     "tabSDa2": {**_ASKED, "dtype": "bfloat16"},
 }
 _PICTURES = 2000  # of a row, in every published table
-_DISTANCES = {"Token Merging for Fast Stable Diffusion": "FID (5000 reference images)"}  # as this harness names them
+_USUAL = "FID (pytorch-fid)"  # published tables are pytorch-fid's, as this harness names it
+_DISTANCES = {"Token Merging for Fast Stable Diffusion": f"{_USUAL} (5000 reference images, cropped to 512)"}
 
 
 def published_rows(results: Results) -> list[Mapping[str, Any]]:
@@ -96,7 +97,7 @@ def comparable_words(results: Results) -> str:
     start = "A number means nothing without its protocol's name. "
     if not published_rows(results):
         return start + f"These figures belong to the protocol “{results.name}”; no published table belongs to it."
-    if results.distance != _DISTANCES.get(published_source(results), "FID"):
+    if results.distance != _DISTANCES.get(published_source(results), _USUAL):
         return start + (
             f"This run reports {results.distance or 'no distance'}, which is not the published FID: the values cannot "
             "be compared. What can be compared is the direction of the differences between methods, and the ratio of "
