@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.evaluation.results import SCORES_FILE, join_results
-from elfatt_sd.evaluation.run import MEMORY_FILE, RUN_FILE, TIME_FILE, Run
+from elfatt_sd.evaluation.run import COST_FILE, MEMORY_FILE, RUN_FILE, TIME_FILE, Run
 from elfatt_sd.files import sha256_of_data, write_json
 
 
