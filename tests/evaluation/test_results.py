@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.evaluation.results import SCORES_FILE, join_results
-from elfatt_sd.evaluation.run import MEMORY_FILE, RUN_FILE, TIME_FILE, Run
+from elfatt_sd.evaluation.run import COST_FILE, MEMORY_FILE, RUN_FILE, TIME_FILE, Run
 from elfatt_sd.files import sha256_of_data, write_json
 
 
@@ -20,7 +20,7 @@ def _copy_of_an_earlier_version(finished_run: Path, place: Path) -> tuple[Path, 
     del run["protocol"]["template"]
     identity = sha256_of_data(run["protocol"])
     write_json(run_dir / RUN_FILE, {**run, "identity": identity})
-    for path in (run_dir / name for name in (SCORES_FILE, TIME_FILE, MEMORY_FILE)):
+    for path in (run_dir / name for name in (SCORES_FILE, TIME_FILE, MEMORY_FILE, COST_FILE)):
         write_json(path, {**json.loads(path.read_text()), "identity": identity})
     return run_dir, identity
 
