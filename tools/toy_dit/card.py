@@ -108,7 +108,7 @@ def describe_quality(figures: dict[str, Any]) -> str:
     made = f"{count} images" if count == asked else f"The first {count} images of {asked} (the others are to be made)"
     return QUALITY.format(
         made=made,
-        **{name: figures[name] for name in ("asked", "steps", "seed", "mean_accuracy", "all_four_right")},
+        **{name: figures[name] for name in ("count", "asked", "steps", "seed", "mean_accuracy", "all_four_right")},
         reference_renders=figures["reference_renders"],
         each=", ".join(f"{value:.3f}" for value in figures["accuracy"].values()),
         distance=figures["FD-toy"],
