@@ -66,6 +66,12 @@ def picture(height: int = 32, width: int = 32, channels: int = 3) -> torch.Tenso
     return torch.rand(1, channels, height, width, generator=generator())
 
 
+def with_effect(method: Any, **settings: Any) -> Any:
+    """Return those of some settings that change something in a method."""
+    without = PatchConfig.preset(method).without_effect(settings)
+    return {name: value for name, value in settings.items() if name not in without}
+
+
 def like(kind: Any, pipe: Any, **parts: Any) -> Any:
     """Another kind of pipeline with the same parts, some replaced."""
     kept = {name: part for name, part in pipe.components.items() if name != "image_encoder"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny_pipelines as tiny
 import torch
-from checks import generator
+from checks import generator, with_effect
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -507,7 +507,7 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize("method", METHODS)
 def test_no_call_waits_for_the_device(method: str) -> None:
     unet, scheduler = tiny.unet(), tiny.ddim()
-    elfatt_sd.apply_patch(unet, method, reuse_steps=2)
+    elfatt_sd.apply_patch(unet, method, **with_effect(method, reuse_steps=2))
     scheduler.set_timesteps(5)
     sample, text = inputs(torch.float32)
     with torch.no_grad(), Waits() as waits:

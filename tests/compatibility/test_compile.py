@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_pipelines as tiny
 import torch
-from checks import TWO_PHASES, generator, processors, runner
+from checks import TWO_PHASES, generator, processors, runner, with_effect
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import elfatt_sd
@@ -136,7 +136,7 @@ def test_one_graph_in_every_order(compile_unet: Any, patch_first: bool, method: 
         unet.compile(backend=full, fullgraph=True)
         return unet
 
-    settings: dict[str, Any] = {"block_size": 16, "agents": 8}
+    settings = with_effect(method, block_size=16, agents=8)
     eager = denoise(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), method, **settings), steps=6)
     unet = tiny.unet(**ONE_LEVEL)
     if patch_first:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny_pipelines as tiny
 import torch
-from checks import FIRST, generator
+from checks import FIRST, generator, with_effect
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -48,7 +48,7 @@ def assert_same(one: Any, other: Any) -> None:
 def test_every_method_reaches_every_weight(unet: Any, method: str, step: int) -> None:
     timestep = torch.arange(999, -1, -1)[step]
     untouched = gradients(unet, timestep)
-    elfatt_sd.apply_patch(unet, method, block_size=32, agents=8, agent_ratio=0.7)
+    elfatt_sd.apply_patch(unet, method, **with_effect(method, block_size=32, agents=8, agent_ratio=0.7))
     patched = gradients(unet, timestep)
     elfatt_sd.remove_patch(unet)
     assert patched[1].keys() == untouched[1].keys()
@@ -70,7 +70,7 @@ def test_one_block_has_the_exact_gradients(unet: Any, order: str) -> None:
 
 @pytest.mark.parametrize("method", ["tome", "elfatt"])
 def test_gradients_match_finite_differences(unet: Any, method: str) -> None:
-    elfatt_sd.apply_patch(unet, method, block_size=32, agents=8)
+    elfatt_sd.apply_patch(unet, method, **with_effect(method, block_size=32, agents=8))
     direction = torch.randn(1, 4, 16, 16, generator=generator(), dtype=torch.float64)
     sample = torch.randn(1, 4, 16, 16, generator=generator(), dtype=torch.float64) * 2
     text = torch.randn(1, 3, tiny.TEXT_WIDTH, generator=generator(), dtype=torch.float64)
