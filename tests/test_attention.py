@@ -295,14 +295,14 @@ def test_elfatt_grows_with_the_tokens() -> None:
 
 
 def test_more_blocks_than_a_cuda_grid_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch beyond the kernels' limit goes in several calls; it is tried here with a limit of three."""
+    """Rows and heads beyond the kernels' limit go in several calls; it is tried here with a limit of three."""
     q, k, v = qkv(64)
     whole = block_attention(q, k, v, 8)
     monkeypatch.setattr(attention, "GRID_LIMIT", 3)
     monkeypatch.setattr(attention, "GRID_FREE", ())
     with Work() as work:
         parts = block_attention(q, k, v, 8)
-    assert work.calls == math.ceil(16 / 3)
+    assert work.calls == math.ceil(16 / 3) * math.ceil(4 / 3)
     torch.testing.assert_close(parts, whole)
 
 

@@ -21,7 +21,7 @@ def test_the_machine_has_a_name() -> None:
 def test_the_device_itself_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the current one, which may be another."""
     waited: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(device))
     synchronize(torch.device("cpu"))
     assert waited == []
     synchronize(torch.device("cuda:1"))

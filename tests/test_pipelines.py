@@ -70,7 +70,7 @@ def refused(model: Any, match: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("model", ["missing.safetensors", "/nowhere/at/all", "a b", "./no/such"])
 def test_a_path_that_does_not_exist(model: str) -> None:
-    refused(model, "does not exist; give 'toy', a diffusers directory")
+    refused(model, "does not exist; give 'toy' or 'toy-dit', a diffusers directory")
 
 
 @pytest.mark.parametrize("name", ["model.ckpt", "model.pt", "model.pth", "model.bin", "MODEL.CKPT"])

@@ -132,7 +132,9 @@ def test_commands(
 def test_the_page_on_quality_is_in_step_and_names_every_study() -> None:
     text = (ROOT / "docs" / "quality.md").read_text()
     assert fill_page(text, ROOT / "eval" / "results", ROOT / "docs")[0] == text
-    studies = {path.stem for path in (ROOT / "eval").glob("study_*.toml")}
+    unmeasured = {"study_transformer"}  # of which no run is published yet
+    studies = {path.stem for path in (ROOT / "eval").glob("study_*.toml")} - unmeasured
+    assert not any((ROOT / "eval" / "results" / name).exists() for name in unmeasured)
     assert set(re.findall(r"<!-- eval ([\w-]+)", text)) == studies | {"toy_full"}
     for named in re.findall(r"<!-- pareto \w+ ([^>]*) -->", text):
         assert set(named.split()) == studies - {"study_large"}, "all of one size"
