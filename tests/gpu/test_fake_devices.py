@@ -20,6 +20,7 @@ from elfatt_sd import PatchConfig, Phase
 from elfatt_sd.families import main_denoiser
 from elfatt_sd.presets import METHODS
 
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is not built for CUDA")
 HALF = [torch.float16, torch.bfloat16]
 SMALL: dict[str, Any] = {
     "block_out_channels": (16,),
