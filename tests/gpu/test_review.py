@@ -107,6 +107,7 @@ def test_flex_is_no_backend() -> None:
         elfatt_sd.PatchConfig.preset("tome", attention_backend="flex")
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is not built for CUDA")
 def test_a_capture_by_somebody_else_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph would replay one phase and one sample for ever."""
     unet = elfatt_sd.apply_patch(machine.move(tiny.unet(), torch.float16), "elfatt-fast")
