@@ -74,8 +74,9 @@ def with_effect(method: Any, **settings: Any) -> Any:
 
 def like(kind: Any, pipe: Any, **parts: Any) -> Any:
     """Another kind of pipeline with the same parts, some replaced."""
-    kept = {name: part for name, part in pipe.components.items() if name != "image_encoder"}
-    if "requires_safety_checker" in inspect.signature(kind).parameters:
+    takes = inspect.signature(kind).parameters
+    kept = {name: part for name, part in pipe.components.items() if name != "image_encoder" and name in takes}
+    if "requires_safety_checker" in takes:
         parts["requires_safety_checker"] = False
     return tiny.quiet(kind(**{**kept, **parts}))
 
