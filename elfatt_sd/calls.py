@@ -38,6 +38,7 @@ class Call:
         config: the method.
         phase: of the call's step.
         step: of the call, from which random draws are made.
+        steps: of the schedule.
         given: what the denoiser was given.
         memory: what the run keeps.
         matchings: of this call, and of its like in earlier steps.
@@ -55,6 +56,7 @@ class Call:
         self.given = Given(torch.empty(0), 0, _NO_GRID)
         self.memory = Memory()
         self.matchings: dict[object, Matching | None] = {}
+        self.steps = 0  # of the schedule
         self.scheduled = self.shares = self.last = self.entered = False
         self.states: dict[int, LayerState] = {}
 
@@ -69,6 +71,7 @@ class Memory:
     """What one denoiser keeps from step to step of a run."""
 
     def __init__(self) -> None:
+        self.drawn: dict[Any, dict[Any, dict[int, Tensor]]] = {}  # by layer, phase, grid and device
         self.matchings = Shelf()
         self.residuals = Shelf()  # by the layer's index
         self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
@@ -163,7 +166,7 @@ class Denoiser:
         phase, shape = call.phase, tuple(map(int, sample.shape))
         call.memory = memory = run.kept.setdefault(id(self), call.memory)
         place = memory.place(step, shape)
-        call.scheduled = position.scheduled
+        call.scheduled, call.steps = position.scheduled, position.steps
         kept = position.scheduled and place[0] < KEPT_CALLS
         call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
         group = step // phase.residual_steps, phase
@@ -275,8 +278,9 @@ class LayerState:
             return
         if phase.matches and config.use_rand:
             draws = self._draws(step, max(config.reuse_steps, phase.residual_steps), device)
-            chosen = draws.uniform("destinations", phase.merge.destinations(self.grid)) * phase.merge.stride**2
-            self.choice = draws.upload(chosen.long())
+            size = phase.merge.stride**2
+            count = phase.merge.destinations(self.grid)
+            self.choice = draws.made("destinations", count, lambda noise: (noise * size).long())
         draws = self._draws(step, phase.residual_steps, device)
         if is_own(type(phase.attention)):
             self.prepared = phase.attention.prepare(self.grid, draws)
@@ -286,7 +290,16 @@ class LayerState:
 
     def _draws(self, step: int, shared: int, device: torch.device) -> Draws:
         """Return the random numbers of a step; those of a group of steps are the same."""
-        return Draws(self.call.config.seed, step // shared * shared, self.index, device)
+        call, phase = self.call, self.phase
+        kept = call.memory.drawn.setdefault((self.index, phase, self.grid, device), {})
+
+        first = step // shared * shared
+
+        def ahead() -> list[int]:
+            later = (each for each in range(step, call.steps) if call.config.phase_at(each, call.steps) is phase)
+            return list(dict.fromkeys([first, *(each // shared * shared for each in later)]))
+
+        return Draws(call.config.seed, first, self.index, device, ahead if call.scheduled else None, kept)
 
     @property
     def turn(self) -> int:

@@ -78,16 +78,17 @@ def stratified_samples(grid: Grid, samples: int, groups: int, noise: Tensor) -> 
         grid: of the tokens.
         samples: cells, as many as each group has keys; they are equal but for one token.
         groups: number of groups, at most the tokens of a cell.
-        noise: uniform random numbers `[samples]` in [0, 1); the result lies on their device.
+        noise: uniform random numbers `[..., samples]` in [0, 1), for several steps for instance; the result lies on
+            their device.
 
     Returns:
-        Positions `[samples * groups]`, int64; sample i of group g is at `i * groups + g`.
+        Positions `[..., samples * groups]`, int64; sample i of group g is at `i * groups + g`.
     """
     path = compact_path(grid, round(grid.tokens / samples), noise.device, rolled=True)
     edges = torch.arange(samples + 1, device=noise.device) * grid.tokens // samples
-    place = (noise[:, None] + torch.arange(groups, device=noise.device) / groups) % 1
+    place = (noise[..., None] + torch.arange(groups, device=noise.device) / groups) % 1
     chosen = edges[:-1, None] + (place * edges.diff()[:, None]).long()
-    return path[chosen.flatten()]
+    return path[chosen.flatten(-2)]
 
 
 def cell_order(grid: Grid, cells: int, groups: int, noise: Tensor) -> Tensor:

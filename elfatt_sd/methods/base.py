@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -83,6 +83,9 @@ class Size(NamedTuple):
         return 2 * (queries + keys) * self.channels**2
 
 
+_AHEAD = 1 << 16  # random numbers of a layer that are drawn for later steps at once
+
+
 class Draws:
     """Random numbers of one layer in one step. They depend on `(seed, step, layer)` alone and move no global state.
 
@@ -91,18 +94,30 @@ class Draws:
         step: of the run.
         layer: the layer's number.
         device: where the layer works.
+        ahead: returns the steps that draw the same from this one on, itself the first.
+        kept: what earlier steps of a run have made for this one.
     """
 
-    def __init__(self, seed: int, step: int, layer: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        seed: int,
+        step: int,
+        layer: int,
+        device: torch.device,
+        ahead: Callable[[], Sequence[int]] | None = None,
+        kept: dict[Any, dict[int, Tensor]] | None = None,
+    ) -> None:
         self.seed = seed
         self.step = step
         self.layer = layer
         self.device = device
+        self._ahead = ahead
+        self._kept = {} if kept is None else kept
 
     @property
     def once(self) -> Draws:
         """The same numbers in all steps of a run."""
-        return Draws(self.seed, 0, self.layer, self.device)
+        return Draws(self.seed, 0, self.layer, self.device, None, self._kept)
 
     def uniform(self, what: str, count: int) -> Tensor:
         """Return `count` numbers in [0, 1), on the CPU.
@@ -111,9 +126,32 @@ class Draws:
             what: what they are for; other words give other numbers.
             count: how many.
         """
+        return self._uniform(self.step, what, count)
+
+    def made(self, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return on the layer's device what is made of random numbers: for the steps of a run at once, one upload.
+
+        Args:
+            what: the numbers are for, see `uniform`.
+            count: of the numbers.
+            make: of numbers `[steps, count]` in [0, 1), on the CPU, it makes `[steps, ...]`; always the same.
+        """
         import torch
 
-        key = f"{self.seed}/{self.step}/{self.layer}/{what}".encode()
+        rows = self._kept.setdefault((self.seed, what, count), {})
+        if self.step not in rows:
+            steps = [self.step] if self._ahead is None else self._ahead()[: max(1, _AHEAD // count)]
+            with torch.inference_mode(False):  # what is kept may be used where gradients are wanted
+                drawn = torch.stack([self._uniform(step, what, count) for step in steps])
+                made = self.upload(make(drawn)).unbind()
+            rows.clear()
+            rows.update(zip(steps, made, strict=True))
+        return rows[self.step]
+
+    def _uniform(self, step: int, what: str, count: int) -> Tensor:
+        import torch
+
+        key = f"{self.seed}/{step}/{self.layer}/{what}".encode()
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
         return torch.rand(count, generator=torch.Generator().manual_seed(seed), device="cpu")
 
