@@ -240,9 +240,9 @@ def _in_turns(
     """Attend in several calls, each of as many rows (dimension 0) or heads (dimension 2) as a kernel's grid takes."""
     pieces = list(zip(*(torch.split(x, GRID_LIMIT, dim) for x in (q, k, v)), strict=True))
     masks: list[Tensor | None] = [mask] * len(pieces)
-    own = {0: -4, 2: -3}[dim]  # of the mask, which may lack its first dimensions
-    if mask is not None and mask.ndim >= -own and mask.shape[own] > 1:
-        masks = list(torch.split(mask, GRID_LIMIT, own))
+    axis = {0: -4, 2: -3}[dim]  # of the mask, which may lack its first dimensions
+    if mask is not None and mask.ndim >= -axis and mask.shape[axis] > 1:
+        masks = list(torch.split(mask, GRID_LIMIT, axis))
     parts = (
         softmax_attention(*piece, scale=scale, mask=own, backend=backend)
         for piece, own in zip(pieces, masks, strict=True)

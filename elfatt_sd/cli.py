@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -34,9 +34,6 @@ from elfatt_sd.files import check_writable
 from elfatt_sd.request import SCHEDULERS, Request, check_quoted, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
 from elfatt_sd.toy import EMBEDDED
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(
@@ -225,9 +222,7 @@ def patch(
     chosen: Chosen,
     model: Annotated[
         str,
-        typer.Argument(
-            help="toy, toy-dit, a diffusers directory, a hub id, a .safetensors file; sd15 or sdxl load nothing."
-        ),
+        typer.Argument(help=f"{_MODELS}; {', '.join(SHAPE_NAMES)} load nothing."),
     ] = "toy",
     height: Height = None,
     width: Width = None,

@@ -133,6 +133,8 @@ MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled"
 DATA = (*MATHEMATICS, "files", "checks", "settings", "methods", "phases", "config", "presets", "timesteps", "schedule")
 CORE = (
     *DATA,
+    "allocation",
+    "measuring",
     "families",
     "residuals",
     "calls",
@@ -165,7 +167,7 @@ def test_imports_of_the_core_point_one_way(name: str) -> None:
     assert "tomesd" not in {module.partition(".")[0] for module in found}
     own = {module.split(".")[1] for module in found if module.startswith("elfatt_sd.")}
     allowed = MATHEMATICS if name in MATHEMATICS else DATA if name in DATA else CORE
-    assert own <= {*allowed, "devices", *(("measuring",) if name == "autotune" else ())}
+    assert own <= {*allowed, "devices"}
     if name in DATA and name != "attention":
         assert not any(module.startswith("diffusers") for module in found)
 

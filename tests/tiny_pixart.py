@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import tiny_pipelines as tiny
+import tiny_t5
 import torch
 from diffusers import DDIMScheduler, PixArtAlphaPipeline, PixArtTransformer2DModel
-from transformers import AutoTokenizer, T5Config, T5EncoderModel
+from transformers import T5EncoderModel
 
 TEXT_WIDTH = 8
 
@@ -35,23 +36,11 @@ def transformer(**changes: Any) -> PixArtTransformer2DModel:
 
 def tokenizer(folder: Path) -> Any:
     """A T5 tokenizer of a few words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<pad>", "</s>", "<unk>", "▁a", "▁b"]
-    made = Tokenizer(models.Unigram([(word, 0.0) for word in words], unk_id=2))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
-    settings = '{"tokenizer_class": "T5TokenizerFast", "model_max_length": 16, "extra_ids": 0, "pad_token": "<pad>", '
-    settings += '"eos_token": "</s>", "unk_token": "<unk>"}'
-    (folder / "tokenizer_config.json").write_text(settings)
-    return AutoTokenizer.from_pretrained(folder)
+    return tiny_t5.tokenizer(folder, ("▁a", "▁b"), length=16)
 
 
 def text_encoder() -> T5EncoderModel:
-    torch.manual_seed(2)
-    sizes = {"vocab_size": 5, "d_model": TEXT_WIDTH, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    return T5EncoderModel(T5Config(**sizes)).eval()
+    return tiny_t5.text_encoder(5, TEXT_WIDTH)
 
 
 def pixart(folder: Path) -> PixArtAlphaPipeline:

@@ -35,6 +35,8 @@ from elfatt_sd.progress import Lines, Progress
 CHUNK = 1024  # pictures that are committed together
 FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
 RESIZES = ("none", "crop", "stretch")
+# What is wrong with a file for good: damaged, away, no plain file, a link to itself. Anything else may pass.
+_LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,12 @@ class SourcePictures:
         except (ElfattError, MemoryError):
             raise
         except Exception as error:  # Pillow raises many kinds for damaged files
-            if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            if isinstance(error, OSError) and error.errno not in _LASTING:
                 raise ElfattError(
                     f"{entry.name} cannot be read: {error.strerror}; give the same command again."
                 ) from error
-            return f"{entry.name} ({error})"
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            return f"{entry.name} ({reason})"
 
 
 @dataclass(frozen=True)

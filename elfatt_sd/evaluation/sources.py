@@ -18,6 +18,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.archives import tables, tars, zips
 from elfatt_sd.evaluation.decoding import decode as decode
 from elfatt_sd.evaluation.entries import BESIDE, Entry, Source, ends, is_litter, parent, sorted_out, stamp
+from elfatt_sd.files import read_plain
 
 _NAMED = 3  # left-out files that a sentence names
 ACCEPTED = (
@@ -136,7 +137,7 @@ def _folder(folder: Path) -> Source:
     images, left_out = sorted_out(files, lambda path: path.open("rb") if path.is_file() else None)
     entries = [Entry(name, path, parent(name)) for name, path in images]
     fingerprint = [stamp(name, path) for name, path in images]
-    return Source(entries, fingerprint, lambda entry: entry.where.read_bytes(), left_out)
+    return Source(entries, fingerprint, lambda entry: read_plain(entry.where), left_out)
 
 
 def _files_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
@@ -147,10 +148,18 @@ def _files_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) 
         return
     with os.scandir(folder) as found:
         for item in found:
-            if item.is_dir():
+            if _is_folder(item):
                 yield from _files_below(folder / item.name, above | {here})
             else:
                 yield folder / item.name
+
+
+def _is_folder(item: os.DirEntry[str]) -> bool:
+    """Tell whether an item is a folder; a link that leads to itself is a file that cannot be read."""
+    try:
+        return item.is_dir()
+    except OSError:
+        return False
 
 
 def _first_of_each_class(path: Path, source: Source, per_class: int) -> Source:

@@ -8,32 +8,21 @@ from typing import Any
 import diffusers
 import tiny_flux
 import tiny_joint
+import tiny_t5
 import tiny_transformers
 import torch
-from transformers import AutoTokenizer, T5Config, T5EncoderModel
+from transformers import T5EncoderModel
 
 WIDTH = tiny_joint.WIDTH
 
 
 def tokenizer(folder: Path) -> Any:
     """A T5 tokenizer that spells."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<pad>", "</s>", "<unk>", "▁", *(chr(code) for code in range(33, 127))]
-    made = Tokenizer(models.Unigram([(word, 0.0) for word in words], unk_id=2))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
-    settings = '{"tokenizer_class": "T5TokenizerFast", "model_max_length": 512, "extra_ids": 0, "pad_token": "<pad>", '
-    settings += '"eos_token": "</s>", "unk_token": "<unk>"}'
-    (folder / "tokenizer_config.json").write_text(settings)
-    return AutoTokenizer.from_pretrained(folder)
+    return tiny_t5.tokenizer(folder, ("▁", *(chr(code) for code in range(33, 127))), length=512)
 
 
 def text_encoder() -> T5EncoderModel:
-    torch.manual_seed(2)
-    sizes = {"vocab_size": 100, "d_model": WIDTH, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    return T5EncoderModel(T5Config(**sizes)).eval()
+    return tiny_t5.text_encoder(100, WIDTH)
 
 
 def _save(folder: Path, name: str, transformer: Any, vae: Any) -> Path:

@@ -300,9 +300,19 @@ def test_unreadable_pictures_have_plain_reasons(tmp_path: Path) -> None:
     source = flat(tmp_path)
     (source / "a.JPEG").write_bytes(b"rubbish")
     (source / "b.JPEG").symlink_to(tmp_path / "nowhere")
-    rubbish, lost = build(source, tmp_path / "cache", allow_count=True).unreadable
+    (source / "c.JPEG").symlink_to(source / "c.JPEG")
+    rubbish, lost, looping = build(source, tmp_path / "cache", allow_count=True).unreadable
     assert rubbish == "a.JPEG (no picture of a known kind)"
     assert "No such file" in lost
+    assert "c.JPEG" in looping
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    source = flat(tmp_path)
+    os.mkfifo(source / "a.JPEG")
+    (pipe,) = build(source, tmp_path / "cache", allow_count=True).unreadable
+    assert pipe == "a.JPEG (it is no plain file)"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError("no memory")])

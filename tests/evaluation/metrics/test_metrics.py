@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from weights import write_classifier, write_clip
 
@@ -15,7 +16,8 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.metrics import closeness
 from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
-from elfatt_sd.evaluation.metrics.scores import check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.metrics.scores import Scorer, _cmmd, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.files import sha256_of_file
 
 PROMPTS = ["a cat", "a dog in the snow", "an owl"]
@@ -183,6 +185,43 @@ def test_two_of_one_name_and_features_that_are_missing() -> None:
     for metric in ("prdc", "cmmd"):
         with pytest.raises(ElfattError, match="needs"):
             check_feature_metrics([MetricChoice(metric)], [])
+
+
+def row(folder: Path, name: str, lighter: int) -> Images:
+    """40 images of one grey each, in as many classes."""
+    (folder / name).mkdir(parents=True)
+    paths = [folder / name / f"{number}.png" for number in range(40)]
+    for number, path in enumerate(paths):
+        Image.new("RGB", (8, 8), (100 + 2 * number % 7 + lighter,) * 3).save(path)
+    return Images(name, paths, [sha256_of_file(path) for path in paths], range(40), ["a cat"] * 40)
+
+
+@pytest.mark.parametrize(("better", "verdict"), [("higher", "better"), ("lower", "worse"), ("", None)])
+def test_a_paired_difference_has_a_verdict(tmp_path: Path, better: Any, verdict: str | None) -> None:
+    choices = [MetricChoice("own_metrics:brightness", better=better), MetricChoice("own_metrics:moved")]
+    scorer: Any = Scorer(choices, load_metrics(choices, "cpu"), [], tmp_path)
+    light, dark = row(tmp_path, "light", 20), row(tmp_path, "dark", 0)
+    found = scorer.score(light, dark)
+    assert found["brightness"]["difference"]["value"] == pytest.approx(20)
+    assert found["brightness"]["difference"].get("verdict") == verdict
+    assert found["moved"]["value"] == pytest.approx(20)
+    assert "difference" not in scorer.score(dark, None)["brightness"]
+    assert "moved" not in scorer.score(dark, None)
+
+
+def test_cmmd_is_its_formula() -> None:
+    """1000 times the unbiased squared discrepancy of unit features under exp(-|x - y|^2 / 200)."""
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (9, 12))
+
+    def mean(one: Tensor, other: Tensor) -> Tensor:
+        kernel = torch.exp(-torch.cdist(one, other).square() / 200)
+        own = len(one) if one is other else 0
+        return (kernel.sum() - own) / (kernel.numel() - own)
+
+    x, y = (torch.nn.functional.normalize(each, dim=1) for each in (ours, theirs))
+    expected = 1000 * (mean(x, x) + mean(y, y) - 2 * mean(x, y))
+    assert _cmmd(ours, theirs, range(9)).value == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_torchvision_is_asked_for_only_where_it_is_used(alexnet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
