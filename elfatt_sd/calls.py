@@ -6,7 +6,7 @@ What belongs to one call is kept by thread, so that threads can share a denoiser
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,26 +38,23 @@ class Call:
 
     Attributes:
         config: the method.
-        phase: of the call's step.
         step: of the call, from which random draws are made.
         given: what the denoiser was given.
         memory: what the run keeps.
         matchings: of this call, and of its like in earlier steps.
         scheduled: whether the call is one of a run over a schedule.
-        shares: whether a difference measured in this call is of use in a later step.
         last: whether the run ends with this step.
         states: of the patched layers, by the layer's index.
         entered: whether the denoiser has come to its first convolution.
     """
 
-    def __init__(self, config: PatchConfig, phase: Phase = EXACT, step: int = 0) -> None:
+    def __init__(self, config: PatchConfig, step: int = 0) -> None:
         self.config = config
-        self.phase = phase
         self.step = step
         self.given = Given(torch.empty(0), 0, _NO_GRID)
         self.memory = Memory()
         self.matchings: dict[object, Matching | None] = {}
-        self.scheduled = self.shares = self.last = self.entered = False
+        self.scheduled = self.last = self.entered = False
         self.states: dict[int, LayerState] = {}
 
     def restart(self) -> None:
@@ -72,7 +69,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.matchings = Shelf()
-        self.residuals = Shelf()  # by the layer's index
+        self.residuals: defaultdict[int, Shelf] = defaultdict(Shelf)  # by the layer's index
         self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
         self._step = -1
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
@@ -143,12 +140,6 @@ class Denoiser:
         """The call that goes on in this thread; None between calls."""
         return self._live.get(threading.get_ident())
 
-    @property
-    def phase(self) -> Phase:
-        """The phase of the call that goes on in this thread."""
-        call = self.call
-        return EXACT if call is None else call.phase
-
     def begin(self, position: Position, run: Run, given: Given) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
 
@@ -161,39 +152,42 @@ class Denoiser:
             given: what the denoiser is given.
         """
         config, step, sample = self.config, position.step, given.sample
-        call = Call(config, config.phase_at(step, position.steps), step)
-        phase, shape = call.phase, tuple(map(int, sample.shape))
+        call = Call(config, step)
+        shape = tuple(map(int, sample.shape))
         call.memory = memory = run.kept.setdefault(id(self), call.memory)
         place = memory.place(step, shape)
         call.scheduled = position.scheduled
         kept = position.scheduled and place[0] < KEPT_CALLS
         call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
-        group = step // phase.residual_steps, phase
-        residuals = memory.residuals.take(group, place, kept and phase.residual_steps > 1)
-        call.shares = kept and config.shares_difference(step, position.steps)
-        if call.shares and step == run.first:
-            self._check_memory(given)
         call.last = 1 < position.steps == step + 1
         call.given = given
         for layer in self.layers:
             grid = self.grids.get((layer.index, given.grid)) or layer.layer.grid(given.grid)
             state = LayerState(layer, call, grid)
+            phase = layer.config.phase_at(step, position.steps)
+            state.shares = kept and layer.config.shares_difference(step, position.steps)
             own = phase if grid.tokens else EXACT
             if self.pays is not None and not own.exact and not self.pays(state, own, sample):
                 own = EXACT
             state.begin(own, step, device_of(layer.parts, sample.device))
-            state.residuals = residuals.setdefault(layer.index, {})
+            group = step // phase.residual_steps, phase
+            state.residuals = memory.residuals[layer.index].take(group, place, kept and phase.residual_steps > 1)
             call.states[layer.index] = state
+        if step == run.first:
+            self._check_memory(call)
         self.enter(call)
 
-    def _check_memory(self, given: Given) -> None:
+    def _check_memory(self, call: Call) -> None:
         """Refuse differences that take too much memory; called at the beginning of a run.
 
         Raises:
             ElfattError: they do.
         """
-        config, sample = self.config, given.sample
-        sizes = [(layer.layer.grid(given.grid).tokens, layer.layer.channels) for layer in self.layers]
+        config, sample = self.config, call.given.sample
+        sharing = [state for state in call.states.values() if state.shares]
+        if not sharing:
+            return
+        sizes = [(state.layer.grid(call.given.grid).tokens, state.layer.channels) for state in sharing]
         dtype = sample.dtype if sample.dtype.is_floating_point else torch.float32
         needed = kept_bytes(sizes, len(sample), dtype, config.residuals)
         check_memory(needed, config.residuals, config.residual_limit, sample.device)
@@ -243,6 +237,7 @@ class LayerState:
         self.choice: Tensor | None = None  # of the merge destinations
         self.candidates: Candidates | None = None  # of this call
         self.prepared: Prepared | None = None  # by the phase's attention
+        self.shares = False  # whether a difference measured in this call is of use in a later step
         self.calls = 0  # of the layer in this call of the denoiser: several, where that splits its input
         self.residuals: dict[int, Residual] = {}  # of each: exact minus approximated output; see `residual_steps`
         self.added: dict[int, Tensor | None] = {}  # of each: the difference that was added, None where it was measured
@@ -325,12 +320,13 @@ class LayerState:
         turn = self.turn
         kept = self.residuals.get(turn)
         known = self.added[turn] if turn in self.added else None if kept is None else kept.restore()
+        empty = self.phase.attention.empty
         if known is not None:
-            output = approximated() + known
+            output = known if empty else approximated() + known
         else:
             output = exact()
-            if self.call.shares:
-                difference = (output - approximated()).detach()
+            if self.shares:
+                difference = (output if empty else output - approximated()).detach()
                 self.residuals[turn] = Residual.keep(difference, self.call.config.residuals)
         if torch.is_grad_enabled():
             self.added[turn] = known
