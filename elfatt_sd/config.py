@@ -362,7 +362,8 @@ class PatchConfig:
             steps: as for `phase_at`.
         """
         changes: list[Settings] = [{"active_fraction": 1}]
-        if all(phase.residual_steps > 1 and not phase.attention.empty for phase in self.all_phases):
+        phases = self.all_phases
+        if any(each.residual_steps > 1 for each in phases) and not any(each.attention.empty for each in phases):
             changes += [{"residual_steps": 1}, {"active_fraction": 1, "residual_steps": 1}]
         for change in changes:
             if self.with_settings(**change).approximates(first, steps):
