@@ -150,7 +150,8 @@ def order_tokens(order: BlockOrder, grid: Grid, size: int, draws: Draws, what: s
     """
     from elfatt_sd.ordering import block_permutation, inverse_permutation
 
-    noise = draws.upload(draws.uniform(what, grid.tokens)) if order == "spread" else None
+    noise = draws.made(what, grid.tokens, lambda drawn: drawn) if order == "spread" else None
+    draws.anew = draws.anew or noise is not None  # sorted on the device, which is faster at it
     places = block_permutation(order, grid, size, noise=noise, device=draws.device)
     inverse = None if places is None else inverse_permutation(places)
     return Prepared(places, inverse, sorts_merged=order != "sequence")

@@ -65,10 +65,16 @@ class CellSpread(Attention):
         if self.cell is None:
             order = order_tokens("spread", grid, cells, draws)
             return _Cells(order.order, order.inverse, order.sorts_merged, cells, groups)
+        import torch
+
         from elfatt_sd.ordering import cell_order, inverse_permutation
 
-        places = cell_order(grid, cells, groups, draws.upload(draws.uniform("cells", cells)))
-        return _Cells(places, inverse_permutation(places), cells=cells, groups=groups)
+        def both(noise: Tensor) -> Tensor:
+            places = cell_order(grid, cells, groups, noise)
+            return torch.cat([places, inverse_permutation(places)], -1)
+
+        places, inverse = draws.made("cells", cells, both).chunk(2)
+        return _Cells(places, inverse, cells=cells, groups=groups)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         """Attend to cell and sample, joined by their log-sum-exps, and to the context."""

@@ -62,16 +62,22 @@ class Sampled(Attention):
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Draw the keys of every group, and put the queries in the order of their groups."""
+        import torch
+
         from elfatt_sd.ordering import lattice_order, stratified_samples
 
         count, groups = sample_counts(grid.tokens, self.keys, self.groups)
         draws = draws if self.redraw else draws.once
-        keys = draws.upload(stratified_samples(grid, count, groups, draws.uniform("samples", count)))
+        on_host = lattice_order(grid, groups, torch.device("cpu")) if self.lattice else None
+
+        def places(noise: Tensor) -> Tensor:
+            chosen = stratified_samples(grid, count, groups, noise)
+            return chosen if on_host is None else on_host[1][chosen]
+
+        keys = draws.made("samples", count, places)
         moved = lattice_order(grid, groups, draws.device) if self.lattice else None
-        if moved is None:
-            return _Sample(keys=keys, groups=groups)
-        order, inverse = moved
-        return _Sample(order, inverse, keys=inverse[keys], groups=groups)
+        order, inverse = moved or (None, None)
+        return _Sample(order, inverse, keys=keys, groups=groups)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         """Attend to the sample of one's group; keys and values are projected for sampled tokens alone."""
