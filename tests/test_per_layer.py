@@ -37,9 +37,9 @@ def phases_of_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, 
     seen: Counter[tuple[str, int, str]] = Counter()
     begin = LayerState.begin
 
-    def counted(state: LayerState, phase: Phase, step: int, device: torch.device) -> None:
+    def counted(state: LayerState, phase: Phase, step: int, *others: Any) -> bool:
         seen[state.layer.name, step, phase.attention.name] += 1
-        begin(state, phase, step, device)
+        return begin(state, phase, step, *others)
 
     monkeypatch.setattr(LayerState, "begin", counted)
     return seen
