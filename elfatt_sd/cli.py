@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,23 @@ import typer
 
 from elfatt_sd import __version__
 from elfatt_sd.allocation import keep_freed_memory
+from elfatt_sd.cli_options import (
+    GUIDANCE,
+    MODELS,
+    STEPS,
+    AllowPickle,
+    Device,
+    Dtype,
+    Force,
+    Height,
+    Json,
+    Model,
+    NegativePrompt,
+    Scheduler,
+    Source,
+    Variant,
+    Width,
+)
 from elfatt_sd.cli_output import (
     print_findings,
     print_plan,
@@ -31,9 +47,10 @@ from elfatt_sd.console import (
     takes_patch,
 )
 from elfatt_sd.files import check_writable
-from elfatt_sd.request import SCHEDULERS, Request, check_quoted, check_sizes, read_prompts
+from elfatt_sd.request import Request, check_quoted, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
 from elfatt_sd.toy import EMBEDDED
+from elfatt_sd.tune_cli import tune
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(
@@ -41,29 +58,6 @@ app.add_typer(
 )
 app.add_typer(lazy_group("elfatt_sd.benchmark_cli:app"), name="bench", help="Time and memory, side by side in one run.")
 
-_MODELS = f"{', '.join(EMBEDDED)}, a diffusers directory, a hub id, or a .safetensors file"
-_STEPS, _GUIDANCE = (
-    f"{text}; {', '.join(f'{getattr(each, field):g} for {name}' for name, each in EMBEDDED.items())}, "
-    "and what any other pipeline takes by itself, if not given."
-    for text, field in (("Denoising steps", "steps"), ("Guidance scale", "guidance"))
-)
-Model = Annotated[str, typer.Option(help=f"{_MODELS}.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
-AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")]
-Variant = Annotated[str | None, typer.Option(help="Of the weights: fp16 loads *.fp16.safetensors.")]
-NegativePrompt = Annotated[str | None, typer.Option(help="What guidance leads away from.")]
-Scheduler = Annotated[
-    str | None,
-    typer.Option(
-        autocompletion=lambda: list(SCHEDULERS),
-        help=f"{', '.join(SCHEDULERS)}, or diffusers' class; the model's own if not given.",
-    ),
-]
-Force = Annotated[bool, typer.Option("--force", help="Draw even what is estimated not to fit into memory.")]
-Height = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
-Width = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEMO_PROMPT = "a red star on a striped blue background"
 MEASURED_CALLS = 20  # of every layer, by --autotune
 
@@ -99,8 +93,8 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Each one is drawn.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
     model: Model = "toy",
-    steps: Annotated[int | None, typer.Option(help=_STEPS)] = None,
-    guidance: Annotated[float | None, typer.Option(help=_GUIDANCE)] = None,
+    steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
+    guidance: Annotated[float | None, typer.Option(help=GUIDANCE)] = None,
     seed: Annotated[int, typer.Option(help="Of each prompt's first picture; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Pictures for each prompt.")] = 1,
     height: Height = None,
@@ -159,10 +153,10 @@ def generate(
 
 @app.command(name="try")
 def try_methods(
-    model: Annotated[str, typer.Argument(help=f"{_MODELS}.")] = "toy",
+    model: Annotated[str, typer.Argument(help=f"{MODELS}.")] = "toy",
     prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="What is drawn.")] = None,
-    steps: Annotated[int | None, typer.Option(help=_STEPS)] = None,
-    guidance: Annotated[float | None, typer.Option(help=_GUIDANCE)] = None,
+    steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
+    guidance: Annotated[float | None, typer.Option(help=GUIDANCE)] = None,
     seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
     rounds: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
     height: Height = None,
@@ -222,7 +216,7 @@ def patch(
     chosen: Chosen,
     model: Annotated[
         str,
-        typer.Argument(help=f"{_MODELS}; {', '.join(SHAPE_NAMES)} load nothing."),
+        typer.Argument(help=f"{MODELS}; {', '.join(SHAPE_NAMES)} load nothing."),
     ] = "toy",
     height: Height = None,
     width: Width = None,
@@ -270,6 +264,9 @@ def patch(
     print("\nIn Python:\n\n" + "\n".join(f"    {line}" for line in lines))
 
 
+app.command()(tune)
+
+
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Tell what this machine has and what is missing; exit code 1 if it is something needed."""
@@ -283,49 +280,6 @@ def doctor(as_json: Json = False) -> None:
         print_findings(sections)
     if not healthy(sections):
         raise typer.Exit(1)
-
-
-@dataclass(frozen=True)
-class Source:
-    """A model and how it is loaded; see `load_pipeline`."""
-
-    model: str
-    device: str
-    dtype: str
-    allow_pickle: bool
-    variant: str | None
-
-    def check(self) -> None:
-        """Check what can be checked without PyTorch."""
-        from elfatt_sd.pipelines import check_model, check_names
-        from elfatt_sd.preflight import check_device
-
-        check_names(self.device, self.dtype)
-        check_device(self.device)
-        check_model(self.model, allow_pickle=self.allow_pickle, variant=self.variant)
-
-    def check_fits(self, request: Request) -> None:
-        """Refuse an image that the CPU's memory cannot hold, as far as a directory tells without PyTorch."""
-        from elfatt_sd.preflight import check_sizes_fit
-
-        if not request.force:
-            sizes = [(request.height, request.width)]
-            check_sizes_fit(
-                self.model,
-                self.device,
-                self.dtype,
-                sizes,
-                batch=2 if request.guidance is None else 1 + (request.guidance > 1),
-            )
-
-    def load(self) -> Any:
-        """Load the pipeline."""
-        from elfatt_sd.pipelines import load_pipeline
-
-        quiet_libraries()
-        return load_pipeline(
-            self.model, device=self.device, dtype=self.dtype, allow_pickle=self.allow_pickle, variant=self.variant
-        )
 
 
 def _sketch(model: str, autotune: bool) -> Any:

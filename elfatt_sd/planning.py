@@ -135,10 +135,11 @@ def _describe_all(phases: Sequence[Phase], grids: Sequence[Grid | None]) -> str:
     found: dict[Phase, list[Grid]] = {}
     for phase, grid in zip(phases, grids or [None], strict=True):
         found.setdefault(phase, []).extend([] if grid is None else [grid])
-    counts = collections.Counter(phases)
-    if len(found) == 1:
-        return describe(*found.popitem())
-    return "; ".join(f"{describe(phase, own)} in {counts[phase]} layers" for phase, own in found.items())
+    words = {phase: describe(phase, own) for phase, own in found.items()}
+    counts = collections.Counter(words[phase] for phase in phases)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return "; ".join(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.most_common())
 
 
 def _plan_layer(

@@ -1,0 +1,79 @@
+"""What commands that load a model share: their options, and the model with how it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from elfatt_sd.console import quiet_libraries
+from elfatt_sd.request import SCHEDULERS, Request
+from elfatt_sd.toy import EMBEDDED
+
+MODELS = f"{', '.join(EMBEDDED)}, a diffusers directory, a hub id, or a .safetensors file"
+STEPS, GUIDANCE = (
+    f"{text}; {', '.join(f'{getattr(each, field):g} for {name}' for name, each in EMBEDDED.items())}, "
+    "and what any other pipeline takes by itself, if not given."
+    for text, field in (("Denoising steps", "steps"), ("Guidance scale", "guidance"))
+)
+Model = Annotated[str, typer.Option(help=f"{MODELS}.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")]
+Variant = Annotated[str | None, typer.Option(help="Of the weights: fp16 loads *.fp16.safetensors.")]
+NegativePrompt = Annotated[str | None, typer.Option(help="What guidance leads away from.")]
+Scheduler = Annotated[
+    str | None,
+    typer.Option(
+        autocompletion=lambda: list(SCHEDULERS),
+        help=f"{', '.join(SCHEDULERS)}, or diffusers' class; the model's own if not given.",
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Draw even what is estimated not to fit into memory.")]
+Height = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
+Width = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model and how it is loaded; see `load_pipeline`."""
+
+    model: str
+    device: str
+    dtype: str
+    allow_pickle: bool
+    variant: str | None
+
+    def check(self) -> None:
+        """Check what can be checked without PyTorch."""
+        from elfatt_sd.pipelines import check_model, check_names
+        from elfatt_sd.preflight import check_device
+
+        check_names(self.device, self.dtype)
+        check_device(self.device)
+        check_model(self.model, allow_pickle=self.allow_pickle, variant=self.variant)
+
+    def check_fits(self, request: Request) -> None:
+        """Refuse an image that the CPU's memory cannot hold, as far as a directory tells without PyTorch."""
+        from elfatt_sd.preflight import check_sizes_fit
+
+        if not request.force:
+            sizes = [(request.height, request.width)]
+            check_sizes_fit(
+                self.model,
+                self.device,
+                self.dtype,
+                sizes,
+                batch=2 if request.guidance is None else 1 + (request.guidance > 1),
+            )
+
+    def load(self) -> Any:
+        """Load the pipeline."""
+        from elfatt_sd.pipelines import load_pipeline
+
+        quiet_libraries()
+        return load_pipeline(
+            self.model, device=self.device, dtype=self.dtype, allow_pickle=self.allow_pickle, variant=self.variant
+        )

@@ -1,0 +1,126 @@
+"""The command `elfatt-sd tune`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from elfatt_sd.cli_options import (
+    GUIDANCE,
+    MODELS,
+    STEPS,
+    AllowPickle,
+    Device,
+    Dtype,
+    Height,
+    Json,
+    NegativePrompt,
+    Source,
+    Variant,
+    Width,
+)
+from elfatt_sd.console import complain
+from elfatt_sd.files import check_writable
+from elfatt_sd.progress import progress_of
+from elfatt_sd.request import check_sizes, read_prompts
+from elfatt_sd.tuning.asked import Budget
+
+if TYPE_CHECKING:
+    from elfatt_sd.tuning.tuned import Tuned
+
+METRICS = "psnr, ssim, lpips or dists"
+
+
+def tune(
+    model: Annotated[str, typer.Argument(help=f"{MODELS}.")] = "toy",
+    closeness: Annotated[
+        float | None, typer.Option(help="To the untouched images: dB PSNR at least, or what --metric gives.")
+    ] = None,
+    speed: Annotated[float | None, typer.Option(help="Times as fast as untouched, at least.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB at the peak, at most.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prompts such as yours, one a line, two at least.")
+    ] = None,
+    metric: Annotated[str, typer.Option(help=f"{METRICS}.")] = "psnr",
+    weights: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of the network of lpips and dists, torchvision's file.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
+    guidance: Annotated[float | None, typer.Option(help=GUIDANCE)] = None,
+    height: Height = None,
+    width: Width = None,
+    frames: Annotated[int | None, typer.Option(help="Of a clip; the model's own if not given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first image; the next ones count up.")] = 0,
+    images: Annotated[int, typer.Option(help="Drawn for the search and the proof together.")] = 8,
+    presets: Annotated[bool, typer.Option("--presets/--no-presets", help="Run the presets, too.")] = True,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the settings as JSON, for --config.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a page with the curve and images.")] = None,
+    negative_prompt: NegativePrompt = None,
+    as_json: Json = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    allow_pickle: AllowPickle = False,
+    variant: Variant = None,
+) -> None:
+    """Find the settings that a model can take on this machine, by closeness or by speed, and prove them."""
+    Budget(closeness, speed, memory)
+    check_sizes(height, width)
+    lines = None if prompts is None else read_prompts(prompts)
+    if save is not None:
+        check_writable(save.parent, f"save={str(save)!r}")
+    if out is not None:
+        check_writable(out)
+        _check_page()
+    source = Source(model, device, dtype, allow_pickle, variant)
+    source.check()
+    pipe = source.load()
+    pipe.set_progress_bar_config(disable=True)
+
+    from elfatt_sd.tuning import tune as tune_pipeline
+
+    with progress_of("steps") as tell:
+        found = tune_pipeline(
+            pipe,
+            closeness=closeness,
+            speed=speed,
+            memory=memory,
+            prompts=lines,
+            metric=metric,
+            weights=weights,
+            steps=steps,
+            guidance=guidance,
+            height=height,
+            width=width,
+            frames=frames,
+            negative_prompt=negative_prompt,
+            seed=seed,
+            images=images,
+            presets=presets,
+            progress=tell,
+        )
+    if save is not None:
+        found.save(save)
+    page = None if out is None else found.report(out)
+    _print(found, as_json, save, page)
+
+
+def _check_page() -> None:
+    from elfatt_sd.optional import need
+
+    need("the page of a tuning (--out)", "jinja2", "matplotlib")
+
+
+def _print(found: Tuned, as_json: bool, save: Path | None, page: Path | None) -> None:
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return
+    print(found)
+    if save is not None:
+        print(f"\nsettings: {save}; use them with elfatt-sd generate ... --config {save}")
+    if page is not None:
+        print(f"page: {page}")
+    if found.proof is None and save is not None:
+        complain("the settings leave the pipeline untouched", "note")

@@ -1,0 +1,234 @@
+"""Find the settings that a pipeline can take on this machine: ask for closeness or for speed, and have it proved."""
+
+from __future__ import annotations
+
+import csv
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elfatt_sd.config import ElfattError
+
+if TYPE_CHECKING:
+    from elfatt_sd.tuning.tuned import Tuned
+
+SEARCHED, HELD_OUT = 3, 5  # images of the search, and of the proof
+PRESETS = ("elfatt", "elfatt-fast", "elfatt-quality")
+_COMPARED = 2  # images of the search that presets are run with
+_PROMPTS = Path(__file__).parents[1] / "evaluation" / "prompt_lists" / "images.csv"
+
+Tell = Callable[[str, int, int], None]
+
+
+def tune(
+    pipe: Any,
+    *,
+    closeness: float | None = None,
+    speed: float | None = None,
+    memory: float | None = None,
+    prompts: Sequence[str] | None = None,
+    metric: Any = "psnr",
+    weights: Any = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    negative_prompt: str | None = None,
+    seed: int = 0,
+    images: int = SEARCHED + HELD_OUT,
+    presets: bool = True,
+    inputs: Mapping[str, Any] | None = None,
+    progress: Tell | None = None,
+) -> Tuned:
+    """Find the fastest settings that are as close to the untouched image as asked, or the closest that are as fast.
+
+    The pipeline runs untouched, with its layers watched; then in choices that are predicted to fit; then, untouched and
+    tuned in turn, with prompts that were not used before. It is as it was before afterwards, also after an exception.
+    What was measured is kept on the disk: tuning goes on where it was stopped. See docs/tuning.md.
+
+    Args:
+        pipe: a diffusers pipeline with a UNet or a transformer of a known family.
+        closeness: wanted mean closeness: PSNR in dB at least, or what `metric` gives.
+        speed: wanted speed: times as fast as the untouched pipeline.
+        memory: GiB at the peak of an image at most; of the whole process on a CPU.
+        prompts: two or more, such as you use; by default those of the embedded pipelines, or a list of photographs.
+            The first ones serve the search, the others the proof.
+        metric: `psnr`, `ssim`, `lpips`, `dists`, or a function of two PIL images, of which a higher value is closer.
+        weights: for LPIPS and DISTS, torchvision's file of the network that it compares features of.
+        steps: denoising steps; the pipeline's own by default.
+        guidance: guidance scale; the pipeline's own by default.
+        height: of the image in pixels; the pipeline's own by default.
+        width: likewise.
+        frames: of a clip; the pipeline's own by default.
+        negative_prompt: what guidance leads away from.
+        seed: of the first image; the next ones count up.
+        images: images of the search and the proof together, two of three for the proof.
+        presets: also run the presets, for the curve.
+        inputs: further arguments of the pipeline's call, such as an image.
+        progress: told of every stage: its name, the denoising steps done in it and in all.
+
+    Returns:
+        The settings, with what was measured.
+
+    Raises:
+        ElfattError: a budget that makes no sense, fewer than two prompts, or a pipeline that cannot be tuned.
+        ElfattFailure: a speed that no choice has.
+    """
+    from elfatt_sd.patch import remove_patch
+    from elfatt_sd.tuning.asked import Budget, measure_named
+    from elfatt_sd.tuning.runs import Runs, Settings
+
+    budget = Budget(closeness, speed, memory)
+    measure = measure_named(metric, weights, str(getattr(pipe, "device", "cpu")))
+    own_steps, own_guidance, own_prompts = _own(pipe)
+    samples = _samples(own_prompts if prompts is None else prompts, images, seed)
+    settings = Settings(
+        own_steps if steps is None else steps,
+        own_guidance if guidance is None else guidance,
+        height,
+        width,
+        frames,
+        negative_prompt,
+        inputs or {},
+    )
+    before = _patches_of(pipe)
+    remove_patch(pipe)
+    runs = Runs(pipe, settings)
+    searched = max(1, len(samples) * SEARCHED // (SEARCHED + HELD_OUT))
+    try:
+        return _tuned(runs, samples, searched, budget, measure, presets, before, progress)
+    finally:
+        remove_patch(pipe)
+        for patch in before.values():
+            patch.renewed().install()
+
+
+def _tuned(
+    runs: Any,
+    samples: Sequence[Any],
+    searched: int,
+    budget: Any,
+    measure: Any,
+    presets: bool,
+    before: Mapping[str, Any],
+    progress: Tell | None,
+) -> Tuned:
+    from elfatt_sd.tuning.search import Search
+    from elfatt_sd.tuning.store import Store
+    from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
+
+    record = _record(runs)
+    start = time.monotonic()
+    store = Store(record | {"samples": samples})
+    search = Search(runs, samples, searched, budget, measure, store, _teller(runs, progress))
+    search.measure_untouched()
+    search.measure_layers()
+    search.check_reachable()
+    for name in (*PRESETS, *before) if presets else before:
+        _run_known(search, name, before)
+    choice = search.settle()
+    proof = search.prove(choice)
+    seconds = search.seconds
+    return Tuned(
+        UNTOUCHED if proof is None else proof.point.config,
+        budget,
+        measure,
+        proof,
+        tuple(search.points),
+        tuple(search.curve),
+        seconds,
+        search.floor,
+        (time.monotonic() - start) / seconds,
+        record,
+    )
+
+
+def _run_known(search: Any, name: str, before: Mapping[str, Any]) -> None:
+    """Run what is known already: a preset, or the settings that the pipeline was patched with."""
+    from elfatt_sd.presets import method_named
+
+    config = before[name].config if name in before else method_named(name)
+    try:
+        search.run_config("as it was" if name in before else name, config, _COMPARED)
+    except ElfattError as error:  # it does not go with this pipeline
+        warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=4)
+
+
+def _patches_of(pipe: Any) -> dict[str, Any]:
+    from elfatt_sd.patch import _patches
+
+    return _patches(pipe)
+
+
+def _teller(runs: Any, progress: Tell | None) -> Callable[[str], None]:
+    """Return what is told of a stage; from then on, `progress` is told of its denoising steps."""
+
+    def say(stage: str) -> None:
+        done = runs.steps_done
+
+        def on_step(step: int, steps: int) -> None:
+            if progress is not None:
+                progress(stage, runs.steps_done - done, max(steps, runs.steps_done - done))
+
+        runs.on_step = on_step
+
+    return say
+
+
+def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
+    """Return steps, guidance and prompts of a pipeline, where nobody gives others."""
+    from elfatt_sd.running import own_settings
+    from elfatt_sd.toy import EMBEDDED
+    from elfatt_sd.toy.renderer import caption, sample_scenes
+
+    where = str(getattr(pipe.config, "_name_or_path", ""))
+    embedded = next((name for name, each in EMBEDDED.items() if where == str(each.folder)), "")
+    if embedded:
+        return (*own_settings(pipe, embedded), list(map(caption, sample_scenes(32, 1))))
+    with _PROMPTS.open(encoding="utf-8", newline="") as file:
+        prompts = [row["prompt"] for row in csv.DictReader(file)]
+    return (*own_settings(pipe, ""), prompts[:: len(prompts) // 16])
+
+
+def _samples(prompts: Sequence[str], images: int, seed: int) -> list[Any]:
+    """Return what is drawn: the prompts in turn, each time with another seed.
+
+    Raises:
+        ElfattError: there are fewer than two prompts, or one that is empty.
+    """
+    from elfatt_sd.tuning.runs import Sample
+
+    if isinstance(prompts, str) or len(set(prompts)) < 2 or not all(map(str.strip, prompts)):
+        raise ElfattError("prompts: give two or more different ones: the first serve the search, the others the proof.")
+    if images < 2:
+        raise ElfattError(f"images={images} is not accepted; give a whole number of at least 2.")
+    return [Sample(prompts[number % len(prompts)], seed + number) for number in range(images)]
+
+
+def _record(runs: Any) -> dict[str, Any]:
+    """Return what measurements depend on, as plain data."""
+    import dataclasses
+
+    from elfatt_sd.devices import device_name
+    from elfatt_sd.families import unwrap
+    from elfatt_sd.generation import versions
+    from elfatt_sd.methods import attentions
+    from elfatt_sd.tuning.store import fingerprint
+
+    pipe, settings = runs.pipe, dataclasses.asdict(runs.settings)
+    settings["inputs"] = {name: str(type(value)) for name, value in settings["inputs"].items()}
+    return {
+        "pipeline": type(pipe).__name__,
+        "model": str(getattr(pipe.config, "_name_or_path", "")),
+        "weights": fingerprint(unwrap(runs.denoiser)),
+        "scheduler": {"class": type(pipe.scheduler).__name__, **dict(pipe.scheduler.config)},
+        "settings": settings,
+        "device": device_name(runs.device),
+        "threads": runs.threads,
+        "dtype": str(pipe.dtype).removeprefix("torch."),
+        "attentions": sorted(attentions()),
+        "versions": versions(),
+    }

@@ -1,0 +1,143 @@
+"""What tuning is asked for: closeness, speed, memory, and by which measure two images are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elfatt_sd import checks
+from elfatt_sd.config import ElfattError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the settings have to keep to.
+
+    Attributes:
+        closeness: to the untouched image of the same seed, at least (at most, for a measure of distance); a mean over
+            images, in the measure's unit.
+        speed: times as fast as the untouched pipeline, at least.
+        memory: GiB at the peak of an image, at most; of the process on a CPU.
+    """
+
+    closeness: float | None = None
+    speed: float | None = None
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ElfattError: nothing is asked for, or a value is out of range.
+        """
+        if self.closeness is None and self.speed is None:
+            raise ElfattError("there is no budget; give closeness (35 dB PSNR, for instance), or speed (1.5), or both.")
+        if self.closeness is not None:
+            checks.real("closeness", self.closeness, -math.inf, 1000.0)
+        if self.speed is not None:
+            checks.real("speed", self.speed, 1.0, 100.0)
+        if self.memory is not None:
+            checks.real("memory", self.memory, 0.0, 10**6)
+
+    def words(self, measure: Measure) -> str:
+        """Return it for people."""
+        parts = []
+        if self.closeness is not None:
+            parts.append(f"{measure.words(self.closeness)} at {'least' if measure.higher else 'most'}")
+        if self.speed is not None:
+            parts.append(f"{self.speed:g} times as fast at least")
+        if self.memory is not None:
+            parts.append(f"{self.memory:g} GiB at most")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How far two images are apart.
+
+    Attributes:
+        name: of the measure.
+        compare: gives a number for an untouched image and another one of its size.
+        higher: whether a higher number is closer.
+        unit: of the number.
+        digits: after the point, for people.
+    """
+
+    name: str
+    compare: Callable[[Image.Image, Image.Image], float]
+    higher: bool = True
+    unit: str = ""
+    digits: int = 2
+
+    @property
+    def best(self) -> float:
+        """The value of two equal images; infinity where the measure has no greatest one."""
+        return {"SSIM": 1.0}.get(self.name, math.inf) if self.higher else 0.0
+
+    def words(self, value: float) -> str:
+        """Return a value for people."""
+        if math.isinf(value):
+            return "identical"
+        return f"{self.name} {value:.{self.digits}f}{' ' * bool(self.unit)}{self.unit}"
+
+    def keeps(self, value: float, asked: float) -> bool:
+        """Tell whether a value is as close as asked."""
+        return value >= asked if self.higher else value <= asked
+
+
+def measure_named(metric: Any, weights: Any = None, device: str = "cpu") -> Measure:
+    """Return a measure.
+
+    Args:
+        metric: `psnr`, `ssim`, `lpips` or `dists`, or a function of two images, of which a higher value is closer.
+        weights: for LPIPS and DISTS: torchvision's file of the network that it compares features of.
+        device: where a network computes.
+
+    Raises:
+        ElfattError: the measure is not known, or its weights are missing.
+    """
+    if callable(metric):
+        return Measure(getattr(metric, "__name__", "closeness"), metric)
+    checks.choice("metric", metric, ["psnr", "ssim", "lpips", "dists"])
+    if metric in ("lpips", "dists"):
+        if weights is None:
+            raise ElfattError(f"metric={metric!r} needs weights; give torchvision's file of the network as weights.")
+        return _of_network(metric, weights, device)
+    from elfatt_sd.pictures import psnr
+
+    return Measure("PSNR", psnr, unit="dB", digits=1) if metric == "psnr" else Measure("SSIM", _ssim, digits=3)
+
+
+def _ssim(first: Image.Image, second: Image.Image) -> float:
+    from elfatt_sd.evaluation.similarity import structural_similarity
+
+    one, other = (_tensor(image).double() for image in (first, second))
+    return float(structural_similarity(one, other, 255.0))
+
+
+def _of_network(metric: str, weights: Any, device: str) -> Measure:
+    from pathlib import Path
+
+    from elfatt_sd.evaluation.metrics.base import Batch
+    from elfatt_sd.evaluation.metrics.closeness import load_dists, load_lpips
+
+    loaded = {"lpips": load_lpips, "dists": load_dists}[metric](Path(weights), device)
+
+    def compare(first: Image.Image, second: Image.Image) -> float:
+        one, other = (_tensor(image)[None] for image in (first, second))
+        return float(loaded.measure(Batch(other, ("",), one)))
+
+    return Measure(loaded.name, compare, higher=False, digits=3)
+
+
+def _tensor(image: Image.Image) -> Any:
+    """Return an image as uint8 `[1, 3, height, width]`."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None]

@@ -1,0 +1,78 @@
+"""What tuning can choose for a layer in a stretch of the run: approximations from the registry, and how steps share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from elfatt_sd.choosing import fitted
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.methods import Merge, attentions
+from elfatt_sd.phases import EXACT, Phase
+
+RATIOS = (0.5, 0.7)  # of tokens that are merged before exact attention
+SHARED = (1, 2, 3, 4)  # steps that share a difference to exact attention, or a whole output
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A phase that a layer can have.
+
+    Attributes:
+        phase: until the end of the run.
+        base: number of the approximation among those that are measured; -1 computes nothing (the output of an earlier
+            step is used again).
+    """
+
+    phase: Phase
+    base: int
+
+
+EXACTLY = Candidate(EXACT, -2)
+
+
+def bases(tokens: int, denoisers: Mapping[str, nn.Module]) -> list[Phase]:
+    """Return the approximations to measure in a layer, each without sharing between steps.
+
+    Args:
+        tokens: of the layer's image.
+        denoisers: what is tuned; what does not go with their family is left out.
+    """
+    found = []
+    for kind in attentions().values():
+        if kind.exact and kind.merges:
+            found += [Phase(1.0, kind(), merge=Merge(ratio)) for ratio in RATIOS]
+        elif not kind.exact and not kind.empty:
+            found += [Phase(1.0, choice) for choice in kind.choices(tokens)]
+    return [phase for phase in dict.fromkeys(found) if _goes(phase, denoisers)]
+
+
+def _goes(phase: Phase, denoisers: Mapping[str, nn.Module]) -> bool:
+    try:
+        fitted(PatchConfig("candidate", (phase,)), dict(denoisers))
+    except ElfattError:
+        return False
+    return True
+
+
+def candidates(measured: Sequence[Phase], steps: int, *, share: bool = True) -> list[Candidate]:
+    """Return all phases that can be chosen, exact attention first.
+
+    Args:
+        measured: the approximations, as `bases` returns them.
+        steps: of the stretch; no more of them can share anything.
+        share: whether steps may share differences, which are kept in memory.
+    """
+    groups = [count for count in SHARED if count <= steps and (share or count == 1)]
+    found = [EXACTLY]
+    for count in groups:
+        for number, phase in enumerate(measured):
+            found.append(Candidate(dataclasses.replace(phase, residual_steps=count), number))
+        if count > 1:
+            found += [
+                Candidate(Phase(1.0, kind(), residual_steps=count), -1) for kind in attentions().values() if kind.empty
+            ]
+    return found

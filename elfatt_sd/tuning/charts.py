@@ -1,0 +1,158 @@
+"""The plots of a tuning: the curve, the map of what was chosen, and predicted against measured closeness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.evaluation.report.palette import BASE, INK, METHODS
+from elfatt_sd.phases import Phase
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from elfatt_sd.tuning.search import Point
+    from elfatt_sd.tuning.tuned import Tuned
+
+_CHOSEN, _PREDICTED, _TRIED = METHODS[1], METHODS[0], METHODS[5]
+_MARKERS = {"elfatt": "o", "elfatt-fast": "s", "elfatt-quality": "^"}
+_CELL = 0.42  # inches of a layer in the map
+
+
+def curve(tuned: Tuned) -> Figure:
+    """Draw closeness over speed: what was predicted, what was run, and the choice."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    if tuned.measure.name == "PSNR":
+        shown = [(speed, choice.psnr) for choice, speed in _speeds(tuned) if math.isfinite(choice.psnr)]
+        axes.plot(*zip(*shown, strict=True), color=_PREDICTED, alpha=0.5, label="predicted best choices")
+    for point in tuned.points:
+        if not math.isfinite(point.mean):
+            continue
+        chosen = tuned.proof is not None and point is tuned.proof.point
+        if chosen:
+            continue
+        own = point.predicted is not None
+        marker = "." if own else _MARKERS.get(point.name, "D")
+        axes.plot(point.times, point.mean, marker, color=_TRIED if own else BASE)
+        if not own:
+            axes.annotate(point.name, (point.times, point.mean), (6, 4), textcoords="offset points", color=BASE)
+    if tuned.proof is not None and math.isfinite(tuned.proof.point.mean):
+        _draw_chosen(axes, tuned)
+    if tuned.budget.closeness is not None:
+        axes.axhline(tuned.budget.closeness, color=INK, linewidth=0.8, linestyle=":", label="asked for")
+    if tuned.budget.speed is not None:
+        axes.axvline(tuned.budget.speed, color=INK, linewidth=0.8, linestyle=":", label="asked for")
+    axes.set_xlabel("times as fast as untouched (right is better)")
+    better = "up" if tuned.measure.higher else "down"
+    unit = f" in {tuned.measure.unit}" if tuned.measure.unit else ""
+    axes.set_ylabel(f"{tuned.measure.name} to untouched{unit} ({better} is better)")
+    axes.legend(loc="lower left")
+    return figure
+
+
+def _draw_chosen(axes: Any, tuned: Tuned) -> None:
+    assert tuned.proof is not None
+    point, half = tuned.proof.point, tuned.proof.interval()
+    error = None if math.isinf(half) else [[half], [half]]
+    span = [[point.times - min(point.speed)], [max(point.speed) - point.times]]
+    axes.errorbar(
+        point.times, point.mean, error, span, "*", color=_CHOSEN, markersize=12, linewidth=1, label="chosen, held-out"
+    )
+
+
+def _speeds(tuned: Tuned) -> Iterator[tuple[Any, float]]:
+    for choice in tuned.curve:
+        left = tuned.untouched_seconds - choice.saved
+        if left > 0:
+            yield choice, tuned.untouched_seconds / left
+
+
+def choices(tuned: Tuned) -> Figure:
+    """Draw a map: layers by stretches of the run, what each does there, and how much of exact attention it costs."""
+    from matplotlib.figure import Figure
+
+    config = tuned.config
+    layers, ends = [own.layers for own in config.per_layer], config.stretches
+    figure = Figure(figsize=(6.4, 1.1 + _CELL * max(1, len(layers))), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(False)
+    starts = (0.0, *ends)
+    for row, layer in enumerate(layers):
+        own = config.for_layer(layer)
+        for start, end in zip(starts, ends, strict=False):
+            phase = own.phase_until(end)
+            strength = 0.0 if phase.exact else 0.25 + 0.75 * _boldness(phase)
+            axes.barh(
+                row, end - start, 0.92, start, color=_PREDICTED, alpha=strength * 0.6, edgecolor="white", linewidth=1
+            )
+            axes.text((start + end) / 2, row, _short(phase), ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(layers)), [_name(layer) for layer in layers], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("fraction of the run")
+    axes.spines[["left", "bottom"]].set_visible(False)
+    return figure
+
+
+def _boldness(phase: Phase) -> float:
+    """Return how much is left out, from 0 to 1, by how many keys a query sees."""
+    if phase.attention.empty:
+        return 1.0
+    keys = _keys(phase)
+    return max(0.0, min(1.0, 1 - math.log2(max(keys, 32) / 32) / 6)) if keys else 0.5
+
+
+def _keys(phase: Phase) -> int:
+    """Return how many keys a query sees, or tokens a block has; 0 where an attention has no such setting."""
+    return max(int(getattr(phase.attention, name, 0)) for name in ("keys", "block_size"))
+
+
+def _short(phase: Phase) -> str:
+    """Return a phase in a few characters."""
+    if phase.exact:
+        return "exact"
+    text = f"{phase.attention.name.replace('_', ' ')} {_keys(phase) or ''}".strip()
+    if phase.merge.ratio:
+        text = f"merge {phase.merge.ratio:.0%}"
+    return text + (f"\nshared by {phase.residual_steps}" if phase.residual_steps > 1 else "")
+
+
+def _name(layer: str) -> str:
+    """Return a layer's path without what all of them have."""
+    return layer.replace(".transformer_blocks.", ".").replace(".attentions.", ".").removesuffix(".attn1")
+
+
+def predictions(points: Sequence[Point]) -> Figure | None:
+    """Draw predicted against measured PSNR of the choices that were run; None where there is none."""
+    from matplotlib.figure import Figure
+
+    known = [(point.predicted, point.mean) for point in points if point.predicted is not None]
+    shown = [(one, mean) for one, mean in known if math.isfinite(one) and math.isfinite(mean)]
+    if not shown:
+        return None
+    figure = Figure(figsize=(3.6, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    low, high = min(map(min, shown)) - 2, max(map(max, shown)) + 2
+    axes.plot([low, high], [low, high], color=BASE, linewidth=0.8, label="as predicted")
+    axes.plot(*zip(*shown, strict=True), "o", color=_PREDICTED)
+    axes.set_xlabel("predicted PSNR in dB")
+    axes.set_ylabel("measured, mean over images")
+    axes.legend()
+    return figure
+
+
+def describe(config: PatchConfig) -> list[tuple[str, str]]:
+    """Return what each layer does, stretch by stretch, for a table."""
+    rows = []
+    for own in config.per_layer:
+        start, parts = 0.0, []
+        for phase in own.phases:
+            parts.append(f"{start:.0%} to {phase.until:.0%}: {_short(phase)}".replace("\n", ", "))
+            start = phase.until
+        rows.append((own.layers, "; ".join(parts)))
+    return rows

@@ -1,0 +1,220 @@
+"""Predict what a choice of phases, by layer and stretch, costs in time and in closeness, and find the best choices.
+
+An error of a layer changes the denoiser's output in proportion to it, and that changes the image. Errors of different
+layers and steps are nearly independent, so that their squares add up:
+`MSE = sum over stretches s of B_s * sum over layers l of W_ls * e_ls^2`. Here `e_ls` is the relative error of a layer's
+output, and `W_ls` its effect on the denoiser's output. `B_s` is measured by one run in which stretch `s` alone is
+approximated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elfatt_sd.config import LayerPhases, PatchConfig
+from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.tuning.candidates import EXACTLY, Candidate, candidates
+from elfatt_sd.tuning.probe import REUSED, LayerFigures, Stretch
+
+LEAST_PART = 0.03  # of the slowest layer's time; faster layers stay exact
+_SLOPES = 400  # prices of an error that are tried
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a layer can do in a stretch.
+
+    Attributes:
+        candidate: its phase.
+        saved: seconds that it saves in an image.
+        mse: mean squared error of the image, of pixels from 0 to 255, that it is predicted to add.
+    """
+
+    candidate: Candidate
+    saved: float
+    mse: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice for every layer and stretch.
+
+    Attributes:
+        options: by layer and stretch.
+        saved: seconds of an image, predicted.
+        mse: of the image, predicted.
+    """
+
+    options: Mapping[tuple[str, int], Option]
+    saved: float
+    mse: float
+
+    @property
+    def psnr(self) -> float:
+        """Predicted PSNR in dB."""
+        return math.inf if self.mse <= 0 else 10 * math.log10(255**2 / self.mse)
+
+
+class Model:
+    """Predicts, and chooses by its predictions.
+
+    Args:
+        figures: what was measured, by layer.
+        stretches: of the run.
+        share: whether steps may share differences.
+    """
+
+    def __init__(
+        self, figures: Mapping[str, LayerFigures], stretches: Sequence[Stretch], *, share: bool = True
+    ) -> None:
+        slowest = max((statistics.median(own.seconds) for own in figures.values()), default=0.0)
+        self._figures = {
+            name: own for name, own in figures.items() if statistics.median(own.seconds) > LEAST_PART * slowest
+        }
+        self._stretches = stretches
+        self._share = share
+        self.scale = [1.0] * len(stretches)  # B_s
+
+    def calibrate(self, stretch: int, mse: float, phases: Mapping[str, Candidate]) -> None:
+        """Learn a stretch's part in the image from a run in which it alone is approximated.
+
+        Args:
+            stretch: its number.
+            mse: of that run's image.
+            phases: what each layer did.
+        """
+        effect = sum(self._effect(name, stretch) * self.error(name, stretch, each) for name, each in phases.items())
+        self.scale[stretch] = mse / effect if effect > 0 else 0.0
+
+    def reference(self, stretch: int) -> dict[str, Candidate]:
+        """Return, for each layer, the approximation of median error in a stretch, without sharing."""
+        found = {}
+        for name, own in self._figures.items():
+            errors = {number: own.error(stretch, number) for number in own.ratios}
+            usable = sorted((number for number in errors if math.isfinite(errors[number])), key=errors.__getitem__)
+            if usable:
+                number = usable[len(usable) // 2]
+                found[name] = Candidate(own.bases[number], number)
+        return found
+
+    def error(self, layer: str, stretch: int, candidate: Candidate) -> float:
+        """Return the mean over a stretch's steps of the squared relative error of a layer's output."""
+        own, shared = self._figures[layer], candidate.phase.residual_steps
+        if candidate is EXACTLY:
+            return 0.0
+        if shared == 1:
+            return own.error(stretch, candidate.base)
+        return sum(own.error(stretch, candidate.base, since) for since in range(1, shared)) / shared
+
+    def _effect(self, layer: str, stretch: int) -> float:
+        """Return `W_ls`; of a stretch in which it was not measured, that of the nearest one."""
+        effects = self._figures[layer].effects
+        if not effects:
+            return 1.0
+        return statistics.fmean(effects[min(effects, key=lambda known: abs(known - stretch))])
+
+    def seconds(self, layer: str, candidate: Candidate) -> float:
+        """Return the mean seconds of one call of a layer."""
+        own, shared = self._figures[layer], candidate.phase.residual_steps
+        exact = statistics.median(own.seconds)
+        if candidate is EXACTLY:
+            return exact
+        ratio = own.ratio(candidate.base)
+        if candidate.base == REUSED:
+            return exact / shared
+        measured = (1 / shared) if shared > 1 else 0.0  # the step that measures computes both
+        return exact * (ratio + measured)
+
+    def options(self, layer: str, stretch: int, calls: float) -> list[Option]:
+        """Return what a layer can do in a stretch, without what is slower and farther than another option.
+
+        Args:
+            layer: its name.
+            stretch: number of the stretch.
+            calls: of the layer in one step.
+        """
+        own, steps = self._figures[layer], len(self._stretches[stretch])
+        exact = self.seconds(layer, EXACTLY)
+        weight = self.scale[stretch] * self._effect(layer, stretch)
+        found = []
+        for each in candidates(own.bases, steps, share=self._share):
+            saved = (exact - self.seconds(layer, each)) * steps * calls
+            mse = weight * self.error(layer, stretch, each)
+            if each is EXACTLY or (saved > 0 and math.isfinite(mse)):
+                found.append(Option(each, saved, mse))
+        found.sort(key=lambda option: (option.mse, -option.saved))
+        kept: list[Option] = []
+        for option in found:
+            if not kept or option.saved > kept[-1].saved:
+                kept.append(option)
+        return kept
+
+    def curve(self, calls: Mapping[str, float]) -> list[Choice]:
+        """Return the best choices, from untouched to the fastest one, of falling predicted closeness.
+
+        Args:
+            calls: of each layer in one step.
+        """
+        table = {
+            (layer, stretch): self.options(layer, stretch, calls[layer])
+            for layer, stretch in itertools.product(self._figures, range(len(self._stretches)))
+        }
+        slopes = [option.mse / option.saved for row in table.values() for option in row if option.saved > 0]
+        slopes = [slope for slope in slopes if slope > 0]
+        if not slopes:
+            return [_choice({place: row[0] for place, row in table.items()})]
+        low, high = math.log(min(slopes) / 2), math.log(max(slopes) * 2)
+        prices = [math.exp(low + (high - low) * number / _SLOPES) for number in range(_SLOPES + 1)]
+        found: list[Choice] = []
+        for price in (0.0, *prices):
+            picked = {place: max(row, key=lambda each: price * each.saved - each.mse) for place, row in table.items()}
+            choice = _choice(picked)
+            if not found or choice.saved > found[-1].saved:
+                found.append(choice)
+        return found
+
+    def config(self, choice: Choice, name: str = "tuned") -> PatchConfig:
+        """Return the configuration of a choice."""
+        own = []
+        steps = self._stretches[-1].last + 1
+        for layer in self._figures:
+            picked = [choice.options[layer, number].candidate.phase for number in range(len(self._stretches))]
+            phases = _joined(picked, [(stretch.last + 1) / steps for stretch in self._stretches])
+            if any(not phase.exact for phase in phases):
+                own.append(LayerPhases(layer, phases))
+        return PatchConfig(name, per_layer=tuple(own))
+
+    def alone(self, stretch: int, phases: Mapping[str, Candidate]) -> PatchConfig:
+        """Return the configuration in which one stretch alone is approximated."""
+        steps = self._stretches[-1].last + 1
+        first, end = self._stretches[stretch].first / steps, (self._stretches[stretch].last + 1) / steps
+        own = []
+        for layer, candidate in phases.items():
+            before = (_until(EXACT, first),) if first else ()
+            own.append(LayerPhases(layer, (*before, _until(candidate.phase, end))))
+        return PatchConfig("probe", per_layer=tuple(own))
+
+
+def _choice(picked: Mapping[tuple[str, int], Option]) -> Choice:
+    saved, mse = (sum(getattr(option, name) for option in picked.values()) for name in ("saved", "mse"))
+    return Choice(picked, saved, mse)
+
+
+def _joined(phases: Sequence[Phase], ends: Sequence[float]) -> tuple[Phase, ...]:
+    """Return phases with their ends; equal ones that follow each other are one, exact ones at the end are left out."""
+    found: list[Phase] = []
+    for phase, end in zip(phases, ends, strict=True):
+        if found and _until(found[-1], 1.0) == _until(phase, 1.0):
+            found.pop()
+        found.append(_until(phase, end))
+    while found and found[-1].exact:
+        found.pop()
+    return tuple(found)
+
+
+def _until(phase: Phase, end: float) -> Phase:
+    return Phase(end, phase.attention, merge=phase.merge, residual_steps=phase.residual_steps)

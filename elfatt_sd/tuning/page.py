@@ -1,0 +1,121 @@
+"""The page of a tuning: what was found, the curve, the map, images side by side; one file, and its plots as PNG."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from elfatt_sd.evaluation.report.page import flatten
+from elfatt_sd.evaluation.report.plots import drawing, to_png
+from elfatt_sd.files import atomic_file
+from elfatt_sd.optional import need
+from elfatt_sd.pictures import side_by_side
+from elfatt_sd.tuning import charts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from elfatt_sd.tuning.tuned import Tuned
+
+_HERE = Path(__file__).parent
+_SIDE = 512  # pixels of an image on the page
+
+
+def write_page(tuned: Tuned, folder: Path) -> Path:
+    """Write `index.html` and the plots, and return the page's path.
+
+    Raises:
+        ElfattError: a package of the extra `eval` is missing.
+        OSError: the folder cannot be written.
+    """
+    need("the page of a tuning", "jinja2", "matplotlib")
+    import jinja2
+    from markupsafe import Markup
+
+    with drawing():
+        drawn: dict[str, Figure | None] = {
+            "curve": charts.curve(tuned),
+            "choices": charts.choices(tuned) if tuned.config.per_layer else None,
+            "predictions": charts.predictions(tuned.points),
+        }
+        plots = {name: to_png(figure) for name, figure in drawn.items() if figure is not None}
+    if tuned.proof is not None:
+        plots["images"] = _png(_sheet(tuned))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    style = (_HERE.parent / "evaluation" / "report" / "style.css").read_text(encoding="utf-8")
+    page = environment.get_template("page.html.j2").render(
+        tuned=tuned,
+        lines=tuned.lines(),
+        plots={name: _uri(data) for name, data in plots.items()},
+        pairs=_pairs(tuned),
+        layers=charts.describe(tuned.config),
+        facts=flatten(tuned.record),
+        style=Markup(style),
+    )
+    for name, data in plots.items():
+        with atomic_file(folder / f"{name}.png") as file:
+            file.write(data)
+    path = folder / "index.html"
+    with atomic_file(path) as file:
+        file.write(page.encode("utf-8"))
+    return path
+
+
+def _pairs(tuned: Tuned) -> list[dict[str, Any]]:
+    """Return the held-out images, the farthest from untouched first."""
+    proof = tuned.proof
+    if proof is None:
+        return []
+    far = _farthest_first(tuned)
+    return [
+        {
+            "prompt": proof.samples[number].prompt,
+            "seed": proof.samples[number].seed,
+            "closeness": tuned.measure.words(proof.point.closeness[number]),
+            "untouched": _uri(_small(proof.untouched[number].frames[0])),
+            "tuned": _uri(_small(proof.tuned[number].frames[0])),
+        }
+        for number in far
+    ]
+
+
+def _farthest_first(tuned: Tuned) -> list[int]:
+    assert tuned.proof is not None
+    close = tuned.proof.point.closeness
+    return sorted(range(len(close)), key=close.__getitem__, reverse=not tuned.measure.higher)
+
+
+def _sheet(tuned: Tuned) -> Image.Image:
+    """Return the worst pair and the median one, side by side."""
+    proof = tuned.proof
+    assert proof is not None
+    order = _farthest_first(tuned)
+    pictures, captions = [], []
+    for what, number in {"worst": order[0], "median": order[len(order) // 2]}.items():
+        close = tuned.measure.words(proof.point.closeness[number])
+        pictures += [proof.untouched[number].frames[0], proof.tuned[number].frames[0]]
+        captions += [("untouched", proof.samples[number].prompt), (f"tuned, {what}", close)]
+    return side_by_side(pictures, captions, columns=2)
+
+
+def _small(image: Image.Image) -> bytes:
+    shown = image.copy()
+    shown.thumbnail((_SIDE, _SIDE))
+    return _png(shown)
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+def _uri(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"

@@ -1,0 +1,305 @@
+"""Measure approximations on what the layers of a running pipeline are really given: error, time, effect.
+
+The run stays untouched: a layer's exact output goes on, and the approximations of it are thrown away once measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from elfatt_sd.calls import LayerState
+from elfatt_sd.choosing import choose_layers
+from elfatt_sd.config import LayerPhases, PatchConfig
+from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.families import find_denoisers, unwrap
+from elfatt_sd.installed import Patch
+from elfatt_sd.measuring.clock import Stopwatch, timed
+from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.processor import PatchedLayer
+from elfatt_sd.schedule import Schedule, SchedulerFinder
+from elfatt_sd.tuning.candidates import bases
+
+SINCE = (0, 1, 3)  # steps since the difference to exact attention was measured; in between, errors are interpolated
+REUSED = -1  # in place of an approximation's number: the output of an earlier step
+_PLACEHOLDER = PatchConfig(
+    "probe", residual_limit=10**6, per_layer=(LayerPhases("*", (Phase(1.0, "reuse", residual_steps=2),)),)
+)
+
+
+@dataclass
+class LayerFigures:
+    """What was measured in a layer.
+
+    Attributes:
+        bases: the approximations.
+        lost: numbers of those that ran out of memory.
+        seconds: of exact attention, by call.
+        calls: of the layer in the probed steps.
+        ratios: of each approximation, time by time of exact attention.
+        plain: by stretch and approximation, the squared relative errors.
+        shared: by stretch, approximation and number of steps since the difference was measured, likewise.
+        effects: by stretch, the squared relative change of the denoiser's output by squared relative error of the
+            layer's.
+    """
+
+    bases: list[Phase]
+    lost: set[int] = field(default_factory=set)
+    seconds: list[float] = field(default_factory=list)
+    calls: int = 0
+    ratios: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    plain: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    shared: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    effects: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def error(self, stretch: int, base: int, since: int = 0) -> float:
+        """Return the mean squared relative error of an approximation in a stretch.
+
+        Args:
+            stretch: number of the stretch.
+            base: number of the approximation, or `REUSED`.
+            since: steps since the difference was measured that corrects it; 0 corrects nothing.
+        """
+        if not since:
+            return statistics.fmean(self.plain.get((stretch, base)) or [math.inf])
+        known = [each for each in SINCE if (stretch, base, each) in self.shared]
+        errors = [statistics.fmean(self.shared[stretch, base, each]) for each in known]
+        return float(np.interp(since, known, errors)) if known else math.inf
+
+    def ratio(self, base: int) -> float:
+        """Return an approximation's time by that of exact attention."""
+        return 0.0 if base == REUSED else statistics.median(self.ratios[base] or [math.inf])
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps of the run that are tuned together.
+
+    Attributes:
+        first: its first step.
+        last: its last one.
+    """
+
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        """Return the number of its steps."""
+        return self.last - self.first + 1
+
+    @property
+    def probed(self) -> list[int]:
+        """Steps since its first one that are measured."""
+        return [since for since in SINCE if since < len(self)]
+
+
+class Probe:
+    """Measures within a `with` block, while the pipeline runs.
+
+    Args:
+        pipe: a pipeline without a patch.
+        stretches: of the run.
+        effects_of: numbers of the stretches in which the effect of each layer on the denoiser's output is measured.
+    """
+
+    def __init__(self, pipe: Any, stretches: list[Stretch], *, effects_of: Collection[int] = ()) -> None:
+        self._denoisers = find_denoisers(pipe)
+        chosen = choose_layers(self._denoisers, _PLACEHOLDER)
+        schedule = Schedule(SchedulerFinder(pipe), False)
+        self._patches = {
+            name: Patch(_PLACEHOLDER, False, (), schedule, denoiser, chosen[name])
+            for name, denoiser in self._denoisers.items()
+        }
+        self._stretches = stretches
+        self._effects_of = effects_of
+        self._undo = contextlib.ExitStack()
+        self._busy = False
+        self._block_inputs: dict[str, Tensor] = {}
+        self._kept: dict[tuple[str, int, int], Tensor] = {}  # by layer, call within the step and approximation
+        self._latest: dict[str, dict[int, float]] = {}  # plain squared errors of the latest visit, by layer
+        self.figures: dict[str, LayerFigures] = {}
+
+    def __enter__(self) -> Probe:
+        """Install."""
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            for name, patch in self._patches.items():
+                patch.install()
+                undo.callback(patch.remove)
+                patch._shared.pays = lambda *_: False  # so that every layer stays exact
+                for layer in patch._shared.layers:
+                    self._watch(layer, undo)
+                if self._effects_of and name.startswith(("unet", "transformer")):
+                    self._wrap(unwrap(self._denoisers[name]), functools.partial(self._after_call, patch), undo)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Put everything back."""
+        self._undo.close()
+        self._kept.clear()
+        self._block_inputs.clear()
+
+    def _watch(self, layer: PatchedLayer, undo: contextlib.ExitStack) -> None:
+        if layer.layer.norm is not None:
+
+            def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
+                if not self._busy:
+                    self._block_inputs[layer.layer.name] = args[0]
+
+            undo.callback(layer.layer.norm.register_forward_pre_hook(keep).remove)
+        self._wrap(layer.layer.attention, functools.partial(self._after_layer, layer), undo)
+
+    def _wrap(self, module: Any, after: Callable[..., None], undo: contextlib.ExitStack) -> None:
+        """Call `after(call_again, output)` after every call of a module's forward."""
+        forward, own = module.forward, module.__dict__.get("forward")
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if not self._busy:
+                self._busy = True
+                try:
+                    after(lambda: forward(*args, **kwargs), output)
+                finally:
+                    self._busy = False
+            return output
+
+        def put_back() -> None:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+        module.forward = wrapped
+        undo.callback(put_back)
+
+    def _place(self, step: int) -> tuple[int, int] | None:
+        """Return the stretch of a step, and its place among those that may share; None where nothing is measured."""
+        for number, stretch in enumerate(self._stretches):
+            if stretch.first <= step <= stretch.last and step - stretch.first in SINCE:
+                return number, step - stretch.first
+        return None
+
+    def _after_layer(self, layer: PatchedLayer, again: Callable[[], Any], output: Any) -> None:
+        state = layer.state
+        place = None if state is None or not state.grid.tokens else self._place(state.call.step)
+        if state is None or place is None:
+            return
+        name, turn = layer.layer.name, state.calls
+        figures = self.figures.setdefault(name, LayerFigures(bases(state.grid.tokens, self._denoisers)))
+        figures.calls += 1
+        exact, device = _flat(output), output[0].device if isinstance(output, tuple) else output.device
+        if place[1] == 0 or not figures.seconds:
+            figures.seconds.append(timed(again, device))
+        size = float(exact.square().sum()) or 1.0
+        self._share(figures, (name, turn, REUSED), place, exact, exact, size)
+        self._latest[name] = {}
+        for number, phase in enumerate(figures.bases):
+            if number in figures.lost:
+                continue
+            try:
+                self._measure(figures, state, (name, turn, number), phase, place, again, exact, size)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                figures.lost.add(number)
+        state.begin(EXACT, state.call.step, device)
+        state.calls = turn
+
+    def _measure(
+        self,
+        figures: LayerFigures,
+        state: LayerState,
+        key: tuple[str, int, int],
+        phase: Phase,
+        place: tuple[int, int],
+        again: Callable[[], Any],
+        exact: Tensor,
+        size: float,
+    ) -> None:
+        """Measure one approximation: its draws are those of the steps that share, its time has them in it."""
+        name, _, number = key
+        stretch, device = place[0], exact.device
+        with Stopwatch(device) as watch:
+            state.begin(phase, self._stretches[stretch].first, device)
+            state.block_input = self._block_inputs.get(name)
+            output = again()
+        figures.ratios[number].append(watch.seconds / figures.seconds[-1])
+        approximated = _flat(output)
+        error = exact - approximated
+        self._latest[name][number] = squared = float(error.square().sum()) / size
+        figures.plain[stretch, number].append(squared)
+        self._share(figures, key, place, error, error, size)
+
+    def _share(
+        self,
+        figures: LayerFigures,
+        key: tuple[str, int, int],
+        place: tuple[int, int],
+        kept: Tensor,
+        error: Tensor,
+        size: float,
+    ) -> None:
+        """Keep the difference in the first step of a stretch, and see in the others what correcting by it leaves."""
+        stretch, since = place
+        if since == 0:
+            self._kept[key] = kept
+        elif (known := self._kept.get(key)) is not None and known.shape == error.shape:
+            left = float((error - known).square().sum()) / size
+            figures.shared[stretch, key[2], since].append(left)
+
+    def _after_call(self, patch: Patch, again: Callable[[], Any], output: Any) -> None:
+        """Measure what an error of each layer does to the denoiser's output."""
+        call = patch._shared.call
+        place = None if call is None else self._place(call.step)
+        if call is None or place is None or place[1] != 0 or place[0] not in self._effects_of:
+            return
+        exact = _flat(output)
+        size = float(exact.square().sum()) or 1.0
+        for state in call.states.values():
+            errors = self._latest.get(state.layer.name)
+            if not errors:
+                continue
+            number = sorted(errors, key=lambda each: errors[each])[len(errors) // 2]
+            figures = self.figures[state.layer.name]
+            call.restart()
+            state.begin(figures.bases[number], self._stretches[place[0]].first, exact.device)
+            changed = _flat(again())
+            state.begin(EXACT, call.step, exact.device)
+            effect = float((changed - exact).square().sum()) / size
+            if errors[number] > 0:
+                figures.effects[place[0]].append(effect / errors[number])
+        call.restart()
+
+
+def _flat(output: Any) -> Tensor:
+    """Return what a layer or a denoiser gave as one float32 tensor without shape."""
+    if isinstance(output, Tensor):
+        return output.detach().float().flatten()
+    if isinstance(output, tuple | list):
+        return torch.cat([_flat(each) for each in output if each is not None])
+    return _flat(output.sample)
+
+
+def stretches_of(steps: int, count: int) -> list[Stretch]:
+    """Cut a run in stretches of nearly equal length.
+
+    Args:
+        steps: calls of the denoiser in the run.
+        count: of the stretches, at most.
+    """
+    count = max(1, min(count, steps))
+    ends = [round(steps * number / count) for number in range(count + 1)]
+    return [Stretch(first, last - 1) for first, last in itertools.pairwise(ends)]

@@ -1,0 +1,153 @@
+"""Draw images with a pipeline as it is, or with a configuration, and keep the untouched ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.families import main_denoiser
+from elfatt_sd.measuring.clock import Stopwatch
+from elfatt_sd.measuring.memory import PeakMeter
+from elfatt_sd.patch import apply_patch, remove_patch
+from elfatt_sd.running import exact_size, guidance_options, taken, watched
+from elfatt_sd.tuning.asked import Measure
+
+OnStep = Callable[[int, int], None]
+
+
+class Sample(NamedTuple):
+    """What one image is drawn of."""
+
+    prompt: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An image, or the frames of a clip; the seconds from prompt to image, and the peak of memory in bytes."""
+
+    frames: tuple[Image.Image, ...]
+    seconds: float
+    peak: int | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the pipeline is called.
+
+    Attributes:
+        steps: denoising steps.
+        guidance: the scale; None where the pipeline has none.
+        height: in pixels; None is the model's own.
+        width: in pixels; None is the model's own.
+        frames: of a clip; None is the pipeline's own.
+        negative_prompt: what guidance leads away from.
+        inputs: further arguments of the call, such as an image.
+    """
+
+    steps: int
+    guidance: float | None = None
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    negative_prompt: str | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    def arguments(self, pipe: Any) -> dict[str, Any]:
+        """Return the arguments of a pipeline's call."""
+        clips = {"num_frames": self.frames} if self.frames is not None and "num_frames" in taken(pipe) else {}
+        given = guidance_options(pipe, self.guidance, self.negative_prompt)
+        return {**given, **clips, **exact_size(pipe, self.height, self.width), **self.inputs}
+
+
+class Runs:
+    """Runs of one pipeline.
+
+    Args:
+        pipe: the pipeline; it has no patch of ours between two runs.
+        settings: how it is called.
+        on_step: told of every denoising step, with the number of steps done and of all.
+    """
+
+    def __init__(self, pipe: Any, settings: Settings, on_step: OnStep = lambda step, steps: None) -> None:
+        self.pipe = pipe
+        self.settings = settings
+        self.on_step = on_step
+        self.device = torch.device(pipe.device)
+        self.steps_done = 0  # of all runs, to say what tuning cost
+
+    def draw(self, sample: Sample, config: PatchConfig | None = None) -> Drawn:
+        """Draw one image.
+
+        Args:
+            sample: of what.
+            config: the patch; None draws with the pipeline as it is.
+        """
+        with self._patched(config):
+            return self.draw_as_is(sample)
+
+    @contextmanager
+    def _patched(self, config: PatchConfig | None) -> Iterator[None]:
+        if config is None:
+            yield
+            return
+        apply_patch(self.pipe, config)
+        try:
+            yield
+        finally:
+            remove_patch(self.pipe)
+
+    def draw_as_is(self, sample: Sample) -> Drawn:
+        """Draw one image with whatever is in the pipeline."""
+        settings, meter = self.settings, PeakMeter(self.device)
+        given = settings.arguments(self.pipe)
+        generator = torch.Generator().manual_seed(sample.seed)
+
+        def tell(step: int, steps: int) -> None:
+            self.steps_done += 1
+            self.on_step(step, steps)
+
+        with torch.no_grad(), watched(self.pipe, settings.steps, tell), Stopwatch(self.device) as watch:
+            output = self.pipe(
+                prompt=sample.prompt, num_inference_steps=settings.steps, generator=generator, output_type="np", **given
+            )
+        return Drawn(_frames(self.pipe, output), watch.seconds, meter.read())
+
+    @property
+    def threads(self) -> int:
+        """Threads that a CPU computes with."""
+        return torch.get_num_threads()
+
+    @property
+    def denoiser(self) -> Any:
+        """The network that is called in every step."""
+        return main_denoiser(self.pipe)
+
+
+def _frames(pipe: Any, output: Any) -> tuple[Image.Image, ...]:
+    """Return what a pipeline has drawn as 8-bit images.
+
+    Raises:
+        ElfattError: it is not finite, or no image at all.
+    """
+    made = getattr(output, "frames", None)
+    arrays = np.asarray(output.images if made is None else made)
+    if arrays.dtype.kind != "f" or arrays.ndim not in (4, 5) or arrays.shape[-1] != 3:
+        raise ElfattError(f"{type(pipe).__name__} gives {arrays.dtype} {list(arrays.shape)}; tuning needs RGB images.")
+    if not np.isfinite(arrays).all():
+        raise ElfattError("an image has values that are not finite; give dtype='float32' or 'bfloat16'.")
+    pixels = (arrays.clip(0, 1) * 255).round().astype(np.uint8).reshape(-1, *arrays.shape[-3:])
+    return tuple(map(Image.fromarray, pixels))
+
+
+def closeness(measure: Measure, untouched: Drawn, other: Drawn) -> float:
+    """Return how close an image is to the untouched one; of a clip, the mean over its frames."""
+    values = [measure.compare(one, two) for one, two in zip(untouched.frames, other.frames, strict=True)]
+    return float(np.mean(values))

@@ -1,0 +1,361 @@
+"""Tune a pipeline: measure its layers, predict, choose by runs of a few prompts, and prove the choice on others."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.errors import ElfattFailure
+from elfatt_sd.tuning.asked import Budget, Measure
+from elfatt_sd.tuning.model import Choice, Model
+from elfatt_sd.tuning.probe import Probe, stretches_of
+from elfatt_sd.tuning.records import figures_from, figures_to
+from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness
+from elfatt_sd.tuning.store import Store
+
+STRETCHES = 5
+TRIES = 4  # choices that are run with the prompts of the search
+PROOFS = 3  # choices that are run with the held-out prompts
+NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
+STARTS = 35.0  # dB predicted, where closeness is measured by something else
+RETIMED = 2  # held-out images of which the untouched one is drawn again to time a corrected choice
+WORTH = 1.03  # times as fast, below which a pipeline is left alone
+_EFFECTS = 3  # stretches in which the effect of a layer on the denoiser's output is measured
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A configuration that was run.
+
+    Attributes:
+        name: of it, for tables and plots.
+        config: it.
+        predicted: its predicted PSNR in dB; None for what was not chosen by prediction.
+        closeness: to the untouched image, by image.
+        speed: times as fast as the untouched pipeline, by image.
+    """
+
+    name: str
+    config: PatchConfig
+    predicted: float | None
+    closeness: tuple[float, ...]
+    speed: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean closeness."""
+        return statistics.fmean(self.closeness)
+
+    @property
+    def times(self) -> float:
+        """Median speed."""
+        return statistics.median(self.speed)
+
+
+@dataclass
+class Proof:
+    """What the held-out images say of a configuration.
+
+    Attributes:
+        point: the configuration, with its closeness and speed.
+        samples: the held-out images.
+        untouched: them, drawn by the untouched pipeline.
+        tuned: them, drawn with the configuration.
+        higher: whether a higher closeness is closer.
+    """
+
+    point: Point
+    samples: Sequence[Sample]
+    untouched: list[Drawn] = field(default_factory=list)
+    tuned: list[Drawn] = field(default_factory=list)
+    higher: bool = True
+
+    def interval(self) -> float:
+        """Return half of the 95 % interval of the mean closeness."""
+        from elfatt_sd.evaluation.intervals import student_quantile
+
+        values = self.point.closeness
+        if len(values) < 2 or not all(map(math.isfinite, values)):
+            return math.inf
+        return student_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+    @property
+    def peak(self) -> int:
+        """Highest memory use, in bytes."""
+        return max((drawn.peak or 0 for drawn in self.tuned), default=0)
+
+    @property
+    def worst(self) -> int:
+        """Number of the image that is farthest from the untouched one."""
+        far = min if self.higher else max
+        return far(range(len(self.samples)), key=self.point.closeness.__getitem__)
+
+
+class Search:
+    """Tunes one pipeline.
+
+    Args:
+        runs: of the pipeline, which has no patch.
+        samples: the images of the search first, then the held-out ones.
+        searched: number of the former.
+        budget: what is asked for.
+        measure: how closeness is measured.
+        store: of what was measured before.
+        say: told what is being done.
+    """
+
+    def __init__(
+        self,
+        runs: Runs,
+        samples: Sequence[Sample],
+        searched: int,
+        budget: Budget,
+        measure: Measure,
+        store: Store,
+        say: Say = lambda text: None,
+    ) -> None:
+        self.runs = runs
+        self.samples, self.held_out = samples[:searched], samples[searched:]
+        self.budget = budget
+        self.measure = measure
+        self.store = store
+        self.say = say
+        self.points: list[Point] = []
+        self.floor = math.inf  # closeness of two untouched images of the same seed
+        self.curve: list[Choice] = []
+        self.untouched: list[Drawn] = []
+        self._realised = 1.0  # fraction of the predicted seconds that is really saved
+
+    def measure_untouched(self) -> None:
+        """Draw the untouched images of the search, the first of them twice: does the model repeat itself?"""
+        self.say("drawing untouched images")
+        for sample in self.samples:
+            self.untouched.append(self.store.drawn(sample, functools.partial(self.runs.draw, sample)))
+        again = self.runs.draw(self.samples[0])
+        self.floor = closeness(self.measure, self.untouched[0], again)
+        self.untouched[0] = dataclasses.replace(self.untouched[0], seconds=again.seconds)
+        self.calls = len(self.runs.pipe.scheduler.timesteps)
+
+    @property
+    def seconds(self) -> float:
+        """Of an untouched image."""
+        return statistics.median(drawn.seconds for drawn in self.untouched)
+
+    def measure_layers(self) -> None:
+        """Measure every approximation in every layer, and what a layer's error does to the image."""
+        self.stretches = stretches_of(self.calls, STRETCHES)
+        self.say("measuring layers")
+        figures = figures_from(self.store.known("layers", self._probe))
+        self.model = Model(figures, self.stretches, share=self.budget.memory is None)
+        self.layer_calls = {name: own.calls / self._probed for name, own in figures.items()}
+        for number in range(len(self.stretches)):
+            self.say(f"measuring the effect of stretch {number + 1} of {len(self.stretches)}")
+            known = self.store.known(f"stretch-{number}", functools.partial(self._alone, number))
+            self.model.calibrate(number, known, self.model.reference(number))
+        self.curve = self.model.curve(self.layer_calls)
+
+    @property
+    def _probed(self) -> int:
+        return sum(len(stretch.probed) for stretch in self.stretches)
+
+    def _probe(self) -> Any:
+        count = len(self.stretches)
+        effects = sorted({round(index * (count - 1) / max(1, _EFFECTS - 1)) for index in range(_EFFECTS)})
+        with Probe(self.runs.pipe, self.stretches, effects_of=effects) as probe, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.runs.draw_as_is(self.samples[0])
+        return figures_to(probe.figures)
+
+    def _alone(self, number: int) -> float:
+        """Return the mean squared error of an image in which one stretch alone is approximated."""
+        config = self.model.alone(number, self.model.reference(number))
+        drawn = self.runs.draw(self.samples[0], config)
+        return squared_error(self.untouched[0], drawn)
+
+    def settle(self) -> Choice:
+        """Return the fastest choice that keeps to the budget by runs of the search's images; untouched if none does."""
+        tried: dict[float, Point] = {}  # by predicted PSNR
+        choice = self._start()
+        while len(tried) < TRIES and choice.psnr not in tried and choice.saved > 0:
+            self.say(f"trying a choice of {choice.psnr:.1f} dB predicted")
+            tried[choice.psnr] = point = self.run(choice, self.samples, self.untouched)
+            self.points.append(point)
+            self._learn_speed(point, choice)
+            choice = self._next()
+        return self._next()
+
+    def _start(self) -> Choice:
+        asked = self.budget.closeness
+        if asked is None:
+            return self.fast(self.budget.speed or 1.0)
+        return self.at(asked if self.measure.name == "PSNR" else STARTS)
+
+    def _learn_speed(self, point: Point, choice: Choice) -> None:
+        """Learn what part of the predicted seconds a run really saves."""
+        saved = self.seconds * (1 - 1 / point.times)
+        self._realised = min(1.5, max(0.2, saved / choice.saved))
+
+    def _next(self) -> Choice:
+        """Return the choice that keeps to the budget, by the predictions and what runs have shown of them."""
+        asked = self.budget.closeness
+        if asked is None:
+            return self.fast(self.budget.speed or 1.0)
+        predicted = self._predicted_for(asked)
+        return self.curve[0] if predicted is None else self.at(predicted)
+
+    def _predicted_for(self, asked: float) -> float | None:
+        """Return the predicted PSNR at which images are as close as asked, by the points that were run."""
+        points = sorted((point.predicted, point.mean) for point in self.points if point.predicted is not None)
+        known = [(one, mean) for one, mean in points if math.isfinite(mean)]
+        if not known:
+            return asked if self.measure.name == "PSNR" else STARTS
+        if len(known) == 1 or self.measure.name == "PSNR":
+            one, mean = min(known, key=lambda pair: abs(pair[1] - asked))
+            return one + (asked - mean) if self.measure.name == "PSNR" else one + (10 if self._too_far(mean) else -5)
+        (low, worse), (high, better) = _around(known, asked)
+        if better == worse:
+            return high if self._too_far(better) else low
+        return low + (high - low) * (asked - worse) / (better - worse)
+
+    def _too_far(self, mean: float) -> bool:
+        return self.budget.closeness is not None and not self.measure.keeps(mean, self.budget.closeness)
+
+    def at(self, psnr: float) -> Choice:
+        """Return the fastest choice that is predicted to be so close, in dB; untouched if none is."""
+        return max((choice for choice in self.curve if choice.psnr >= psnr), key=lambda choice: choice.saved)
+
+    def fast(self, speed: float) -> Choice:
+        """Return the closest choice that is predicted to be so many times as fast, or the fastest one."""
+        wanted = self.seconds * (1 - 1 / speed) / self._realised
+        enough = [choice for choice in self.curve if choice.saved >= wanted]
+        return min(enough, key=lambda choice: choice.mse, default=self.curve[-1])
+
+    def run(self, choice: Choice, samples: Sequence[Sample], untouched: Sequence[Drawn]) -> Point:
+        """Draw images with a choice, and compare them with the untouched ones."""
+        return self._run("tuned", self.model.config(choice), choice.psnr, samples, untouched)[0]
+
+    def run_config(self, name: str, config: PatchConfig, count: int) -> Point:
+        """Draw the first images of the search with a configuration that was not chosen here, such as a preset's."""
+        point, _ = self._run(name, config, None, self.samples[:count], self.untouched)
+        self.points.append(point)
+        return point
+
+    def _run(
+        self,
+        name: str,
+        config: PatchConfig,
+        predicted: float | None,
+        samples: Sequence[Sample],
+        untouched: Sequence[Drawn],
+    ) -> tuple[Point, list[Drawn]]:
+        drawn = [self.runs.draw(sample, config) for sample in samples]
+        pairs = list(zip(untouched, drawn, strict=False))
+        close = tuple(closeness(self.measure, before, after) for before, after in pairs)
+        speed = tuple(before.seconds / after.seconds for before, after in pairs)
+        return Point(name, config, predicted, close, speed), drawn
+
+    def prove(self, choice: Choice) -> Proof | None:
+        """Draw the held-out images, untouched and with a choice in turn, and correct the choice until it holds there.
+
+        Returns:
+            What holds; None where the pipeline is best left untouched.
+        """
+        untouched: list[Drawn] = []
+        best: Proof | None = None
+        for attempt in range(PROOFS):
+            if choice.saved <= 0:
+                break
+            self.say(f"proving a choice of {choice.psnr:.1f} dB predicted on held-out images")
+            proof = self._proof(choice, untouched)
+            if self._holds(proof) and (best is None or proof.point.times > best.point.times):
+                best = proof
+            following = self._corrected(choice, proof)
+            if following is None or attempt + 1 == PROOFS:
+                break
+            choice = following
+        return best if best is not None and best.point.times >= WORTH else None
+
+    def _proof(self, choice: Choice, untouched: list[Drawn]) -> Proof:
+        """Draw the held-out images; the untouched ones in turn with the others, the first time."""
+        config, first = self.model.config(choice), not untouched
+        tuned, speed = [], []
+        for number, sample in enumerate(self.held_out):
+            if first or number < RETIMED:
+                before = self.runs.draw(sample)
+                untouched[number : number + 1] = [before]
+            tuned.append(self.runs.draw(sample, config))
+            if first or number < RETIMED:
+                speed.append(before.seconds / tuned[-1].seconds)
+        close = [closeness(self.measure, before, after) for before, after in zip(untouched, tuned, strict=True)]
+        point = Point("tuned", config, choice.psnr, tuple(close), tuple(speed))
+        self.points.append(point)
+        return Proof(point, self.held_out, list(untouched), tuned, self.measure.higher)
+
+    def _holds(self, proof: Proof) -> bool:
+        """Tell whether a choice keeps to the budget on the held-out images."""
+        budget, point = self.budget, proof.point
+        close = budget.closeness is None or self.measure.keeps(point.mean, budget.closeness)
+        fast = budget.speed is None or point.times >= budget.speed
+        return close and fast and (budget.memory is None or proof.peak <= budget.memory * 2**30)
+
+    def _corrected(self, choice: Choice, proof: Proof) -> Choice | None:
+        """Return the choice to try after a proof; None if that one is right."""
+        self._learn_speed(proof.point, choice)
+        if self.budget.closeness is None:
+            following = self.fast(self.budget.speed or 1.0)
+            return None if self._holds(proof) or following is choice else following
+        off = proof.point.mean - self.budget.closeness
+        if self.measure.name != "PSNR":
+            return None if self._holds(proof) else self._closer(choice)
+        if not math.isfinite(off) or 0 <= off <= NEAR:
+            return None
+        following = self.at(choice.psnr - off + (0.3 if off < 0 else NEAR / 2))
+        return None if following.psnr == choice.psnr else following
+
+    def _closer(self, choice: Choice) -> Choice:
+        """Return a choice that is 3 dB closer by prediction."""
+        return self.at(choice.psnr + 3.0)
+
+    def check_reachable(self) -> None:
+        """Refuse a speed that no choice has, or that none has which is as close as asked.
+
+        Raises:
+            ElfattFailure: the figures that there are.
+        """
+        speed = self.budget.speed
+        if speed is None:
+            return
+        fastest = self.curve[-1]
+        best = self.seconds / max(1e-9, self.seconds - fastest.saved * self._realised)
+        if best < speed:
+            raise ElfattFailure(
+                f"speed={speed:g} is not reached: the fastest choice is {best:.2f} times as fast as untouched, by "
+                "prediction; ask for less, or for larger images."
+            )
+
+
+def _around(known: Sequence[tuple[float, float]], asked: float) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the two neighbouring points between which a value lies, or the two nearest to it."""
+    pairs = list(itertools.pairwise(known))
+    return min(pairs, key=lambda pair: min(abs(pair[0][1] - asked), abs(pair[1][1] - asked)))
+
+
+def squared_error(untouched: Drawn, other: Drawn) -> float:
+    """Return the mean squared error of an image, of pixels from 0 to 255."""
+    errors = []
+    for before, after in zip(untouched.frames, other.frames, strict=True):
+        one, two = (np.asarray(frame, dtype=np.float64) for frame in (before, after))
+        errors.append(float(np.mean((one - two) ** 2)))
+    return statistics.fmean(errors)
