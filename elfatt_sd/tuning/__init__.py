@@ -140,6 +140,7 @@ def _tuned(
         tuple(search.points),
         tuple(search.curve),
         seconds,
+        search.realised,
         search.floor,
         (time.monotonic() - start) / seconds,
         record,
@@ -163,15 +164,16 @@ def _patches_of(pipe: Any) -> dict[str, Any]:
     return _patches(pipe)
 
 
-def _teller(runs: Any, progress: Tell | None) -> Callable[[str], None]:
+def _teller(runs: Any, progress: Tell | None) -> Callable[[str, int], None]:
     """Return what is told of a stage; from then on, `progress` is told of its denoising steps."""
 
-    def say(stage: str) -> None:
-        done = runs.steps_done
+    def say(stage: str, images: int) -> None:
+        before = runs.steps_done
 
         def on_step(step: int, steps: int) -> None:
+            done = runs.steps_done - before
             if progress is not None:
-                progress(stage, runs.steps_done - done, max(steps, runs.steps_done - done))
+                progress(stage, done, max(images * steps, done))
 
         runs.on_step = on_step
 

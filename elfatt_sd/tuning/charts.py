@@ -67,7 +67,7 @@ def _draw_chosen(axes: Any, tuned: Tuned) -> None:
 
 def _speeds(tuned: Tuned) -> Iterator[tuple[Any, float]]:
     for choice in tuned.curve:
-        left = tuned.untouched_seconds - choice.saved
+        left = tuned.untouched_seconds - choice.saved * tuned.realised
         if left > 0:
             yield choice, tuned.untouched_seconds / left
 

@@ -32,7 +32,7 @@ RETIMED = 2  # held-out images of which the untouched one is drawn again to time
 WORTH = 1.03  # times as fast, below which a pipeline is left alone
 _EFFECTS = 3  # stretches in which the effect of a layer on the denoiser's output is measured
 
-Say = Callable[[str], None]
+Say = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Search:
         budget: what is asked for.
         measure: how closeness is measured.
         store: of what was measured before.
-        say: told what is being done.
+        say: told what is being done, and how many images that draws.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Search:
         budget: Budget,
         measure: Measure,
         store: Store,
-        say: Say = lambda text: None,
+        say: Say = lambda stage, images: None,
     ) -> None:
         self.runs = runs
         self.samples, self.held_out = samples[:searched], samples[searched:]
@@ -136,11 +136,11 @@ class Search:
         self.floor = math.inf  # closeness of two untouched images of the same seed
         self.curve: list[Choice] = []
         self.untouched: list[Drawn] = []
-        self._realised = 1.0  # fraction of the predicted seconds that is really saved
+        self.realised = 1.0  # fraction of the predicted seconds that is really saved
 
     def measure_untouched(self) -> None:
         """Draw the untouched images of the search, the first of them twice: does the model repeat itself?"""
-        self.say("drawing untouched images")
+        self.say("drawing untouched images", len(self.samples) + 1)
         for sample in self.samples:
             self.untouched.append(self.store.drawn(sample, functools.partial(self.runs.draw, sample)))
         again = self.runs.draw(self.samples[0])
@@ -156,12 +156,12 @@ class Search:
     def measure_layers(self) -> None:
         """Measure every approximation in every layer, and what a layer's error does to the image."""
         self.stretches = stretches_of(self.calls, STRETCHES)
-        self.say("measuring layers")
+        self.say("measuring layers", 1)
         figures = figures_from(self.store.known("layers", self._probe))
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
         self.layer_calls = {name: own.calls / self._probed for name, own in figures.items()}
         for number in range(len(self.stretches)):
-            self.say(f"measuring the effect of stretch {number + 1} of {len(self.stretches)}")
+            self.say(f"measuring stretch {number + 1} of {len(self.stretches)}", 1)
             known = self.store.known(f"stretch-{number}", functools.partial(self._alone, number))
             self.model.calibrate(number, known, self.model.reference(number))
         self.curve = self.model.curve(self.layer_calls)
@@ -189,7 +189,7 @@ class Search:
         tried: dict[float, Point] = {}  # by predicted PSNR
         choice = self._start()
         while len(tried) < TRIES and choice.psnr not in tried and choice.saved > 0:
-            self.say(f"trying a choice of {choice.psnr:.1f} dB predicted")
+            self.say(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
             tried[choice.psnr] = point = self.run(choice, self.samples, self.untouched)
             self.points.append(point)
             self._learn_speed(point, choice)
@@ -205,7 +205,7 @@ class Search:
     def _learn_speed(self, point: Point, choice: Choice) -> None:
         """Learn what part of the predicted seconds a run really saves."""
         saved = self.seconds * (1 - 1 / point.times)
-        self._realised = min(1.5, max(0.2, saved / choice.saved))
+        self.realised = min(1.5, max(0.2, saved / choice.saved))
 
     def _next(self) -> Choice:
         """Return the choice that keeps to the budget, by the predictions and what runs have shown of them."""
@@ -238,7 +238,7 @@ class Search:
 
     def fast(self, speed: float) -> Choice:
         """Return the closest choice that is predicted to be so many times as fast, or the fastest one."""
-        wanted = self.seconds * (1 - 1 / speed) / self._realised
+        wanted = self.seconds * (1 - 1 / speed) / self.realised
         enough = [choice for choice in self.curve if choice.saved >= wanted]
         return min(enough, key=lambda choice: choice.mse, default=self.curve[-1])
 
@@ -248,6 +248,7 @@ class Search:
 
     def run_config(self, name: str, config: PatchConfig, count: int) -> Point:
         """Draw the first images of the search with a configuration that was not chosen here, such as a preset's."""
+        self.say(f"running {name}", min(count, len(self.samples)))
         point, _ = self._run(name, config, None, self.samples[:count], self.untouched)
         self.points.append(point)
         return point
@@ -277,7 +278,8 @@ class Search:
         for attempt in range(PROOFS):
             if choice.saved <= 0:
                 break
-            self.say(f"proving a choice of {choice.psnr:.1f} dB predicted on held-out images")
+            again = RETIMED if untouched else len(self.held_out)
+            self.say(f"proving {choice.psnr:.1f} dB predicted", len(self.held_out) + again)
             proof = self._proof(choice, untouched)
             if self._holds(proof) and (best is None or proof.point.times > best.point.times):
                 best = proof
@@ -338,7 +340,7 @@ class Search:
         if speed is None:
             return
         fastest = self.curve[-1]
-        best = self.seconds / max(1e-9, self.seconds - fastest.saved * self._realised)
+        best = self.seconds / max(1e-9, self.seconds - fastest.saved * self.realised)
         if best < speed:
             raise ElfattFailure(
                 f"speed={speed:g} is not reached: the fastest choice is {best:.2f} times as fast as untouched, by "

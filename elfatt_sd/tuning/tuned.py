@@ -32,6 +32,7 @@ class Tuned:
         points: what was run, of the search and of the proofs; presets too.
         curve: the choices that were predicted to be best, from untouched to the fastest.
         untouched_seconds: of an untouched image.
+        realised: fraction of the predicted seconds that runs really saved.
         floor: closeness of two untouched images of one seed; infinity where the model repeats itself bit for bit.
         images: how many untouched images could have been drawn in the time that tuning took.
         record: model, size, steps, device and versions, as plain data.
@@ -44,6 +45,7 @@ class Tuned:
     points: tuple[Point, ...]
     curve: tuple[Choice, ...]
     untouched_seconds: float
+    realised: float
     floor: float
     images: float
     record: dict[str, Any]

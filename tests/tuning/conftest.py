@@ -1,0 +1,50 @@
+"""What a small tuning is asked for, a cache of its own for every test, and a clock that counts multiply-adds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from elfatt_sd.measuring import clock
+from elfatt_sd.tuning import probe, runs
+
+PROMPTS = ["a cat", "a dog", "a red star", "two birds"]
+
+
+class Counted:
+    """In place of `Stopwatch`: the same work always takes the same time, whatever else the machine does."""
+
+    seconds = 0.0
+
+    def __init__(self, device: torch.device) -> None:
+        self._counter: Any = FlopCounterMode(display=False)
+
+    def __enter__(self) -> Self:
+        self._counter.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._counter.__exit__(*error)
+        self.seconds = self._counter.get_total_flops() / 1e9 + 1e-9
+
+
+@pytest.fixture(autouse=True)
+def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (clock, probe, runs):
+        monkeypatch.setattr(module, "Stopwatch", Counted)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def asked() -> dict[str, Any]:
+    """What a small tuning is asked for besides its budget."""
+    return {"prompts": PROMPTS, "steps": 6, "height": 64, "width": 64, "images": 4, "presets": False}

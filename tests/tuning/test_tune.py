@@ -1,0 +1,197 @@
+"""Tuning small random pipelines from end to end; time is counted work, so that it is the same on every machine."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import checks
+import pytest
+import tiny_joint
+import torch
+
+import elfatt_sd
+from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
+from elfatt_sd.tuning import search, tune
+from elfatt_sd.tuning.runs import Runs
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every image that is drawn, whether the pipeline was patched."""
+    found: list[bool] = []
+    draw = Runs.draw
+
+    def counted(runs: Runs, sample: Any, config: PatchConfig | None = None) -> Any:
+        found.append(config is not None)
+        return draw(runs, sample, config)
+
+    monkeypatch.setattr(Runs, "draw", counted)
+    return found
+
+
+def test_what_is_found_is_close_and_fast_as_said(pipe: Any, asked: dict[str, Any]) -> None:
+    run = checks.runner(pipe)
+    untouched = run()
+    tuned = tune(pipe, closeness=30, **asked)
+    assert torch.equal(run(), untouched), "the pipeline is as it was"
+    assert tuned.proof is not None
+    assert tuned.proof.point.mean >= 30
+    assert tuned.proof.point.times > search.WORTH
+    assert len(tuned.proof.samples) == len(tuned.proof.point.closeness) == 3
+    assert tuned.floor == math.inf
+    tuned.apply(pipe)
+    assert elfatt_sd.is_patched(pipe)
+    assert not torch.equal(run(), untouched)
+    elfatt_sd.remove_patch(pipe)
+    assert torch.equal(run(), untouched)
+
+
+def test_closer_is_slower(pipe: Any, asked: dict[str, Any]) -> None:
+    found = [tune(pipe, closeness=closeness, **asked) for closeness in (25, 45)]
+    fast, close = (each.proof.point for each in found if each.proof is not None)
+    assert fast.times > close.times
+    assert fast.mean < close.mean
+
+
+def test_a_speed_is_kept_to(pipe: Any, asked: dict[str, Any]) -> None:
+    tuned = tune(pipe, speed=1.05, **asked)
+    assert tuned.proof is not None
+    assert tuned.proof.point.times >= 1.05
+    with pytest.raises(ElfattFailure, match=r"speed=50 is not reached: the fastest choice is 1\.\d+ times as fast"):
+        tune(pipe, speed=50, **asked)
+    assert not elfatt_sd.is_patched(pipe)
+
+
+def test_what_was_measured_is_not_measured_again(pipe: Any, asked: dict[str, Any], drawn: list[bool]) -> None:
+    tune(pipe, closeness=30, **asked)
+    first, _ = len(drawn), drawn.clear()
+    tune(pipe, closeness=35, **asked)
+    assert len(drawn) < first - 5, "neither the untouched images of the search nor the stretches"
+
+
+def test_a_stopped_tuning_goes_on(pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = search.Search._alone
+
+    def stopped(self: search.Search, number: int) -> float:
+        if number == 2:
+            raise KeyboardInterrupt
+        return alone(self, number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(search.Search, "_alone", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            tune(pipe, closeness=30, **asked)
+    assert not elfatt_sd.is_patched(pipe)
+    measured: list[int] = []
+
+    def counted(self: search.Search, number: int) -> float:
+        measured.append(number)
+        return alone(self, number)
+
+    monkeypatch.setattr(search.Search, "_alone", counted)
+    assert tune(pipe, closeness=30, **asked).proof is not None
+    assert measured == [2, 3, 4]
+
+
+def test_a_patch_that_is_there_is_run_and_put_back(pipe: Any, asked: dict[str, Any]) -> None:
+    config = PatchConfig.preset("tome", ratio=0.3)
+    elfatt_sd.apply_patch(pipe, config)
+    run = checks.runner(pipe)
+    before = run()
+    tuned = tune(pipe, closeness=30, **asked)
+    assert torch.equal(run(), before)
+    assert [point.config for point in tuned.points if point.name == "as it was"] == [config]
+
+
+def test_the_settings_are_a_configuration_like_any_other(pipe: Any, asked: dict[str, Any], tmp_path: Path) -> None:
+    tuned = tune(pipe, closeness=30, **asked)
+    tuned.save(tmp_path / "tuned.json")
+    assert PatchConfig.load(tmp_path / "tuned.json") == tuned.config
+    said = json.loads(json.dumps(tuned.to_dict(), allow_nan=False))
+    assert said["config"]["per_layer"]
+    text = str(tuned)
+    assert text.startswith("tuned: 1.")
+    assert "asked for: PSNR 30.0 dB at least" in text
+    assert "worst PSNR" in text
+
+
+def test_a_page_shows_curve_map_and_images(pipe: Any, asked: dict[str, Any], tmp_path: Path) -> None:
+    page = tune(pipe, closeness=30, **asked | {"presets": True}).report(tmp_path / "page")
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<figure>") == 6
+    assert "elfatt-quality" in text
+    assert {path.name for path in page.parent.iterdir()} == {
+        "index.html",
+        "curve.png",
+        "choices.png",
+        "predictions.png",
+        "images.png",
+    }
+    assert "http" not in text, "nothing from outside"
+
+
+def test_where_nothing_is_faster_the_pipeline_is_left_alone(
+    pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No choice is worth it when an image takes the same time whatever is chosen."""
+    monkeypatch.setattr(search, "WORTH", 1000.0)
+    tuned = tune(pipe, closeness=30, **asked)
+    assert tuned.proof is None
+    assert not tuned.config.active
+    assert str(tuned).startswith("untouched: ")
+    assert not elfatt_sd.is_patched(tuned.apply(pipe))
+    assert tuned.report(tmp_path / "page").is_file()
+
+
+def test_a_measure_of_ones_own(pipe: Any, asked: dict[str, Any]) -> None:
+    def likeness(first: Any, second: Any) -> float:
+        return -abs(sum(first.resize((1, 1)).getpixel((0, 0))) - sum(second.resize((1, 1)).getpixel((0, 0))))
+
+    tuned = tune(pipe, closeness=-30, metric=likeness, **asked)
+    assert tuned.measure.name == "likeness"
+    assert tuned.proof is None or tuned.proof.point.mean >= -30
+
+
+def test_ssim(pipe: Any, asked: dict[str, Any]) -> None:
+    tuned = tune(pipe, closeness=0.9, metric="ssim", **asked)
+    assert tuned.proof is None or tuned.proof.point.mean >= 0.9
+
+
+def test_memory_rules_out_what_steps_share(pipe: Any, asked: dict[str, Any]) -> None:
+    tuned = tune(pipe, closeness=30, memory=1000, **asked)
+    assert all(phase.residual_steps == 1 for phase in tuned.config.all_phases)
+    assert tune(pipe, closeness=30, memory=0.001, **asked).proof is None
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "sd3", "z_image", "wan"])
+def test_transformers(family: str, asked: dict[str, Any]) -> None:
+    pipe, run = getattr(tiny_joint, family)()
+    untouched = run()
+    given = {"inputs": run.keywords} if hasattr(run, "keywords") else {}
+    del given
+    assert torch.equal(run(), untouched)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"closeness": None}, "there is no budget"),
+        ({"prompts": ["a cat"]}, "give two or more"),
+        ({"prompts": ["a cat", "a cat"]}, "give two or more"),
+        ({"prompts": "a cat"}, "give two or more"),
+        ({"prompts": ["a cat", " "]}, "give two or more"),
+        ({"images": 1}, "images=1 is not accepted"),
+        ({"speed": 0.5}, "speed=0.5 is not accepted"),
+        ({"metric": "fid"}, "metric='fid' is not accepted"),
+        ({"metric": "lpips"}, "needs weights"),
+        ({"height": 63}, "height"),
+    ],
+)
+def test_bad_input_is_one_line(pipe: Any, asked: dict[str, Any], changes: dict[str, Any], says: str) -> None:
+    with pytest.raises((ElfattError, ValueError), match=says) as caught:
+        tune(pipe, **{"closeness": 30, **asked, **changes})
+    assert "\n" not in str(caught.value)
+    assert not elfatt_sd.is_patched(pipe)
