@@ -268,6 +268,11 @@ class LayerState:
         """Whether its projections are fused."""
         return self.patched.fused
 
+    @property
+    def merges_nothing(self) -> bool:
+        """Whether its phase would merge tokens and do nothing else, and the grid allows none."""
+        return self.phase.attention.exact and self.phase.merge.ratio > 0 and not self.phase.merge.merged(self.grid)
+
     def begin(self, phase: Phase, step: int, device: torch.device) -> None:
         """Set the phase, and draw the merge destinations and what its attention prepares for this step on the grid."""
         config = self.call.config

@@ -31,6 +31,7 @@ from elfatt_sd.console import (
     takes_patch,
 )
 from elfatt_sd.files import check_writable
+from elfatt_sd.presets import METHODS, known_method
 from elfatt_sd.request import SCHEDULERS, Request, check_quoted, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
 from elfatt_sd.toy import EMBEDDED
@@ -165,6 +166,14 @@ def try_methods(
     guidance: Annotated[float | None, typer.Option(help=_GUIDANCE)] = None,
     seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
     rounds: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            autocompletion=lambda: list(METHODS),
+            help=f"One of {', '.join(METHODS)}, or package.module:Class; several times, or all if none is given.",
+        ),
+    ] = None,
     height: Height = None,
     width: Width = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the strip and its JSON.")] = Path("outputs"),
@@ -192,6 +201,7 @@ def try_methods(
     )
     if rounds < 1:
         raise ElfattError(f"rounds={rounds} is not accepted; give a whole number of at least 1.")
+    chosen = [known_method(method) for method in methods or METHODS]
     check_writable(out)
     source = Source(model, device, dtype, allow_pickle, variant)
     source.check()
@@ -202,7 +212,7 @@ def try_methods(
 
     from elfatt_sd.trial import Trial
 
-    trial = Trial(pipe, request, rounds=rounds)
+    trial = Trial(pipe, request, chosen, rounds)
     interrupted = False
     with progress(trial.images) as (on_step, on_picture):
         try:
@@ -244,11 +254,13 @@ def patch(
         check_writable(save.parent, f"save={str(save)!r}")
     loaded_from = Source(model, device, dtype, allow_pickle, variant)
     known = model in SHAPE_NAMES
+    if force and not chosen.autotune:
+        complain("force has no effect without autotune", "warning")
     if not known:
         loaded_from.check()
         if chosen.autotune and not force:
             check_sizes_fit(model, device, dtype, [(height, width)], batch=2, images=0)
-    pipe = _sketch(model, chosen.autotune) if known else loaded_from.load()
+    pipe = _sketch(loaded_from, chosen.autotune) if known else loaded_from.load()
     if chosen.autotune and not force:
         from elfatt_sd.budget import check_fits
 
@@ -305,9 +317,10 @@ class Source:
         check_model(self.model, allow_pickle=self.allow_pickle, variant=self.variant)
 
     def check_fits(self, request: Request) -> None:
-        """Refuse an image that the CPU's memory cannot hold, as far as a directory tells without PyTorch."""
-        from elfatt_sd.preflight import check_sizes_fit
+        """Refuse steps or an image that cannot be, as far as a directory tells without PyTorch."""
+        from elfatt_sd.preflight import check_sizes_fit, check_steps
 
+        check_steps(self.model, request.steps)
         if not request.force:
             sizes = [(request.height, request.width)]
             check_sizes_fit(
@@ -328,15 +341,19 @@ class Source:
         )
 
 
-def _sketch(model: str, autotune: bool) -> Any:
+def _sketch(source: Source, autotune: bool) -> Any:
     """Return a shape without weights."""
     from elfatt_sd.shapes import sketch
 
+    model, of_weights = source.model, {"dtype": source.dtype != "auto", "allow_pickle": source.allow_pickle}
     if autotune:
         raise ElfattError(
             f"model={model!r} is a shape without weights, which --autotune cannot measure; give a model, or time the "
             f"shape with elfatt-sd bench denoiser --model {model} --autotune."
         )
+    of_weights |= {"variant": source.variant is not None, "device": source.device != "cpu"}
+    for name in [name for name, given in of_weights.items() if given]:
+        complain(f"{name} has no effect on model={model!r}, a shape without weights", "warning")
     quiet_libraries()
     return sketch(model)
 

@@ -158,6 +158,12 @@ class PatchConfig:
         object.__setattr__(changed, "changes", {**self.changes, **settings})
         return changed
 
+    def renamed(self, method: str) -> PatchConfig:
+        """Return a copy with another name, which knows the same changes."""
+        changed = dataclasses.replace(self, method=method)
+        object.__setattr__(changed, "changes", self.changes)
+        return changed
+
     def without_effect(self, settings: Iterable[str]) -> list[str]:
         """Return those of some settings that change nothing in this configuration, which has them already."""
         approximating = [phase for phase in self.phases if not phase.exact]
@@ -166,7 +172,20 @@ class PatchConfig:
             used -= {"use_rand", "reuse_steps", "reuse_layers"}
         if self.max_downsample is not None:
             used -= {"levels"}
+        if not any(phase.residual_steps > 1 for phase in approximating):
+            used -= {"residuals", "residual_limit"}
+        if not any(phase.attention.is_random or (phase.matches and self.use_rand) for phase in approximating):
+            used -= {"seed"}
         return [name for name in settings if name not in used or (not approximating and name != "attention_backend")]
+
+    def complaints(self, settings: Iterable[str]) -> list[str]:
+        """Return what to say of those of some settings, which it has already, that change nothing or leave nothing."""
+        from elfatt_sd.presets import PRESETS
+
+        values = [f"{name}={self.changes.get(name)!r}" for name in self.without_effect(settings)]
+        if values and not self.active and self.method in PRESETS and PRESETS[self.method].active:
+            return [f"with {' and '.join(values)}, method {self.method!r} approximates nothing"]
+        return [f"{value} has no effect on method {self.method!r}" for value in values]
 
     def _check_merging(self, ratio: float) -> None:
         """Check a ratio that a user gave, in the words of the method."""

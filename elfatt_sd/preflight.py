@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -50,6 +52,19 @@ def lacks_cuda() -> bool:
     except OSError:
         return True
     return False
+
+
+def check_steps(model: str, steps: int | None) -> None:
+    """Refuse more steps than a directory's scheduler has timesteps, without PyTorch.
+
+    Raises:
+        ElfattError: there are more.
+    """
+    folder = EMBEDDED[model].folder if model in EMBEDDED else Path(model)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        data = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+        if steps is not None and steps > (most := int(data["num_train_timesteps"])):
+            raise ElfattError(f"steps={steps} is not accepted; give a whole number from 1 to {most}.")
 
 
 def check_sizes_fit(

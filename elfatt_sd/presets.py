@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, cast, get_args
 
 from elfatt_sd import checks
@@ -12,6 +13,7 @@ from elfatt_sd.phases import Phase
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]
 METHODS: tuple[Method, ...] = get_args(Method)
 DEFAULT: Method = "elfatt"
+UNTOUCHED: Method = "sd"
 # Those with a colour of their own in plots, in the colours' order: pages that are there already keep theirs.
 COLOURED = ("elfatt", "tome", "agent", "elfatt-fast", "tomesd", "elfatt-quality")
 
@@ -90,8 +92,14 @@ _TRANSFORMER_PRESETS: dict[Method, PatchConfig] = {
 
 def for_transformers(config: PatchConfig) -> PatchConfig:
     """Return what a preset, with the settings that were changed, is on transformers; another configuration as it is."""
-    name = cast(Method, config.method)
-    preset = PRESETS.get(name)
-    if name not in _TRANSFORMER_PRESETS or preset is None or config != preset.with_settings(**config.changes):
+    name = cast(Method, config.method.partition(":")[0])  # without the settings that benchmarks put into it
+    preset, plain = PRESETS.get(name), config.renamed(name)
+    if name not in _TRANSFORMER_PRESETS or preset is None or plain != preset.with_settings(**config.changes):
         return config
-    return _TRANSFORMER_PRESETS[name].with_settings(**config.changes)
+    return _TRANSFORMER_PRESETS[name].with_settings(**config.changes).renamed(config.method)
+
+
+def complaints(config: PatchConfig, settings: Collection[str]) -> list[str]:
+    """Return what to say of settings that change nothing, whatever the model; see `PatchConfig.complaints`."""
+    fitting = for_transformers(config).complaints(settings)
+    return [complaint for complaint in config.complaints(settings) if complaint in fitting]

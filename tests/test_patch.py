@@ -608,3 +608,21 @@ def test_settings_without_effect_are_warned_of_once(pipe: Any) -> None:
     assert len(warned) == 1
     elfatt_sd.apply_patch(pipe, "sd", block_size=64)  # of the untouched pipeline: as a loop over methods does
     PatchConfig.preset("tome", agents=7)  # only a patch is asked to do something
+
+
+def test_changes_of_a_configuration_without_effect_are_warned_of(pipe: Any) -> None:
+    with pytest.warns(UserWarning, match="agents=7 has no effect on method 'tome'"):
+        elfatt_sd.apply_patch(pipe, PatchConfig.preset("tome", agents=7))
+    with pytest.warns(UserWarning, match="with ratio=0, method 'tome' approximates nothing"):
+        elfatt_sd.apply_patch(pipe, "tome", ratio=0)
+    assert not elfatt_sd.is_patched(pipe)
+    with pytest.warns(UserWarning, match="weighted=False has no effect on a UNet that does not join text"):
+        elfatt_sd.plan(pipe, "elfatt-fast", weighted=False)
+    with pytest.warns(UserWarning, match="levels=9 has no effect on this UNet, where 2 have self-attention"):
+        elfatt_sd.apply_patch(pipe, "tome", levels=9)
+
+
+def test_a_stride_that_leaves_nothing_to_merge_is_told(pipe: Any) -> None:
+    elfatt_sd.apply_patch(pipe, "tome", stride=64)
+    with pytest.warns(UserWarning, match="no token of 16x16 can be merged by tome, whose attention is exact there"):
+        picture(pipe, steps=2)

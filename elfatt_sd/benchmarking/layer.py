@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,6 +92,11 @@ def layer(
             if (name in begun if begun else _expected(before, name, count) <= max_seconds)
         }
         record.announce((len(kept) - len(calls)) * each)
+        if left := [name for name in calls if name not in kept]:
+            which = f"{count} tokens, {part}: {', '.join(left)}"
+            warnings.warn(
+                f"elfatt-sd: {which} left out, as a call may take more than max_seconds={max_seconds:g}.", stacklevel=2
+            )
         if not kept:
             continue
         calls = without_gradients(kept)

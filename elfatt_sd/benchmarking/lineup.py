@@ -39,7 +39,7 @@ def varied(method: str, **settings: Any) -> PatchConfig:
         raise ElfattError(f"setting {unknown[0]!r} of {PEER} is not known; accepted: {', '.join(PEER_SETTINGS)}.")
     config = named(method).with_settings(**settings)
     changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
-    return dataclasses.replace(config, method=f"{config.method}:{changes}" if changes else config.method)
+    return config.renamed(f"{config.method}:{changes}" if changes else config.method)
 
 
 def named(method: str) -> PatchConfig:

@@ -238,6 +238,8 @@ def verify_command(
 def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
     """Check folder, device, model and memory, before PyTorch is imported."""
     check_writable(out)
+    if protocol.limit == 1:
+        raise ElfattError("limit=1 is not accepted; 1 image a row has no distance, so give at least 2.")
     check_names(protocol.device, protocol.dtype)
     check_device(protocol.device)
     check_model(protocol.model, variant=protocol.variant or None)

@@ -295,3 +295,32 @@ def test_it_is_a_method_on_the_command_line(module: str, tmp_path: Path) -> None
     assert chosen.config.phases[0].attention.factor == 0.5  # type: ignore[attr-defined]
     chosen.config.save(tmp_path / "own.json")
     assert PatchConfig.load(tmp_path / "own.json") == chosen.config
+
+
+@dataclass(frozen=True)
+class Picky(Near):
+    """A class that checks its own settings, in its own way."""
+
+    name: ClassVar[str] = "picky"
+
+    def __post_init__(self) -> None:
+        if self.strength < 0:
+            raise ValueError("strength is\nnegative")
+
+
+def test_what_an_author_refuses_is_one_line() -> None:
+    elfatt_sd.register(Picky)
+    with pytest.raises(
+        ElfattError, match=r"^attention 'picky' does not accept strength=-1 \(ValueError: .* negative\)"
+    ):
+        PatchConfig.preset("picky", strength=-1)  # type: ignore[arg-type,call-arg]
+
+
+def test_a_class_that_refuses_its_own_defaults_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Never(Picky):
+        name: ClassVar[str] = "never"
+        strength: float = -1.0
+
+    with pytest.raises(ElfattError, match="attention 'never' does not accept its defaults"):
+        elfatt_sd.register(Never)
