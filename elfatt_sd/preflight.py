@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import sys
@@ -61,10 +60,13 @@ def check_steps(model: str, steps: int | None) -> None:
         ElfattError: there are more.
     """
     folder = EMBEDDED[model].folder if model in EMBEDDED else Path(model)
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+    try:
         data = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
-        if steps is not None and steps > (most := int(data["num_train_timesteps"])):
-            raise ElfattError(f"steps={steps} is not accepted; give a whole number from 1 to {most}.")
+        most = int(data["num_train_timesteps"])
+    except (OSError, ValueError, LookupError, TypeError):  # seen when it is loaded
+        return
+    if steps is not None and steps > most:
+        raise ElfattError(f"steps={steps} is not accepted; give a whole number from 1 to {most}.")
 
 
 def check_sizes_fit(

@@ -502,3 +502,19 @@ def test_a_folder_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> N
     decisions = Decisions(tmp_path / "file" / "autotune.json")
     decisions.put("a", Decision(0.5, 0.4, 0.6))
     assert decisions.get("a") == Decision(0.5, 0.4, 0.6)
+
+
+def test_a_block_measures_nothing_before_its_first_call(pipe: Any, measured: list[Decision]) -> None:
+    """Nobody may look at the plan, and the model's own size may not be the one that is drawn."""
+    with elfatt_sd.patched(pipe, "tome", autotune=True) as plan:
+        assert not measured
+        runner(pipe)()
+        assert measured
+        assert "tome" in str(plan) and copy.copy(plan).config == plan.config
+
+
+def test_a_long_measurement_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter(range(0, 10_000, 60))
+    monkeypatch.setattr(autotune.time, "monotonic", lambda: next(moments))
+    with pytest.warns(UserWarning, match="measures a layer of this size for about 480 s"):
+        autotune.measure(lambda: None, [(lambda: None, 1.0)], torch.device("cpu"))

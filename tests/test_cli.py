@@ -19,7 +19,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import elfatt_sd
-from elfatt_sd import generation
+from elfatt_sd import benchmark_cli, generation
 from elfatt_sd.autotune import Decision, Tuner
 from elfatt_sd.benchmark_cli import Forecast
 from elfatt_sd.calls import LayerState
@@ -253,6 +253,39 @@ def test_patch_of_a_shape_fits_a_terminal(monkeypatch: Any) -> None:
 
 def test_a_shape_has_nothing_to_measure() -> None:
     check_error(call("patch", "sd15", "--autotune"), "model='sd15' is a shape without weights")
+
+
+def test_options_that_a_shape_does_not_take_are_told() -> None:
+    result = call("patch", "sd15", "--variant", "fp16", "--dtype", "float16", "--force", "--json")
+    assert {line.split()[1] for line in result.stderr.splitlines()} == {"force", "dtype", "variant"}
+    assert all("has no effect" in line for line in result.stderr.splitlines())
+    json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bench", "denoiser", "--model", "sd15", "--no-memory", "--memory-batch", "2"], "not accepted with --no-mem"),
+        (["bench", "layer", "--again", "--tokens", "3"], "again has no effect without --out DIR"),
+    ],
+)
+def test_options_of_benchmarks_without_effect(words: list[str], says: str) -> None:
+    result = call(*words)
+    assert result.exit_code == 2 and says in result.stderr
+
+
+def test_settings_of_benchmarks_without_effect(monkeypatch: Any) -> None:
+    stopped = SystemExit(7)
+
+    def stop(*_: Any) -> None:
+        raise stopped
+
+    monkeypatch.setattr(benchmark_cli, "quiet_libraries", stop)
+    words = ["bench", "pipeline", "--model", "toy", "--method", "elfatt-fast:stride=3", "--ratio", "0.4"]
+    assert call(*words).stderr.splitlines() == [
+        "warning: stride=3 has no effect on method 'elfatt-fast'",
+        "warning: ratio=0.4 has no effect on methods that do not merge",
+    ]
 
 
 def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -714,6 +747,7 @@ def test_a_size_far_below_the_model_s_own_is_warned_of(model: Path, tmp_path: Pa
     assert "warning: the model is made for images of 32x32; expect poor ones at 8x8." in result.stderr
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
 def test_settings_without_effect_are_warned_of(model: Path, tmp_path: Path) -> None:
     result = draw(model, tmp_path, "--method", "tome", "--agents", 7)
     assert result.stderr == "warning: agents=7 has no effect on method 'tome'\n"
@@ -809,6 +843,13 @@ def test_try_draws_every_method_and_recommends(model: Path, tmp_path: Path) -> N
         assert f"{method}, round 1 of 1" in result.stdout
     assert "PSNR to untouched, dB" in result.stdout
     assert files(tmp_path) == ["0001-a-red-star.json", "0001-a-red-star.png"]
+
+
+def test_try_takes_methods(model: Path, tmp_path: Path) -> None:
+    words = ["--method", "tome", "--method", "elfatt", "--steps", 2, "--rounds", 1, "--out", tmp_path]
+    result = call("try", model, "a red star", *words)
+    assert re.findall(r"^([a-z-]+), round", result.stdout, re.MULTILINE) == ["untouched", "tome", "elfatt"]
+    check_error(call("try", model, "a red star", "--method", "elfat"), "method='elfat' is not known")
 
 
 def test_try_keeps_what_is_finished_when_it_is_stopped(model: Path, tmp_path: Path, monkeypatch: Any) -> None:

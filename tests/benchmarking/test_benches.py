@@ -413,10 +413,12 @@ def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_that_would_take_too_long_are_left_out() -> None:
-    results = layer(tokens=[64, 256], block_size=16, max_seconds=1e-9, **QUICK)
+    with pytest.warns(UserWarning, match=r"256 tokens, attention: softmax, .* left out.* than max_seconds=1e-09"):
+        results = layer(tokens=[64, 256], block_size=16, max_seconds=1e-9, **QUICK)
     assert {row["tokens"] for row in results["rows"]} == {64}
 
 
+@pytest.mark.filterwarnings("ignore:elfatt-sd. 64 tokens")
 def test_a_size_keeps_the_layers_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever more rounds of a smaller size let expect; another limit is another benchmark."""
     options: dict[str, Any] = {"tokens": [64], "block_size": 16, "dtype": "float32", "device": "cpu", "memory": False}

@@ -134,6 +134,7 @@ def test_reference_says_what_it_found(call: Any, workplace: Path, tmp_path: Path
         (("--set", "stepz=3"), ("'stepz'", "accepted")),
         (("--set", "time.repeats=few"), ("time.repeats='few'", "whole number")),
         (("--limit", "0"), ("--limit", "greater than or equal to 1")),
+        (("--limit", "1"), ("1 image a row has no distance", "at least 2")),
         (("--reference", "/nowhere/val"), ("/nowhere/val", "does not exist")),
         (("--model", "/nowhere/sd"), ("/nowhere/sd", "does not exist")),
         (("--device", "abacus"), ("abacus", "accepted")),
