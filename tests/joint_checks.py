@@ -60,7 +60,7 @@ def check_methods(pipe: Any, run: Run) -> None:
     assert torch.equal(run(), untouched)
 
 
-def check_steps(pipe: Any, run: Run, layers: int, calls: int = 1, counts: tuple[int, ...] = (1, 4, 28, 50)) -> None:
+def check_steps(pipe: Any, run: Run, layers: int, calls: int = 1, counts: tuple[int, ...] = (1, 4, 28)) -> None:
     """Phases are counted by the true step, in two runs in a row, and after an interrupted one.
 
     Args:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
-from elfatt_sd.evaluation.report import charts, page, write_report
+from elfatt_sd.evaluation.report import charts, load_results, page, write_report
 from elfatt_sd.evaluation.report.ablation import ablation
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.palette import PAPER, Palette
@@ -71,7 +71,7 @@ class Page(HTMLParser):
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     results = build_run(folder)
-    return folder, results, Page(write_report(folder))
+    return folder, results, Page(write_report(load_results(folder)))
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_no_verdict_is_given_from_few_classes(tmp_path, results):
             for distance in row["distances"].values():
                 distance["difference"]["verdict"] = TOO_FEW
     save(tmp_path, results)
-    page = Page(write_report(tmp_path))
+    page = Page(write_report(load_results(tmp_path)))
     assert "no verdict, since the classes are too few" in scope(Results(results))
     told = " ".join(findings(Results(results)))
     assert f"No verdicts from 5 classes: an interval over fewer than {FEWEST_CLASSES} classes" in told
@@ -484,7 +484,7 @@ def test_pictures_are_those_of_the_same_latent(run):
 
 def test_page_image_looks_like_the_original(run):
     folder, results, _ = run
-    pictures = Pictures(folder, Results(results))
+    pictures = Pictures(Results(results, folder))
     first = pictures.grid(page.DETAILS[0])[0][0]
     _, content = first.uri.split("base64,")
     import base64
@@ -497,7 +497,7 @@ def test_page_image_looks_like_the_original(run):
 
 def test_most_changed_pairs_follow_the_results(run):
     folder, results, _ = run
-    found = Pictures(folder, Results(results)).most_changed(page.DETAILS[0])
+    found = Pictures(Results(results, folder)).most_changed(page.DETAILS[0])
     assert [row.cell for row, _ in found] == [
         row["cell"] for row in results["rows"] if row["role"] == "method" and not row["failed"]
     ]
@@ -522,7 +522,7 @@ def test_hostile_text_stays_text(tmp_path):
     manifest = tmp_path / "cells" / "sd" / "manifest.jsonl"
     records = [json.loads(line) | {"prompt": HOSTILE} for line in manifest.read_text().splitlines()]
     manifest.write_text("".join(json.dumps(record) + "\n" for record in records))
-    shown = Page(write_report(tmp_path))
+    shown = Page(write_report(load_results(tmp_path)))
     assert len(shown.all("script")) == 1
     assert not [name for _, attributes in shown.elements for name in attributes if name.startswith("on")]
     assert all(attributes.get("src", "data:").startswith("data:") for attributes in shown.all("img"))
@@ -548,7 +548,7 @@ def test_a_cell_outside_the_run_gives_no_picture(tmp_path):
     (tmp_path / "secret" / "images").mkdir(parents=True)
     picture(0, 0).save(tmp_path / "secret" / "images" / "00000.png")
     results["rows"][3]["cell"] = "../../secret"
-    cells = {row.cell for row in Pictures(tmp_path / "run", Results(results)).rows}
+    cells = {row.cell for row in Pictures(Results(results, tmp_path / "run")).rows}
     assert "sd" in cells and "../../secret" not in cells
 
 
@@ -564,7 +564,7 @@ def test_a_cell_outside_the_run_gives_no_picture(tmp_path):
 )
 def test_missing_parts_are_no_error(tmp_path, results, change):
     save(tmp_path, results | change)  # a run without pictures
-    shown = Page(write_report(tmp_path))
+    shown = Page(write_report(load_results(tmp_path)))
     assert "A number means nothing without its protocol" in shown.text
     assert not shown.all("img")
 
@@ -587,7 +587,7 @@ def test_a_run_that_measured_nothing_says_so(tmp_path, results):
     for row in results["rows"]:
         row |= dict.fromkeys(("distances", "paired", "accuracy", "time", "memory"))
     save(tmp_path, results)
-    shown = Page(write_report(tmp_path))
+    shown = Page(write_report(load_results(tmp_path)))
     assert not shown.all("svg")
     for sentence in ("no distance was measured", "time was not measured", "memory was not measured", "no verdict"):
         assert sentence in shown.text
@@ -600,7 +600,7 @@ def test_unreadable_pictures_leave_a_gap(tmp_path):
     (folder / "00000.png").unlink()
     for index in range(1, 4):
         shutil.copy(folder.parents[1] / "sd" / "images" / f"{index:05d}.png", folder)
-    shown = Page(write_report(tmp_path))
+    shown = Page(write_report(load_results(tmp_path)))
     assert shown.text.count("no picture") == 1
     assert shown.text.count("altered after generation") == 5, "three in the grid, two of the most changed"
 
@@ -609,7 +609,7 @@ def test_a_damaged_list_of_pictures_is_told(tmp_path):
     build_run(tmp_path, images=2, size=32)
     (tmp_path / "cells" / "sd" / "manifest.jsonl").write_text("not json\n")
     with pytest.raises(ElfattError, match=r"manifest\.jsonl, line 1 is damaged"):
-        write_report(tmp_path)
+        write_report(load_results(tmp_path))
 
 
 def lowest_psnr(table):
@@ -696,7 +696,12 @@ def test_a_higher_accuracy_is_better_without_an_arrow_down(tmp_path, results):
     results["rows"][2]["accuracy"]["mean"]["difference"]["verdict"] = "better"
     results["rows"][2]["distances"]["FD-toy"]["difference"]["verdict"] = "worse"
     save(tmp_path, results)
-    cells = [" ".join(cell.split()) for table in Page(write_report(tmp_path)).tables for line in table for cell in line]
+    cells = [
+        " ".join(cell.split())
+        for table in Page(write_report(load_results(tmp_path))).tables
+        for line in table
+        for cell in line
+    ]
     assert {cell for cell in cells if re.fullmatch(r"\S (better|worse)", cell)} == {"✓ better", "✗ worse"}
 
 
@@ -748,12 +753,12 @@ def test_a_null_row_is_called_wider_only_where_it_is(results):
 
 def test_plots_that_are_no_longer_drawn_are_removed(tmp_path, results):
     save(tmp_path, results)
-    write_report(tmp_path)
+    write_report(load_results(tmp_path))
     (tmp_path / "report" / "notes.txt").write_text("by hand")
     for row in results["rows"]:
         row["memory"] = None
     save(tmp_path, results)
-    write_report(tmp_path)
+    write_report(load_results(tmp_path))
     left = {path.name for path in (tmp_path / "report").iterdir()}
     assert "memory.png" not in left and "distance_memory.png" not in left
     assert {"notes.txt", "index.html", "table.csv", "difference.png"} < left
@@ -1017,14 +1022,14 @@ def test_rows_of_one_name_are_told_apart(results):
 
 
 def test_page_keeps_below_its_size(run, monkeypatch):
-    folder, results, _ = run
+    _, results, _ = run
     shown = Results(results)
     palette = Palette(shown)
     plots, missing = draw_plots(shown, palette)
-    full = page.render_page(shown, Pictures(folder, shown), plots, missing, {})
+    full = page.render_page(shown, Pictures(shown), plots, missing, {})
     limit = len(full.encode()) - 100_000
     monkeypatch.setattr(page, "MAX_BYTES", limit)
-    small = page.render_page(shown, Pictures(folder, shown), plots, missing, {})
+    small = page.render_page(shown, Pictures(shown), plots, missing, {})
     assert 0 < len(small.encode()) <= limit and small.count("data:image/webp") > 20
     assert page.DETAILS[-1].columns == page.DETAILS[-1].pairs == 0, "the last resort is a page without pictures"
 
@@ -1038,7 +1043,7 @@ def test_page_is_below_five_megabytes(run):
 def test_report_is_the_same_every_time(run):
     folder, _, _ = run
     before = {path.name: path.read_bytes() for path in (folder / "report").iterdir()}
-    write_report(folder)
+    write_report(load_results(folder))
     assert {path.name: path.read_bytes() for path in (folder / "report").iterdir()} == before
 
 
@@ -1059,7 +1064,7 @@ def test_results_that_are_none_give_one_clear_line(tmp_path, content, message):
     if content is not None:
         (tmp_path / "results.json").write_text(content)
     with pytest.raises(ElfattError, match=re.escape(message)) as caught:
-        write_report(tmp_path)
+        write_report(load_results(tmp_path))
     assert "results.json" in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "report").exists()
 
@@ -1068,7 +1073,7 @@ def test_a_folder_that_cannot_be_written_gives_one_clear_line(tmp_path, results)
     save(tmp_path, results)
     (tmp_path / "report").write_text("a file stands here")
     with pytest.raises(ElfattError, match="cannot be written to"):
-        write_report(tmp_path)
+        write_report(load_results(tmp_path))
     assert (tmp_path / "report").read_text() == "a file stands here"
 
 
@@ -1154,7 +1159,7 @@ def test_pages_and_tables_hold_no_control_characters(tmp_path):
     for row in results["rows"]:
         row |= {"label": f"{row['label']} {odd}", "settings": {**row["settings"], odd: odd}}
     save(tmp_path, results)
-    write_report(tmp_path)
+    write_report(load_results(tmp_path))
     for name in ("index.html", "table.md", "table.tex"):
         content = (tmp_path / "report" / name).read_text(encoding="utf-8")
         assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe]", content), name
@@ -1168,5 +1173,5 @@ def test_a_full_disk_is_a_failure_and_no_wrong_use(tmp_path, results, monkeypatc
 
     monkeypatch.setattr("elfatt_sd.files.os.fsync", full)
     with pytest.raises(RunFailure, match="no space left on the disk of"), clear_disk_errors(tmp_path):
-        write_report(tmp_path)
+        write_report(load_results(tmp_path))
     assert not list((tmp_path / "report").iterdir())

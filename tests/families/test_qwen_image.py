@@ -73,7 +73,7 @@ def test_padded_text() -> None:
 def test_without_guidance() -> None:
     pipe, run = tiny.qwen_image(true_cfg_scale=1.0, negative_prompt_embeds=None, negative_prompt_embeds_mask=None)
     joint.check_all_keys(pipe, run)
-    joint.check_steps(pipe, run, layers=2, counts=(4, 50))
+    joint.check_steps(pipe, run, layers=2, counts=(4,))
 
 
 @pytest.mark.parametrize("guided", [False, True])

@@ -47,7 +47,7 @@ def test_without_guidance(size: tuple[int, int]) -> None:
     pipe, run = tiny.z_image(guidance_scale=0.0, height=size[0], width=size[1])
     joint.check_all_keys(pipe, run)
     joint.check_methods(pipe, run)
-    joint.check_steps(pipe, run, layers=2, counts=(4, 9, 50))
+    joint.check_steps(pipe, run, layers=2, counts=(4, 9))
 
 
 def test_texts_of_different_lengths() -> None:
@@ -71,7 +71,7 @@ def test_several_images_of_a_text() -> None:
     joint.check_steps(pipe, run, layers=2, counts=(4,))
 
 
-@pytest.mark.parametrize("residual_steps", [1, 2, 3])
+@pytest.mark.parametrize("residual_steps", [1, 3])
 def test_guidance_that_ends_early(residual_steps: int) -> None:
     """Later calls have one row in place of two: what the others kept is not for them."""
     pipe, run = tiny.z_image(cfg_truncation=0.4)

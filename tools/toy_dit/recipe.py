@@ -11,13 +11,13 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from elfatt_sd.measuring.clock import timed
 from elfatt_sd.toy import TOY
 from elfatt_sd.toy.renderer import ATTRIBUTES, render_parameters, sample_parameters
 from tools.toy import recipe as first
@@ -185,12 +185,8 @@ def half_is_faster(device: torch.device) -> bool:
         return True
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
-        matrix, times = torch.ones(384, 384, dtype=dtype), []
-        for _ in range(3):
-            start = time.perf_counter()
-            matrix @ matrix
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = min(times)
+        product = functools.partial(torch.matmul, *[torch.ones(384, 384, dtype=dtype)] * 2)
+        seconds[dtype] = min(timed(product, device) for _ in range(3))
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
