@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checks import load_script
 
 SUITE = Path(__file__).parents[2] / "benchmarks" / "gpu_suite.py"
 NOT_NEEDED = (
@@ -29,12 +29,8 @@ NOT_NEEDED = (
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_suite", SUITE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/gpu_suite.py")
 
 
 def read(folder: Path) -> Any:

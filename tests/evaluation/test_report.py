@@ -16,7 +16,7 @@ from PIL import Image
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
-from elfatt_sd.evaluation.report import charts, load_results, page, write_report
+from elfatt_sd.evaluation.report import charts, load_results, page, plots, write_report
 from elfatt_sd.evaluation.report.ablation import ablation
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.palette import PAPER, Palette
@@ -88,6 +88,19 @@ def sweep_run(tmp_path_factory):
 @pytest.fixture
 def sweep(sweep_run):
     return copy.deepcopy(sweep_run[1])
+
+
+@pytest.fixture(scope="module")
+def sweep_plots(sweep_run):
+    """The plots of the sweep by their names."""
+    shown = Results(sweep_run[1])
+    return {plot.name: plot for plot in draw_plots(shown, Palette(shown))[0]}
+
+
+@pytest.fixture
+def one_plot(monkeypatch):
+    """Of all plots, which take seconds, one is drawn: for reports whose words are looked at."""
+    monkeypatch.setattr(plots, "_makers", lambda results: [charts.closeness])
 
 
 def test_page_shows_each_figure_of_the_table(run):
@@ -280,6 +293,7 @@ def test_memory_of_different_kinds_is_not_compared(results):
     assert told_of(results, "VmHWM") == "Memory was measured as CUDA allocated and VmHWM, which cannot be compared."
 
 
+@pytest.mark.usefixtures("one_plot")
 def test_no_verdict_is_given_from_few_classes(tmp_path, results):
     for row in results["rows"]:
         row |= {"images": 5, "classes": 5}
@@ -594,6 +608,7 @@ def test_a_run_that_measured_nothing_says_so(tmp_path, results):
     assert "nan" not in shown.text.lower().split() and "None" not in shown.text.split()
 
 
+@pytest.mark.usefixtures("one_plot")
 def test_unreadable_pictures_leave_a_gap(tmp_path):
     build_run(tmp_path, images=4, size=32)
     folder = tmp_path / "cells" / "tome-0.1" / "images"
@@ -605,6 +620,7 @@ def test_unreadable_pictures_leave_a_gap(tmp_path):
     assert shown.text.count("altered after generation") == 5, "three in the grid, two of the most changed"
 
 
+@pytest.mark.usefixtures("one_plot")
 def test_a_damaged_list_of_pictures_is_told(tmp_path):
     build_run(tmp_path, images=2, size=32)
     (tmp_path / "cells" / "sd" / "manifest.jsonl").write_text("not json\n")
@@ -692,6 +708,7 @@ def test_a_published_figure_is_that_of_the_same_program(results):
     assert published() == "30.9" and published(until=0.2) == "—"
 
 
+@pytest.mark.usefixtures("one_plot")
 def test_a_higher_accuracy_is_better_without_an_arrow_down(tmp_path, results):
     results["rows"][2]["accuracy"]["mean"]["difference"]["verdict"] = "better"
     results["rows"][2]["distances"]["FD-toy"]["difference"]["verdict"] = "worse"
@@ -782,10 +799,8 @@ def test_settings_that_vary_have_their_column_and_plot(results):
     assert any("Ratio" in line for line in missing)
 
 
-def test_an_ablation_has_a_line_for_each_set_of_other_settings(sweep):
-    shown = Results(sweep)
-    plots, _ = draw_plots(shown, Palette(shown))
-    ablations = {plot.name: plot for plot in plots if plot.name.startswith("ablation")}
+def test_an_ablation_has_a_line_for_each_set_of_other_settings(sweep_plots):
+    ablations = {name: plot for name, plot in sweep_plots.items() if name.startswith("ablation")}
     assert set(ablations) == {"ablation_ratio", "ablation_block_size", "ablation_until"}
     sizes = re.findall(r"<text[^>]*>([^<]*)</text>", ablations["ablation_block_size"].svg)
     lines = [text for text in sizes if "ratio 0" in text]
@@ -795,7 +810,7 @@ def test_an_ablation_has_a_line_for_each_set_of_other_settings(sweep):
     assert "from step" not in ablations["ablation_block_size"].alt, "a row without the setting has no place"
 
 
-def test_forty_rows_are_numbered_and_told_apart(sweep):
+def test_forty_rows_are_numbered_and_told_apart(sweep, sweep_plots):
     shown = Results(sweep)
     assert len(shown.rows) == 40 and shown.crowded
     names = [row.short(34) for row in shown.rows]
@@ -808,10 +823,7 @@ def test_forty_rows_are_numbered_and_told_apart(sweep):
     told = told_of(sweep, "verdicts rest on")
     assert told.startswith("Worse: rows ") and " to " in told and "No difference shown" not in told.split(";")[0]
     assert main_table(shown).lines[4].heads[0].text.startswith("5 · blocks of a stratified")
-    plots, _ = draw_plots(shown, Palette(shown))
-    texts = re.findall(
-        r"<text[^>]*>([^<]*)</text>", next(plot.svg for plot in plots if plot.name == "distance_unet_time")
-    )
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", sweep_plots["distance_unet_time"].svg)
     assert {str(number) for number in range(3, 41)} <= set(texts)
 
 
@@ -1021,15 +1033,15 @@ def test_rows_of_one_name_are_told_apart(results):
     assert len(set(names)) == len(names) and "ToMe-SD 0.1 (tome-0.3)" in names
 
 
+@pytest.mark.usefixtures("one_plot")
 def test_page_keeps_below_its_size(run, monkeypatch):
-    _, results, _ = run
-    shown = Results(results)
-    palette = Palette(shown)
-    plots, missing = draw_plots(shown, palette)
-    full = page.render_page(shown, Pictures(shown), plots, missing, {})
+    folder, results, _ = run
+    shown = Results(results, folder)
+    drawn, missing = draw_plots(shown, Palette(shown))
+    full = page.render_page(shown, Pictures(shown), drawn, missing, {})
     limit = len(full.encode()) - 100_000
     monkeypatch.setattr(page, "MAX_BYTES", limit)
-    small = page.render_page(shown, Pictures(shown), plots, missing, {})
+    small = page.render_page(shown, Pictures(shown), drawn, missing, {})
     assert 0 < len(small.encode()) <= limit and small.count("data:image/webp") > 20
     assert page.DETAILS[-1].columns == page.DETAILS[-1].pairs == 0, "the last resort is a page without pictures"
 
@@ -1069,6 +1081,7 @@ def test_results_that_are_none_give_one_clear_line(tmp_path, content, message):
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.usefixtures("one_plot")
 def test_a_folder_that_cannot_be_written_gives_one_clear_line(tmp_path, results):
     save(tmp_path, results)
     (tmp_path / "report").write_text("a file stands here")
@@ -1152,6 +1165,7 @@ def test_latex_is_ascii_that_every_engine_reads(text, tex):
     assert tex_escape(text).isascii()
 
 
+@pytest.mark.usefixtures("one_plot")
 def test_pages_and_tables_hold_no_control_characters(tmp_path):
     results = build_run(tmp_path, images=1, size=16)
     odd = "a\x00b\x1bc\x7fd\ufffe"
@@ -1165,6 +1179,7 @@ def test_pages_and_tables_hold_no_control_characters(tmp_path):
         assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe]", content), name
 
 
+@pytest.mark.usefixtures("one_plot")
 def test_a_full_disk_is_a_failure_and_no_wrong_use(tmp_path, results, monkeypatch):
     save(tmp_path, results)
 

@@ -10,7 +10,7 @@ import fake_run
 import pytest
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.report import load_results, write_report, written_tables
+from elfatt_sd.evaluation.report import charts, load_results, plots, write_report, written_tables
 from tools import publish as tool
 from tools.pages.__main__ import main as fill
 from tools.pages.evaluation import MISSING, fill_page
@@ -35,7 +35,6 @@ after
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     fake_run.build_run(folder, images=2, size=32)
-    write_report(load_results(folder))
     return folder
 
 
@@ -52,11 +51,19 @@ def test_what_is_kept(run: Path, published: Path, tmp_path: Path, monkeypatch: p
     assert json.loads((published / "toy_full" / "results.json").read_text()) == json.loads(
         (run / "results.json").read_text()
     )
-    assert {path.name for path in (run / "report").glob("*.png")} < names
+    assert {"difference.png", "memory.png", "closeness.png"} < names
     monkeypatch.setattr("elfatt_sd.evaluation.report.page.render_page", None)
+    monkeypatch.setattr(plots, "_makers", lambda results: [charts.differences])
     assert not (publish(load_results(run), tmp_path, page=False) / "index.html").exists(), "nor is it made"
 
 
+@pytest.fixture
+def two_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all plots, which take seconds, two are drawn."""
+    monkeypatch.setattr(plots, "_makers", lambda results: [charts.differences, charts.memory_regression])
+
+
+@pytest.mark.usefixtures("two_plots")
 def test_what_is_published_is_of_one_piece(tmp_path: Path) -> None:
     """The results changed after the report was written, and a plot has nothing to show any more."""
     results = fake_run.build_run(tmp_path / "run", images=2, size=32)
@@ -104,6 +111,7 @@ def test_what_is_wrong_is_named(published: Path, tmp_path: Path) -> None:
         publish(load_results(tmp_path), published)
 
 
+@pytest.mark.usefixtures("two_plots")
 def test_commands(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
