@@ -45,6 +45,15 @@ def model(workplace: Path) -> Path:
     return workplace / "sd15"
 
 
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Protocol]:
+    """A finished generation and its protocol."""
+    place = tmp_path_factory.mktemp("made")
+    protocol = small_run.small_protocol(place, model)
+    assert small_run.make(place / "run", protocol) == {}
+    return place / "run", protocol
+
+
 @pytest.fixture
 def protocol(tmp_path: Path, model: Path) -> Protocol:
     return small_run.small_protocol(tmp_path, model)
