@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 import elfatt_sd
+from elfatt_sd import methods
 
 # Deprecations inside other packages that we cannot mend: each is named with the module that raises it.
 THIRD_PARTY = (
@@ -20,6 +22,23 @@ THIRD_PARTY = (
     "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning:torch",
     "ignore:__array_wrap__ must accept context:DeprecationWarning",
 )
+
+SOMEONES_OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+from elfatt_sd.methods import Attention
+
+@dataclass(frozen=True)
+class Values(Attention):
+    name: ClassVar[str] = "values"
+    factor: float = 1.0
+
+    def attend(self, layer, tokens, prepared):
+        return layer.project(tokens)[2] * self.factor
+
+    def cost(self, size):
+        return size.projections(size.tokens, size.tokens)
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,3 +76,13 @@ def library_chatter() -> Iterator[None]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for tokenizer files that all tests of the session share."""
     return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An attention in a module of somebody else's."""
+    (tmp_path / "someones_own.py").write_text(SOMEONES_OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "someones_own", raising=False)
+    monkeypatch.setattr(methods, "_known", dict(methods._known))
+    return "someones_own:Values"
