@@ -83,6 +83,23 @@ def check_steps(pipe: Any, run: Run, layers: int, calls: int = 1, counts: tuple[
         assert sum(seen.values()) == layers * calls * 2, "after an interrupted run"
 
 
+def check_image_to_image(pipe: Any, run: Run, calls: int = 1) -> None:
+    """A run that begins at the fifth of eight steps knows which they are.
+
+    Args:
+        pipe: the pipeline.
+        run: begins there.
+        calls: of the transformer in a step.
+    """
+    check_all_keys(pipe, run)
+    check_methods(pipe, run)
+    with elfatt_sd.patched(pipe, PatchConfig("most", (Phase(0.75, "cell_spread", block_size=4),))):
+        for _ in range(2):
+            with recorded() as seen:
+                run()
+            assert set(seen.values()) == {2 * calls}, "steps 4 and 5 of 4 to 7"
+
+
 def interrupt(pipe: Any, run: Run) -> None:
     """Break a run off in its second call of the transformer."""
     count = 0

@@ -97,13 +97,7 @@ def test_image_to_image(name: str, given: dict[str, Any]) -> None:
         torch.manual_seed(0)
         return run(**{**given, **options})
 
-    joint.check_all_keys(pipe, made)
-    joint.check_methods(pipe, made)
-    with elfatt_sd.patched(pipe, PatchConfig("most", (Phase(0.75, "cell_spread", block_size=4),))):
-        for _ in range(2):
-            with recorded() as calls:
-                made()
-            assert set(calls.values()) == {2}  # steps 4 and 5 of 4 to 7
+    joint.check_image_to_image(pipe, made)
 
 
 @pytest.mark.parametrize("kind", [None, "control_layers", "control_noise_refiner"])

@@ -58,6 +58,7 @@ softmax attention everywhere.
 ## Quality
 {quality}
 """
+UNMEASURED = "Not measured yet: `python -m tools.toy.quality --out DIR`."
 QUALITY = """{count} pictures, {steps} PNDM steps, guidance {guidance}, seed {seed}
 (`python -m tools.toy.quality --count {count} --steps {steps} --guidance {guidance} --out DIR`):
 
@@ -102,9 +103,7 @@ def write_card(folder: Path, record: dict[str, Any], quality: dict[str, Any] | N
         date=record["date"],
         stages="\n".join(rows),
         finish=record.get("notes", ""),
-        quality=QUALITY.format(**quality_parts(quality))
-        if quality
-        else "Not measured yet: `python -m tools.toy.quality --out DIR`.",
+        quality=QUALITY.format(**quality_parts(quality)) if quality else UNMEASURED,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
     plot_curves({name: stage["curve"] for name, stage in stages.items()}, folder / "curves.png")
