@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in THIRD_PARTY:
         config.addinivalue_line("filterwarnings", line)
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over what was imported: half a second each, and every peak of memory has some."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -213,7 +213,7 @@ def test_compiles_whole() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return tuple(approximations(q, k, v).values())
 
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
     for tokens in (64, 100, 120):
         q, k, v = qkv(tokens)
         for actual, expected in zip(compiled(q, k, v), run(q, k, v), strict=True):

@@ -236,8 +236,7 @@ def in_parts(unet: Any) -> Any:
     return unet
 
 
-@pytest.mark.parametrize("compiled", [whole, in_place, in_parts])
-@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize(("compiled", "patch_first"), [(whole, False), (in_place, True), (in_parts, True)])
 def test_compiled_layers_are_left_alone(compiled: Any, patch_first: bool, measured: list[Decision]) -> None:
     """Times without the compiler say nothing about them: one warning, and the reason in the plan."""
     torch._dynamo.reset()
