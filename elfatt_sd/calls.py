@@ -102,7 +102,7 @@ class Denoiser:
         call = self.call
         return EXACT if call is None else call.phase
 
-    def begin(self, position: Position, run: Run, given: Given) -> None:
+    def begin(self, position: Position, run: Run, given: Given, compiled: bool = False) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
 
         A step may take several calls: with the prompt and without, or one for each view of a panorama. What a call
@@ -112,6 +112,7 @@ class Denoiser:
             position: of the call in the schedule.
             run: the run that it belongs to; nothing is carried over from another one.
             given: what the denoiser is given.
+            compiled: whether `torch.compile` serves the call or a part of it.
         """
         config, step, sample = self.config, position.step, given.sample
         call = Call(config, config.phase_at(step, position.steps), step)
@@ -137,7 +138,20 @@ class Denoiser:
                 self._begin(state, ahead)
             if phase.residual_steps > 1:
                 state.residuals = residuals.setdefault(layer.index, {})
+            if compiled and call.shares and not state.phase.exact:
+                self._make_room(state, place)
         self.enter(call)
+
+    def _make_room(self, state: LayerState, place: tuple[int, ...]) -> None:
+        """Give a layer the memory that its difference is kept in, the same in every group of steps."""
+        rooms, key, sample = state.call.memory.rooms, (place, state.index, state.grid), state.call.given.sample
+        if key not in rooms and not torch.is_grad_enabled():
+            layer, mixed = state.layer, state.layer.joint and not state.phase.merge.ratio
+            device = device_of(state.patched.parts, sample.device)
+            sizes = (layer.heads, layer.channels // layer.heads) if mixed else (layer.channels,)
+            shape = (len(sample), state.grid.tokens, *sizes)
+            rooms[key] = Residual.room(shape, sample.dtype, device, self.config.residuals)
+        state.room = rooms.get(key)
 
     def _begin(self, state: LayerState, ahead: RunDraws | None) -> None:
         """Prepare a layer for a call."""
@@ -238,6 +252,7 @@ class LayerState:
         self.calls = 0  # of the layer in this call of the denoiser: several, where that splits its input
         self.residuals: dict[int, Residual] = {}  # of each: exact minus approximated output; see `residual_steps`
         self.added: dict[int, Tensor | None] = {}  # of each: the difference that was added, None where it was measured
+        self.room: Residual | None = None  # for that of the first, in compiled code
         self.outcome = ""  # why the layer was not approximated in this call; `done` if it was
 
     @property
@@ -330,7 +345,10 @@ class LayerState:
             output = exact()
             if self.call.shares:
                 difference = (output - approximated()).detach()
-                self.residuals[turn] = Residual.keep(difference, self.call.config.residuals)
+                where, room = self.call.config.residuals, self.room if turn == 0 else None
+                fits = room is not None and room.fits(difference)
+                kept = room.filled(difference, where) if fits else Residual.keep(difference, where)  # type: ignore[union-attr]
+                self.residuals[turn] = kept
         if torch.is_grad_enabled():
             self.added[turn] = known
         if self.call.last:  # what decodes the latents needs the memory

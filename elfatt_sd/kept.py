@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.ahead import RunDraws
+from elfatt_sd.residuals import Residual
 
 if TYPE_CHECKING:
     from elfatt_sd.calls import Call
@@ -18,6 +19,7 @@ class Memory:
         self.matchings = Shelf()
         self.residuals = Shelf()  # by the layer's index
         self.ahead: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
+        self.rooms: dict[object, Residual | None] = {}  # that compiled code fills with differences
         self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
         self._step = -1
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
@@ -34,7 +36,8 @@ class Memory:
     def own(self, call: Call) -> None:
         """Copy what compiled code has kept in a call: a CUDA graph overwrites its outputs when it is replayed."""
         shelves: list[dict[Any, Any]] = [call.matchings, *(state.residuals for state in call.states.values())]
-        owned: dict[int, Any] = {}
+        owned: dict[int, Any] = {id(room): room for room in self.rooms.values()}
+        self._owned |= owned
         for shelf in shelves:
             for key, kept in shelf.items():
                 if kept is not None:
