@@ -250,7 +250,7 @@ def _beginning(state: LayerState, phase: Phase, device: torch.device) -> Callabl
     return begin
 
 
-def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> list[Decision | None]:
+def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase, Decision]:
     """Decide on every phase for one picture with guidance, without a patch.
 
     Args:
@@ -259,18 +259,18 @@ def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> list[Decis
         size: of the denoiser's input.
 
     Returns:
-        A decision for each phase of the configuration; None for exact ones.
+        A decision for each of its phases that is not exact.
     """
     device = _execution_device(denoiser)
     fill = functools.partial(torch.zeros, device=device, dtype=denoiser.dtype)
     module = unwrap(denoiser)
     sample = family_of(module).call(module, (), family_of(module).arguments(module, size, 2, fill)).sample
-    tuner, decisions = Tuner(denoiser), []
-    config = layer.denoiser.config
-    state = LayerState(layer, Call(config), layer.layer.grid(size))
-    for phase in config.phases:
-        state.begin(phase, 0, device)
-        decisions.append(None if phase.exact else tuner.decide(state, phase, sample))
+    tuner, decisions = Tuner(denoiser), {}
+    state = LayerState(layer, Call(layer.denoiser.config), layer.layer.grid(size))
+    for phase in layer.config.phases:
+        if not phase.exact:
+            state.begin(phase, 0, device)
+            decisions[phase] = tuner.decide(state, phase, sample)
     return decisions
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,26 +41,25 @@ class Call:
 
     Attributes:
         config: the method.
-        phase: of the call's step.
+        phases: of the layers in the call's step, by the layer's index.
         step: of the call, from which random draws are made.
         given: what the denoiser was given.
         memory: what the run keeps.
         matchings: of this call, and of its like in earlier steps.
         scheduled: whether the call is one of a run over a schedule.
-        shares: whether a difference measured in this call is of use in a later step.
         last: whether the run ends with this step.
         states: of the patched layers, by the layer's index.
         entered: whether the denoiser has come to its first convolution.
     """
 
-    def __init__(self, config: PatchConfig, phase: Phase = EXACT, step: int = 0) -> None:
+    def __init__(self, config: PatchConfig, step: int = 0, phases: Mapping[int, Phase] | None = None) -> None:
         self.config = config
-        self.phase = phase
+        self.phases = phases or {}
         self.step = step
         self.given = _NOTHING
         self.memory = Memory()
         self.matchings: dict[object, Matching | None] = {}
-        self.scheduled = self.shares = self.last = self.entered = False
+        self.scheduled = self.last = self.entered = False
         self.states: dict[int, LayerState] = {}
 
     def restart(self) -> None:
@@ -96,12 +95,6 @@ class Denoiser:
         """The call that goes on in this thread; None between calls."""
         return self._live.get(threading.get_ident())
 
-    @property
-    def phase(self) -> Phase:
-        """The phase of the call that goes on in this thread."""
-        call = self.call
-        return EXACT if call is None else call.phase
-
     def begin(self, position: Position, run: Run, given: Given, compiled: bool = False) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
 
@@ -115,18 +108,14 @@ class Denoiser:
             compiled: whether `torch.compile` serves the call or a part of it.
         """
         config, step, sample = self.config, position.step, given.sample
-        call = Call(config, config.phase_at(step, position.steps), step)
-        phase, shape = call.phase, tuple(map(int, sample.shape))
+        phases = self._phases(step, position.steps)
+        call = Call(config, step, phases)
+        shape = tuple(map(int, sample.shape))
         call.memory = memory = run.kept.setdefault(id(self), call.memory)
         place = memory.place(step, shape)
         call.scheduled = position.scheduled
         kept = position.scheduled and place[0] < KEPT_CALLS
         call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
-        group = step // phase.residual_steps, phase
-        residuals = memory.residuals.take(group, place, kept and phase.residual_steps > 1)
-        call.shares = kept and config.shares_difference(step, position.steps)
-        if call.shares and step == run.first:
-            self._check_memory(given)
         call.last = 1 < position.steps == step + 1
         call.given = given
         ahead = self._ahead(call, position, run)
@@ -136,29 +125,28 @@ class Denoiser:
             state = call.states[layer.index] = LayerState(layer, call)
             if ahead is None or not ahead.give(state):
                 self._begin(state, ahead)
-            if phase.residual_steps > 1:
-                state.residuals = residuals.setdefault(layer.index, {})
-            if compiled and call.shares and not state.phase.exact:
-                self._make_room(state, place)
+            phase = phases[layer.index]
+            if phase.residual_steps > 1 or layer.index in memory.residuals:  # what an earlier phase kept is let go
+                state.shares = kept and layer.config.shares_difference(step, position.steps)
+                group = step // phase.residual_steps, phase
+                state.residuals = memory.residuals[layer.index].take(group, place, kept and phase.residual_steps > 1)
+                state.room = memory.room(state, place) if compiled and state.shares else None
+        if step == run.first:
+            self._check_memory(call)
         self.enter(call)
 
-    def _make_room(self, state: LayerState, place: tuple[int, ...]) -> None:
-        """Give a layer the memory that its difference is kept in, the same in every group of steps."""
-        rooms, key, sample = state.call.memory.rooms, (place, state.index, state.grid), state.call.given.sample
-        if key not in rooms and not torch.is_grad_enabled():
-            layer, mixed = state.layer, state.layer.joint and not state.phase.merge.ratio
-            device = device_of(state.patched.parts, sample.device)
-            sizes = (layer.heads, layer.channels // layer.heads) if mixed else (layer.channels,)
-            shape = (len(sample), state.grid.tokens, *sizes)
-            rooms[key] = Residual.room(shape, sample.dtype, device, self.config.residuals)
-        state.room = rooms.get(key)
+    def _phases(self, step: int, steps: int) -> dict[int, Phase]:
+        """Return the phase of each layer in a step, by the layer's index."""
+        if not self.config.per_layer:
+            return dict.fromkeys((layer.index for layer in self.layers), self.config.phase_at(step, steps))
+        return {layer.index: layer.config.phase_at(step, steps) for layer in self.layers}
 
     def _begin(self, state: LayerState, ahead: RunDraws | None) -> None:
         """Prepare a layer for a call."""
         layer, call = state.patched, state.call
         given = call.given
         state.grid = self.grids.get((layer.index, given.grid)) or layer.layer.grid(given.grid)
-        own = call.phase if state.grid.tokens else EXACT
+        own = call.phases[layer.index] if state.grid.tokens else EXACT
         if self.pays is not None and not own.exact and not self.pays(state, own, given.sample):
             own = EXACT
         device = device_of(layer.parts, given.sample.device) if ahead is None else ahead.device_of(layer.index)
@@ -171,7 +159,7 @@ class Denoiser:
         if not (position.scheduled and self.layers) or run.schedule is None or torch.is_grad_enabled():
             return None
         where = device_of_weights(self.layers[0].parts, given.sample.device)
-        key = (id(call.phase), given.grid, given.sample.device, where, len(self.grids))
+        key = (tuple(map(id, call.phases.values())), given.grid, given.sample.device, where, len(self.grids))
         if key not in known:
             of_phase = {other: kept for other, kept in known.items() if other[0] == key[0]}
             known.clear()
@@ -184,22 +172,25 @@ class Denoiser:
         devices = {layer.index: device_of(layer.parts, call.given.sample.device) for layer in self.layers}
         if all(device.type in AT_ONCE for device in devices.values()):
             return None
-        phases = (self.config.phase_at(step, position.steps) for step in range(call.step, position.steps))
-        steps = len(list(itertools.takewhile(lambda phase: phase is call.phase, phases)))
+        later = (self._phases(step, position.steps) for step in range(call.step, position.steps))
+        steps = len(list(itertools.takewhile(lambda phases: phases == call.phases, later)))
         ahead = RunDraws(devices, call.step + steps)
         for layer in self.layers:
             self._begin(LayerState(layer, call), ahead)
         ahead.allocate()
         return ahead
 
-    def _check_memory(self, given: Given) -> None:
+    def _check_memory(self, call: Call) -> None:
         """Refuse differences that take too much memory; called at the beginning of a run.
 
         Raises:
             ElfattError: they do.
         """
-        config, sample = self.config, given.sample
-        sizes = [(layer.layer.grid(given.grid).tokens, layer.layer.channels) for layer in self.layers]
+        config, sample = self.config, call.given.sample
+        sharing = [state for state in call.states.values() if state.shares]
+        if not sharing:
+            return
+        sizes = [(state.layer.grid(call.given.grid).tokens, state.layer.channels) for state in sharing]
         dtype = sample.dtype if sample.dtype.is_floating_point else torch.float32
         needed = kept_bytes(sizes, len(sample), dtype, config.residuals)
         check_memory(needed, config.residuals, config.residual_limit, sample.device)
@@ -249,6 +240,7 @@ class LayerState:
         self.split: Split | None = None  # in merge destinations and what may be merged into them
         self.candidates: Candidates | None = None  # of this call
         self.prepared: Prepared | None = None  # by the phase's attention
+        self.shares = False  # whether a difference measured in this call is of use in a later step
         self.calls = 0  # of the layer in this call of the denoiser: several, where that splits its input
         self.residuals: dict[int, Residual] = {}  # of each: exact minus approximated output; see `residual_steps`
         self.added: dict[int, Tensor | None] = {}  # of each: the difference that was added, None where it was measured
@@ -339,16 +331,15 @@ class LayerState:
         turn = self.turn
         kept = self.residuals.get(turn)
         known = self.added[turn] if turn in self.added else None if kept is None else kept.restore()
+        empty = self.phase.attention.empty
         if known is not None:
-            output = approximated() + known
+            output = known if empty else approximated() + known
         else:
             output = exact()
-            if self.call.shares:
-                difference = (output - approximated()).detach()
-                where, room = self.call.config.residuals, self.room if turn == 0 else None
-                fits = room is not None and room.fits(difference)
-                kept = room.filled(difference, where) if fits else Residual.keep(difference, where)  # type: ignore[union-attr]
-                self.residuals[turn] = kept
+            if self.shares:
+                difference = (output if empty else output - approximated()).detach()
+                room = self.room if turn == 0 else None
+                self.residuals[turn] = Residual.keep(difference, self.call.config.residuals, room)
         if torch.is_grad_enabled():
             self.added[turn] = known
         if self.call.last:  # what decodes the latents needs the memory

@@ -34,8 +34,16 @@ class Residual(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def keep(cls, difference: Tensor, where: Kept) -> Residual:
-        """Keep a difference on the `device`, on the `host`, or in 8-bit floating point (`fp8`) on the device."""
+    def keep(cls, difference: Tensor, where: Kept, room: Residual | None = None) -> Residual:
+        """Keep a difference on the `device`, on the `host`, or in 8-bit floating point (`fp8`) on the device.
+
+        Args:
+            difference: to be kept.
+            where: to keep it.
+            room: memory that it is written into, if it fits.
+        """
+        if room is not None and room._fits(difference):
+            return room._filled(cls.keep(difference, where))
         device, dtype = difference.device, difference.dtype
         if where == "host":
             return cls(difference.to("cpu"), None, device, dtype)
@@ -63,14 +71,11 @@ class Residual(NamedTuple):
             mark_static_address(tensor, guard=False)
         return cls(values, scale, device, dtype)
 
-    def fits(self, difference: Tensor) -> bool:
-        """Tell whether a difference has its shape, dtype and device."""
+    def _fits(self, difference: Tensor) -> bool:
         own = self.values.shape, self.dtype, self.device
         return own == (difference.shape, difference.dtype, difference.device)
 
-    def filled(self, difference: Tensor, where: Kept) -> Residual:
-        """Keep a difference in its memory, as `keep` does."""
-        kept = Residual.keep(difference, where)
+    def _filled(self, kept: Residual) -> Residual:
         self.values.copy_(kept.values)
         if self.scale is not None and kept.scale is not None:
             self.scale.copy_(kept.scale)

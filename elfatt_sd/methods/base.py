@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from elfatt_sd.joint import Keys
 
 
+LEAST_KEYS = 32  # of a query, in what `elfatt_sd.tune` tries
+
+
 @dataclass(frozen=True)
 class Merge:
     """Token merging before attention (ToMe, Bolya and Hoffman, 2023).
@@ -212,6 +215,7 @@ class Attention:
         exact: whether it is the untouched model's attention.
         merges: whether tokens may be merged before it.
         needs_sums: whether it needs log-sum-exps, which backends of diffusers' dispatcher do not hand out.
+        empty: whether it computes nothing, so that it makes sense with `residual_steps` alone.
         joint: whether it attends to `Layer.context` as well, so that layers which join image and text can have it.
         aliases: other names of its fields as settings.
     """
@@ -221,6 +225,7 @@ class Attention:
     merges: ClassVar[bool] = True
     needs_sums: ClassVar[bool] = False
     joint: ClassVar[bool] = False
+    empty: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared | None:
@@ -245,6 +250,15 @@ class Attention:
     def cost(self, size: Size) -> float:
         """Return the multiply-adds for one image: of the projections, and of attention itself."""
         raise NotImplementedError(f"{type(self).__name__}.cost is missing")
+
+    @classmethod
+    def choices(cls, tokens: int) -> list[Self]:
+        """Return the settings that `elfatt_sd.tune` tries, from the fastest to the closest.
+
+        Args:
+            tokens: of the layer's image.
+        """
+        return [cls()]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """Return it with the numbers that a grid really gets, for plans and costs.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
+from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size
 from elfatt_sd.tiling import BLOCK_ORDERS, BlockOrder, Grid, partition
 
 if TYPE_CHECKING:
@@ -111,6 +111,11 @@ class Blocks(Attention):
         """Every token meets those of its block, and the context."""
         attention = round(2 * size.tokens * float(self.block_size + size.context) * size.channels)
         return size.projections(size.tokens, size.tokens) + attention
+
+    @classmethod
+    def choices(cls, tokens: int) -> list[Self]:
+        """Compact blocks of an eighth of the tokens."""
+        return [cls(block_size=max(tokens // 8, LEAST_KEYS), block_order="windows")]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """Take the size that tiles the sequence."""

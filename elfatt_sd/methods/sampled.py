@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from elfatt_sd import checks
-from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size, span
+from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size, span
 from elfatt_sd.tiling import Grid, sample_counts
 
 if TYPE_CHECKING:
@@ -95,6 +95,11 @@ class Sampled(Attention):
         """Every query meets its sample, and the context."""
         projected = size.projections(size.tokens, self.keys * self.groups)
         return projected + round(2 * size.tokens * float(self.keys + size.context) * size.channels)
+
+    @classmethod
+    def choices(cls, tokens: int) -> list[Self]:
+        """From 1/64 to 1/4 of the tokens."""
+        return [cls(keys=tokens // part) for part in (64, 32, 16, 8, 4) if tokens // part >= LEAST_KEYS]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """At most as many keys as tokens, and no token in two groups."""
