@@ -43,7 +43,7 @@ def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> Pat
     for name in config.without_effect(settings) if config.active else ():
         value = dict(settings)[name]
         warnings.warn(f"elfatt-sd: {name}={value!r} has no effect on method {config.method!r}.", stacklevel=3)
-    for phase in config.phases:
+    for phase in config.all_phases:
         if not is_own(type(phase.attention)):
             check(phase.attention)
     return config
@@ -60,7 +60,7 @@ def fitted(config: PatchConfig, denoisers: dict[str, nn.Module]) -> PatchConfig:
     if not family.joint:
         return config
     config, name = for_transformers(config), type(unwrap(main)).__name__
-    for phase in config.phases:
+    for phase in config.all_phases:
         if phase.matches and not family.merges:
             raise ElfattError(
                 f"method {config.method!r} merges tokens, and those of {name} have rotary positions, which cannot be "
@@ -103,6 +103,10 @@ def choose_layers(
     chosen = {name: select_layers(layers, config, levels) for name, layers in found.items()}
     if config.active and not found[main]:
         raise ElfattError(f"the {title} has no self-attention layer over the image; there is nothing to patch.")
+    for own in config.per_layer:
+        if not any(own.matches(layer.name) for layers in found.values() for layer in layers):
+            names = ", ".join(layer.name for layer in found[main][:3])
+            raise ElfattError(f"no self-attention layer matches layers={own.layers!r}; this {title} has {names}, ...")
     if config.active and not chosen[main]:
         raise ElfattError(
             f"no self-attention layer matches max_downsample={config.max_downsample}; this {title} has some at "

@@ -74,7 +74,8 @@ def test_a_shared_difference_is_that_of_the_first_step(phase: Phase) -> None:
             difference = AttnProcessor2_0()(attention, tokens) - own
             assert difference.abs().max() > 1e-3, "else this test could not fail"
         torch.testing.assert_close(result, own + difference, atol=1e-5, rtol=0)
-        draws.append([part for part in (state.choice, *vars(state.prepared).values()) if isinstance(part, Tensor)])
+        parts = (*(state.split or ()), *vars(state.prepared).values())
+        draws.append([part for part in parts if isinstance(part, Tensor)])
     for kinds in zip(*draws, strict=True):
         assert all(drawn is kinds[0] or torch.equal(drawn, kinds[0]) for drawn in kinds)
 
@@ -233,7 +234,8 @@ def test_a_call_that_is_repeated_takes_nothing_over() -> None:
     exact = unet(sample, timesteps[0], text).sample
     for _ in range(calls_module.KEPT_CALLS + 3):
         assert torch.equal(unet(sample, timesteps[0], text).sample, exact)
-    assert len(denoiser.latest.memory.residuals._kept) == calls_module.KEPT_CALLS
+    shelves = denoiser.latest.memory.residuals.values()
+    assert {len(shelf._kept) for shelf in shelves} == {calls_module.KEPT_CALLS}
     assert not torch.equal(unet(sample, timesteps[1], text).sample, exact)
 
 

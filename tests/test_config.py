@@ -168,7 +168,7 @@ def test_unknown_method_and_keys() -> None:
 def test_settings_have_the_names_and_types_of_the_fields() -> None:
     """`Settings` is written out for type checkers, and must say what the fields say."""
     own = [kind for kind in attentions().values() if is_own(kind)]
-    own_fields = ("method", "phases", "changes")
+    own_fields = ("method", "phases", "per_layer", "changes")
     of_phases = [hint for kind in (Merge, *own) for hint in typing.get_type_hints(kind).items()]
     fields = {
         **{name: kind for name, kind in of_phases if typing.get_origin(kind) is not typing.ClassVar},

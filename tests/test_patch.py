@@ -178,10 +178,11 @@ def test_draws_differ_by_step_and_layer_and_are_shared_by_the_batch(pipe: Any, m
     drawn: dict[tuple[int, int], torch.Tensor] = {}
     begin = LayerState.begin
 
-    def record(self: LayerState, phase: Phase, step: int, *args: Any) -> None:
-        begin(self, phase, step, *args)
-        assert self.choice is not None
-        drawn[step, self.index] = self.choice
+    def record(self: LayerState, phase: Phase, step: int, *args: Any) -> bool:
+        holds = begin(self, phase, step, *args)
+        assert self.split is not None
+        drawn[step, self.index] = self.split.places[self.split.sources :]
+        return holds
 
     monkeypatch.setattr(LayerState, "begin", record)
     elfatt_sd.apply_patch(pipe, "tome", ratio=0.5)

@@ -16,7 +16,7 @@ import elfatt_sd.calls as calls_module
 import elfatt_sd.patch as patch_module
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import find_layers
-from elfatt_sd.merging import match_tokens
+from elfatt_sd.merging import find_candidates, match_candidates, split_grid
 from elfatt_sd.methods import Draws
 from elfatt_sd.ordering import block_permutation, stratified_samples
 from elfatt_sd.presets import METHODS
@@ -40,13 +40,13 @@ class Layer:
             unet(sample, 999, text)
         for handle in handles:
             handle.remove()
-        self.choice = self.attention.elfatt_state.latest.choice
+        self.split: Any = self.attention.elfatt_state.latest.split
 
     def _keep(self, module: Any, given: tuple[Tensor, ...], result: Tensor) -> None:
         self.tokens, self.result = given[0], result
 
-    def matching(self, ratio: float, stride: int) -> Any:
-        return match_tokens(self.block_input, ROWS, COLUMNS, ratio, stride, self.choice)
+    def matching(self, ratio: float) -> Any:
+        return match_candidates(find_candidates(self.block_input, self.split), ratio)
 
     def heads(self, projected: Tensor) -> Tensor:
         """`[batch, heads, tokens, head_dim]`."""
@@ -91,11 +91,12 @@ def through_agents(q: Tensor, k: Tensor, v: Tensor, agents: int) -> Tensor:
 def test_agent_sd_follows_its_recipe(use_rand: bool) -> None:
     """Agents are the projected tokens of a merge at 0.95; the second softmax is softer; 0.075 V is added."""
     layer = Layer(PatchConfig.preset("agent", use_rand=use_rand))
-    assert (layer.choice is not None) is use_rand
-    merge = layer.matching(0.4, 4)
+    fixed = split_grid(ROWS, COLUMNS, 4)[: ROWS * COLUMNS]
+    assert torch.equal(layer.split.places, fixed) is not use_rand
+    merge = layer.matching(0.4)
     q, k, v = layer.qkv(merge.merge(layer.tokens))
     assert q.shape[2] == 256 - int(0.4 * 256)
-    agents = layer.heads(layer.attention.to_q(layer.matching(0.95, 4).merge(layer.tokens)))
+    agents = layer.heads(layer.attention.to_q(layer.matching(0.95).merge(layer.tokens)))
     assert agents.shape[2] == 16  # all but one of each 4x4 tokens
     mixed = softmax(q, agents, softmax(agents, k, v), scale=q.shape[3] ** (-0.5 * 0.3)) + 0.075 * v
     layer.check(merge.unmerge(layer.out(mixed)))
@@ -105,7 +106,7 @@ def test_agent_sd_follows_its_recipe(use_rand: bool) -> None:
 def test_elfatt_with_an_even_number_of_heads() -> None:
     """Eq. lepe2sd on merged tokens: the first half of the heads through agents, the second inside blocks."""
     layer = Layer(PatchConfig.preset("elfatt", agents=12, block_size=30))
-    merge = layer.matching(0.5, 2)
+    merge = layer.matching(0.5)
     q, k, v = layer.qkv(merge.merge(layer.tokens))
     first = through_agents(q[:, :1], k[:, :1], v[:, :1], 12)
     second = softmax(q[:, 1:], k[:, 1:], v[:, 1:], allowed=same_block(128, 30))
@@ -120,7 +121,7 @@ def test_elfatt_with_an_odd_number_of_heads() -> None:
         block_out_channels=(80, 160, 160),
         attention_head_dim=(5, 10, 10),
     )
-    merge = layer.matching(0.5, 2)
+    merge = layer.matching(0.5)
     (qa, qb), (ka, kb), (va, vb) = (x.split(8, dim=3) for x in layer.qkv(merge.merge(layer.tokens)))
     assert qa.shape[1] == 5
     mixed = torch.cat([through_agents(qa, ka, va, 12), softmax(qb, kb, vb, allowed=same_block(128, 30))], dim=3)
@@ -136,7 +137,7 @@ def test_blocks_of_tokens_in_the_picture(order: str, ratio: float) -> None:
     layer = Layer(PatchConfig("blocks", (phase,)))
     permutation = block_permutation(order, Grid.image(ROWS, COLUMNS), 20)
     place = torch.arange(256) if permutation is None else permutation.argsort()
-    merge = layer.matching(ratio, 2) if ratio else None
+    merge = layer.matching(ratio) if ratio else None
     tokens = layer.tokens if merge is None else merge.merge(layer.tokens)
     positions = torch.arange(256).expand(2, -1) if merge is None else merge.positions
     rank = place[positions].argsort(dim=1).argsort(dim=1)  # of each merged token in the block order

@@ -184,6 +184,11 @@ class Record:
         self.group({"method": method})["errors"] = rows
         self.save()
 
+    def keep_rows(self, key: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
+        """Keep rows that were measured as they are, without rounds."""
+        self.group(key)["measured"] = [{**key, **row} for row in rows]
+        self.save()
+
     def announce(self, calls: int) -> None:
         """Let the progress count calls that come later: rounds times variants, and measurements of memory."""
         self._ahead += calls

@@ -192,9 +192,10 @@ class Replays:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         def replay(*given: Any) -> Any:
+            inputs = [x.clone() if any(x is old for old in self.given) else x for x in given]
             for old in self.given:
                 old.fill_(float("nan") if old.is_floating_point() else 0)
-            made = [x.clone() if isinstance(x, torch.Tensor) else x for x in graph.forward(*given)]
+            made = [x.clone() if isinstance(x, torch.Tensor) else x for x in graph.forward(*inputs)]
             self.given = [x for x in made if isinstance(x, torch.Tensor)]
             return tuple(made)
 
@@ -227,3 +228,26 @@ def test_what_is_kept_outlives_a_replay(settings: dict[str, Any], patch_first: b
         for timestep, wanted in zip(scheduler.timesteps, eager, strict=True):
             made = unet(sample, timestep, text, return_dict=False)[0]
             torch.testing.assert_close(made, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("tome", {"residuals": "fp8"}), ("sampled", {}), ("sampled", {"fp32_logits": True})],
+    ids=str,
+)
+def test_a_difference_outlives_the_replay_of_the_next_block(method: str, settings: dict[str, Any]) -> None:
+    """Blocks that are compiled one by one overwrite each other's outputs within a call; differences have own memory."""
+    phase = (
+        Phase(1.0, "sampled", keys=16, residual_steps=3) if method == "sampled" else Phase(ratio=0.5, residual_steps=3)
+    )
+    config = PatchConfig("own", (phase,)).with_settings(**settings)
+    eager = denoise(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), config), steps=6)
+    unet, replays = elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), config), Replays()
+    for module in unet.modules():
+        if type(module).__name__ == "BasicTransformerBlock":
+            module.compile(backend=replays, fullgraph=True)
+    torch.testing.assert_close(denoise(unet, steps=6), eager, atol=1e-5, rtol=1e-4)
+    memory = next(
+        module for module in unet.modules() if hasattr(module, "elfatt_state")
+    ).elfatt_state.latest.call.memory
+    assert len(memory.rooms) == 3
