@@ -1,0 +1,164 @@
+"""What is computed once, goes on after a kill, and is scored anew where something changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from scored_runs import CELLS, COUNT, counting, protocol, write_run
+from small_run import row_of
+from torch import Tensor
+
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import extraction, score
+from elfatt_sd.evaluation.features import Extractor, ToyExtractor
+from elfatt_sd.evaluation.protocols import Protocol, Reference
+from elfatt_sd.evaluation.run import Run
+from elfatt_sd.evaluation.score import build_references, score_run
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(cache))
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ELFATT_SD_CACHE", str(cache))
+        run_dir = write_run(tmp_path_factory.mktemp("runs") / "run", protocol(), stride=1)
+        score_run(Run.open(run_dir))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def scores(scored: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((scored / "scores.json").read_text())
+    return data
+
+
+def test_what_pictures_show_is_read_once_per_row(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline's too."""
+    read: list[int] = []
+
+    def classify(self: ToyExtractor, features: Tensor, original: Any = ToyExtractor.classify) -> Any:
+        read.append(len(features))
+        return original(self, features)
+
+    monkeypatch.setattr(ToyExtractor, "classify", classify)
+    score_run(Run.open(scored))
+    assert read == [COUNT] * len(CELLS)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def test_a_killed_scoring_goes_on_and_gives_the_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counting(monkeypatch)
+    monkeypatch.setattr(extraction, "CHUNK", 16)
+    run_dir = write_run(tmp_path / "run", protocol())
+    score_run(Run.open(run_dir), batch_size=8)
+    whole = (run_dir / "scores.json").read_bytes()
+    for path in (run_dir / "scores").iterdir():
+        path.unlink()
+    (run_dir / "scores.json").unlink()
+    seen: list[int] = []
+
+    def kill(_: str, done: int, __: int) -> None:
+        seen.append(done)
+        if len(seen) == 8:
+            raise Killed
+
+    with pytest.raises(Killed):
+        score_run(Run.open(run_dir), batch_size=8, progress=kill)
+    (parts,) = (run_dir / "scores").glob("*.parts")
+    (parts / ".chunk-00001.npz.123.part").write_bytes(b"half")  # as SIGKILL leaves it, which no `finally` follows
+    before = len(made)
+    score_run(Run.open(run_dir), batch_size=8)
+    assert 0 < int(made[before].network.calls) < 4 * COUNT  # type: ignore[arg-type]
+    assert (run_dir / "scores.json").read_bytes() == whole
+    assert not list((run_dir / "scores").rglob("*.part*"))
+
+
+def test_features_are_computed_once_per_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol())
+    build_references(protocol())
+    told: list[list[tuple[str, int, int]]] = [[], []]
+    for calls in told:
+        score_run(Run.open(run_dir), progress=lambda *call, calls=calls: calls.append(call))  # type: ignore[misc]
+    compared = [(f"{cell.name}, PSNR and SSIM", COUNT, COUNT) for cell in CELLS[1:]]
+    assert [call for call in told[0] if "PSNR" in call[0] and call[1] == call[2]] == compared
+    assert not told[1], "nothing is looked at twice"
+    assert [int(extractor.network.calls) for extractor in made[1:]] == [4 * COUNT, 0]  # type: ignore[arg-type]
+
+
+def test_the_distances_of_a_row_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline's too, although every other row is compared with it."""
+    counting(monkeypatch)
+    calls: list[str] = []
+    for name in ("frechet_figures", "kernel_distance"):
+        real = getattr(score, name)
+
+        def noted(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
+            calls.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(score, name, noted)
+    score_run(Run.open(write_run(tmp_path / "run", protocol())))
+    assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, len(CELLS))
+
+
+def test_altered_and_deleted_pictures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol())
+    victim = row_of(run_dir, CELLS[2]).image_file(7)
+    Image.new("RGB", (256, 256), "red").save(victim)
+    with pytest.raises(ElfattError, match=r"tome/images/00007.png was altered"):
+        score_run(Run.open(run_dir))
+    victim.unlink()
+    with pytest.raises(ElfattError, match=r"tome/images/00007.png was deleted"):
+        score_run(Run.open(run_dir))
+    assert not (run_dir / "scores.json").exists()
+
+
+def test_what_scores_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extractor and the reference, neither of which the run's own folder shows."""
+    made = counting(monkeypatch)
+
+    def inputs(specification: Protocol) -> dict[str, str]:
+        return score.score_inputs(specification, score.load_extractors(specification))
+
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    for name in ("a.png", "b.png"):
+        Image.fromarray(pixels).save(tmp_path / name)
+    specification = protocol(reference=Reference(str(tmp_path), count=2))
+    before = inputs(specification)
+    assert inputs(specification) == before
+    assert before == {"FD-regions": build_references(specification)[0].identity}
+    Image.fromarray(pixels[:4]).save(tmp_path / "b.png")
+    replaced = inputs(specification)
+    assert replaced != before
+    load = score.load_extractor
+
+    def retrained(spec: str, **options: Any) -> Extractor:
+        extractor = load(spec, **options)
+        extractor.preprocessing["sha256"] = "of other weights"
+        return extractor
+
+    monkeypatch.setattr(score, "load_extractor", retrained)
+    assert inputs(specification) not in (before, replaced)
+    assert [int(extractor.network.calls) for extractor in made].count(0) == len(made) - 1  # type: ignore[arg-type]
+    np.savez(tmp_path / "other.npz", mu=np.zeros(12), sigma=np.eye(12))
+    moments = protocol(reference=Reference(str(tmp_path / "other.npz")))
+    assert inputs(moments) == {"FD-regions": build_references(moments)[0].identity}
