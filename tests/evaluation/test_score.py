@@ -15,10 +15,11 @@ import torch
 from PIL import Image
 from scored_runs import CELLS, COUNT, counting, protocol, write_run
 from small_run import row_of
+from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import pairs, score
-from elfatt_sd.evaluation.features import load_extractor
+from elfatt_sd.evaluation.features import ToyExtractor, load_extractor
 from elfatt_sd.evaluation.frechet import frechet_distance
 from elfatt_sd.evaluation.intervals import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, student_quantile
 from elfatt_sd.evaluation.metrics.scores import Scorer
@@ -160,6 +161,19 @@ def test_accuracy_of_attributes(scores: dict[str, Any]) -> None:
     assert scores["rows"]["tome"]["accuracy"]["mean"]["difference"]["verdict"] == NO_DIFFERENCE
 
 
+def test_what_pictures_show_is_read_once_per_row(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline's too."""
+    read: list[int] = []
+
+    def classify(self: ToyExtractor, features: Tensor, original: Any = ToyExtractor.classify) -> Any:
+        read.append(len(features))
+        return original(self, features)
+
+    monkeypatch.setattr(ToyExtractor, "classify", classify)
+    score_run(Run.open(scored))
+    assert read == [COUNT] * len(CELLS)
+
+
 def test_few_classes_give_no_verdict_however_many_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counting(monkeypatch)
     run_dir = write_run(tmp_path / "run", protocol(classes=4, images_per_class=COUNT // 4))
@@ -182,6 +196,22 @@ def test_better_is_said_where_it_is_shown(scored: Path) -> None:
     assert row["accuracy"]["mean"]["difference"]["verdict"] == BETTER
 
 
+def test_the_distances_of_a_row_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The baseline's too, although every other row is compared with it."""
+    counting(monkeypatch)
+    calls: list[str] = []
+    for name in ("frechet_figures", "kernel_distance"):
+        real = getattr(score, name)
+
+        def noted(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
+            calls.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(score, name, noted)
+    score_run(Run.open(write_run(tmp_path / "run", protocol())))
+    assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, len(CELLS))
+
+
 def test_other_extractors_tell_no_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counting(monkeypatch)
     run_dir = write_run(tmp_path / "run", protocol())
@@ -189,6 +219,19 @@ def test_other_extractors_tell_no_attributes(tmp_path: Path, monkeypatch: pytest
     row = json.loads((run_dir / "scores.json").read_text())["rows"]["dark"]
     assert row["accuracy"] is None
     assert list(row["distances"]) == ["FD-regions", "KD-regions"]
+
+
+def test_altered_and_deleted_pictures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol())
+    victim = row_of(run_dir, CELLS[2]).image_file(7)
+    Image.new("RGB", (256, 256), "red").save(victim)
+    with pytest.raises(ElfattError, match=r"tome/images/00007.png was altered"):
+        score_run(Run.open(run_dir))
+    victim.unlink()
+    with pytest.raises(ElfattError, match=r"tome/images/00007.png was deleted"):
+        score_run(Run.open(run_dir))
+    assert not (run_dir / "scores.json").exists()
 
 
 def test_unfinished_rows_are_left_out_and_the_baseline_is_needed(

@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 from scored_runs import CELLS, COUNT, counting, protocol, write_run
-from small_run import row_of
-from torch import Tensor
 
-from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, score
-from elfatt_sd.evaluation.features import Extractor, ToyExtractor
+from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.protocols import Protocol, Reference
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.score import build_references, score_run
@@ -44,19 +41,6 @@ def scored(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 def scores(scored: Path) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((scored / "scores.json").read_text())
     return data
-
-
-def test_what_pictures_show_is_read_once_per_row(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The baseline's too."""
-    read: list[int] = []
-
-    def classify(self: ToyExtractor, features: Tensor, original: Any = ToyExtractor.classify) -> Any:
-        read.append(len(features))
-        return original(self, features)
-
-    monkeypatch.setattr(ToyExtractor, "classify", classify)
-    score_run(Run.open(scored))
-    assert read == [COUNT] * len(CELLS)
 
 
 class Killed(BaseException):
@@ -101,35 +85,6 @@ def test_features_are_computed_once_per_picture(tmp_path: Path, monkeypatch: pyt
     assert [call for call in told[0] if "PSNR" in call[0] and call[1] == call[2]] == compared
     assert not told[1], "nothing is looked at twice"
     assert [int(extractor.network.calls) for extractor in made[1:]] == [4 * COUNT, 0]  # type: ignore[arg-type]
-
-
-def test_the_distances_of_a_row_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The baseline's too, although every other row is compared with it."""
-    counting(monkeypatch)
-    calls: list[str] = []
-    for name in ("frechet_figures", "kernel_distance"):
-        real = getattr(score, name)
-
-        def noted(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
-            calls.append(name)
-            return real(*args, **options)
-
-        monkeypatch.setattr(score, name, noted)
-    score_run(Run.open(write_run(tmp_path / "run", protocol())))
-    assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, len(CELLS))
-
-
-def test_altered_and_deleted_pictures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol())
-    victim = row_of(run_dir, CELLS[2]).image_file(7)
-    Image.new("RGB", (256, 256), "red").save(victim)
-    with pytest.raises(ElfattError, match=r"tome/images/00007.png was altered"):
-        score_run(Run.open(run_dir))
-    victim.unlink()
-    with pytest.raises(ElfattError, match=r"tome/images/00007.png was deleted"):
-        score_run(Run.open(run_dir))
-    assert not (run_dir / "scores.json").exists()
 
 
 def test_what_scores_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
