@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELFATT_SD_CACHE", str(cache))
-
-
-@pytest.fixture(scope="module")
-def scored(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ELFATT_SD_CACHE", str(cache))
-        run_dir = write_run(tmp_path_factory.mktemp("runs") / "run", protocol(), stride=1)
-        score_run(Run.open(run_dir))
-    return run_dir
-
-
-@pytest.fixture(scope="module")
-def scores(scored: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((scored / "scores.json").read_text())
-    return data
 
 
 class Killed(BaseException):
