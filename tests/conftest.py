@@ -54,6 +54,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def shared_pipe(folder: Path) -> Any:
     """Stable Diffusion 1.5 in miniature, one for the tests of a file; see `pipe`."""
