@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elfatt_sd.allocation import keep_freed_memory
-    from elfatt_sd.config import ElfattError, PatchConfig, Phase, Settings
+    from elfatt_sd.config import ElfattError, LayerPhases, PatchConfig, Phase, Settings
     from elfatt_sd.methods import Attention, Merge, register
     from elfatt_sd.patch import apply_patch, is_patched, patched, plan, remove_patch
     from elfatt_sd.pipelines import load_pipeline
@@ -22,6 +22,7 @@ __all__ = [
     "METHODS",
     "Attention",
     "ElfattError",
+    "LayerPhases",
     "Merge",
     "Method",
     "PatchConfig",
@@ -43,6 +44,7 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
     _HOMES = {
         "Attention": "methods",
         "ElfattError": "config",
+        "LayerPhases": "config",
         "METHODS": "presets",
         "Merge": "methods",
         "Method": "presets",

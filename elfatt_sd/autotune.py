@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import elfatt_sd
+from elfatt_sd.ahead import AT_ONCE
 from elfatt_sd.calls import Call, LayerState
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import device_name, is_out_of_memory
@@ -194,6 +195,7 @@ class Tuner:
         twin = copy.copy(state)
         given = state.layer.projections(attention, tokens, fused=state.fused)
         twin.call = Call(state.call.config)  # so that the matchings of the real call stay
+        begin = _beginning(twin, phase, sample.device)
 
         def untouched() -> None:
             if twin.call.config.attention_backend == "auto":
@@ -202,7 +204,7 @@ class Tuner:
                 approximate(given, twin, EXACT, given.tokens)
 
         def reusing() -> None:
-            twin.begin(phase, 0, sample.device)  # what is drawn in every step is part of the price
+            begin()
             twin.block_input = block_input
             approximate(given, twin, phase, given.tokens)
 
@@ -225,9 +227,10 @@ class Tuner:
         twin = copy.copy(state)
         twin.call = Call(state.call.config)
         exact, approximation = attention_alone(twin, sample)
+        begin = _beginning(twin, phase, sample.device)
 
         def approximated() -> None:
-            twin.begin(phase, 0, sample.device)  # what is drawn in every step is part of the price
+            begin()
             approximation()
 
         calls = [(approximated, 1.0)]
@@ -236,7 +239,20 @@ class Tuner:
         return measure(exact, calls, sample.device)
 
 
-def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> list[Decision | None]:
+def _beginning(state: LayerState, phase: Phase, device: torch.device) -> Callable[[], None]:
+    """Return what a layer does at the beginning of a step: what is drawn in every step is part of the price."""
+    kept = state.begin(phase, 0, device) and device.type not in AT_ONCE
+
+    def begin() -> None:
+        if kept:  # what is drawn is there already; see `ahead`
+            state.candidates = None
+        else:
+            state.begin(phase, 0, device)
+
+    return begin
+
+
+def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase, Decision]:
     """Decide on every phase for one picture with guidance, without a patch.
 
     Args:
@@ -245,18 +261,18 @@ def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> list[Decis
         size: of the denoiser's input.
 
     Returns:
-        A decision for each phase of the configuration; None for exact ones.
+        A decision for each of its phases that is not exact.
     """
     device = _execution_device(denoiser)
     fill = functools.partial(torch.zeros, device=device, dtype=denoiser.dtype)
     module = unwrap(denoiser)
     sample = family_of(module).call(module, (), family_of(module).arguments(module, size, 2, fill)).sample
-    tuner, decisions = Tuner(denoiser), []
-    config = layer.denoiser.config
-    state = LayerState(layer, Call(config), layer.layer.grid(size))
-    for phase in config.phases:
-        state.begin(phase, 0, device)
-        decisions.append(None if phase.exact else tuner.decide(state, phase, sample))
+    tuner, decisions = Tuner(denoiser), {}
+    state = LayerState(layer, Call(layer.denoiser.config), layer.layer.grid(size))
+    for phase in layer.config.phases:
+        if not phase.exact:
+            state.begin(phase, 0, device)
+            decisions[phase] = tuner.decide(state, phase, sample)
     return decisions
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elfatt_sd.benchmarking.lineup import check_method, grid_side, named, varied
+from elfatt_sd import checks
+from elfatt_sd.benchmarking.lineup import check_method, grid_side, merges, named, varied
 from elfatt_sd.benchmarking.names import PEER
 from elfatt_sd.benchmarking.presets import ALONE
 from elfatt_sd.config import ElfattError, PatchConfig
@@ -20,9 +21,9 @@ from elfatt_sd.console import FAILURE, adds_options, complain, name_and_value, o
 from elfatt_sd.optional import need
 from elfatt_sd.pipelines import check_model, check_names
 from elfatt_sd.preflight import check_device, check_layers_fit, check_sizes_fit
-from elfatt_sd.presets import METHODS, complaints
+from elfatt_sd.presets import METHODS, complaints_anywhere
 from elfatt_sd.progress import progress_of
-from elfatt_sd.sizes import SHAPE_NAMES
+from elfatt_sd.sizes import SHAPE_NAMES, UNET_NAMES
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
@@ -222,6 +223,23 @@ def merging(
 
 @app.command()
 @takes_session
+def host(
+    session: Any,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(UNET_NAMES)}; nothing is allocated.")] = "sd15",
+    sizes: Sizes = [512],  # noqa: B006
+    methods: Methods = None,
+    batch: Rows = 2,
+    steps: Steps = 50,
+) -> None:
+    """What methods cost the host: operations that a device is given, and time before the first, without a device."""
+    checks.choice("model", model, UNET_NAMES)
+    checks.whole("steps", steps, 1, 1000)
+    _check_sizes(sizes)
+    _run("host", session, model=model, sizes=sizes, methods=methods, batch=batch, steps=steps)
+
+
+@app.command()
+@takes_session
 def orders(
     session: Any,
     model: Annotated[str, typer.Option(help="toy, a directory, a hub id or a file.")] = "toy",
@@ -265,10 +283,14 @@ def _check(
             raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
     else:
         check_model(model, variant=variant)
+    _check_sizes(sizes)
+    check_sizes_fit(model, device, dtype, [(size, size) for size in sizes], batch, images)
+
+
+def _check_sizes(sizes: Sequence[int | None]) -> None:
     for size in sizes:
         if size is not None and (size <= 0 or size % 8):
             raise ElfattError(f"size={size} is not accepted; give a positive multiple of 8.")
-    check_sizes_fit(model, device, dtype, [(size, size) for size in sizes], batch, images)
 
 
 def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None:
@@ -281,8 +303,8 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
         if not options.get(option, 1.0) > 0:
             raise ElfattError(f"{option}={options[option]:g} is not accepted; give a number above 0.")
     for dtype in options.get("dtypes", [options.get("dtype", "auto")]):
-        check_names(options["device"], dtype)
-    check_device(options["device"])
+        check_names(options.get("device", "cpu"), dtype)
+    check_device(options.get("device", "cpu"))
     check_layers_fit([grid_side(count) for count in options.get("tokens", ())], options.get("batch", 1))
     if options.get("ratio") is not None:
         PatchConfig.preset("tome", ratio=options["ratio"])  # checks it
@@ -290,7 +312,7 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
         PatchConfig.preset("elfatt", block_size=options["block_size"])
     if options.get("methods") is not None:
         options["methods"] = [_method(text) for text in options["methods"]]
-        if "ratio" in options and not any(_merges(method) for method in options["methods"]):
+        if "ratio" in options and not any(map(merges, options["methods"])):
             complain(f"ratio={options['ratio']:g} has no effect on methods that do not merge", "warning")
     session = make_session()
     bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
@@ -341,14 +363,9 @@ def _method(text: str) -> Any:
         return method
     changes = dict(map(name_and_value, settings.split(",")))
     config = varied(method, **changes)
-    for complaint in complaints(named(method).with_settings(**changes), changes):
+    for complaint in complaints_anywhere(named(method).with_settings(**changes)):
         complain(complaint, "warning")
     return config
-
-
-def _merges(method: str | PatchConfig) -> bool:
-    config = method if isinstance(method, PatchConfig) else named(method)
-    return any(phase.merge.ratio > 0 for phase in config.phases)
 
 
 def _parts(text: str) -> tuple[str, str]:

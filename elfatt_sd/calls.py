@@ -5,30 +5,33 @@ What belongs to one call is kept by thread, so that threads can share a denoiser
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from elfatt_sd.ahead import AT_ONCE, RunDraws, split_of
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import beneath_transforms
 from elfatt_sd.families.base import Given, SelfAttention
-from elfatt_sd.merging import Candidates, Matching, find_candidates, match_candidates
+from elfatt_sd.kept import Memory
+from elfatt_sd.merging import Candidates, Matching, Split, find_candidates, match_candidates
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
 from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.residuals import Residual, check_memory, kept_bytes
 from elfatt_sd.schedule import Position, Run
-from elfatt_sd.surroundings import device_of
+from elfatt_sd.surroundings import device_of, device_of_weights
 
 if TYPE_CHECKING:
     from elfatt_sd.processor import PatchedLayer
 
 _NO_GRID = Grid(0, 0, 0)
+_NOTHING = Given(torch.empty(0), 0, _NO_GRID)
 STATE = "elfatt_state"  # attribute of a patched attention module
 KEPT_CALLS = 32  # of one step, that keep something for the next steps; it bounds the memory of calls without a schedule
 
@@ -38,26 +41,25 @@ class Call:
 
     Attributes:
         config: the method.
-        phase: of the call's step.
+        phases: of the layers in the call's step, by the layer's index.
         step: of the call, from which random draws are made.
         given: what the denoiser was given.
         memory: what the run keeps.
         matchings: of this call, and of its like in earlier steps.
         scheduled: whether the call is one of a run over a schedule.
-        shares: whether a difference measured in this call is of use in a later step.
         last: whether the run ends with this step.
         states: of the patched layers, by the layer's index.
         entered: whether the denoiser has come to its first convolution.
     """
 
-    def __init__(self, config: PatchConfig, phase: Phase = EXACT, step: int = 0) -> None:
+    def __init__(self, config: PatchConfig, step: int = 0, phases: Mapping[int, Phase] | None = None) -> None:
         self.config = config
-        self.phase = phase
+        self.phases = phases or {}
         self.step = step
-        self.given = Given(torch.empty(0), 0, _NO_GRID)
+        self.given = _NOTHING
         self.memory = Memory()
         self.matchings: dict[object, Matching | None] = {}
-        self.scheduled = self.shares = self.last = self.entered = False
+        self.scheduled = self.last = self.entered = False
         self.states: dict[int, LayerState] = {}
 
     def restart(self) -> None:
@@ -65,56 +67,6 @@ class Call:
         self.entered = False
         for state in self.states.values():
             state.calls = 0
-
-
-class Memory:
-    """What one denoiser keeps from step to step of a run."""
-
-    def __init__(self) -> None:
-        self.matchings = Shelf()
-        self.residuals = Shelf()  # by the layer's index
-        self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
-        self._step = -1
-        self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
-
-    def place(self, step: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the place of a call among those of its step, and its shape."""
-        if step != self._step:
-            self._calls.clear()
-        self._step = step
-        place = self._calls[shape], *shape
-        self._calls[shape] += 1
-        return place
-
-    def own(self, call: Call) -> None:
-        """Copy what compiled code has kept in a call: a CUDA graph overwrites its outputs when it is replayed."""
-        shelves: list[dict[Any, Any]] = [call.matchings, *(state.residuals for state in call.states.values())]
-        owned: dict[int, Any] = {}
-        for shelf in shelves:
-            for key, kept in shelf.items():
-                if kept is not None:
-                    shelf[key] = kept = kept if id(kept) in self._owned else kept.copied()
-                    owned[id(kept)] = kept
-        self._owned = owned
-
-    def repeat_step(self) -> None:
-        """Let the next call stand for the first of its step, whatever was called before it."""
-        self._step = -1
-
-
-class Shelf:
-    """What the calls of a group of steps keep for each other, by their place in the step."""
-
-    def __init__(self) -> None:
-        self._group: object = None
-        self._kept: dict[tuple[int, ...], dict[Any, Any]] = {}
-
-    def take(self, group: object, place: tuple[int, ...], keep: bool) -> dict[Any, Any]:
-        """Return what calls at a place have kept, to be added to; a new group of steps begins with nothing."""
-        if group != self._group:
-            self._kept.clear()
-        self._group = group
-        return self._kept.setdefault(place, {}) if keep else {}
 
 
 class Denoiser:
@@ -143,13 +95,7 @@ class Denoiser:
         """The call that goes on in this thread; None between calls."""
         return self._live.get(threading.get_ident())
 
-    @property
-    def phase(self) -> Phase:
-        """The phase of the call that goes on in this thread."""
-        call = self.call
-        return EXACT if call is None else call.phase
-
-    def begin(self, position: Position, run: Run, given: Given) -> None:
+    def begin(self, position: Position, run: Run, given: Given, compiled: bool = False) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
 
         A step may take several calls: with the prompt and without, or one for each view of a panorama. What a call
@@ -159,41 +105,92 @@ class Denoiser:
             position: of the call in the schedule.
             run: the run that it belongs to; nothing is carried over from another one.
             given: what the denoiser is given.
+            compiled: whether `torch.compile` serves the call or a part of it.
         """
         config, step, sample = self.config, position.step, given.sample
-        call = Call(config, config.phase_at(step, position.steps), step)
-        phase, shape = call.phase, tuple(map(int, sample.shape))
+        phases = self._phases(step, position.steps)
+        call = Call(config, step, phases)
+        shape = tuple(map(int, sample.shape))
         call.memory = memory = run.kept.setdefault(id(self), call.memory)
         place = memory.place(step, shape)
         call.scheduled = position.scheduled
         kept = position.scheduled and place[0] < KEPT_CALLS
         call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
-        group = step // phase.residual_steps, phase
-        residuals = memory.residuals.take(group, place, kept and phase.residual_steps > 1)
-        call.shares = kept and config.shares_difference(step, position.steps)
-        if call.shares and step == run.first:
-            self._check_memory(given)
         call.last = 1 < position.steps == step + 1
         call.given = given
+        ahead = self._ahead(call, position, run)
+        if ahead is not None:
+            ahead.fill(step)
         for layer in self.layers:
-            grid = self.grids.get((layer.index, given.grid)) or layer.layer.grid(given.grid)
-            state = LayerState(layer, call, grid)
-            own = phase if grid.tokens else EXACT
-            if self.pays is not None and not own.exact and not self.pays(state, own, sample):
-                own = EXACT
-            state.begin(own, step, device_of(layer.parts, sample.device))
-            state.residuals = residuals.setdefault(layer.index, {})
-            call.states[layer.index] = state
+            state = call.states[layer.index] = LayerState(layer, call)
+            if ahead is None or not ahead.give(state):
+                self._begin(state, ahead)
+            phase = phases[layer.index]
+            if phase.residual_steps > 1 or layer.index in memory.residuals:  # what an earlier phase kept is let go
+                state.shares = kept and layer.config.shares_difference(step, position.steps)
+                group = step // phase.residual_steps, phase
+                state.residuals = memory.residuals[layer.index].take(group, place, kept and phase.residual_steps > 1)
+                state.room = memory.room(state, place) if compiled and state.shares else None
+        if step == run.first:
+            self._check_memory(call)
         self.enter(call)
 
-    def _check_memory(self, given: Given) -> None:
+    def _phases(self, step: int, steps: int) -> dict[int, Phase]:
+        """Return the phase of each layer in a step, by the layer's index."""
+        if not self.config.per_layer:
+            return dict.fromkeys((layer.index for layer in self.layers), self.config.phase_at(step, steps))
+        return {layer.index: layer.config.phase_at(step, steps) for layer in self.layers}
+
+    def _begin(self, state: LayerState, ahead: RunDraws | None) -> None:
+        """Prepare a layer for a call."""
+        layer, call = state.patched, state.call
+        given = call.given
+        state.grid = self.grids.get((layer.index, given.grid)) or layer.layer.grid(given.grid)
+        own = call.phases[layer.index] if state.grid.tokens else EXACT
+        if self.pays is not None and not own.exact and not self.pays(state, own, given.sample):
+            own = EXACT
+        device = device_of(layer.parts, given.sample.device) if ahead is None else ahead.device_of(layer.index)
+        if state.begin(own, call.step, device, ahead) and ahead is not None and self.pays is None:
+            ahead.keep(state)
+
+    def _ahead(self, call: Call, position: Position, run: Run) -> RunDraws | None:
+        """Return where what the layers draw in this phase is kept; None where every step draws for itself."""
+        given, known = call.given, call.memory.ahead
+        if not (position.scheduled and self.layers) or run.schedule is None or torch.is_grad_enabled():
+            return None
+        where = device_of_weights(self.layers[0].parts, given.sample.device)
+        key = (tuple(map(id, call.phases.values())), given.grid, given.sample.device, where, len(self.grids))
+        if key not in known:
+            of_phase = {other: kept for other, kept in known.items() if other[0] == key[0]}
+            known.clear()
+            known.update(of_phase)
+            known[key] = self._asked_ahead(call, position)
+        return known[key]
+
+    def _asked_ahead(self, call: Call, position: Position) -> RunDraws | None:
+        """Let the layers ask for what they draw in all steps of a call's phase."""
+        devices = {layer.index: device_of(layer.parts, call.given.sample.device) for layer in self.layers}
+        if all(device.type in AT_ONCE for device in devices.values()):
+            return None
+        later = (self._phases(step, position.steps) for step in range(call.step, position.steps))
+        steps = len(list(itertools.takewhile(lambda phases: phases == call.phases, later)))
+        ahead = RunDraws(devices, call.step + steps)
+        for layer in self.layers:
+            self._begin(LayerState(layer, call), ahead)
+        ahead.allocate()
+        return ahead
+
+    def _check_memory(self, call: Call) -> None:
         """Refuse differences that take too much memory; called at the beginning of a run.
 
         Raises:
             ElfattError: they do.
         """
-        config, sample = self.config, given.sample
-        sizes = [(layer.layer.grid(given.grid).tokens, layer.layer.channels) for layer in self.layers]
+        config, sample = self.config, call.given.sample
+        sharing = [state for state in call.states.values() if state.shares]
+        if not sharing:
+            return
+        sizes = [(state.layer.grid(call.given.grid).tokens, state.layer.channels) for state in sharing]
         dtype = sample.dtype if sample.dtype.is_floating_point else torch.float32
         needed = kept_bytes(sizes, len(sample), dtype, config.residuals)
         check_memory(needed, config.residuals, config.residual_limit, sample.device)
@@ -240,12 +237,14 @@ class LayerState:
         self.grid = grid
         self.phase: Phase = EXACT
         self.block_input: Tensor | None = None  # of the transformer block, before its normalisation: ToMe's metric
-        self.choice: Tensor | None = None  # of the merge destinations
+        self.split: Split | None = None  # in merge destinations and what may be merged into them
         self.candidates: Candidates | None = None  # of this call
         self.prepared: Prepared | None = None  # by the phase's attention
+        self.shares = False  # whether a difference measured in this call is of use in a later step
         self.calls = 0  # of the layer in this call of the denoiser: several, where that splits its input
         self.residuals: dict[int, Residual] = {}  # of each: exact minus approximated output; see `residual_steps`
         self.added: dict[int, Tensor | None] = {}  # of each: the difference that was added, None where it was measured
+        self.room: Residual | None = None  # for that of the first, in compiled code
         self.outcome = ""  # why the layer was not approximated in this call; `done` if it was
 
     @property
@@ -273,28 +272,35 @@ class LayerState:
         """Whether its phase would merge tokens and do nothing else, and the grid allows none."""
         return self.phase.attention.exact and self.phase.merge.ratio > 0 and not self.phase.merge.merged(self.grid)
 
-    def begin(self, phase: Phase, step: int, device: torch.device) -> None:
-        """Set the phase, and draw the merge destinations and what its attention prepares for this step on the grid."""
-        config = self.call.config
+    def begin(self, phase: Phase, step: int, device: torch.device, ahead: RunDraws | None = None) -> bool:
+        """Set the phase, and prepare it on the grid: what is merged into what, and what its attention prepares.
+
+        Args:
+            phase: of the layer.
+            step: of the run.
+            device: where the layer computes.
+            ahead: where what is drawn for later steps too is kept; None draws for this step alone.
+
+        Returns:
+            whether what was prepared holds for the later steps of the phase as well.
+        """
         self.phase = phase
-        self.block_input = self.choice = self.candidates = self.prepared = None
+        self.block_input = self.split = self.candidates = self.prepared = None
         self.calls, self.added = 0, {}
         if phase.exact:
-            return
-        if phase.matches and config.use_rand:
-            draws = self._draws(step, max(config.reuse_steps, phase.residual_steps), device)
-            chosen = draws.uniform("destinations", phase.merge.destinations(self.grid)) * phase.merge.stride**2
-            self.choice = draws.upload(chosen.long())
-        draws = self._draws(step, phase.residual_steps, device)
-        if is_own(type(phase.attention)):
-            self.prepared = phase.attention.prepare(self.grid, draws)
-        else:
-            with raises_in_one_line(phase.attention, "prepare"):
-                self.prepared = phase.attention.prepare(self.grid, draws)
-
-    def _draws(self, step: int, shared: int, device: torch.device) -> Draws:
-        """Return the random numbers of a step; those of a group of steps are the same."""
-        return Draws(self.call.config.seed, step // shared * shared, self.index, device)
+            return True
+        config, attention = self.call.config, phase.attention
+        shared = phase.residual_steps
+        if phase.matches:
+            draws = Draws(config.seed, step, self.index, device, max(config.reuse_steps, shared), ahead)
+            self.split = split_of(phase.merge, self.grid, draws if config.use_rand else None, device)
+        if is_own(type(attention)):
+            draws = Draws(config.seed, step, self.index, device, shared, ahead)
+            self.prepared = attention.prepare(self.grid, draws)
+            return not draws.anew
+        with raises_in_one_line(attention, "prepare"):
+            self.prepared = attention.prepare(self.grid, Draws(config.seed, step, self.index, device, shared))
+        return False
 
     @property
     def turn(self) -> int:
@@ -330,13 +336,15 @@ class LayerState:
         turn = self.turn
         kept = self.residuals.get(turn)
         known = self.added[turn] if turn in self.added else None if kept is None else kept.restore()
+        empty = self.phase.attention.empty
         if known is not None:
-            output = approximated() + known
+            output = known if empty else approximated() + known
         else:
             output = exact()
-            if self.call.shares:
-                difference = (output - approximated()).detach()
-                self.residuals[turn] = Residual.keep(difference, self.call.config.residuals)
+            if self.shares:
+                difference = (output if empty else output - approximated()).detach()
+                room = self.room if turn == 0 else None
+                self.residuals[turn] = Residual.keep(difference, self.call.config.residuals, room)
         if torch.is_grad_enabled():
             self.added[turn] = known
         if self.call.last:  # what decodes the latents needs the memory
@@ -356,12 +364,11 @@ class LayerState:
         key = (self.grid if config.reuse_layers else self.index, self.turn, tokens.shape[0], ratio, stride)
         if reused and key in self.call.matchings:
             return self.call.matchings[key]
-        if self.candidates is None:
+        if self.candidates is None and self.split is not None:
             known = self.block_input
             metric = known if known is not None and known.shape == tokens.shape else tokens
-            self.candidates = find_candidates(metric, self.grid.rows, self.grid.columns, stride, self.choice)
-        candidates = self.candidates
-        matching = None if candidates is None else match_candidates(candidates, ratio)
+            self.candidates = find_candidates(metric, self.split)
+        matching = None if self.candidates is None else match_candidates(self.candidates, ratio)
         if reused:
             self.call.matchings[key] = matching
         return matching

@@ -22,7 +22,7 @@ from elfatt_sd.families import (
 from elfatt_sd.methods import Attention, is_own
 from elfatt_sd.methods.conformance import check
 from elfatt_sd.phases import Phase
-from elfatt_sd.presets import UNTOUCHED, Method, for_transformers
+from elfatt_sd.presets import UNTOUCHED, Method, complaints, for_transformers
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.settings import Settings
 
@@ -40,7 +40,7 @@ def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> Pat
         method = PatchConfig(method.name, (Phase(1.0, method),))
     config = method if isinstance(method, PatchConfig) else PatchConfig.preset(method)
     config = config.with_settings(**settings)
-    for phase in config.phases:
+    for phase in config.all_phases:
         if not is_own(type(phase.attention)):
             check(phase.attention)
     return config
@@ -57,7 +57,7 @@ def fitted(config: PatchConfig, denoisers: dict[str, nn.Module]) -> PatchConfig:
     if not family.joint:
         return config
     config, name = for_transformers(config), type(unwrap(main)).__name__
-    for phase in config.phases:
+    for phase in config.all_phases:
         if phase.matches and not family.merges:
             raise ElfattError(
                 f"method {config.method!r} merges tokens, and those of {name} have rotary positions, which cannot be "
@@ -100,6 +100,10 @@ def choose_layers(
     chosen = {name: select_layers(layers, config, levels) for name, layers in found.items()}
     if config.active and not found[main]:
         raise ElfattError(f"the {title} has no self-attention layer over the image; there is nothing to patch.")
+    for own in config.per_layer:
+        if not any(own.matches(layer.name) for layers in found.values() for layer in layers):
+            names = ", ".join(layer.name for layer in found[main][:3])
+            raise ElfattError(f"no self-attention layer matches layers={own.layers!r}; this {title} has {names}, ...")
     if config.active and not chosen[main]:
         raise ElfattError(
             f"no self-attention layer matches max_downsample={config.max_downsample}; this {title} has some at "
@@ -134,8 +138,8 @@ def tell_without_effect(config: PatchConfig, denoisers: dict[str, nn.Module], ch
     """
     main, changes = next(iter(denoisers)), dict(config.changes)
     family, there = family_of(denoisers[main]), len(levels_of(chosen[main][0]))
-    messages = config.complaints(changes) if config.phases or config.method != UNTOUCHED else []
-    beside_text = {name for phase in config.phases for name in phase.attention.beside_text}
+    messages = complaints(config) if config.phases or config.method != UNTOUCHED else []
+    beside_text = {name for phase in config.all_phases for name in phase.attention.beside_text}
     idle = {name: f"on a {family.title} that does not join text" for name in beside_text if not family.text}
     if config.active and changes.get("levels", 1) > max(there, 1):
         idle["levels"] = f"on this {family.title}, where {there} ha{'ve' if there > 1 else 's'} self-attention"

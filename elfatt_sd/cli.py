@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.console import (
     Chosen,
     OneLineErrors,
+    adds_options,
     complain,
     from_file,
     lazy_group,
@@ -65,6 +67,23 @@ Force = Annotated[bool, typer.Option("--force", help="Draw even what is estimate
 Height = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
 Width = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DRAWING_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "steps": (Annotated[int | None, typer.Option(help=_STEPS)], None),
+    "guidance": (Annotated[float | None, typer.Option(help=_GUIDANCE)], None),
+    "height": (Height, None),
+    "width": (Width, None),
+    "negative_prompt": (NegativePrompt, None),
+    "scheduler": (Scheduler, None),
+    "force": (Force, False),
+}
+SOURCE_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "device": (Device, "auto"),
+    "dtype": (Dtype, "auto"),
+    "allow_pickle": (AllowPickle, False),
+    "variant": (Variant, None),
+}
+takes_drawing = adds_options("drawing", DRAWING_OPTIONS, dict)
+takes_source = adds_options("source", SOURCE_OPTIONS, lambda **given: functools.partial(Source, **given))
 DEMO_PROMPT = "a red star on a striped blue background"
 MEASURED_CALLS = 20  # of every layer, by --autotune
 
@@ -95,27 +114,20 @@ def _root(
 
 @app.command()
 @takes_patch
+@takes_source
+@takes_drawing
 def generate(
     chosen: Chosen,
+    drawing: dict[str, Any],
+    source: Any,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Each one is drawn.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
     model: Model = "toy",
-    steps: Annotated[int | None, typer.Option(help=_STEPS)] = None,
-    guidance: Annotated[float | None, typer.Option(help=_GUIDANCE)] = None,
     seed: Annotated[int, typer.Option(help="Of each prompt's first picture; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Pictures for each prompt.")] = 1,
-    height: Height = None,
-    width: Width = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures.")] = Path("outputs"),
     compare: Annotated[bool, typer.Option("--compare", help="Untouched and patched, side by side.")] = False,
     each: Annotated[bool, typer.Option("--each", help="Prompts of one word are meant: draw each one.")] = False,
-    negative_prompt: NegativePrompt = None,
-    scheduler: Scheduler = None,
-    force: Force = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    allow_pickle: AllowPickle = False,
-    variant: Variant = None,
 ) -> None:
     """Draw pictures, each a PNG with its settings inside and a JSON beside it."""
     words = list(prompts or ())
@@ -124,29 +136,10 @@ def generate(
     prompts = [*words, *(read_prompts(prompt_file) if prompt_file else ())]
     if not prompts:
         raise ElfattError("there is no prompt; give one, such as 'a red star', or --prompt-file FILE.")
-    request = Request(
-        tuple(prompts),
-        chosen.config,
-        chosen.autotune,
-        model,
-        steps,
-        guidance,
-        seed,
-        num_images,
-        height,
-        width,
-        compare,
-        negative_prompt,
-        scheduler,
-        force,
-    )
+    asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
+    request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
-    source = Source(model, device, dtype, allow_pickle, variant)
-    source.check()
-    source.check_fits(request)
-    if model in EMBEDDED:
-        _tell_unknown_words(prompts)
-    pipe = source.load()
+    pipe = source(model).load_for(request)
 
     from elfatt_sd.generation import Studio
 
@@ -159,11 +152,13 @@ def generate(
 
 
 @app.command(name="try")
+@takes_source
+@takes_drawing
 def try_methods(
+    drawing: dict[str, Any],
+    source: Any,
     model: Annotated[str, typer.Argument(help=f"{_MODELS}.")] = "toy",
     prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="What is drawn.")] = None,
-    steps: Annotated[int | None, typer.Option(help=_STEPS)] = None,
-    guidance: Annotated[float | None, typer.Option(help=_GUIDANCE)] = None,
     seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
     rounds: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
     methods: Annotated[
@@ -174,41 +169,16 @@ def try_methods(
             help=f"One of {', '.join(METHODS)}, or package.module:Class; several times, or all if none is given.",
         ),
     ] = None,
-    height: Height = None,
-    width: Width = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the strip and its JSON.")] = Path("outputs"),
-    negative_prompt: NegativePrompt = None,
-    scheduler: Scheduler = None,
-    force: Force = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    allow_pickle: AllowPickle = False,
-    variant: Variant = None,
 ) -> None:
     """Draw one prompt with every method: a strip, times, closeness, and which method to use here."""
-    request = Request(
-        (" ".join(prompt) if prompt else DEMO_PROMPT,),
-        PatchConfig.preset("sd"),
-        model=model,
-        steps=steps,
-        guidance=guidance,
-        seed=seed,
-        height=height,
-        width=width,
-        negative_prompt=negative_prompt,
-        scheduler=scheduler,
-        force=force,
-    )
+    words = " ".join(prompt) if prompt else DEMO_PROMPT
+    request = Request((words,), PatchConfig.preset("sd"), model=model, seed=seed, **drawing)
     if rounds < 1:
         raise ElfattError(f"rounds={rounds} is not accepted; give a whole number of at least 1.")
     chosen = [known_method(method) for method in methods or METHODS]
     check_writable(out)
-    source = Source(model, device, dtype, allow_pickle, variant)
-    source.check()
-    source.check_fits(request)
-    if model in EMBEDDED:
-        _tell_unknown_words(list(request.prompts))
-    pipe = source.load()
+    pipe = source(model).load_for(request)
 
     from elfatt_sd.trial import Trial
 
@@ -330,6 +300,14 @@ class Source:
                 sizes,
                 batch=2 if request.guidance is None else 1 + (request.guidance > 1),
             )
+
+    def load_for(self, request: Request) -> Any:
+        """Check all that can be checked, and load the pipeline for what is to be drawn."""
+        self.check()
+        self.check_fits(request)
+        if self.model in EMBEDDED:
+            _tell_unknown_words(list(request.prompts))
+        return self.load()
 
     def load(self) -> Any:
         """Load the pipeline."""

@@ -6,6 +6,7 @@ A configuration is data: frozen, comparable, and equal to itself after a round t
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import itertools
 import json
 import os
@@ -37,7 +38,35 @@ if TYPE_CHECKING:
     from elfatt_sd.presets import Method
 
 
-__all__ = ["EXACT", "ElfattError", "ElfattFailure", "PatchConfig", "Phase", "Settings", "setting_names"]
+__all__ = ["EXACT", "ElfattError", "ElfattFailure", "LayerPhases", "PatchConfig", "Phase", "Settings", "setting_names"]
+
+
+@dataclass(frozen=True)
+class LayerPhases:
+    """Phases that some layers have in place of the configuration's own.
+
+    Attributes:
+        layers: the layers' path in their denoiser, as `elfatt-sd patch` and `plan` print it. `*` stands for any text:
+            `up_blocks.3.*`.
+        phases: as for `PatchConfig`; none keeps the layers exact.
+    """
+
+    layers: str
+    phases: tuple[Phase, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check both fields.
+
+        Raises:
+            ElfattError: one is out of range.
+        """
+        if not isinstance(self.layers, str) or not self.layers:
+            raise ElfattError(f"layers={self.layers!r} is not accepted; give a layer's path, such as 'up_blocks.3.*'.")
+        _check_phases(self.phases)
+
+    def matches(self, layer: str) -> bool:
+        """Tell whether a layer, given by its path, has these phases."""
+        return fnmatch.fnmatchcase(layer, self.layers)
 
 
 @dataclass(frozen=True)
@@ -62,6 +91,7 @@ class PatchConfig:
         residuals: where the differences of `residual_steps` are kept: on the `device`, on the `host`, which copies them
             there and back, or in 8 bits on the device (`fp8`).
         residual_limit: GiB that they may take in one call of the model; None is half of what is free.
+        per_layer: layers with phases of their own, whatever their level; the first that names a layer counts.
     """
 
     method: str = "custom"
@@ -76,6 +106,7 @@ class PatchConfig:
     fp32_logits: bool = False
     residuals: Kept = "device"
     residual_limit: float | None = None
+    per_layer: tuple[LayerPhases, ...] = ()
 
     changes: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # that `with_settings` made, of an object
 
@@ -87,11 +118,9 @@ class PatchConfig:
         """
         if not isinstance(self.method, str) or not self.method:
             raise ElfattError(f"method={self.method!r} is not accepted; give a name.")
-        if not isinstance(self.phases, tuple) or not all(isinstance(phase, Phase) for phase in self.phases):
-            raise ElfattError(f"phases={self.phases!r} is not accepted; give a tuple of Phase.")
-        ends = [phase.until for phase in self.phases]
-        if any(later <= earlier for earlier, later in itertools.pairwise(ends)):
-            raise ElfattError(f"phases end at {ends}; each must end later than the one before it.")
+        _check_phases(self.phases)
+        if not isinstance(self.per_layer, tuple) or not all(isinstance(own, LayerPhases) for own in self.per_layer):
+            raise ElfattError(f"per_layer={self.per_layer!r} is not accepted; give a tuple of LayerPhases.")
         if self.max_downsample is not None and (
             isinstance(self.max_downsample, bool) or self.max_downsample not in DOWNSAMPLES
         ):
@@ -106,7 +135,7 @@ class PatchConfig:
         checks.choice("residuals", self.residuals, KEPT)
         if self.residual_limit is not None:
             checks.real("residual_limit", self.residual_limit, 0.0, 10**6)
-        needing = [phase.attention.name for phase in self.phases if phase.attention.needs_sums]
+        needing = [phase.attention.name for phase in self.all_phases if phase.attention.needs_sums]
         if needing and self.attention_backend not in ("auto", "native"):
             raise ElfattError(
                 f"attention_backend={self.attention_backend!r} is not accepted with attention={needing[0]!r}, which "
@@ -116,7 +145,26 @@ class PatchConfig:
     @property
     def active(self) -> bool:
         """Whether a patch does anything: approximate in some phase, or choose the kernel of exact attention."""
-        return any(not phase.exact for phase in self.phases) or self.attention_backend != "auto"
+        return any(not phase.exact for phase in self.all_phases) or self.attention_backend != "auto"
+
+    @property
+    def all_phases(self) -> tuple[Phase, ...]:
+        """The phases, and those of layers that have their own."""
+        return tuple(itertools.chain(self.phases, *(own.phases for own in self.per_layer)))
+
+    @property
+    def stretches(self) -> tuple[float, ...]:
+        """Fractions of the run at which the phase of any layer ends, in order; the last is 1."""
+        return tuple(sorted({1.0, *(phase.until for phase in self.all_phases)}))
+
+    def for_layer(self, layer: str) -> PatchConfig:
+        """Return the configuration of one layer, in which none has phases of its own.
+
+        Args:
+            layer: its path in its denoiser.
+        """
+        phases = next((own.phases for own in self.per_layer if own.matches(layer)), self.phases)
+        return dataclasses.replace(self, phases=phases, per_layer=()) if self.per_layer else self
 
     @classmethod
     def preset(cls, method: Method, **settings: Unpack[Settings]) -> PatchConfig:
@@ -150,11 +198,16 @@ class PatchConfig:
         per_phase: dict[str, Any] = {name: value for name, value in settings.items() if name not in others}
         check_settings(per_phase)
         self._check_merging(per_phase.get("ratio", 0))
-        phases = tuple(phase if phase.exact else phase.with_settings(per_phase) for phase in self.phases)
-        if "active_fraction" in settings:
-            checks.real("active_fraction", settings["active_fraction"], 0.0, 1.0)
-            phases = _with_active_fraction(phases, float(settings["active_fraction"]))
-        changed = dataclasses.replace(self, phases=phases, **own)
+        fraction = settings.get("active_fraction")
+        if fraction is not None:
+            checks.real("active_fraction", fraction, 0.0, 1.0)
+
+        def with_changes(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+            phases = tuple(phase if phase.exact else phase.with_settings(per_phase) for phase in phases)
+            return phases if fraction is None else _with_active_fraction(phases, float(fraction))
+
+        per_layer = tuple(LayerPhases(each.layers, with_changes(each.phases)) for each in self.per_layer)
+        changed = dataclasses.replace(self, phases=with_changes(self.phases), per_layer=per_layer, **own)
         object.__setattr__(changed, "changes", {**self.changes, **settings})
         return changed
 
@@ -166,7 +219,7 @@ class PatchConfig:
 
     def without_effect(self, settings: Iterable[str]) -> list[str]:
         """Return those of some settings that change nothing in this configuration, which has them already."""
-        approximating = [phase for phase in self.phases if not phase.exact]
+        approximating = [phase for phase in self.all_phases if not phase.exact]
         used = {name for phase in approximating for name in phase.used_settings} | RUN_SETTINGS | {"active_fraction"}
         if not any(phase.matches for phase in approximating):
             used -= {"use_rand", "reuse_steps", "reuse_layers"}
@@ -178,20 +231,11 @@ class PatchConfig:
             used -= {"seed"}
         return [name for name in settings if name not in used or (not approximating and name != "attention_backend")]
 
-    def complaints(self, settings: Iterable[str]) -> list[str]:
-        """Return what to say of those of some settings, which it has already, that change nothing or leave nothing."""
-        from elfatt_sd.presets import PRESETS
-
-        values = [f"{name}={self.changes.get(name)!r}" for name in self.without_effect(settings)]
-        if values and not self.active and self.method in PRESETS and PRESETS[self.method].active:
-            return [f"with {' and '.join(values)}, method {self.method!r} approximates nothing"]
-        return [f"{value} has no effect on method {self.method!r}" for value in values]
-
     def _check_merging(self, ratio: float) -> None:
         """Check a ratio that a user gave, in the words of the method."""
         from elfatt_sd.presets import PRESETS
 
-        if ratio > 0 and not all(phase.attention.merges for phase in self.phases):
+        if ratio > 0 and not all(phase.attention.merges for phase in self.all_phases):
             merging = [name for name, config in PRESETS.items() if any(phase.merge.ratio for phase in config.phases)]
             raise ElfattError(
                 f"ratio={ratio!r} is not accepted with method {self.method!r}, which does not merge tokens; leave "
@@ -201,7 +245,11 @@ class PatchConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return data | {"phases": [phase.to_dict() for phase in self.phases]}
+        data["phases"] = [phase.to_dict() for phase in self.phases]
+        if not data.pop("per_layer"):  # what was saved before layers could have phases of their own stays the same
+            return data
+        own = [{"layers": each.layers, "phases": [phase.to_dict() for phase in each.phases]} for each in self.per_layer]
+        return data | {"per_layer": own}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:
@@ -213,10 +261,11 @@ class PatchConfig:
         if not isinstance(data, Mapping):
             raise ElfattError(f"{type(data).__name__} is not a configuration; give an object as `to_dict` returns it.")
         known_keys("configuration", data, [field.name for field in dataclasses.fields(cls)])
-        phases = data.get("phases", ())
-        if not isinstance(phases, list | tuple) or not all(isinstance(phase, Mapping) for phase in phases):
-            raise ElfattError(f"phases={phases!r} is not accepted; give a list of objects.")
-        return cls(**{**data, "phases": tuple(Phase.from_dict(phase) for phase in phases)})
+        own = []
+        for each in _objects("per_layer", data.get("per_layer", ())):
+            known_keys("per_layer", each, ["layers", "phases"])
+            own.append(LayerPhases(each.get("layers", ""), _phases_of(each)))
+        return cls(**{**data, "phases": _phases_of(data), "per_layer": tuple(own)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the configuration as JSON; a file that is there is replaced, as a whole or not at all.
@@ -265,6 +314,28 @@ class PatchConfig:
                 return phase
         return EXACT
 
+    def phase_until(self, end: float) -> Phase:
+        """Return the phase of the stretch that ends at a fraction of the run, one of `stretches`."""
+        return next((phase for phase in self.phases if phase.until >= end), EXACT)
+
+    def at(self, step: int, steps: int) -> PatchConfig:
+        """Return the configuration that does in every step what this one does in one.
+
+        Args:
+            step: as for `phase_at`.
+            steps: as for `phase_at`.
+        """
+
+        def there(config: PatchConfig) -> tuple[Phase, ...]:
+            phase = config.phase_at(step, steps)
+            return () if phase.exact else (dataclasses.replace(phase, until=1.0),)
+
+        def there_in(each: LayerPhases) -> LayerPhases:
+            return LayerPhases(each.layers, there(dataclasses.replace(self, phases=each.phases)))
+
+        own = map(there_in, self.per_layer)
+        return dataclasses.replace(self, phases=there(self), per_layer=tuple(own))
+
     def shares_difference(self, step: int, steps: int) -> bool:
         """Tell whether the step after one adds the difference that this one measures or has added.
 
@@ -283,6 +354,9 @@ class PatchConfig:
             first: the step that the run begins with.
             steps: as for `phase_at`.
         """
+        for each in self.per_layer:
+            if dataclasses.replace(self, phases=each.phases, per_layer=()).approximates(first, steps):
+                return True
         for step in range(first, steps):
             phase = self.phase_at(step, steps)
             added = step > first and self.shares_difference(step - 1, steps)
@@ -298,7 +372,8 @@ class PatchConfig:
             steps: as for `phase_at`.
         """
         changes: list[Settings] = [{"active_fraction": 1}]
-        if any(phase.residual_steps > 1 for phase in self.phases):
+        phases = self.all_phases
+        if any(each.residual_steps > 1 for each in phases) and not any(each.attention.empty for each in phases):
             changes += [{"residual_steps": 1}, {"active_fraction": 1, "residual_steps": 1}]
         for change in changes:
             if self.with_settings(**change).approximates(first, steps):
@@ -309,11 +384,39 @@ class PatchConfig:
     def _why_exact(self, first: int, steps: int) -> str:
         if not self.phase_at(first, steps).exact:
             return "it measures in a step what it adds in the next ones"
-        early = self.phases[0].exact and first < self.phases[0].until * steps
+        early = bool(self.phases) and self.phases[0].exact and first < self.phases[0].until * steps
         return "its first steps are exact" if early else "it approximates earlier steps only"
 
 
 _SAVED = "a file that `PatchConfig.save` or `elfatt-sd patch --save` wrote"
+
+
+def _check_phases(phases: object) -> None:
+    """Check phases that follow each other.
+
+    Raises:
+        ElfattError: they are none, or do not end one after the other.
+    """
+    if not isinstance(phases, tuple) or not all(isinstance(phase, Phase) for phase in phases):
+        raise ElfattError(f"phases={phases!r} is not accepted; give a tuple of Phase.")
+    ends = [phase.until for phase in phases]
+    if any(later <= earlier for earlier, later in itertools.pairwise(ends)):
+        raise ElfattError(f"phases end at {ends}; each must end later than the one before it.")
+
+
+def _objects(name: str, value: object) -> list[Mapping[str, Any]]:
+    """Return a list of objects that JSON held.
+
+    Raises:
+        ElfattError: it is something else.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
+        raise ElfattError(f"{name}={value!r} is not accepted; give a list of objects.")
+    return list(value)
+
+
+def _phases_of(data: Mapping[str, Any]) -> tuple[Phase, ...]:
+    return tuple(Phase.from_dict(phase) for phase in _objects("phases", data.get("phases", ())))
 
 
 def _shown(path: object) -> str:

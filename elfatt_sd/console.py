@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.optional import remedy
-from elfatt_sd.presets import DEFAULT, METHODS, complaints, known_method
+from elfatt_sd.presets import DEFAULT, METHODS, complaints_anywhere, known_method
 from elfatt_sd.settings import BACKENDS
 from elfatt_sd.tiling import BLOCK_ORDERS
 
@@ -183,7 +183,7 @@ def choose(
     config = base.with_settings(**settings)
     if autotune and not config.active:
         complain(f"autotune has no effect on method {config.method!r}", "warning")
-    for complaint in complaints(config, settings):
+    for complaint in complaints_anywhere(config):
         complain(complaint, "warning")
     return Chosen(config, source + written, bool(autotune))
 
@@ -203,10 +203,10 @@ def complain(message: str, kind: str = "error") -> None:
     """Print one line on stderr, a warning once."""
     line = " ".join(message.split())
     if kind == "warning":
-        line = line.removeprefix("elfatt-sd: ").removesuffix(".")
-        if line in _told:
+        said = line.removeprefix("elfatt-sd: ").removesuffix(".")
+        if said in _told:
             return
-        _told.add(line)
+        _told.add(said)
     typer.secho(f"{kind}: {line}", err=True, fg="red" if kind == "error" else "yellow")
 
 

@@ -152,7 +152,7 @@ class Patch:
         if not self._needs_steps and not (position is not None and position.scheduled):
             position = ANYWHERE
         if position is None:
-            raise unknown_position(len(self.config.phases))
+            raise unknown_position(len(self.config.stretches))
         if position == BEYOND:
             self._notices.tell(
                 "other unit",
@@ -168,16 +168,16 @@ class Patch:
         self._notices.warn_if_idle(position, run)
         if compiled:
             self._allow_recompiling()
-        self._shared.begin(position, run, given)
+        self._shared.begin(position, run, given, compiled)
         if torch.is_grad_enabled() and self._shared.call is not None:
             self._shared.remember(sample, self._shared.call)
 
     @property
     def _needs_steps(self) -> bool:
         """Whether it matters to the method which step of the run a call is."""
-        phases = self.config.phases
+        phases = self.config.all_phases
         keeps = self.config.reuse_steps > 1 or any(phase.residual_steps > 1 for phase in phases)
-        return keeps or [phase.until for phase in phases] not in ([], [1.0])
+        return keeps or self.config.stretches != (1.0,)
 
     def _is_compiled(self) -> bool:
         """Tell whether `torch.compile` serves the call that now begins, or a part of it."""
@@ -188,7 +188,7 @@ class Patch:
         from torch._dynamo import config as dynamo
 
         layers = {(layer.layer.downsample, layer.layer.attention.inner_dim) for layer in self._shared.layers}
-        each = sum(1 if phase.residual_steps == 1 else 4 for phase in (*self.config.phases, EXACT))
+        each = sum(1 if phase.residual_steps == 1 else 4 for phase in (*self.config.all_phases, EXACT))
         name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
         setattr(dynamo, name, max(getattr(dynamo, name), 8 + len(layers) * each))
 

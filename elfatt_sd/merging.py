@@ -22,22 +22,38 @@ _FRACTION = 1 / 64
 _FOLD = 16
 
 
+class Split(NamedTuple):
+    """Which tokens of a grid are destinations, and which are sources.
+
+    Attributes:
+        places: grid positions `[N]` of the sources and then of the destinations, each in raster order.
+        slot: place `[N]` of each grid token among these.
+        sources: number of sources.
+    """
+
+    places: Tensor
+    slot: Tensor
+    sources: int
+
+    @classmethod
+    def of(cls, places: Tensor, destinations: int) -> Split:
+        """Take apart what `split_grid` made."""
+        place, slot = places.chunk(2)
+        return cls(place, slot, len(place) - destinations)
+
+
 class Candidates(NamedTuple):
     """Each source token and the destination that it is most similar to, before it is settled how many are merged.
 
     Attributes:
         similarity: cosine similarity `[B, sources]`.
         nearest: index `[B, sources]` among the destinations.
-        sources: grid positions `[sources]`, in raster order.
-        destinations: grid positions `[destinations]`, in raster order.
-        slot: place `[N]` of each grid token in `[sources, destinations]`.
+        split: which tokens these are.
     """
 
     similarity: Tensor
     nearest: Tensor
-    sources: Tensor
-    destinations: Tensor
-    slot: Tensor
+    split: Split
 
 
 class Matching:
@@ -54,14 +70,29 @@ class Matching:
             groups: index `[B, N]` of the merged token that each grid token belongs to.
             positions: see the attributes.
         """
+        self._keep((groups + _rows_like(positions)[:, :1]), positions)
+
+    @classmethod
+    def of_rows(cls, rows: Tensor, positions: Tensor) -> Matching:
+        """Store which tokens are merged.
+
+        Args:
+            rows: place `[B, N]` of each token's group in the flattened `[B * M]` merged tokens.
+            positions: see the attributes.
+        """
+        matching = cls.__new__(cls)
+        matching._keep(rows, positions)
+        return matching
+
+    def _keep(self, rows: Tensor, positions: Tensor) -> None:
         self.positions = positions.int()
-        self._rows = (groups.int() + self._first_rows()).flatten()  # of each token's group in the flattened `[B * M]`
+        self._rows = rows.int().flatten()
         self._members: tuple[Tensor, Tensor] | None = None
 
     @property
     def groups(self) -> Tensor:
         """Index `[B, N]` of the merged token that each grid token belongs to."""
-        return self._rows.view(self.positions.shape[0], -1) - self._first_rows()
+        return self._rows.view(self.positions.shape[0], -1) - _rows_like(self.positions)[:, :1]
 
     @property
     def sizes(self) -> Tensor:
@@ -107,13 +138,9 @@ class Matching:
         Args:
             permutation: `[B, M]`; token i of the new sequence is token `permutation[:, i]` of this one.
         """
-        new_place = torch.empty_like(permutation).scatter_(1, permutation, _arange_like(permutation))
+        places = torch.arange(permutation.shape[1], device=permutation.device).expand_as(permutation)
+        new_place = torch.empty_like(permutation).scatter_(1, permutation, places)
         return Matching(new_place.gather(1, self.groups.long()), self.positions.gather(1, permutation))
-
-    def _first_rows(self) -> Tensor:
-        """First row `[B, 1]` of each batch entry in the flattened `[B * M]` merged tokens."""
-        batch, merged = self.positions.shape
-        return torch.arange(batch, device=self.positions.device, dtype=torch.int32)[:, None] * merged
 
 
 def match_tokens(
@@ -132,43 +159,32 @@ def match_tokens(
 
     Args:
         metric: as for `find_candidates`.
-        height: as for `find_candidates`.
-        width: as for `find_candidates`.
+        height: as for `split_grid`.
+        width: as for `split_grid`.
         ratio: as for `match_candidates`.
-        stride: as for `find_candidates`.
-        choice: as for `find_candidates`.
+        stride: as for `split_grid`.
+        choice: as for `split_grid`.
 
     Returns:
-        The matching, or None where nothing is to be merged.
+        The matching; None where nothing is to be merged, or the grid has no whole cell, or nothing but destinations.
     """
-    if int(height * width * ratio) == 0:
+    cells = (height // stride) * (width // stride)
+    if int(height * width * ratio) == 0 or cells in (0, height * width):
         return None
-    candidates = find_candidates(metric, height, width, stride, choice)
-    return None if candidates is None else match_candidates(candidates, ratio)
+    places = split_grid(height, width, stride, None if choice is None else choice.to(metric.device), metric.device)
+    return match_candidates(find_candidates(metric, Split.of(places, cells)), ratio)
 
 
 @torch.no_grad()
-def find_candidates(
-    metric: Tensor, height: int, width: int, stride: int, choice: Tensor | None = None
-) -> Candidates | None:
+def find_candidates(metric: Tensor, split: Split) -> Candidates:
     """Find the destination that each source is most similar to: the part of ToMe that costs.
 
     Args:
         metric: `[B, N, C]`, what the similarity is measured on.
-        height: rows of the grid.
-        width: columns of the grid; `N = height * width`.
-        stride: side of a cell.
-        choice: `[cells]` in `[0, stride ** 2)`: which token of each cell is its destination, for the whole batch;
-            None takes the first.
-
-    Returns:
-        The candidates; None where the grid has no whole cell, or nothing but destinations.
+        split: of its tokens.
     """
-    cells = (height // stride) * (width // stride)
-    if cells in (0, height * width):
-        return None
-    sources, destinations, slot = _split_grid(height, width, stride, choice, metric.device)
-    return Candidates(*_most_similar(metric, sources, destinations), sources, destinations, slot)
+    places = split.places.long()
+    return Candidates(*_most_similar(metric, places[: split.sources], places[split.sources :]), split)
 
 
 @torch.no_grad()
@@ -182,41 +198,48 @@ def match_candidates(candidates: Candidates, ratio: float) -> Matching | None:
     Returns:
         The matching, or None where nothing is to be merged.
     """
-    similarity, nearest, sources, destinations, slot = candidates
-    merged_away = min(len(sources), int(len(slot) * ratio))
+    similarity, nearest, (places, slot, sources) = candidates
+    merged_away = min(sources, int(len(slot) * ratio))
     if merged_away == 0:
         return None
-    staying = len(sources) - merged_away
+    staying = sources - merged_away
     stay = similarity.topk(staying, dim=1, largest=False).indices.flip(1)
-    source_groups = (nearest + staying).scatter(1, stay, _arange_like(stay))
-    destination_groups = torch.arange(staying, staying + len(destinations), device=slot.device)
-    groups = torch.cat([source_groups, destination_groups.expand(len(stay), -1)], dim=1).index_select(1, slot)
-    positions = torch.cat([sources[stay], destinations.expand(len(stay), -1)], dim=1)
-    return Matching(groups, positions)
+    destinations = places[sources:].expand(len(stay), -1)
+    positions = torch.cat([places[:sources][stay], destinations], dim=1)
+    rows = _rows_like(positions).long()
+    of_sources = (nearest + rows[:, staying : staying + 1]).scatter_(1, stay, rows[:, :staying])
+    return Matching.of_rows(torch.cat([of_sources, rows[:, staying:]], dim=1).index_select(1, slot), positions)
 
 
-def _split_grid(
-    height: int, width: int, stride: int, choice: Tensor | None, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the grid in sources and destinations, both in raster order.
+def split_grid(
+    height: int, width: int, stride: int, choice: Tensor | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Split a grid in sources and destinations, both in raster order.
+
+    Args:
+        height: rows of the grid.
+        width: columns of the grid.
+        stride: side of a cell.
+        choice: `[..., cells]` in `[0, stride ** 2)`: which token of each cell is its destination, for the whole batch;
+            None takes the first.
+        device: where the result lies; that of the choice by default.
 
     Returns:
-        The positions of the sources and of the destinations, and the place `[N]` of each token in
-        `[sources, destinations]`.
+        int32 `[..., 2 N]`: the positions of the sources, those of the destinations, and the place of each token among
+        these; see `Split.of`.
     """
+    device = device if choice is None else choice.device
     tokens, rows, columns = height * width, height // stride, width // stride
     corner = (torch.arange(rows, device=device)[:, None] * width + torch.arange(columns, device=device)) * stride
     destinations = corner.flatten()
     if choice is not None:
-        choice = choice.to(device)
         destinations = destinations + choice // stride * width + choice % stride
-    is_destination = torch.zeros(tokens, dtype=torch.int64, device=device).index_fill_(0, destinations, 1)
-    before = is_destination.cumsum(0)  # destinations up to and including each token
-    everything = torch.arange(tokens, device=device)
-    sources = tokens - rows * columns
-    slot = torch.where(is_destination.bool(), sources + before - 1, everything - before)
-    place = torch.empty_like(everything).scatter_(0, slot, everything)
-    return place[:sources], place[sources:], slot
+    shape = (*destinations.shape[:-1], tokens)
+    is_destination = torch.zeros(shape, dtype=torch.bool, device=device).scatter_(-1, destinations, True)
+    before = is_destination.cumsum(-1, dtype=torch.int32)  # destinations up to and including each token
+    every = torch.arange(tokens, dtype=torch.int32, device=device).expand(shape)
+    slot = torch.where(is_destination, before + (tokens - rows * columns - 1), every - before)
+    return torch.cat([torch.empty_like(slot).scatter_(-1, slot.long(), every), slot], -1)
 
 
 def _most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,7 +255,7 @@ def _most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tupl
         values, place = _row_maximum(_normalise_(metric[:, some]) @ keys)
         similarity.append(values)
         nearest.append(place)
-    return torch.cat(similarity, dim=1), torch.cat(nearest, dim=1)
+    return tuple(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in (similarity, nearest))  # type: ignore[return-value]
 
 
 def rows_at_once(batch: int, destinations: int, device: torch.device) -> int:
@@ -305,10 +328,21 @@ def _members(rows: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         The tokens sorted by group, and the start of each group in that list.
     """
     ordered, order = rows.sort()
-    every = torch.arange(groups, device=rows.device, dtype=torch.int32)
-    return order.int(), torch.searchsorted(ordered, every, out_int32=True)
+    return order.int(), torch.searchsorted(ordered, _numbers(groups, rows.device), out_int32=True)
 
 
-def _arange_like(index: Tensor) -> Tensor:
-    """Return 0, 1, 2, ... along the last dimension, in the shape of `index`."""
-    return torch.arange(index.shape[-1], device=index.device).expand_as(index)
+def _rows_like(positions: Tensor) -> Tensor:
+    """Return the place of every merged token among those of the batch, in the shape `[B, M]` of their positions."""
+    return _numbers(positions.numel(), positions.device).view(positions.shape)
+
+
+def _numbers(count: int, device: torch.device) -> Tensor:
+    """Return 0, 1, 2, ..., int32; read only."""
+    compiling = torch.compiler.is_compiling()
+    return torch.arange(count, dtype=torch.int32, device=device) if compiling else _kept_numbers(count, device)
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # what is kept may be used where gradients are wanted
+def _kept_numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)

@@ -59,10 +59,10 @@ class Notices:
     def warn_if_idle(self, position: Position, run: Run) -> None:
         """Say at the first call of a run that none of its steps will be approximated."""
         config = self._config
-        if all(phase.exact for phase in config.phases):
+        if all(phase.exact for phase in config.all_phases):
             return
         if not position.scheduled:
-            if any(phase.residual_steps > 1 for phase in config.phases):
+            if any(phase.residual_steps > 1 for phase in config.all_phases):
                 self.tell(
                     "no schedule",
                     f"{config.method} adds in one step what it measured in another, and these calls are on no "

@@ -78,16 +78,16 @@ def stratified_samples(grid: Grid, samples: int, groups: int, noise: Tensor) -> 
         grid: of the tokens.
         samples: cells, as many as each group has keys; they are equal but for one token.
         groups: number of groups, at most the tokens of a cell.
-        noise: uniform random numbers `[samples]` in [0, 1); the result lies on their device.
+        noise: uniform random numbers `[..., samples]` in [0, 1); the result lies on their device.
 
     Returns:
-        Positions `[samples * groups]`, int64; sample i of group g is at `i * groups + g`.
+        Positions `[..., samples * groups]`, int64; sample i of group g is at `i * groups + g`.
     """
     path = compact_path(grid, round(grid.tokens / samples), noise.device, rolled=True)
     edges = torch.arange(samples + 1, device=noise.device) * grid.tokens // samples
-    place = (noise[:, None] + torch.arange(groups, device=noise.device) / groups) % 1
+    place = (noise[..., None] + torch.arange(groups, device=noise.device) / groups) % 1
     chosen = edges[:-1, None] + (place * edges.diff()[:, None]).long()
-    return path[chosen.flatten()]
+    return path[chosen.flatten(-2)]
 
 
 def cell_order(grid: Grid, cells: int, groups: int, noise: Tensor) -> Tensor:
@@ -100,10 +100,10 @@ def cell_order(grid: Grid, cells: int, groups: int, noise: Tensor) -> Tensor:
         grid: of the tokens.
         cells: number of cells.
         groups: number of groups; divides `tokens // cells`.
-        noise: uniform random numbers `[cells]` in [0, 1), which turn the cells; the result lies on their device.
+        noise: uniform random numbers `[..., cells]` in [0, 1), which turn the cells; the result lies on their device.
 
     Returns:
-        Positions `[tokens]`, int64, the matrix row by row.
+        Positions `[..., tokens]`, int64, the matrix row by row.
     """
     device = noise.device
     places, larger = divmod(grid.tokens, cells)
@@ -113,8 +113,8 @@ def cell_order(grid: Grid, cells: int, groups: int, noise: Tensor) -> Tensor:
     start = cell * places + cell.clamp(max=larger)
     row = torch.arange(places, device=device).view(-1, groups).t().reshape(-1, 1)  # evenly spaced places lie in a run
     row = torch.cat([row, row.new_full((1, 1), places)])
-    chosen = start + (row + (noise * size).long()) % size
-    return path[chosen.flatten()[: grid.tokens]]
+    chosen = start + (row + (noise[..., None, :] * size).long()) % size
+    return path[chosen.flatten(-2)[..., : grid.tokens]]
 
 
 @functools.lru_cache(maxsize=256)
@@ -148,9 +148,9 @@ def lattice_order(grid: Grid, groups: int, device: torch.device) -> tuple[Tensor
 
 
 def inverse_permutation(permutation: Tensor) -> Tensor:
-    """Return the place `[N]` of every token in an order `[N]`."""
-    places = torch.arange(permutation.shape[0], device=permutation.device)
-    return torch.empty_like(permutation).scatter_(0, permutation, places)
+    """Return the place `[..., N]` of every token in an order `[..., N]`."""
+    places = torch.arange(permutation.shape[-1], device=permutation.device).expand_as(permutation)
+    return torch.empty_like(permutation).scatter_(-1, permutation, places)
 
 
 def order_merged(permutation: Tensor | None, positions: Tensor) -> Tensor:

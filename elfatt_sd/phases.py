@@ -73,6 +73,11 @@ class Phase:
         if until == 0:
             raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
         checks.whole("residual_steps", residual_steps, 1)
+        if self.attention.empty and residual_steps == 1:
+            raise ElfattError(
+                f"residual_steps=1 is not accepted with attention={self.attention.name!r}, which reuses the output of "
+                "an earlier step; give the number of steps that share one output, such as residual_steps=2."
+            )
         self.attention.accepts(self.merge)
 
     if not TYPE_CHECKING:  # a type checker that saw it would accept every name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +25,7 @@ _ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves
 def make_plan(
     config: PatchConfig,
     layers: Mapping[str, tuple[Sequence[SelfAttention], Sequence[SelfAttention]]],
-    decisions: Mapping[tuple[str, str], Sequence[Decision | None]],
+    decisions: Mapping[tuple[str, str], Mapping[Phase, Decision]],
     size: Grid,
 ) -> Plan:
     """Work out a plan; see `elfatt_sd.plan`.
@@ -31,25 +33,30 @@ def make_plan(
     Args:
         config: the method.
         layers: of each denoiser, all self-attention layers and those that the method patches.
-        decisions: what was measured, by denoiser and layer, for each phase; empty if nothing was.
+        decisions: what was measured, by denoiser and layer, and by phase; empty if nothing was.
         size: of the denoiser's input.
     """
-    phases = [*config.phases, EXACT] if not config.phases or config.phases[-1].until < 1 else list(config.phases)
-    planned_layers = []
+    ends = config.stretches
+    planned_layers, by_layer = [], []
     for name, (present, chosen) in layers.items():
         for layer in present:
-            measured = [*decisions.get((name, layer.name), []), *[None] * len(phases)][: len(phases)]
+            own = config.for_layer(layer.name)
+            phases = [own.phase_until(end) for end in ends]
             uses = matching_uses(config, layer, chosen)
-            planned_layers.append(_plan_layer(name, layer, phases, size, layer in chosen, measured, uses))
-    starts = [0.0, *(phase.until for phase in phases[:-1])]
+            known = decisions.get((name, layer.name), {})
+            planned_layers.append(_plan_layer(name, layer, phases, size, layer in chosen, known, uses))
+            by_layer.append(phases)
     planned = tuple(
         PlannedPhase(
             start,
-            phase.until,
-            describe(phase, _grids(index, planned_layers)),
+            end,
+            _describe_all(
+                [phases[index] for phases in by_layer] or [config.phase_until(end)],
+                [layer.grid if layer.approximated[index] else None for layer in planned_layers],
+            ),
             sum(layer.multiply_adds_by_phase[index] for layer in planned_layers),
         )
-        for index, (start, phase) in enumerate(zip(starts, phases, strict=True))
+        for index, (start, end) in enumerate(itertools.pairwise((0.0, *ends)))
     )
     after = sum((phase.until - phase.start) * phase.multiply_adds for phase in planned)
     before = sum(layer.multiply_adds for layer in planned_layers)
@@ -118,9 +125,20 @@ def _merging(phase: Phase, grids: Sequence[Grid]) -> str:
     return f"{span} merged ({f'{asked} asked, ' * (span != asked)}{stride}), "
 
 
-def _grids(index: int, layers: Sequence[PlannedLayer]) -> list[Grid]:
-    """Return the grids on which a phase approximates."""
-    return list(dict.fromkeys(layer.grid for layer in layers if layer.approximated[index]))
+def _describe_all(phases: Sequence[Phase], grids: Sequence[Grid | None]) -> str:
+    """Say what happens in a stretch of the run, where layers may have phases of their own.
+
+    Args:
+        phases: of each layer.
+        grids: of each layer where its phase approximates; None otherwise.
+    """
+    found: dict[Phase, list[Grid]] = {}
+    for phase, grid in zip(phases, grids or [None], strict=True):
+        found.setdefault(phase, []).extend([] if grid is None else [grid])
+    counts = collections.Counter(phases)
+    if len(found) == 1:
+        return describe(*found.popitem())
+    return "; ".join(f"{describe(phase, own)} in {counts[phase]} layers" for phase, own in found.items())
 
 
 def _plan_layer(
@@ -129,13 +147,14 @@ def _plan_layer(
     phases: Sequence[Phase],
     size: Grid,
     chosen: bool,
-    decisions: Sequence[Decision | None],
+    decisions: Mapping[Phase, Decision],
     uses: int,
 ) -> PlannedLayer:
     grid, channels = layer.grid(size), layer.channels
     before = multiply_adds(EXACT, grid, channels, context=layer.text)
     by_phase, approximated, reasons = [], [], []
-    for phase, decision in zip(phases, decisions, strict=True):
+    for phase in phases:
+        decision = decisions.get(phase)
         work = multiply_adds(phase, grid, channels, uses, layer.text)
         pays = chosen and (decision is None or decision.pays)
         by_phase.append(work if pays else before)
@@ -148,7 +167,7 @@ def _plan_layer(
     elif not chosen:
         reason = f"left alone: {layer.obstacle or f'its grid is 1/{layer.downsample} of the latent'}"
     else:
-        reason = ", then ".join(reasons)
+        reason = ", then ".join(reason for reason, _ in itertools.groupby(reasons))
     return PlannedLayer(
         denoiser,
         layer.name,

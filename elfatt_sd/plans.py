@@ -167,9 +167,9 @@ class Plan:
     @property
     def kept_bytes(self) -> float:
         """Memory of the differences that steps share (`Phase.residual_steps`), for one image in 16 bits; 0 for none."""
-        if all(phase.residual_steps == 1 or phase.exact for phase in self.config.phases):
+        sizes = [(layer.tokens, layer.channels) for layer in self.layers if self._shares(layer)]
+        if not sizes:
             return 0.0
-        sizes = [(layer.tokens, layer.channels) for layer in self.layers if layer.patched]
         return kept_bytes(sizes, 1, torch.float16, self.config.residuals)
 
     def average(self, layer: PlannedLayer) -> float:
@@ -235,6 +235,11 @@ class Plan:
                 f"{layer.heads} heads, in {', '.join(places(group))}: {layer.reason}"
             )
         return "\n  ".join([self.heading, *rows, *self.summary()])
+
+    def _shares(self, layer: PlannedLayer) -> bool:
+        """Tell whether steps share a difference in a layer."""
+        phases = self.config.for_layer(layer.name).phases
+        return layer.patched and any(phase.residual_steps > 1 and not phase.exact for phase in phases)
 
     @property
     def _parts(self) -> list[float]:

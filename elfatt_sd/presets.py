@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Literal, cast, get_args
 
 from elfatt_sd import checks
@@ -99,7 +98,16 @@ def for_transformers(config: PatchConfig) -> PatchConfig:
     return _TRANSFORMER_PRESETS[name].with_settings(**config.changes).renamed(config.method)
 
 
-def complaints(config: PatchConfig, settings: Collection[str]) -> list[str]:
-    """Return what to say of settings that change nothing, whatever the model; see `PatchConfig.complaints`."""
-    fitting = for_transformers(config).complaints(settings)
-    return [complaint for complaint in config.complaints(settings) if complaint in fitting]
+def complaints(config: PatchConfig) -> list[str]:
+    """Return what to say of changes to a method that change nothing, or leave it nothing to do."""
+    values = [f"{name}={config.changes[name]!r}" for name in config.without_effect(config.changes)]
+    base = PRESETS.get(cast(Method, config.method))
+    if values and not config.active and base is not None and base.active:
+        return [f"with {' and '.join(values)}, method {config.method!r} approximates nothing"]
+    return [f"{value} has no effect on method {config.method!r}" for value in values]
+
+
+def complaints_anywhere(config: PatchConfig) -> list[str]:
+    """Return what to say of changes to a method that change nothing, whatever the model is."""
+    fitting = complaints(for_transformers(config))
+    return [complaint for complaint in complaints(config) if complaint in fitting]

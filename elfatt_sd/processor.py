@@ -58,6 +58,7 @@ class PatchedLayer:
         self.original = original
         self.denoiser = denoiser
         self.taken_over = taken_over
+        self.config = denoiser.config.for_layer(layer.name)  # with the layer's own phases
         self.latest: LayerState | None = None  # of any thread; compiled code reads it, as it cannot ask for its thread
         self.recomputed: LayerState | None = None  # of a call that a checkpoint computes once more
         self.parts: list[torch.nn.Module] = list(layer.attention.modules())  # and those around it, see `device_of`

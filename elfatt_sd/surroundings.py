@@ -30,9 +30,7 @@ def device_of(parts: Iterable[nn.Module], given: torch.device) -> torch.device:
         parts: the layer's modules first, then those around it, from the innermost outwards.
         given: the device of the denoiser's input, for a layer without weights.
     """
-    weights = next(
-        (weight.device for part in parts for weight in part._parameters.values() if weight is not None), given
-    )
+    weights = device_of_weights(parts, given)
     if weights.type not in ("cpu", "meta"):
         return weights
     for part in parts:
@@ -43,6 +41,11 @@ def device_of(parts: Iterable[nn.Module], given: torch.device) -> torch.device:
             if found is not None:
                 return torch.device(found)
     return given if weights.type == "meta" else weights
+
+
+def device_of_weights(parts: Iterable[nn.Module], given: torch.device) -> torch.device:
+    """Return the device of a layer's first weight, as it is now; see `device_of`."""
+    return next((weight.device for part in parts for weight in part._parameters.values() if weight is not None), given)
 
 
 def skips_calls(around: Iterable[nn.Module]) -> bool:

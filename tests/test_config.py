@@ -13,7 +13,7 @@ import pytest
 from elfatt_sd import config as module
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase, Settings, setting_names
 from elfatt_sd.methods import Merge, attentions, is_own
-from elfatt_sd.presets import METHODS, PRESETS, known_method
+from elfatt_sd.presets import METHODS, PRESETS, complaints, known_method
 
 
 def shape(config: PatchConfig) -> list[tuple[float, str, float, int]]:
@@ -168,7 +168,7 @@ def test_unknown_method_and_keys() -> None:
 def test_settings_have_the_names_and_types_of_the_fields() -> None:
     """`Settings` is written out for type checkers, and must say what the fields say."""
     own = [kind for kind in attentions().values() if is_own(kind)]
-    own_fields = ("method", "phases", "changes")
+    own_fields = ("method", "phases", "per_layer", "changes")
     of_phases = [hint for kind in (Merge, *own) for hint in typing.get_type_hints(kind).items()]
     fields = {
         **{name: kind for name, kind in of_phases if typing.get_origin(kind) is not typing.ClassVar},
@@ -327,4 +327,4 @@ def test_the_remedy_of_a_run_without_approximated_steps_holds(
 def test_a_method_that_is_left_nothing_is_told_so(settings: Any) -> None:
     config = PatchConfig.preset("tome", **settings)
     [(name, value)] = settings.items()
-    assert config.complaints(settings) == [f"with {name}={value}, method 'tome' approximates nothing"]
+    assert complaints(config) == [f"with {name}={value}, method 'tome' approximates nothing"]

@@ -137,6 +137,8 @@ CORE = (
     "measuring",
     "families",
     "residuals",
+    "ahead",
+    "kept",
     "calls",
     "joint_processor",
     "processor",

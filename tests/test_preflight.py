@@ -1,4 +1,4 @@
-"""What is checked before PyTorch is imported; tests/test_cli.py checks that it is not."""
+"""What is checked before PyTorch is imported; tests/cli/test_errors.py checks that it is not."""
 
 from __future__ import annotations
 

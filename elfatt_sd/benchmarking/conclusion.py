@@ -18,6 +18,9 @@ def conclude(results: Results) -> list[str]:
     """Return the conclusion, a line for each of the largest sizes."""
     if results["kind"] == "orders":
         return [_closest(results["rows"])]
+    if results["kind"] == "host":
+        most = max(results["rows"], key=lambda row: row["operations"])
+        return [f"Most operations: {most['method']}, {most['operations']:.0f} more in each layer than untouched."]
     named = list(groups(results["rows"]).items())[-MOST_GROUPS:]
     return [f"{name}: {' '.join(_sentences(rows, results['bases']))}" for name, rows in named]
 

@@ -101,8 +101,7 @@ def layer(
             continue
         calls = without_gradients(kept)
         record.time(key, calls, repeats)
-        lost = record.group(key)["lost"]
-        for name in [name for name in calls if memory and name not in lost]:
+        for name in calls if memory else ():
             record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
     return record.results
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from elfatt_sd import checks
@@ -14,16 +15,22 @@ from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.methods import attention_named
 from elfatt_sd.presets import method_named, method_names
 
+SAVED = ".json"  # the end of a saved configuration's name
 PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 
 
 def check_method(name: str) -> None:
-    """Check the name of a method to time: a method, `package.module:Class`, the package tomesd, or an attention alone.
+    """Check the name of a method to time.
+
+    Args:
+        name: a method, `package.module:Class`, the package tomesd, an attention alone, or a saved configuration's file.
 
     Raises:
         ElfattError: it is not known.
     """
-    if ":" in name:
+    if name.endswith(SAVED):
+        PatchConfig.load(name)
+    elif ":" in name:
         attention_named(name)
     else:
         checks.choice("method", name, [*method_names(), PEER, *ALONE])
@@ -43,7 +50,7 @@ def varied(method: str, **settings: Any) -> PatchConfig:
 
 
 def named(method: str) -> PatchConfig:
-    """Return a preset, the package `tomesd`, or an attention after exact early steps.
+    """Return a preset, the package `tomesd`, an attention after exact early steps, or a saved configuration.
 
     Raises:
         ElfattError: a method that is not known.
@@ -52,8 +59,16 @@ def named(method: str) -> PatchConfig:
         return dataclasses.replace(PatchConfig.preset(MERGING), method=PEER)
     if method in ALONE:
         return ALONE[method]
+    if method.endswith(SAVED):
+        return dataclasses.replace(PatchConfig.load(method), method=Path(method).stem)
     check_method(method)
     return method_named(method)
+
+
+def merges(method: str | PatchConfig) -> bool:
+    """Tell whether a method merges tokens."""
+    config = method if isinstance(method, PatchConfig) else named(method)
+    return any(phase.merge.ratio > 0 for phase in config.phases)
 
 
 def grid_side(tokens: int) -> int:

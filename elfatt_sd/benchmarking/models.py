@@ -15,7 +15,8 @@ from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
 from elfatt_sd.pipelines import load_pipeline
 from elfatt_sd.shapes import TRANSFORMERS, call_arguments, empty_transformer, empty_unet
-from elfatt_sd.sizes import SHAPE_VAE, SHAPES
+from elfatt_sd.sizes import SHAPE_VAE
+from elfatt_sd.sizes import SHAPES as SHAPES
 
 VAE: dict[str, Any] = {
     **SHAPE_VAE,

@@ -46,6 +46,8 @@ def _figure(results: Results) -> Any:
         _draw_errors(steps, rows)
         _draw_means(means, rows)
         return figure
+    if results["kind"] == "host":
+        return _host_figure(rows)
     if results["kind"] in ("layer", "growth"):
         return _growth_figure(rows)
     panels = groups(rows)
@@ -62,6 +64,22 @@ def _figure(results: Results) -> Any:
     caption += "\nGrey: to compare with; blue: " + ("other kernels" if results["kind"] == "kernels" else "ours")
     phases = ", mean over a run; orange: one call in its own phase, the fastest of several" * any(map(own_part, rows))
     figure.supxlabel(f"{caption}{phases}.", fontsize=8)
+    return figure
+
+
+def _host_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Draw the operations and the host's time of a layer, by method and phase."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 1.2 + 0.4 * len(rows)), layout="constrained")
+    names = [f"{row['method']}, {row['what']}, {row['size']}" for row in rows]
+    values = [[row["operations"] for row in rows], [1e6 * row["seconds"] for row in rows]]
+    titles = ("device operations more in each layer", "microseconds of the host for each layer and step")
+    both = figure.subplots(1, 2, sharey=True)
+    for axes, own, title in zip(both, values, titles, strict=True):
+        axes.barh(names, own)
+        axes.set_xlabel(title)
+    both[0].invert_yaxis()
     return figure
 
 

@@ -28,7 +28,7 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     for group in results["groups"]:
-        rows += group.get("errors", ())
+        rows += group.get("errors", group.get("measured", ()))
         known = {name: times for name, times in group["times"].items() if times}
         runs = results.get("runs") or {name: {"parts": [[name, 1]], "floor": None} for name in known}
         runs = {method: run for method, run in runs.items() if all(name in known for name, _ in run["parts"])}

@@ -19,6 +19,9 @@ def markdown(results: Results) -> str:
     rows = results["rows"]
     if results["kind"] == "orders":
         return error_table(rows)
+    if results["kind"] == "host":
+        head, *cells = host_cells(rows)
+        return "".join(f"{line}\n" for line in (*_start(head), *map(_line, cells)))
     lines = _table(rows, results["bases"]) if rows else []
     if named := legend({row["method"] for row in rows}):
         lines += ["", named]
@@ -52,6 +55,18 @@ def groups(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any
     for row in rows:
         found.setdefault(title({key: row[key] for key in KEYS if key in row}), []).append(row)
     return found
+
+
+def host_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the cells of a table on what methods cost the host, its head first."""
+    head = ["pixels", "method", "phase", "layers", "operations more a layer", "us a layer and step", "us in the first"]
+    lines = []
+    for row in rows:
+        times = [f"{1e6 * row[name]:.1f}" for name in ("seconds", "first")]
+        lines.append(
+            [str(row["size"]), row["method"], row["what"], str(row["layers"]), f"{row['operations']:.1f}", *times]
+        )
+    return [head, *lines]
 
 
 def error_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 from elfatt_sd.benchmarking.conclusion import conclude
 from elfatt_sd.benchmarking.names import legend
 from elfatt_sd.benchmarking.rows import Results, beats_its_floor
-from elfatt_sd.benchmarking.tables import clock, groups, lost, parts, scaled, spread
+from elfatt_sd.benchmarking.tables import clock, groups, host_cells, lost, parts, scaled, spread
 
 WIDE = 110  # columns from which on every figure is shown
 
@@ -29,6 +29,8 @@ def show(results: Results, console: Console) -> None:
     rows = results["rows"]
     if results["kind"] == "orders" and rows:
         console.print(_errors(rows))
+    elif results["kind"] == "host" and rows:
+        console.print(_host(rows))
     elif rows:
         for name, own in groups(rows).items():
             console.print(_speeds(name, own, results["bases"], console.width >= WIDE))
@@ -64,6 +66,17 @@ def _speeds(name: str, rows: Sequence[Mapping[str, Any]], bases: Sequence[str], 
 
 def _floor(row: Mapping[str, Any]) -> str:
     return "" if row["floor"] is None else f"{row['floor']['median']:.2f}{'*' * beats_its_floor(row)}"
+
+
+def _host(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return what methods cost the host."""
+    head, *lines = host_cells(rows)
+    table = Table(box=SIMPLE)
+    for name in head:
+        table.add_column(name, overflow="fold")
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table
 
 
 def _errors(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -23,7 +23,7 @@ from elfatt_sd.families.unet import UNet
 from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
 from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch
-from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.phases import EXACT
 from elfatt_sd.planning import describe
 from elfatt_sd.presets import METHODS
 from elfatt_sd.processor import PatchedLayer
@@ -97,7 +97,7 @@ class Variant:
     @property
     def reuses_steps(self) -> bool:
         """Whether a call takes over something of the call before it, which then must have been at its size."""
-        corrected = any(phase.residual_steps > 1 for phase in self.config.phases) and not self.measures
+        corrected = any(phase.residual_steps > 1 for phase in self.config.all_phases) and not self.measures
         return self.kind == "patch" and (self.config.reuse_steps > 1 or corrected)
 
     def same_work(self, other: Variant) -> bool:
@@ -107,7 +107,8 @@ class Variant:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
-        what = ", then ".join(describe(phase) for phase in self.config.phases or (EXACT,))
+        phases = list(dict.fromkeys(self.config.all_phases)) or [EXACT]
+        what = "by layer: " * bool(self.config.per_layer) + ", then ".join(map(describe, phases))
         what += f", matching kept for {self.config.reuse_steps} steps" * (self.config.reuse_steps > 1)
         what += ", a step that is exact" * self.measures
         what += ", one matching for all layers" * self.config.reuse_layers
@@ -183,7 +184,7 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
 
 def _with(settings: Mapping[str, Any], config: PatchConfig, own: Collection[str] = ()) -> PatchConfig:
     """Change a configuration, but for settings of its own, and for the ratio where it does not merge."""
-    kept = {*own} if any(phase.merge.ratio for phase in config.phases) else {*own, "ratio"}
+    kept = {*own} if any(phase.merge.ratio for phase in config.all_phases) else {*own, "ratio"}
     return config.with_settings(**{name: value for name, value in settings.items() if name not in kept})
 
 
@@ -223,7 +224,7 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
         floor = floor_name(config)
         floors.setdefault(floor, Variant(FLOOR, layers_of(config)))
         peer = is_peer(config.method)
-        if peer or (config.method == MERGING and any(phase.merge.ratio > 0 for phase in config.phases)):
+        if peer or (config.method == MERGING and any(phase.merge.ratio > 0 for phase in config.all_phases)):
             lineup.add(config.method if peer else PEER, Variant(PEER, config), floor)
             if peer:
                 continue
@@ -304,20 +305,18 @@ def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:
         Each with its number of steps in a run of `STEPS`; exact phases are untouched.
     """
     counts: dict[Variant, int] = {}
-    matched: tuple[Phase, int] | None = None  # the phase and the group of steps that the last matching is of
-    measured: tuple[Phase, int] | None = None  # likewise, that the last difference to exact attention is of
+    matched: object = None  # the phases and the group of steps that the last matching is of
+    measured: object = None  # likewise, that the last differences to exact attention are of
     for step in range(STEPS):
-        phase = config.phase_at(step, STEPS)
-        phase = EXACT if phase.exact else phase
-        phase = dataclasses.replace(phase, until=1.0)
-        group = (phase, step // config.reuse_steps)
-        reuses = phase.matches and group == matched
+        part = config.at(step, STEPS)
+        shared = max((phase.residual_steps for phase in part.all_phases), default=1)
+        group = (part, step // config.reuse_steps)
+        reuses = any(phase.matches for phase in part.all_phases) and group == matched
         matched = group
-        phases = () if phase.exact else (phase,)
-        part = dataclasses.replace(config, phases=phases, reuse_steps=config.reuse_steps if reuses else 1)
-        group = (phase, step // phase.residual_steps)
-        measures = phase.residual_steps > 1 and group != measured
+        group = (part, step // shared)
+        measures = shared > 1 and group != measured
         measured = group
+        part = dataclasses.replace(part, reuse_steps=config.reuse_steps if reuses else 1)
         variant = Variant("patch", part, measures=measures) if part.active else UNTOUCHED
         counts[variant] = counts.get(variant, 0) + 1
     return list(counts.items())
@@ -370,11 +369,16 @@ def forget_matchings(unet: nn.Module) -> None:
 
 def layers_of(config: PatchConfig) -> PatchConfig:
     """Return a configuration of the same layers and nothing else."""
-    return PatchConfig(levels=config.levels, max_downsample=config.max_downsample)
+    layers = PatchConfig(levels=config.levels, max_downsample=config.max_downsample)
+    if not config.per_layer:
+        return layers
+    return dataclasses.replace(layers, phases=config.phases, per_layer=config.per_layer)
 
 
 def floor_name(config: PatchConfig) -> str:
     """Return the name of the floor of the levels that a configuration patches."""
+    if config.per_layer:
+        return f"{FLOOR} of {config.method}"
     if config.max_downsample is not None:
         return f"{FLOOR} to 1/{config.max_downsample}"
     return FLOOR if config.levels == 1 else f"{FLOOR} of {config.levels} levels"

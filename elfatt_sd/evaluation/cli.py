@@ -125,7 +125,7 @@ def run_command(
         _check_early(protocol, out, force)
         others = [Run.open(other) for other in reuse or ()]
     from elfatt_sd.evaluation.processes import is_first
-    from elfatt_sd.evaluation.report.data import load_results
+    from elfatt_sd.evaluation.report import load_results
     from elfatt_sd.evaluation.report.terminal import terminal_summary
     from elfatt_sd.evaluation.stages import evaluate
 
@@ -204,12 +204,12 @@ def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
     opened = Run.open(run)
     from elfatt_sd.evaluation.processes import scoring_device
-    from elfatt_sd.evaluation.report import write_report
+    from elfatt_sd.evaluation.report import load_results, write_report
     from elfatt_sd.evaluation.results import write_results
 
     with opened.writing(scoring_device(opened.protocol.device)):
         write_results(opened)
-        typer.echo(write_report(run))
+        typer.echo(write_report(load_results(run)))
 
 
 @app.command("verify")

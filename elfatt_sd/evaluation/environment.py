@@ -83,7 +83,7 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
         return ["native"]
     if config.attention_backend != "auto":
         return ["flash-attn" if config.attention_backend == "flash" else config.attention_backend]
-    if all(phase.exact or phase.attention.needs_sums for phase in config.phases):
+    if all(phase.exact or phase.attention.needs_sums for phase in config.all_phases):
         return ["native"]
     dtype = torch.float32 if config.fp32_logits else denoiser(pipe).dtype
     layers = [layer.attention for _, chosen in choose_layers(find_denoisers(pipe), config).values() for layer in chosen]

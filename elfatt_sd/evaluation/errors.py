@@ -83,14 +83,14 @@ def method_errors(
     Raises:
         ElfattError: the method has `residual_steps`.
     """
-    shared = max((phase.residual_steps for phase in config.phases), default=1)
+    shared = max((phase.residual_steps for phase in config.all_phases), default=1)
     if shared > 1:
         raise ElfattError(f"residual_steps={shared} is not accepted here; errors are those of single steps.")
     rows = []
     for inputs in recording.inputs:
         if not select_layers([inputs.layer], config, list(recording.levels)):
             continue
-        phase = config.phase_at(inputs.position.step, inputs.position.steps)
+        phase = config.for_layer(inputs.layer.name).phase_at(inputs.position.step, inputs.position.steps)
         grid = inputs.layer.grid(Grid.image(*inputs.latent[-2:]))
         seeds = range(config.seed, config.seed + (draws if _draws_at_random(config, phase, grid) else 1))
         each = torch.cat([_relative_errors(inputs, dataclasses.replace(config, seed=seed)) for seed in seeds])

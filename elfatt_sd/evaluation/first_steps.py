@@ -34,10 +34,10 @@ def exact_calls(cell: Cell, steps: int) -> int:
         row has other latents, another kernel or a peer's patch.
     """
     config = cell.config()
-    residual = any(phase.residual_steps > 1 for phase in config.phases)
+    residual = any(phase.residual_steps > 1 for phase in config.all_phases)
     if cell.role == "null" or cell.peer or residual or config.attention_backend != "auto":
         return 0
-    exact = [config.phase_at(step, steps).exact for step in range(steps)]
+    exact = [not config.at(step, steps).active for step in range(steps)]
     return [*exact, False].index(False)
 
 

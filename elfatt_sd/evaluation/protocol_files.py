@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Cell, Memory, Protocol, Time
 from elfatt_sd.files import read_plain
 from elfatt_sd.methods import attention_named
-from elfatt_sd.settings import setting_names
+from elfatt_sd.settings import RUN_SETTINGS, setting_names
 from elfatt_sd.typed import checked, refused
 
 QUICK_STEPS = 2  # of each call that measures memory, in a quick look
@@ -44,7 +44,7 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit
     cells = data.get("cells")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise ElfattError(f"{path}: cells is missing; give one [[cells]] table for every row.")
-    data["cells"] = _expand(cells)
+    data["cells"] = _expand([_with_saved(cell, path.parent) for cell in cells])
     data.setdefault("name", path.stem)
     if isinstance(data.get("published"), str):
         data["published"] = _published(data["published"])
@@ -175,6 +175,24 @@ def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return expanded
 
 
+def _with_saved(cell: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Put a saved configuration in the place of a cell's `config`, the file's name; what the cell says itself counts.
+
+    Raises:
+        ElfattError: the file is none, or changes what `phases` or `per_layer` of the cell say.
+    """
+    if "config" not in cell:
+        return dict(cell)
+    given = {key: value for key, value in cell.items() if key != "config"}
+    if not isinstance(cell["config"], str) or given.keys() & {"phases", "per_layer", "peer"}:
+        raise refused(f"config={cell['config']!r} of a cell", "the name of a saved configuration, without other phases")
+    saved = PatchConfig.load(folder / cell["config"])
+    data, usual = saved.to_dict(), PatchConfig().to_dict()
+    changed = {key: value for key, value in data.items() if key in RUN_SETTINGS and value != usual[key]}
+    phases = {key: data[key] for key in ("phases", "per_layer") if data.get(key)}
+    return {"method": saved.method, **phases, **changed, **given}
+
+
 def _choices(values: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Return every combination of the values, of which those that are lists give one each.
 
@@ -206,7 +224,7 @@ def _expand_phases(phases: Any, number: int) -> list[dict[str, Any]]:
 
 
 def _row(own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    method = str(own.get("method", "custom" if "phases" in own else "sd"))
+    method = str(own.get("method", "custom" if own.keys() & {"phases", "per_layer"} else "sd"))
     base = str(own.get("peer")) if own.get("peer") else ("null" if own.get("role") == "null" else method)
     varied = [*settings.items(), *own.get("swept", {}).items()]
     base = str(own.get("name", re.sub(r"[^\w.=+-]", "-", base)))

@@ -53,6 +53,7 @@ class Cell:
         role: `baseline` (the untouched pipeline), `null` (the same with other seeds) or `method`.
         settings: settings of the method, as `PatchConfig.with_settings` takes them.
         phases: phases of a custom method, as `Phase` takes them.
+        per_layer: layers with phases of their own, as `PatchConfig.from_dict` takes them.
         swept: the values, by a name for tables, that this row took where a phase lists several; they stand in `phases`.
         peer: `tomesd` runs that package in place of this one's patch.
         seed_offset: of the null row, added to the seed of every image; at least the number of images.
@@ -64,6 +65,7 @@ class Cell:
     role: Literal["baseline", "null", "method"] = "method"
     settings: Mapping[str, Any] = field(default_factory=dict)
     phases: tuple[Mapping[str, Any], ...] = ()
+    per_layer: tuple[Mapping[str, Any], ...] = ()
     swept: Mapping[str, Any] = field(default_factory=dict)
     peer: Literal["", "tomesd"] = ""
     seed_offset: int = 0
@@ -82,7 +84,7 @@ class Cell:
             config = self.config()
         except ElfattError as error:
             raise ElfattError(f"cell {self.name!r}: {error}") from error
-        if (self.role != "method") != (not config.phases):
+        if (self.role != "method") != (not config.all_phases):
             raise refused(
                 f"role={self.role!r} of cell {self.name!r} with method {self.method!r}",
                 "baseline and null for the untouched pipeline (method 'sd'), method for all others",
@@ -95,10 +97,10 @@ class Cell:
 
     def config(self) -> PatchConfig:
         """Return the patch of this row; a peer's row gets what the package has in its place."""
-        if not self.phases:
+        if not self.phases and not self.per_layer:
             return PatchConfig.preset(known_method(self.method), **self.settings)
-        phases = [dict(phase) for phase in self.phases]
-        return PatchConfig.from_dict({"method": self.method, "phases": phases}).with_settings(**self.settings)
+        data = {"method": self.method, "phases": self.phases, "per_layer": self.per_layer}
+        return PatchConfig.from_dict(data).with_settings(**self.settings)
 
 
 @dataclass(frozen=True)

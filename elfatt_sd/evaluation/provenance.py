@@ -23,6 +23,7 @@ from elfatt_sd.files import sha256_of_data, sha256_of_file
 from elfatt_sd.measuring.machine import describe_machine
 
 _METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families
+    "ahead",
     "attention",
     "calls",
     "choosing",
@@ -30,6 +31,7 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
     "installed",
     "joint",
     "joint_processor",
+    "kept",
     "log_sum_exp",
     "merging",
     "ordering",

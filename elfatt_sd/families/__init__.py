@@ -133,10 +133,14 @@ def select_layers(layers: list[SelfAttention], config: PatchConfig, levels: Sequ
 
     Args:
         layers: of one denoiser.
-        config: its `levels` or `max_downsample` decide.
+        config: its `levels` or `max_downsample` decide, and the layers that have phases of their own in it.
         levels: of the pipeline's denoiser, as `levels_of` gives them.
     """
     limit: int | None = config.max_downsample
     if limit is None:
         limit = levels[: config.levels][-1] if levels else 0
-    return [layer for layer in layers if layer.downsample <= limit]
+    if not config.per_layer:
+        return [layer for layer in layers if layer.downsample <= limit]
+    named = {layer.name for own in config.per_layer for layer in layers if own.matches(layer.name)}
+    found = [layer for layer in layers if layer.downsample <= limit or layer.name in named]
+    return [layer for layer in found if config.for_layer(layer.name).active]

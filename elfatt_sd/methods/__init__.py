@@ -13,6 +13,7 @@ from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Siz
 from elfatt_sd.methods.blocks import Blocks
 from elfatt_sd.methods.cell_spread import CellSpread
 from elfatt_sd.methods.elfatt import Elfatt
+from elfatt_sd.methods.reuse import Reuse
 from elfatt_sd.methods.sampled import Sampled
 from elfatt_sd.methods.softmax import Softmax
 from elfatt_sd.tiling import Grid
@@ -29,6 +30,7 @@ __all__ = [
     "Layer",
     "Merge",
     "Prepared",
+    "Reuse",
     "Sampled",
     "Size",
     "Softmax",
@@ -39,8 +41,8 @@ __all__ = [
 ]
 
 Kind = TypeVar("Kind", bound=type[Attention])
-AttentionName = Literal["softmax", "agent", "block", "elfatt", "cell_spread", "sampled"]
-_OWN: tuple[type[Attention], ...] = (Softmax, Agents, Blocks, Elfatt, CellSpread, Sampled)
+AttentionName = Literal["softmax", "agent", "block", "elfatt", "cell_spread", "sampled", "reuse"]
+_OWN: tuple[type[Attention], ...] = (Softmax, Agents, Blocks, Elfatt, CellSpread, Sampled, Reuse)
 _known: dict[str, type[Attention]] = {kind.name: kind for kind in _OWN}
 _RESERVED = ("until", "attention", "residual_steps", "active_fraction", *(f.name for f in dataclasses.fields(Merge)))
 

@@ -80,6 +80,11 @@ class Agents(Attention):
         pairs = 2.0 * self.count(size.grid) + size.context
         return self.projections(size) + round(2 * size.tokens * pairs * size.channels)
 
+    @classmethod
+    def choices(cls, tokens: int) -> list[Self]:
+        """Pools of neighbours in the image."""
+        return [cls(block_order="windows")]
+
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """At most as many agents as tokens, and as many merged tokens as the stride allows."""
         ratio = merge.merged(grid, self.agent_ratio) / grid.tokens

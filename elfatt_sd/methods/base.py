@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from elfatt_sd.joint import Keys
+
+
+LEAST_KEYS = 32  # of a query, in what `elfatt_sd.tune` tries
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,13 @@ class Size(NamedTuple):
         return 2 * (queries + keys) * self.channels**2
 
 
+class Ahead(Protocol):
+    """Where what is drawn for several steps is kept; see `elfatt_sd.ahead`."""
+
+    def made(self, draws: Draws, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what `Draws.made` does, in a buffer that has the numbers of whichever step is going on."""
+
+
 class Draws:
     """Random numbers of one layer in one step. They depend on `(seed, step, layer)` alone and move no global state.
 
@@ -92,18 +102,35 @@ class Draws:
         step: of the run.
         layer: the layer's number.
         device: where the layer works.
+        shared: number of steps that draw the same; 0 is all of them.
+        ahead: where what is drawn for later steps too is kept; None draws for this step alone.
     """
 
-    def __init__(self, seed: int, step: int, layer: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        seed: int,
+        step: int,
+        layer: int,
+        device: torch.device,
+        shared: int = 1,
+        ahead: Ahead | None = None,
+    ) -> None:
         self.seed = seed
-        self.step = step
+        self.step = step // shared * shared if shared else 0
         self.layer = layer
         self.device = device
+        self.shared = shared
+        self.ahead = ahead
+        self.anew = False  # whether what was prepared holds for one step alone
 
     @property
     def once(self) -> Draws:
         """The same numbers in all steps of a run."""
-        return Draws(self.seed, 0, self.layer, self.device)
+        return Draws(self.seed, 0, self.layer, self.device, 0, self.ahead)
+
+    def at(self, step: int) -> Draws:
+        """The numbers of another step."""
+        return Draws(self.seed, step, self.layer, self.device, self.shared)
 
     def uniform(self, what: str, count: int) -> Tensor:
         """Return `count` numbers in [0, 1), on the CPU.
@@ -123,6 +150,21 @@ class Draws:
         if self.device.type == "cuda":
             return drawn.pin_memory().to(self.device, non_blocking=True)
         return drawn.to(self.device)
+
+    def made(self, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return on the layer's device what is made on the CPU of random numbers.
+
+        Where a run's draws are made ahead, this is a buffer that is filled anew in every step, and what is prepared
+        with it is kept: it must not depend on the values.
+
+        Args:
+            what: the numbers are for, see `uniform`.
+            count: of the numbers.
+            make: of numbers `[..., count]`, of several steps for instance, it makes `[..., n]`.
+        """
+        if self.ahead is not None:
+            return self.ahead.made(self, what, count, make)
+        return self.upload(make(self.uniform(what, count)))
 
 
 @dataclass
@@ -174,6 +216,7 @@ class Attention:
         exact: whether it is the untouched model's attention.
         merges: whether tokens may be merged before it.
         needs_sums: whether it needs log-sum-exps, which backends of diffusers' dispatcher do not hand out.
+        empty: whether it computes nothing, so that it makes sense with `residual_steps` alone.
         joint: whether it attends to `Layer.context` as well, so that layers which join image and text can have it.
         aliases: other names of its fields as settings.
         beside_text: those of its settings that matter only in layers that join image and text.
@@ -184,6 +227,7 @@ class Attention:
     merges: ClassVar[bool] = True
     needs_sums: ClassVar[bool] = False
     joint: ClassVar[bool] = False
+    empty: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
     beside_text: ClassVar[frozenset[str]] = frozenset()
 
@@ -209,6 +253,15 @@ class Attention:
     def cost(self, size: Size) -> float:
         """Return the multiply-adds for one image: of the projections, and of attention itself."""
         raise NotImplementedError(f"{type(self).__name__}.cost is missing")
+
+    @classmethod
+    def choices(cls, tokens: int) -> list[Self]:
+        """Return the settings that `elfatt_sd.tune` tries, from the fastest to the closest.
+
+        Args:
+            tokens: of the layer's image.
+        """
+        return [cls()]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """Return it with the numbers that a grid really gets, for plans and costs.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
+from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size
 from elfatt_sd.tiling import BLOCK_ORDERS, BlockOrder, Grid, partition
 
 if TYPE_CHECKING:
@@ -112,6 +112,11 @@ class Blocks(Attention):
         attention = round(2 * size.tokens * float(self.block_size + size.context) * size.channels)
         return size.projections(size.tokens, size.tokens) + attention
 
+    @classmethod
+    def choices(cls, tokens: int) -> list[Self]:
+        """Compact blocks of an eighth of the tokens."""
+        return [cls(block_size=max(tokens // 8, LEAST_KEYS), block_order="windows")]
+
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """Take the size that tiles the sequence."""
         return dataclasses.replace(self, block_size=fitted_block_size(self.block_size, merge.kept(grid)))
@@ -150,7 +155,8 @@ def order_tokens(order: BlockOrder, grid: Grid, size: int, draws: Draws, what: s
     """
     from elfatt_sd.ordering import block_permutation, inverse_permutation
 
-    noise = draws.upload(draws.uniform(what, grid.tokens)) if order == "spread" else None
+    noise = draws.made(what, grid.tokens, lambda drawn: drawn) if order == "spread" else None
+    draws.anew = draws.anew or noise is not None  # sorted on the device, which is faster at it
     places = block_permutation(order, grid, size, noise=noise, device=draws.device)
     inverse = None if places is None else inverse_permutation(places)
     return Prepared(places, inverse, sorts_merged=order != "sequence")

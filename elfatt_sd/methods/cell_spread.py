@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from elfatt_sd import checks
-from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
+from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size
 from elfatt_sd.methods.blocks import order_tokens
 from elfatt_sd.tiling import Grid, cell_blocks
 
@@ -65,10 +65,16 @@ class CellSpread(Attention):
         if self.cell is None:
             order = order_tokens("spread", grid, cells, draws)
             return _Cells(order.order, order.inverse, order.sorts_merged, cells, groups)
+        import torch
+
         from elfatt_sd.ordering import cell_order, inverse_permutation
 
-        places = cell_order(grid, cells, groups, draws.upload(draws.uniform("cells", cells)))
-        return _Cells(places, inverse_permutation(places), cells=cells, groups=groups)
+        def both(noise: Tensor) -> Tensor:
+            places = cell_order(grid, cells, groups, noise)
+            return torch.cat([places, inverse_permutation(places)], -1)
+
+        places, inverse = draws.made("cells", cells, both).chunk(2)
+        return _Cells(places, inverse, cells=cells, groups=groups)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         """Attend to cell and sample, joined by their log-sum-exps, and to the context."""
@@ -88,6 +94,12 @@ class CellSpread(Attention):
         cell = self.cell or size.tokens / self.block_size
         pairs = self.block_size + cell + size.context
         return size.projections(size.tokens, size.tokens) + round(2 * size.tokens * pairs * size.channels)
+
+    @classmethod
+    def choices(cls, tokens: int) -> list[Self]:
+        """The sample is from 1/32 to 1/8 of the tokens, and twice as large as the cell."""
+        sizes = [tokens // part for part in (32, 16, 8) if tokens // part >= LEAST_KEYS]
+        return [cls(block_size=size, cell=size // 2) for size in sizes]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """Take the numbers that the grid allows."""

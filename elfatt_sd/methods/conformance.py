@@ -87,7 +87,7 @@ def _check(attention: Attention) -> None:
             raise broken(attention, "gives another result the second time")
         with raises_in_one_line(attention, "cost"):
             cost = attention.fit(grid, Merge()).cost(Size(grid, grid.tokens, _HEADS * _HEAD_DIM))
-        if not isinstance(cost, int | float) or not 0 < cost < math.inf:
+        if not isinstance(cost, int | float) or not (0 < cost < math.inf or (attention.empty and cost == 0)):
             raise broken(attention, f"has cost {cost!r}; return a number of multiply-adds")
         _check_without_values(attention, grid)
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from elfatt_sd import checks
-from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size, span
+from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size, span
 from elfatt_sd.tiling import Grid, sample_counts
 
 if TYPE_CHECKING:
@@ -63,16 +63,22 @@ class Sampled(Attention):
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Draw the keys of every group, and put the queries in the order of their groups."""
+        import torch
+
         from elfatt_sd.ordering import lattice_order, stratified_samples
 
         count, groups = sample_counts(grid.tokens, self.keys, self.groups)
         draws = draws if self.redraw else draws.once
-        keys = draws.upload(stratified_samples(grid, count, groups, draws.uniform("samples", count)))
+        on_host = lattice_order(grid, groups, torch.device("cpu")) if self.lattice else None
+
+        def places(noise: Tensor) -> Tensor:
+            chosen = stratified_samples(grid, count, groups, noise)
+            return chosen if on_host is None else on_host[1][chosen]
+
+        keys = draws.made("samples", count, places)
         moved = lattice_order(grid, groups, draws.device) if self.lattice else None
-        if moved is None:
-            return _Sample(keys=keys, groups=groups)
-        order, inverse = moved
-        return _Sample(order, inverse, keys=inverse[keys], groups=groups)
+        order, inverse = moved or (None, None)
+        return _Sample(order, inverse, keys=keys, groups=groups)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         """Attend to the sample of one's group; keys and values are projected for sampled tokens alone."""
@@ -90,6 +96,11 @@ class Sampled(Attention):
         """Every query meets its sample, and the context."""
         projected = size.projections(size.tokens, self.keys * self.groups)
         return projected + round(2 * size.tokens * float(self.keys + size.context) * size.channels)
+
+    @classmethod
+    def choices(cls, tokens: int) -> list[Self]:
+        """From 1/64 to 1/4 of the tokens."""
+        return [cls(keys=tokens // part) for part in (64, 32, 16, 8, 4) if tokens // part >= LEAST_KEYS]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """At most as many keys as tokens, and no token in two groups."""

@@ -115,7 +115,8 @@ def test_dry_run_names_folders_that_will_not_do(call: Any, tmp_path: Path, optio
     wrong = tmp_path / "file"
     wrong.touch()
     given = {"--out": tmp_path / "run", option: wrong}
-    done = call("run", "toy", "--dry-run", *(word for pair in given.items() for word in pair))
+    small = sets(["height=64", "width=64"])
+    done = call("run", "toy", "--dry-run", *small, *(word for pair in given.items() for word in pair))
     assert done.code == 2
     assert said in " ".join(done.err.split())
 

@@ -19,7 +19,7 @@ from elfatt_sd import METHODS, ElfattError, PatchConfig, Phase
 from elfatt_sd.families import family_of, find_denoisers, find_layers
 from elfatt_sd.methods import Grid, attentions, is_own
 
-OWN = [name for name, kind in attentions().items() if is_own(kind)]
+OWN = [name for name, kind in attentions().items() if is_own(kind) and not kind.empty]
 
 
 @pytest.fixture(scope="module")

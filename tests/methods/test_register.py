@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -241,32 +240,6 @@ def test_what_raises_in_a_step_is_named(pipe: Any) -> None:
 def test_the_packages_own_keep_the_contract() -> None:
     for kind in methods._OWN:
         check(kind())
-
-
-OWN = """
-from dataclasses import dataclass
-from typing import ClassVar
-from elfatt_sd.methods import Attention
-
-@dataclass(frozen=True)
-class Values(Attention):
-    name: ClassVar[str] = "values"
-    factor: float = 1.0
-
-    def attend(self, layer, tokens, prepared):
-        return layer.project(tokens)[2] * self.factor
-
-    def cost(self, size):
-        return size.projections(size.tokens, size.tokens)
-"""
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "someones_own.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "someones_own", raising=False)
-    return "someones_own:Values"
 
 
 def test_a_class_can_be_named_by_its_module(module: str) -> None:

@@ -1,0 +1,174 @@
+"""What a method costs the host: operations that the device is given, and time before the denoiser's first one.
+
+Tensors are on the meta device, where nothing is computed: every operation that a GPU would be given is counted, and
+what takes time is Python's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elfatt_sd.benchmarking import models
+from elfatt_sd.benchmarking.names import PEER, is_peer
+from elfatt_sd.benchmarking.record import Record, Session
+from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.variants import Variant, resolve_methods
+from elfatt_sd.choosing import fitted
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.families import find_layers, levels_of, main_denoiser, select_layers
+from elfatt_sd.families.unet import SCALE
+from elfatt_sd.patch import apply_patch
+from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.planning import describe
+from elfatt_sd.presets import METHODS
+from elfatt_sd.shapes import call_arguments, empty_unet
+from elfatt_sd.tiling import Grid
+
+COUNTED = 4  # steps of a phase whose operations are counted: as many as share a difference by default
+_VIEWS = {
+    "_reshape_alias",
+    "_unsafe_view",
+    "alias",
+    "as_strided",
+    "detach",
+    "expand",
+    "lift_fresh",
+    "permute",
+    "select",
+}
+_VIEWS |= {"slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations on the device that are more than a view."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count an operation and do it."""
+        out = func(*args, **(kwargs or {}))
+        first = out[0] if isinstance(out, tuple | list) and out else out
+        if isinstance(first, Tensor) and first.is_meta and func.__name__.split(".")[0] not in _VIEWS:
+            self.count += 1
+        return out
+
+
+class Calls:
+    """Calls of a UNet on the meta device.
+
+    Args:
+        model: name of its shape.
+        size: of the image, in pixels.
+        batch: rows.
+        steps: of a run.
+    """
+
+    def __init__(self, model: str, size: int, batch: int, steps: int) -> None:
+        self.unet: Any = empty_unet(models.SHAPES[model]).eval()
+        side = size // SCALE
+        self._given = call_arguments(self.unet, Grid.image(side, side), batch, lambda *n: torch.empty(n, device="meta"))
+        self._timesteps = torch.arange(999, -1, -(1000 // steps))[:steps]
+
+    def call(self, step: int) -> None:
+        """Call it in a step; its sample by position, as tomesd wants it."""
+        (_, sample), *others = {**self._given, "timestep": self._timesteps[step]}.items()
+        with torch.no_grad():
+            self.unet(sample, **dict(others))
+
+    def operations(self, step: int) -> int:
+        """Return the operations of a call."""
+        counted = Operations()  # type: ignore[no-untyped-call]
+        with counted:
+            self.call(step)
+        return counted.count
+
+    def seconds(self, steps: Iterable[int]) -> list[float]:
+        """Return the time from each call to the UNet's own first module."""
+        return [self._until_first(step) for step in steps]
+
+    def _until_first(self, step: int) -> float:
+        def stop(*_: Any) -> None:
+            raise _StoppedError
+
+        handle = self.unet.time_proj.register_forward_pre_hook(stop, prepend=True)
+        start = time.perf_counter()
+        try:
+            self.call(step)
+        except _StoppedError:
+            return time.perf_counter() - start
+        finally:
+            handle.remove()
+        raise AssertionError("the UNet has a time_proj")
+
+
+class _StoppedError(Exception):
+    """Ends a call at its first operation."""
+
+
+def host(
+    *,
+    model: str = "sd15",
+    sizes: Sequence[int] = (512,),
+    methods: Sequence[str | PatchConfig] | None = None,
+    batch: int = 2,
+    steps: int = 50,
+    session: Session | None = None,
+) -> Results:
+    """Count operations and measure the host's time for the untouched UNet, tomesd and every method, by phase.
+
+    Args:
+        model: name of a UNet's shape.
+        sizes: of the image, in pixels.
+        methods: as for `resolve_methods`; all presets by default.
+        batch: rows of the UNet's batch.
+        steps: of a run.
+        session: where the results go.
+
+    Returns:
+        Machine, settings, and a row for each phase: how many layers are patched, the `operations` of a layer beyond
+        those of the untouched one (the mean of `COUNTED` steps), the `seconds` of a layer and step before the first
+        operation (the median over the phase), and the `first` ones, of the step that draws for the others.
+    """
+    configs = resolve_methods((PEER, *METHODS) if methods is None else methods)
+    asked = {"model": model, "batch": batch, "steps": steps, "methods": [config.to_dict() for config in configs]}
+    record = Record(session, "host", torch.device("cpu"), asked, bases=[])
+    for size in sizes:
+        calls = Calls(model, size, batch, steps)
+        untouched = calls.operations(0), statistics.median(calls.seconds(range(steps)))
+        for done, config in enumerate(configs):
+            record.tell(config.method, done, len(configs))
+            rows = _rows(Calls(model, size, batch, steps), config, steps, untouched)
+            record.keep_rows({"size": size, "method": config.method}, rows)
+    return record.results
+
+
+def _rows(calls: Calls, config: PatchConfig, steps: int, untouched: tuple[int, float]) -> list[dict[str, Any]]:
+    """Return a row for each phase of a method that is not exact."""
+    peer = is_peer(config.method)
+    config = fitted(config, {"unet": main_denoiser(calls.unet)})
+    layers = find_layers(calls.unet)
+    layers = select_layers(layers, config, levels_of(layers))
+    if peer:
+        Variant(PEER, config).install(calls.unet)
+    else:
+        apply_patch(calls.unet, config)
+    by_phase: dict[Phase, list[int]] = {}
+    for step in range(steps):
+        phase = config.phase_at(step, steps)
+        by_phase.setdefault(EXACT if phase.exact else phase, []).append(step)
+    by_phase.pop(EXACT, None)
+    rows = []
+    for phase, own in by_phase.items():
+        times = [(each - untouched[1]) / len(layers) for each in calls.seconds(own)]
+        counted = [calls.operations(step) - untouched[0] for step in own[:COUNTED]]
+        row = {"method": config.method, "what": describe(phase), "layers": len(layers)}
+        row |= {"operations": statistics.fmean(counted) / len(layers), "seconds": statistics.median(times)}
+        rows.append(row | {"first": times[0]})
+    return rows

@@ -1,0 +1,82 @@
+"""What a denoiser keeps from step to step of a run."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elfatt_sd.ahead import RunDraws
+from elfatt_sd.residuals import Residual
+from elfatt_sd.surroundings import device_of
+
+if TYPE_CHECKING:
+    from elfatt_sd.calls import Call, LayerState
+
+
+class Memory:
+    """What one denoiser keeps from step to step of a run."""
+
+    def __init__(self) -> None:
+        self.matchings = Shelf()
+        self.residuals: defaultdict[int, Shelf] = defaultdict(Shelf)  # by the layer's index
+        self.ahead: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
+        self.rooms: dict[object, Residual | None] = {}  # that compiled code fills with differences
+        self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
+        self._step = -1
+        self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
+
+    def place(self, step: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the place of a call among those of its step, and its shape."""
+        if step != self._step:
+            self._calls.clear()
+        self._step = step
+        place = self._calls[shape], *shape
+        self._calls[shape] += 1
+        return place
+
+    def room(self, state: LayerState, place: tuple[int, ...]) -> Residual | None:
+        """Return the memory for a layer's difference in compiled code, the same in every group of steps."""
+        layer, given = state.layer, state.call.given
+        if state.phase.exact or torch.is_grad_enabled():
+            return None
+        key = place, state.index, state.grid
+        if key not in self.rooms:
+            device = device_of(state.patched.parts, given.sample.device)
+            of_heads = layer.joint and not state.phase.merge.ratio  # what is corrected is not projected yet
+            sizes = (layer.heads, layer.channels // layer.heads) if of_heads else (layer.channels,)
+            shape = (len(given.sample), state.grid.tokens, *sizes)
+            self.rooms[key] = Residual.room(shape, given.sample.dtype, device, state.call.config.residuals)
+        return self.rooms[key]
+
+    def own(self, call: Call) -> None:
+        """Copy what compiled code has kept in a call: a CUDA graph overwrites its outputs when it is replayed."""
+        shelves: list[dict[Any, Any]] = [call.matchings, *(state.residuals for state in call.states.values())]
+        owned: dict[int, Any] = {id(room): room for room in self.rooms.values()}
+        self._owned |= owned
+        for shelf in shelves:
+            for key, kept in shelf.items():
+                if kept is not None:
+                    shelf[key] = kept = kept if id(kept) in self._owned else kept.copied()
+                    owned[id(kept)] = kept
+        self._owned = owned
+
+    def repeat_step(self) -> None:
+        """Let the next call stand for the first of its step, whatever was called before it."""
+        self._step = -1
+
+
+class Shelf:
+    """What the calls of a group of steps keep for each other, by their place in the step."""
+
+    def __init__(self) -> None:
+        self._group: object = None
+        self._kept: dict[tuple[int, ...], dict[Any, Any]] = {}
+
+    def take(self, group: object, place: tuple[int, ...], keep: bool) -> dict[Any, Any]:
+        """Return what calls at a place have kept, to be added to; a new group of steps begins with nothing."""
+        if group != self._group:
+            self._kept.clear()
+        self._group = group
+        return self._kept.setdefault(place, {}) if keep else {}
