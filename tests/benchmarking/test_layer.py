@@ -83,6 +83,7 @@ def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(drawn) == 3 * len(layer_phases(16))  # a warm-up and two rounds
 
 
+@pytest.mark.filterwarnings("ignore:elfatt-sd. 256 tokens, layer")
 def test_layers_that_would_take_too_long_are_left_out() -> None:
     with pytest.warns(UserWarning, match=r"256 tokens, attention: softmax, .* left out.* than max_seconds=1e-09"):
         results = layer(tokens=[64, 256], block_size=16, max_seconds=1e-9, **QUICK)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_pipelines as tiny
 import torch
-from checks import TWO_PHASES, generator, processors, runner
+from checks import TWO_PHASES, generator, processors, runner, with_effect
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import elfatt_sd
@@ -100,7 +100,7 @@ def test_many_steps_compile_once_per_phase(config: PatchConfig, compile_unet: An
 )
 def test_every_method_is_one_graph_for_each_phase(method: Any, compile_unet: Any, patch_first: bool) -> None:
     """With `fullgraph=True`, as diffusers advises; three for a shared difference: measuring, adding, the last step."""
-    config = PatchConfig.preset(method, block_size=16, agents=8)
+    config = PatchConfig.preset(method, **with_effect(method, block_size=16, agents=8))
     eager = denoise(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), config), steps=10)
     unet, graphs = compiled_and_patched(config, compile_unet, patch_first, fullgraph=True)
     for _ in range(2):
