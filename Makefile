@@ -6,8 +6,12 @@ PROMPT ?= a red star on a striped blue background
 JOBS ?= auto
 # What pip puts on the disk; nearly all of it is PyTorch.
 SIZE := 6 GB on Linux, of which 4.3 GB are CUDA libraries for PyTorch; 1 GB on macOS
-# What works without torchvision, on the oldest versions that are supported.
-OLDEST_TESTS ?= tests --ignore=tests/evaluation --ignore=tests/test_packaging.py
+# What touches diffusers: models, pipelines, schedulers, compilation. Mathematics, reports and docs are the same everywhere.
+OLDEST := families compatibility gpu methods toy cli/test_generate.py cli/test_patch.py benchmarking/test_unet.py \
+  benchmarking/test_pipeline.py benchmarking/test_transformers.py $(addprefix test_,$(addsuffix .py,ahead autotune \
+  backends budget calls conformance flow_timesteps identity installed optional patch per_layer pipelines planning \
+  processor residuals running schedule shapes standalone timesteps trial))
+OLDEST_TESTS ?= $(addprefix tests/,$(OLDEST))
 
 .PHONY: help demo test test-oldest lint format notebooks quickstart clean
 

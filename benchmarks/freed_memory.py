@@ -14,7 +14,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -29,6 +28,7 @@ from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, single_phases
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.console import quiet_libraries
 from elfatt_sd.families import copy_structure
+from elfatt_sd.measuring.clock import timed
 from elfatt_sd.measuring.memory import process_peak
 
 MODELS = {"toy": (256, torch.float32), "sd15": (512, torch.bfloat16)}
@@ -47,11 +47,7 @@ def measure(name: str, keeps: bool) -> dict[str, float]:
     found: dict[str, float] = {}
     for label, variant in ((UNTOUCHED.kind, Variant(UNTOUCHED.kind)), (FAST, fast)):
         call = unet_call(variant.install(copy_structure(model.unet)), model.inputs(size, BATCH))
-        times = []
-        for _ in range(CALLS + 1):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
+        times = [timed(call, torch.device("cpu")) for _ in range(CALLS + 1)]
         found[label] = statistics.median(times[1:])
     return {**found, "peak": float(process_peak() or 0)}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from elfatt_sd.devices import device_name
 from elfatt_sd.evaluation.frechet import Target, frechet_figures
 from elfatt_sd.evaluation.kernel import KERNEL_SAMPLE, kernel_distance
 from elfatt_sd.evaluation.statistics import FeatureStatistics
+from elfatt_sd.measuring.clock import Stopwatch
 from elfatt_sd.measuring.memory import PeakMeter
 
 ROWS = 4096  # drawn at once
@@ -43,16 +43,17 @@ def score(folder: Path, count: int, reference: Target, sample: np.ndarray) -> No
     base, other = frechet_figures(baseline, reference, classes), kernel_distance(baseline, sample, classes)
     meter = PeakMeter(torch.device("cpu"))
     meter.restart()
-    before, began = meter.read() or 0, time.perf_counter()
-    _, interval = frechet_figures(row, reference, classes).limit_difference(base)
-    frechet = time.perf_counter()
-    (kernel_distance(row, sample, classes) - other).interval()
-    kernel = time.perf_counter()
+    before = meter.read() or 0
+    with Stopwatch() as frechet:
+        _, interval = frechet_figures(row, reference, classes).limit_difference(base)
+    with Stopwatch() as kernel:
+        (kernel_distance(row, sample, classes) - other).interval()
     grown = ((meter.read() or 0) - before) / 2**30
     width = interval[1] - interval[0] if interval else 0.0
     print(
-        f"{count} images of {dimension} features: {kernel - began:.1f} s (Frechet distance {frechet - began:.1f} s, "
-        f"kernel distance {kernel - frechet:.1f} s); {grown:.2f} GiB with the mapped file; "
+        f"{count} images of {dimension} features: {frechet.seconds + kernel.seconds:.1f} s "
+        f"(Frechet distance {frechet.seconds:.1f} s, kernel distance {kernel.seconds:.1f} s); "
+        f"{grown:.2f} GiB with the mapped file; "
         f"interval of the difference {width:.3g} wide",
         flush=True,
     )

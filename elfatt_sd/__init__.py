@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elfatt_sd.patch import apply_patch, is_patched, patched, plan, remove_patch
     from elfatt_sd.pipelines import load_pipeline
     from elfatt_sd.presets import METHODS, Method, known_method
+    from elfatt_sd.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "plan",
     "register",
     "remove_patch",
+    "tune",
 ]
 
 if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every name
@@ -60,6 +62,7 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
         "plan": "patch",
         "register": "methods",
         "remove_patch": "patch",
+        "tune": "tuning",
     }
 
     def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from elfatt_sd.processor import PatchedLayer, approximate
 
 ROUNDS, MOST_ROUNDS, WARM_UP = 7, 21, 2
 _IN_A_ROW = 10
+LONG = 30  # seconds of a measurement that are worth a word
 CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, to the same side
 
 
@@ -324,8 +326,13 @@ def measure(
     ratios: list[float] = []
     with torch.no_grad():
         for index in range(WARM_UP + MOST_ROUNDS):
+            begun = time.monotonic()
             before = _seconds(untouched, device)
             after = sum(share * _seconds(function, device) for function, share in approximated)
+            rest = (WARM_UP + ROUNDS - 1) * (time.monotonic() - begun)
+            if index == 0 and rest > LONG:
+                text = f"elfatt-sd: autotune measures a layer of this size for about {rest:.0f} s; the result is kept."
+                warnings.warn(text, stacklevel=2)
             if index >= WARM_UP:
                 ratios.append(after / before)
                 decision = _decide(ratios)

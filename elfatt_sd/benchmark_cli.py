@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elfatt_sd import checks
-from elfatt_sd.benchmarking.lineup import check_method, grid_side, varied
+from elfatt_sd.benchmarking.lineup import check_method, grid_side, merges, named, varied
 from elfatt_sd.benchmarking.names import PEER
 from elfatt_sd.benchmarking.presets import ALONE
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.console import FAILURE, adds_options, name_and_value, output, quiet_libraries
+from elfatt_sd.console import FAILURE, adds_options, complain, name_and_value, output, quiet_libraries
 from elfatt_sd.optional import need
 from elfatt_sd.pipelines import check_model, check_names
 from elfatt_sd.preflight import check_device, check_layers_fit, check_sizes_fit
-from elfatt_sd.presets import METHODS
+from elfatt_sd.presets import METHODS, complaints_anywhere
 from elfatt_sd.progress import progress_of
 from elfatt_sd.sizes import SHAPE_NAMES, UNET_NAMES
 
@@ -97,6 +97,8 @@ def build_session(out: Path | None, name: str | None, as_markdown: bool, again: 
 
     if name is not None and (out is None or Path(name).name != name):
         raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
+    if out is None and again:
+        complain("again has no effect without --out DIR", "warning")
     if out is not None:
         check_writable(out)
 
@@ -164,6 +166,8 @@ def denoiser(
 ) -> None:
     """One call of a UNet or transformer in every phase of every method, added up over a run."""
     _check(model, variant, device, dtype, [] if force else sizes, batch, images=0)
+    if memory_batch and not memory:
+        raise ElfattError("--memory-batch is not accepted with --no-memory; leave one of them out.")
     if compile and autotune:
         raise ElfattError("--autotune is not accepted with --compile; compiled layers cannot be measured.")
     if min(memory_batch or [1]) < 1:
@@ -308,6 +312,8 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
         PatchConfig.preset("elfatt", block_size=options["block_size"])
     if options.get("methods") is not None:
         options["methods"] = [_method(text) for text in options["methods"]]
+        if "ratio" in options and not any(map(merges, options["methods"])):
+            complain(f"ratio={options['ratio']:g} has no effect on methods that do not merge", "warning")
     session = make_session()
     bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
     quiet_libraries()
@@ -353,7 +359,13 @@ def _method(text: str) -> Any:
     """Return what `--method` names, with the settings that follow its name."""
     method, settings = _parts(text)
     check_method(method)
-    return varied(method, **dict(map(name_and_value, settings.split(",")))) if settings else method
+    if not settings:
+        return method
+    changes = dict(map(name_and_value, settings.split(",")))
+    config = varied(method, **changes)
+    for complaint in complaints_anywhere(named(method).with_settings(**changes)):
+        complain(complaint, "warning")
+    return config
 
 
 def _parts(text: str) -> tuple[str, str]:

@@ -6,7 +6,6 @@ pipeline; attention is taken as fused, whose memory grows with the tokens alone.
 
 from __future__ import annotations
 
-import time
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from elfatt_sd.devices import memory_of
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, find_layers, main_denoiser, unwrap
+from elfatt_sd.measuring.clock import timed
 from elfatt_sd.methods import Grid
 from elfatt_sd.running import taken
 from elfatt_sd.sizes import Dimensions, in_words, refuse_if_beyond
@@ -139,13 +139,9 @@ def _count(module: Any) -> int:
 
 def _rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the multiply-adds a second of a matrix product."""
-    side, best = 512 if device.type == "cpu" else 4096, float("inf")
+    side = 512 if device.type == "cpu" else 4096
     matrix = torch.ones(side, side, device=device, dtype=dtype)
-    for _ in range(3):
-        start = time.perf_counter()
-        float((matrix @ matrix)[0, 0])  # reading a number waits for it
-        best = min(best, time.perf_counter() - start)
-    return side**3 / best
+    return side**3 / min(timed(lambda: matrix @ matrix, device) for _ in range(3))
 
 
 def _duration(seconds: float) -> str:

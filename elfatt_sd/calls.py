@@ -95,7 +95,7 @@ class Denoiser:
         """The call that goes on in this thread; None between calls."""
         return self._live.get(threading.get_ident())
 
-    def begin(self, position: Position, run: Run, given: Given) -> None:
+    def begin(self, position: Position, run: Run, given: Given, compiled: bool = False) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
 
         A step may take several calls: with the prompt and without, or one for each view of a panorama. What a call
@@ -105,6 +105,7 @@ class Denoiser:
             position: of the call in the schedule.
             run: the run that it belongs to; nothing is carried over from another one.
             given: what the denoiser is given.
+            compiled: whether `torch.compile` serves the call or a part of it.
         """
         config, step, sample = self.config, position.step, given.sample
         phases = self._phases(step, position.steps)
@@ -129,6 +130,7 @@ class Denoiser:
                 state.shares = kept and layer.config.shares_difference(step, position.steps)
                 group = step // phase.residual_steps, phase
                 state.residuals = memory.residuals[layer.index].take(group, place, kept and phase.residual_steps > 1)
+                state.room = memory.room(state, place) if compiled and state.shares else None
         if step == run.first:
             self._check_memory(call)
         self.enter(call)
@@ -242,6 +244,7 @@ class LayerState:
         self.calls = 0  # of the layer in this call of the denoiser: several, where that splits its input
         self.residuals: dict[int, Residual] = {}  # of each: exact minus approximated output; see `residual_steps`
         self.added: dict[int, Tensor | None] = {}  # of each: the difference that was added, None where it was measured
+        self.room: Residual | None = None  # for that of the first, in compiled code
         self.outcome = ""  # why the layer was not approximated in this call; `done` if it was
 
     @property
@@ -263,6 +266,11 @@ class LayerState:
     def fused(self) -> bool:
         """Whether its projections are fused."""
         return self.patched.fused
+
+    @property
+    def merges_nothing(self) -> bool:
+        """Whether its phase would merge tokens and do nothing else, and the grid allows none."""
+        return self.phase.attention.exact and self.phase.merge.ratio > 0 and not self.phase.merge.merged(self.grid)
 
     def begin(self, phase: Phase, step: int, device: torch.device, ahead: RunDraws | None = None) -> bool:
         """Set the phase, and prepare it on the grid: what is merged into what, and what its attention prepares.
@@ -335,7 +343,8 @@ class LayerState:
             output = exact()
             if self.shares:
                 difference = (output if empty else output - approximated()).detach()
-                self.residuals[turn] = Residual.keep(difference, self.call.config.residuals)
+                room = self.room if turn == 0 else None
+                self.residuals[turn] = Residual.keep(difference, self.call.config.residuals, room)
         if torch.is_grad_enabled():
             self.added[turn] = known
         if self.call.last:  # what decodes the latents needs the memory

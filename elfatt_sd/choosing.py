@@ -22,7 +22,7 @@ from elfatt_sd.families import (
 from elfatt_sd.methods import Attention, is_own
 from elfatt_sd.methods.conformance import check
 from elfatt_sd.phases import Phase
-from elfatt_sd.presets import Method, for_transformers
+from elfatt_sd.presets import UNTOUCHED, Method, complaints, for_transformers
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.settings import Settings
 
@@ -40,9 +40,6 @@ def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> Pat
         method = PatchConfig(method.name, (Phase(1.0, method),))
     config = method if isinstance(method, PatchConfig) else PatchConfig.preset(method)
     config = config.with_settings(**settings)
-    for name in config.without_effect(settings) if config.active else ():
-        value = dict(settings)[name]
-        warnings.warn(f"elfatt-sd: {name}={value!r} has no effect on method {config.method!r}.", stacklevel=3)
     for phase in config.all_phases:
         if not is_own(type(phase.attention)):
             check(phase.attention)
@@ -129,6 +126,26 @@ def class_names(take_over: Any) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise ElfattError(f"take_over={take_over!r} is not accepted; give names of processors' classes.")
     return names
+
+
+def tell_without_effect(config: PatchConfig, denoisers: dict[str, nn.Module], chosen: dict[str, Layers]) -> None:
+    """Warn of changes to a method that change nothing on these denoisers; of `sd`, loops over methods make them too.
+
+    Args:
+        config: as `fitted` returns it.
+        denoisers: by name.
+        chosen: their layers.
+    """
+    main, changes = next(iter(denoisers)), dict(config.changes)
+    family, there = family_of(denoisers[main]), len(levels_of(chosen[main][0]))
+    messages = complaints(config) if config.phases or config.method != UNTOUCHED else []
+    beside_text = {name for phase in config.all_phases for name in phase.attention.beside_text}
+    idle = {name: f"on a {family.title} that does not join text" for name in beside_text if not family.text}
+    if config.active and changes.get("levels", 1) > max(there, 1):
+        idle["levels"] = f"on this {family.title}, where {there} ha{'ve' if there > 1 else 's'} self-attention"
+    messages += [f"{name}={changes[name]!r} has no effect {where}" for name, where in idle.items() if name in changes]
+    for message in messages:
+        warnings.warn(f"elfatt-sd: {message}.", stacklevel=3)
 
 
 def tell_left_alone(chosen: dict[str, Layers], config: PatchConfig, take_over: Sequence[str]) -> None:

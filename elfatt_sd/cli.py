@@ -12,21 +12,18 @@ import typer
 from elfatt_sd import __version__
 from elfatt_sd.allocation import keep_freed_memory
 from elfatt_sd.cli_options import (
-    GUIDANCE,
     MODELS,
-    STEPS,
     AllowPickle,
     Device,
     Dtype,
-    Force,
     Height,
     Json,
     Model,
-    NegativePrompt,
-    Scheduler,
     Source,
     Variant,
     Width,
+    takes_drawing,
+    takes_source,
 )
 from elfatt_sd.cli_output import (
     print_findings,
@@ -47,9 +44,9 @@ from elfatt_sd.console import (
     takes_patch,
 )
 from elfatt_sd.files import check_writable
+from elfatt_sd.presets import METHODS, known_method
 from elfatt_sd.request import Request, check_quoted, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
-from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.tune_cli import tune
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -88,27 +85,20 @@ def _root(
 
 @app.command()
 @takes_patch
+@takes_source
+@takes_drawing
 def generate(
     chosen: Chosen,
+    drawing: dict[str, Any],
+    source: Any,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Each one is drawn.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
     model: Model = "toy",
-    steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
-    guidance: Annotated[float | None, typer.Option(help=GUIDANCE)] = None,
     seed: Annotated[int, typer.Option(help="Of each prompt's first picture; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Pictures for each prompt.")] = 1,
-    height: Height = None,
-    width: Width = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures.")] = Path("outputs"),
     compare: Annotated[bool, typer.Option("--compare", help="Untouched and patched, side by side.")] = False,
     each: Annotated[bool, typer.Option("--each", help="Prompts of one word are meant: draw each one.")] = False,
-    negative_prompt: NegativePrompt = None,
-    scheduler: Scheduler = None,
-    force: Force = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    allow_pickle: AllowPickle = False,
-    variant: Variant = None,
 ) -> None:
     """Draw pictures, each a PNG with its settings inside and a JSON beside it."""
     words = list(prompts or ())
@@ -117,29 +107,10 @@ def generate(
     prompts = [*words, *(read_prompts(prompt_file) if prompt_file else ())]
     if not prompts:
         raise ElfattError("there is no prompt; give one, such as 'a red star', or --prompt-file FILE.")
-    request = Request(
-        tuple(prompts),
-        chosen.config,
-        chosen.autotune,
-        model,
-        steps,
-        guidance,
-        seed,
-        num_images,
-        height,
-        width,
-        compare,
-        negative_prompt,
-        scheduler,
-        force,
-    )
+    asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
+    request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
-    source = Source(model, device, dtype, allow_pickle, variant)
-    source.check()
-    source.check_fits(request)
-    if model in EMBEDDED:
-        _tell_unknown_words(prompts)
-    pipe = source.load()
+    pipe = source(model).load_for(request)
 
     from elfatt_sd.generation import Studio
 
@@ -152,51 +123,37 @@ def generate(
 
 
 @app.command(name="try")
+@takes_source
+@takes_drawing
 def try_methods(
+    drawing: dict[str, Any],
+    source: Any,
     model: Annotated[str, typer.Argument(help=f"{MODELS}.")] = "toy",
     prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="What is drawn.")] = None,
-    steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
-    guidance: Annotated[float | None, typer.Option(help=GUIDANCE)] = None,
     seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
     rounds: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
-    height: Height = None,
-    width: Width = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            autocompletion=lambda: list(METHODS),
+            help=f"One of {', '.join(METHODS)}, or package.module:Class; several times, or all if none is given.",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the strip and its JSON.")] = Path("outputs"),
-    negative_prompt: NegativePrompt = None,
-    scheduler: Scheduler = None,
-    force: Force = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    allow_pickle: AllowPickle = False,
-    variant: Variant = None,
 ) -> None:
     """Draw one prompt with every method: a strip, times, closeness, and which method to use here."""
-    request = Request(
-        (" ".join(prompt) if prompt else DEMO_PROMPT,),
-        PatchConfig.preset("sd"),
-        model=model,
-        steps=steps,
-        guidance=guidance,
-        seed=seed,
-        height=height,
-        width=width,
-        negative_prompt=negative_prompt,
-        scheduler=scheduler,
-        force=force,
-    )
+    words = " ".join(prompt) if prompt else DEMO_PROMPT
+    request = Request((words,), PatchConfig.preset("sd"), model=model, seed=seed, **drawing)
     if rounds < 1:
         raise ElfattError(f"rounds={rounds} is not accepted; give a whole number of at least 1.")
+    chosen = [known_method(method) for method in methods or METHODS]
     check_writable(out)
-    source = Source(model, device, dtype, allow_pickle, variant)
-    source.check()
-    source.check_fits(request)
-    if model in EMBEDDED:
-        _tell_unknown_words(list(request.prompts))
-    pipe = source.load()
+    pipe = source(model).load_for(request)
 
     from elfatt_sd.trial import Trial
 
-    trial = Trial(pipe, request, rounds=rounds)
+    trial = Trial(pipe, request, chosen, rounds)
     interrupted = False
     with progress(trial.images) as (on_step, on_picture):
         try:
@@ -238,11 +195,13 @@ def patch(
         check_writable(save.parent, f"save={str(save)!r}")
     loaded_from = Source(model, device, dtype, allow_pickle, variant)
     known = model in SHAPE_NAMES
+    if force and not chosen.autotune:
+        complain("force has no effect without autotune", "warning")
     if not known:
         loaded_from.check()
         if chosen.autotune and not force:
             check_sizes_fit(model, device, dtype, [(height, width)], batch=2, images=0)
-    pipe = _sketch(model, chosen.autotune) if known else loaded_from.load()
+    pipe = _sketch(loaded_from, chosen.autotune) if known else loaded_from.load()
     if chosen.autotune and not force:
         from elfatt_sd.budget import check_fits
 
@@ -282,27 +241,18 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _sketch(model: str, autotune: bool) -> Any:
+def _sketch(source: Source, autotune: bool) -> Any:
     """Return a shape without weights."""
     from elfatt_sd.shapes import sketch
 
+    model, of_weights = source.model, {"dtype": source.dtype != "auto", "allow_pickle": source.allow_pickle}
     if autotune:
         raise ElfattError(
             f"model={model!r} is a shape without weights, which --autotune cannot measure; give a model, or time the "
             f"shape with elfatt-sd bench denoiser --model {model} --autotune."
         )
+    of_weights |= {"variant": source.variant is not None, "device": source.device != "cpu"}
+    for name in [name for name, given in of_weights.items() if given]:
+        complain(f"{name} has no effect on model={model!r}, a shape without weights", "warning")
     quiet_libraries()
     return sketch(model)
-
-
-def _tell_unknown_words(prompts: list[str]) -> None:
-    from elfatt_sd.toy.renderer import COLORS, PATTERNS, SHAPES, unknown_words
-
-    unknown = sorted({word for prompt in prompts for word in unknown_words(prompt)})
-    if unknown:
-        complain(
-            f"the toy does not know {', '.join(map(repr, unknown))}; it draws one of {', '.join(SHAPES)} in "
-            f"{', '.join(COLORS)} on a {', '.join(PATTERNS)} background. For anything else give a real model: "
-            "--model DIRECTORY, HUB-ID or FILE.safetensors",
-            "note",
-        )

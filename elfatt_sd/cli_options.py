@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from elfatt_sd.console import quiet_libraries
+from elfatt_sd.console import adds_options, complain, quiet_libraries
 from elfatt_sd.request import SCHEDULERS, Request
 from elfatt_sd.toy import EMBEDDED
 
@@ -34,6 +35,21 @@ Force = Annotated[bool, typer.Option("--force", help="Draw even what is estimate
 Height = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
 Width = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DRAWING_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "steps": (Annotated[int | None, typer.Option(help=STEPS)], None),
+    "guidance": (Annotated[float | None, typer.Option(help=GUIDANCE)], None),
+    "height": (Height, None),
+    "width": (Width, None),
+    "negative_prompt": (NegativePrompt, None),
+    "scheduler": (Scheduler, None),
+    "force": (Force, False),
+}
+SOURCE_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "device": (Device, "auto"),
+    "dtype": (Dtype, "auto"),
+    "allow_pickle": (AllowPickle, False),
+    "variant": (Variant, None),
+}
 
 
 @dataclass(frozen=True)
@@ -56,9 +72,10 @@ class Source:
         check_model(self.model, allow_pickle=self.allow_pickle, variant=self.variant)
 
     def check_fits(self, request: Request) -> None:
-        """Refuse an image that the CPU's memory cannot hold, as far as a directory tells without PyTorch."""
-        from elfatt_sd.preflight import check_sizes_fit
+        """Refuse steps or an image that cannot be, as far as a directory tells without PyTorch."""
+        from elfatt_sd.preflight import check_sizes_fit, check_steps
 
+        check_steps(self.model, request.steps)
         if not request.force:
             sizes = [(request.height, request.width)]
             check_sizes_fit(
@@ -69,6 +86,14 @@ class Source:
                 batch=2 if request.guidance is None else 1 + (request.guidance > 1),
             )
 
+    def load_for(self, request: Request) -> Any:
+        """Check all that can be checked, and load the pipeline for what is to be drawn."""
+        self.check()
+        self.check_fits(request)
+        if self.model in EMBEDDED:
+            tell_unknown_words(list(request.prompts))
+        return self.load()
+
     def load(self) -> Any:
         """Load the pipeline."""
         from elfatt_sd.pipelines import load_pipeline
@@ -77,3 +102,21 @@ class Source:
         return load_pipeline(
             self.model, device=self.device, dtype=self.dtype, allow_pickle=self.allow_pickle, variant=self.variant
         )
+
+
+def tell_unknown_words(prompts: list[str]) -> None:
+    """Say which words of prompts the embedded pipelines do not know."""
+    from elfatt_sd.toy.renderer import COLORS, PATTERNS, SHAPES, unknown_words
+
+    unknown = sorted({word for prompt in prompts for word in unknown_words(prompt)})
+    if unknown:
+        complain(
+            f"the toy does not know {', '.join(map(repr, unknown))}; it draws one of {', '.join(SHAPES)} in "
+            f"{', '.join(COLORS)} on a {', '.join(PATTERNS)} background. For anything else give a real model: "
+            "--model DIRECTORY, HUB-ID or FILE.safetensors",
+            "note",
+        )
+
+
+takes_drawing = adds_options("drawing", DRAWING_OPTIONS, dict)
+takes_source = adds_options("source", SOURCE_OPTIONS, lambda **given: functools.partial(Source, **given))

@@ -6,7 +6,6 @@ A configuration is data: frozen, comparable, and equal to itself after a round t
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.files import write_json
-from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.phases import EXACT, LayerPhases, Phase, check_phases, objects_of, phases_of
 from elfatt_sd.settings import (
     BACKENDS,
     DOWNSAMPLES,
@@ -39,34 +38,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["EXACT", "ElfattError", "ElfattFailure", "LayerPhases", "PatchConfig", "Phase", "Settings", "setting_names"]
-
-
-@dataclass(frozen=True)
-class LayerPhases:
-    """Phases that some layers have in place of the configuration's own.
-
-    Attributes:
-        layers: the layers' path in their denoiser, as `elfatt-sd patch` and `plan` print it. `*` stands for any text:
-            `up_blocks.3.*`.
-        phases: as for `PatchConfig`; none keeps the layers exact.
-    """
-
-    layers: str
-    phases: tuple[Phase, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check both fields.
-
-        Raises:
-            ElfattError: one is out of range.
-        """
-        if not isinstance(self.layers, str) or not self.layers:
-            raise ElfattError(f"layers={self.layers!r} is not accepted; give a layer's path, such as 'up_blocks.3.*'.")
-        _check_phases(self.phases)
-
-    def matches(self, layer: str) -> bool:
-        """Tell whether a layer, given by its path, has these phases."""
-        return fnmatch.fnmatchcase(layer, self.layers)
 
 
 @dataclass(frozen=True)
@@ -118,7 +89,7 @@ class PatchConfig:
         """
         if not isinstance(self.method, str) or not self.method:
             raise ElfattError(f"method={self.method!r} is not accepted; give a name.")
-        _check_phases(self.phases)
+        check_phases(self.phases)
         if not isinstance(self.per_layer, tuple) or not all(isinstance(own, LayerPhases) for own in self.per_layer):
             raise ElfattError(f"per_layer={self.per_layer!r} is not accepted; give a tuple of LayerPhases.")
         if self.max_downsample is not None and (
@@ -211,6 +182,12 @@ class PatchConfig:
         object.__setattr__(changed, "changes", {**self.changes, **settings})
         return changed
 
+    def renamed(self, method: str) -> PatchConfig:
+        """Return a copy with another name, which knows the same changes."""
+        changed = dataclasses.replace(self, method=method)
+        object.__setattr__(changed, "changes", self.changes)
+        return changed
+
     def without_effect(self, settings: Iterable[str]) -> list[str]:
         """Return those of some settings that change nothing in this configuration, which has them already."""
         approximating = [phase for phase in self.all_phases if not phase.exact]
@@ -219,6 +196,10 @@ class PatchConfig:
             used -= {"use_rand", "reuse_steps", "reuse_layers"}
         if self.max_downsample is not None:
             used -= {"levels"}
+        if not any(phase.residual_steps > 1 for phase in approximating):
+            used -= {"residuals", "residual_limit"}
+        if not any(phase.attention.is_random or (phase.matches and self.use_rand) for phase in approximating):
+            used -= {"seed"}
         return [name for name in settings if name not in used or (not approximating and name != "attention_backend")]
 
     def _check_merging(self, ratio: float) -> None:
@@ -252,10 +233,10 @@ class PatchConfig:
             raise ElfattError(f"{type(data).__name__} is not a configuration; give an object as `to_dict` returns it.")
         known_keys("configuration", data, [field.name for field in dataclasses.fields(cls)])
         own = []
-        for each in _objects("per_layer", data.get("per_layer", ())):
+        for each in objects_of("per_layer", data.get("per_layer", ())):
             known_keys("per_layer", each, ["layers", "phases"])
-            own.append(LayerPhases(each.get("layers", ""), _phases_of(each)))
-        return cls(**{**data, "phases": _phases_of(data), "per_layer": tuple(own)})
+            own.append(LayerPhases(each.get("layers", ""), phases_of(each)))
+        return cls(**{**data, "phases": phases_of(data), "per_layer": tuple(own)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the configuration as JSON; a file that is there is replaced, as a whole or not at all.
@@ -379,34 +360,6 @@ class PatchConfig:
 
 
 _SAVED = "a file that `PatchConfig.save` or `elfatt-sd patch --save` wrote"
-
-
-def _check_phases(phases: object) -> None:
-    """Check phases that follow each other.
-
-    Raises:
-        ElfattError: they are none, or do not end one after the other.
-    """
-    if not isinstance(phases, tuple) or not all(isinstance(phase, Phase) for phase in phases):
-        raise ElfattError(f"phases={phases!r} is not accepted; give a tuple of Phase.")
-    ends = [phase.until for phase in phases]
-    if any(later <= earlier for earlier, later in itertools.pairwise(ends)):
-        raise ElfattError(f"phases end at {ends}; each must end later than the one before it.")
-
-
-def _objects(name: str, value: object) -> list[Mapping[str, Any]]:
-    """Return a list of objects that JSON held.
-
-    Raises:
-        ElfattError: it is something else.
-    """
-    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
-        raise ElfattError(f"{name}={value!r} is not accepted; give a list of objects.")
-    return list(value)
-
-
-def _phases_of(data: Mapping[str, Any]) -> tuple[Phase, ...]:
-    return tuple(Phase.from_dict(phase) for phase in _objects("phases", data.get("phases", ())))
 
 
 def _shown(path: object) -> str:

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.optional import remedy
-from elfatt_sd.presets import DEFAULT, METHODS, known_method
+from elfatt_sd.presets import DEFAULT, METHODS, complaints_anywhere, known_method
 from elfatt_sd.settings import BACKENDS
 from elfatt_sd.tiling import BLOCK_ORDERS
 
@@ -75,6 +75,7 @@ class OneLineErrors(TyperGroup):
         """Run the command line and exit."""
         words = list(sys.argv[1:] if args is None else args)
         debug = _take_debug(words)
+        _told.clear()
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             try:
@@ -173,18 +174,24 @@ def choose(
     written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
     if config_file is None:
         known = known_method(DEFAULT if method is None else method)
-        base, source = PatchConfig.preset(known), f'"{known}"'
+        base = PatchConfig.preset(known)
+        source = json.dumps(method if ":" in (method or "") else known)  # a class is registered by its import
     elif method is None:
         base, source = PatchConfig.load(config_file), from_file(config_file)
     else:
         raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
     config = base.with_settings(**settings)
-    for name in config.without_effect(settings):
-        complain(f"{name}={settings[name]!r} has no effect on method {config.method!r}", "warning")
+    if autotune and not config.active:
+        complain(f"autotune has no effect on method {config.method!r}", "warning")
+    for complaint in complaints_anywhere(config):
+        complain(complaint, "warning")
     return Chosen(config, source + written, bool(autotune))
 
 
 takes_patch = adds_options("chosen", PATCH_OPTIONS, choose)
+
+
+_told: set[str] = set()  # warnings of this command
 
 
 def from_file(path: Path) -> str:
@@ -193,8 +200,13 @@ def from_file(path: Path) -> str:
 
 
 def complain(message: str, kind: str = "error") -> None:
-    """Print one line on stderr."""
+    """Print one line on stderr, a warning once."""
     line = " ".join(message.split())
+    if kind == "warning":
+        said = line.removeprefix("elfatt-sd: ").removesuffix(".")
+        if said in _told:
+            return
+        _told.add(said)
     typer.secho(f"{kind}: {line}", err=True, fg="red" if kind == "error" else "yellow")
 
 

@@ -32,6 +32,7 @@ from elfatt_sd.running import (
     check_text_to_image,
     exact_size,
     guidance_options,
+    guides,
     own_settings,
     rows_of,
     taken,
@@ -158,6 +159,9 @@ class Studio:
             self.pipe.scheduler = make_scheduler(request.scheduler, self.pipe.scheduler)
         if request.negative_prompt is not None:
             self._check_negative_prompt()
+        elif request.guidance is not None and not guides(self.pipe):
+            text = f"guidance={request.guidance:g} has no effect on this model without a negative_prompt."
+            warnings.warn(text, stacklevel=3)
         self._warn_of_cut_prompts()
         dimensions = dimensions_of(self.pipe)
         dimensions.check(request.height, request.width)

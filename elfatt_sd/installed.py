@@ -168,7 +168,7 @@ class Patch:
         self._notices.warn_if_idle(position, run)
         if compiled:
             self._allow_recompiling()
-        self._shared.begin(position, run, given)
+        self._shared.begin(position, run, given, compiled)
         if torch.is_grad_enabled() and self._shared.call is not None:
             self._shared.remember(sample, self._shared.call)
 

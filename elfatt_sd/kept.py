@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from elfatt_sd.ahead import RunDraws
+from elfatt_sd.residuals import Residual
+from elfatt_sd.surroundings import device_of
 
 if TYPE_CHECKING:
-    from elfatt_sd.calls import Call
+    from elfatt_sd.calls import Call, LayerState
 
 
 class Memory:
@@ -18,6 +22,7 @@ class Memory:
         self.matchings = Shelf()
         self.residuals: defaultdict[int, Shelf] = defaultdict(Shelf)  # by the layer's index
         self.ahead: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
+        self.rooms: dict[object, Residual | None] = {}  # that compiled code fills with differences
         self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
         self._step = -1
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
@@ -31,10 +36,25 @@ class Memory:
         self._calls[shape] += 1
         return place
 
+    def room(self, state: LayerState, place: tuple[int, ...]) -> Residual | None:
+        """Return the memory for a layer's difference in compiled code, the same in every group of steps."""
+        layer, given = state.layer, state.call.given
+        if state.phase.exact or torch.is_grad_enabled():
+            return None
+        key = place, state.index, state.grid
+        if key not in self.rooms:
+            device = device_of(state.patched.parts, given.sample.device)
+            of_heads = layer.joint and not state.phase.merge.ratio  # what is corrected is not projected yet
+            sizes = (layer.heads, layer.channels // layer.heads) if of_heads else (layer.channels,)
+            shape = (len(given.sample), state.grid.tokens, *sizes)
+            self.rooms[key] = Residual.room(shape, given.sample.dtype, device, state.call.config.residuals)
+        return self.rooms[key]
+
     def own(self, call: Call) -> None:
         """Copy what compiled code has kept in a call: a CUDA graph overwrites its outputs when it is replayed."""
         shelves: list[dict[Any, Any]] = [call.matchings, *(state.residuals for state in call.states.values())]
-        owned: dict[int, Any] = {}
+        owned: dict[int, Any] = {id(room): room for room in self.rooms.values()}
+        self._owned |= owned
         for shelf in shelves:
             for key, kept in shelf.items():
                 if kept is not None:

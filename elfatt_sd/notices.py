@@ -81,6 +81,13 @@ class Notices:
     def compare_with_plan(self, call: Call) -> None:
         """Say which layers of the first call that should approximate them did not do it."""
         expected = [state for state in call.states.values() if not state.phase.exact and state.patched.installed]
+        grids = {str(state.grid) for state in expected if state.merges_nothing}
+        if grids:
+            self.tell(
+                "nothing merged",
+                f"no token of {', '.join(sorted(grids))} can be merged by {self._config.method}, whose attention is "
+                "exact there; give a larger ratio, a smaller stride, or a larger image.",
+            )
         wrong = {state.layer.name: state.outcome for state in expected if state.outcome not in ("done", "")}
         skipped = [state.layer.name for state in expected if not state.outcome]
         whole = call.last or not call.scheduled or len(skipped) == len(expected)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, cast
 
 from elfatt_sd.attention import make_ready
 from elfatt_sd.autotune import measure_phases
 from elfatt_sd.calls import Denoiser
-from elfatt_sd.choosing import choose_layers, class_names, fitted, patched_layers, resolve, tell_left_alone
+from elfatt_sd.choosing import (
+    choose_layers,
+    class_names,
+    fitted,
+    patched_layers,
+    resolve,
+    tell_left_alone,
+    tell_without_effect,
+)
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import (
     family_of,
@@ -19,7 +28,7 @@ from elfatt_sd.families import (
 from elfatt_sd.installed import PATCH, Patch
 from elfatt_sd.methods import Attention
 from elfatt_sd.planning import input_grid, make_plan
-from elfatt_sd.plans import Plan
+from elfatt_sd.plans import Plan, PlanOnDemand
 from elfatt_sd.presets import DEFAULT, Method
 from elfatt_sd.schedule import Schedule, SchedulerFinder
 from elfatt_sd.settings import Settings
@@ -58,6 +67,7 @@ def apply_patch(
     denoisers, names = find_denoisers(pipe), class_names(take_over)
     config = fitted(resolve(method, settings), denoisers)
     chosen = choose_layers(denoisers, config, names)
+    tell_without_effect(config, denoisers, chosen)
     make_ready(config.attention_backend)
     remove_patch(pipe)
     if config.active:
@@ -102,14 +112,15 @@ def patched(
     Args:
         pipe: as for `apply_patch`.
         method: as for `apply_patch`.
-        autotune: as for `apply_patch`.
+        autotune: as for `apply_patch`; the plan is measured when it is first looked at.
         take_over: as for `apply_patch`.
         **settings: as for `apply_patch`.
     """
     before, config = _patches(pipe), resolve(method, settings)
     apply_patch(pipe, config, autotune=autotune, take_over=take_over)
     try:
-        yield plan(pipe, config, autotune=autotune, take_over=take_over)
+        make = functools.partial(_plan, pipe, config, (None, None, None), autotune, take_over, tell=False)
+        yield cast(Plan, PlanOnDemand(make)) if autotune else make()
     finally:
         remove_patch(pipe)
         for patch in before.values():
@@ -143,18 +154,31 @@ def plan(
     Raises:
         ElfattError: as `apply_patch`, or a size that does not fit the model.
     """
+    return _plan(pipe, resolve(method, settings), (height, width, frames), autotune, take_over)
+
+
+def _plan(
+    pipe: Any,
+    config: PatchConfig,
+    size: tuple[int | None, int | None, int | None],
+    autotune: bool,
+    take_over: Sequence[str | type],
+    tell: bool = True,
+) -> Plan:
     denoisers = find_denoisers(pipe)
-    config = fitted(resolve(method, settings), denoisers)
+    config = fitted(config, denoisers)
     chosen = choose_layers(denoisers, config, class_names(take_over))
-    size = input_grid(pipe, height, width, frames)
+    if tell:
+        tell_without_effect(config, denoisers, chosen)
+    grid = input_grid(pipe, *size)
     decisions = {}
     if autotune:
         for name, net in denoisers.items():
             shared = Denoiser(config)
             shared.layers = patched_layers(shared, chosen[name])
             for layer in shared.layers:
-                decisions[name, layer.layer.name] = measure_phases(layer, net, size)
-    return make_plan(config, chosen, decisions, size).counting(denoisers)
+                decisions[name, layer.layer.name] = measure_phases(layer, net, grid)
+    return make_plan(config, chosen, decisions, grid).counting(denoisers)
 
 
 def is_patched(pipe: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
@@ -136,3 +138,60 @@ class Phase:
 
 
 EXACT = Phase()
+
+
+@dataclass(frozen=True)
+class LayerPhases:
+    """Phases that some layers have in place of the configuration's own.
+
+    Attributes:
+        layers: the layers' path in their denoiser, as `elfatt-sd patch` and `plan` print it. `*` stands for any text:
+            `up_blocks.3.*`.
+        phases: in order of `until`; none keeps the layers exact.
+    """
+
+    layers: str
+    phases: tuple[Phase, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check both fields.
+
+        Raises:
+            ElfattError: one is out of range.
+        """
+        if not isinstance(self.layers, str) or not self.layers:
+            raise ElfattError(f"layers={self.layers!r} is not accepted; give a layer's path, such as 'up_blocks.3.*'.")
+        check_phases(self.phases)
+
+    def matches(self, layer: str) -> bool:
+        """Tell whether a layer, given by its path, has these phases."""
+        return fnmatch.fnmatchcase(layer, self.layers)
+
+
+def check_phases(phases: object) -> None:
+    """Check phases that follow each other.
+
+    Raises:
+        ElfattError: they are none, or do not end one after the other.
+    """
+    if not isinstance(phases, tuple) or not all(isinstance(phase, Phase) for phase in phases):
+        raise ElfattError(f"phases={phases!r} is not accepted; give a tuple of Phase.")
+    ends = [phase.until for phase in phases]
+    if any(later <= earlier for earlier, later in itertools.pairwise(ends)):
+        raise ElfattError(f"phases end at {ends}; each must end later than the one before it.")
+
+
+def objects_of(name: str, value: object) -> list[Mapping[str, Any]]:
+    """Return a list of objects that JSON held.
+
+    Raises:
+        ElfattError: it is something else.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
+        raise ElfattError(f"{name}={value!r} is not accepted; give a list of objects.")
+    return list(value)
+
+
+def phases_of(data: Mapping[str, Any]) -> tuple[Phase, ...]:
+    """Return the phases of an object that JSON held."""
+    return tuple(Phase.from_dict(phase) for phase in objects_of("phases", data.get("phases", ())))

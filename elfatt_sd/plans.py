@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,6 +248,31 @@ class Plan:
     def _approximated(self, layer: PlannedLayer) -> float:
         """Return the exact layer's multiply-adds in the phases that approximate it, averaged over the run."""
         return layer.multiply_adds * sum(itertools.compress(self._parts, layer.approximated))
+
+
+class PlanOnDemand:
+    """A plan that is made when it is first looked at, as it takes long to measure.
+
+    Args:
+        make: makes it.
+    """
+
+    def __init__(self, make: Callable[[], Plan]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def _plan(self) -> Plan:
+        return self._make()
+
+    def __getattr__(self, name: str) -> Any:
+        """Read it off the plan."""
+        if name.startswith("__"):  # of copies and pickles, which ask before there is anything
+            raise AttributeError(name)
+        return getattr(self._plan, name)
+
+    def __str__(self) -> str:
+        """Return the plan as text."""
+        return str(self._plan)
 
 
 def giga(multiply_adds: float) -> str:

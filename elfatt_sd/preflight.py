@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -50,6 +51,22 @@ def lacks_cuda() -> bool:
     except OSError:
         return True
     return False
+
+
+def check_steps(model: str, steps: int | None) -> None:
+    """Refuse more steps than a directory's scheduler has timesteps, without PyTorch.
+
+    Raises:
+        ElfattError: there are more.
+    """
+    folder = EMBEDDED[model].folder if model in EMBEDDED else Path(model)
+    try:
+        data = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+        most = int(data["num_train_timesteps"])
+    except (OSError, ValueError, LookupError, TypeError):  # seen when it is loaded
+        return
+    if steps is not None and steps > most:
+        raise ElfattError(f"steps={steps} is not accepted; give a whole number from 1 to {most}.")
 
 
 def check_sizes_fit(

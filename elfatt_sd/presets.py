@@ -12,6 +12,7 @@ from elfatt_sd.phases import Phase
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]
 METHODS: tuple[Method, ...] = get_args(Method)
 DEFAULT: Method = "elfatt"
+UNTOUCHED: Method = "sd"
 # Those with a colour of their own in plots, in the colours' order: pages that are there already keep theirs.
 COLOURED = ("elfatt", "tome", "agent", "elfatt-fast", "tomesd", "elfatt-quality")
 
@@ -90,8 +91,23 @@ _TRANSFORMER_PRESETS: dict[Method, PatchConfig] = {
 
 def for_transformers(config: PatchConfig) -> PatchConfig:
     """Return what a preset, with the settings that were changed, is on transformers; another configuration as it is."""
-    name = cast(Method, config.method)
-    preset = PRESETS.get(name)
-    if name not in _TRANSFORMER_PRESETS or preset is None or config != preset.with_settings(**config.changes):
+    name = cast(Method, config.method.partition(":")[0])  # without the settings that benchmarks put into it
+    preset, plain = PRESETS.get(name), config.renamed(name)
+    if name not in _TRANSFORMER_PRESETS or preset is None or plain != preset.with_settings(**config.changes):
         return config
-    return _TRANSFORMER_PRESETS[name].with_settings(**config.changes)
+    return _TRANSFORMER_PRESETS[name].with_settings(**config.changes).renamed(config.method)
+
+
+def complaints(config: PatchConfig) -> list[str]:
+    """Return what to say of changes to a method that change nothing, or leave it nothing to do."""
+    values = [f"{name}={config.changes[name]!r}" for name in config.without_effect(config.changes)]
+    base = PRESETS.get(cast(Method, config.method))
+    if values and not config.active and base is not None and base.active:
+        return [f"with {' and '.join(values)}, method {config.method!r} approximates nothing"]
+    return [f"{value} has no effect on method {config.method!r}" for value in values]
+
+
+def complaints_anywhere(config: PatchConfig) -> list[str]:
+    """Return what to say of changes to a method that change nothing, whatever the model is."""
+    fitting = complaints(for_transformers(config))
+    return [complaint for complaint in complaints(config) if complaint in fitting]

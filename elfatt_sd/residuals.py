@@ -34,8 +34,16 @@ class Residual(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def keep(cls, difference: Tensor, where: Kept) -> Residual:
-        """Keep a difference on the `device`, on the `host`, or in 8-bit floating point (`fp8`) on the device."""
+    def keep(cls, difference: Tensor, where: Kept, room: Residual | None = None) -> Residual:
+        """Keep a difference on the `device`, on the `host`, or in 8-bit floating point (`fp8`) on the device.
+
+        Args:
+            difference: to be kept.
+            where: to keep it.
+            room: memory that it is written into, if it fits.
+        """
+        if room is not None and room._fits(difference):
+            return room._filled(cls.keep(difference, where))
         device, dtype = difference.device, difference.dtype
         if where == "host":
             return cls(difference.to("cpu"), None, device, dtype)
@@ -45,6 +53,33 @@ class Residual(NamedTuple):
             )
             return cls((difference.float() / scale).to(_FP8), scale, device, dtype)
         return cls(difference, None, device, dtype)
+
+    @classmethod
+    def room(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, where: Kept) -> Residual | None:
+        """Return an empty one, to be filled in each group of steps; None on the host, where graphs have no memory.
+
+        Compiled code may write into it: it is no output of a CUDA graph, which the next replay overwrites.
+        """
+        if where == "host":
+            return None
+        from torch._dynamo import mark_static_address  # not imported for this where nothing is compiled
+
+        with torch.inference_mode(False):
+            values = torch.zeros(shape, dtype=_FP8 if where == "fp8" else dtype, device=device)
+            scale = torch.zeros((*shape[:-1], 1), device=device) if where == "fp8" else None
+        for tensor in (values,) if scale is None else (values, scale):
+            mark_static_address(tensor, guard=False)
+        return cls(values, scale, device, dtype)
+
+    def _fits(self, difference: Tensor) -> bool:
+        own = self.values.shape, self.dtype, self.device
+        return own == (difference.shape, difference.dtype, difference.device)
+
+    def _filled(self, kept: Residual) -> Residual:
+        self.values.copy_(kept.values)
+        if self.scale is not None and kept.scale is not None:
+            self.scale.copy_(kept.scale)
+        return self
 
     def copied(self) -> Residual:
         """Return a copy in memory of its own."""

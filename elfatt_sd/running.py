@@ -64,6 +64,17 @@ def guidance_options(pipe: Any, guidance: float | None, negative_prompt: str | S
     return {name: value for name, value in given.items() if value is not None and name in taken(pipe)}
 
 
+def guides(pipe: Any) -> bool:
+    """Tell whether a guidance scale changes anything without a negative prompt; in Flux, only if it is embedded.
+
+    Args:
+        pipe: a text-to-image pipeline.
+    """
+    config: Any = unwrap(main_denoiser(pipe)).config
+    takes = taken(pipe)
+    return bool(config.get("guidance_embeds", True)) if "true_cfg_scale" in takes else "guidance_scale" in takes
+
+
 def rows_of(pipe: Any, guidance: float | None) -> int:
     """Return the rows of the denoiser's batch for one image: two with guidance, unless it is given the scale."""
     config: Any = unwrap(main_denoiser(pipe)).config

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from elfatt_sd import checks
 from elfatt_sd.cli_options import (
     GUIDANCE,
     MODELS,
@@ -26,12 +27,10 @@ from elfatt_sd.console import complain
 from elfatt_sd.files import check_writable
 from elfatt_sd.progress import progress_of
 from elfatt_sd.request import check_sizes, read_prompts
-from elfatt_sd.tuning.asked import Budget
+from elfatt_sd.tuning.asked import METRICS, Budget
 
 if TYPE_CHECKING:
     from elfatt_sd.tuning.tuned import Tuned
-
-METRICS = "psnr, ssim, lpips or dists"
 
 
 def tune(
@@ -44,7 +43,7 @@ def tune(
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts such as yours, one a line, two at least.")
     ] = None,
-    metric: Annotated[str, typer.Option(help=f"{METRICS}.")] = "psnr",
+    metric: Annotated[str, typer.Option(help=f"{', '.join(METRICS)}.")] = "psnr",
     weights: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Of the network of lpips and dists, torchvision's file.")
     ] = None,
@@ -67,6 +66,7 @@ def tune(
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and prove them."""
     Budget(closeness, speed, memory)
+    checks.choice("metric", metric, METRICS)
     check_sizes(height, width)
     lines = None if prompts is None else read_prompts(prompts)
     if save is not None:

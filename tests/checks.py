@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,16 @@ FIRST = Phase(0.5, "elfatt", ratio=0.5, block_size=16, agents=8)
 TWO_PHASES = PatchConfig("two", (FIRST, Phase(1.0, "softmax", ratio=0.5)))
 SEED = 7
 STEPS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "latent"}
+
+
+def load_script(path: str) -> Any:
+    """Import a script of the repository that is in no package."""
+    place = Path(__file__).parents[1] / path
+    spec = importlib.util.spec_from_file_location(place.stem, place)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Work(TorchDispatchMode):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 import elfatt_sd
+from elfatt_sd import methods
 
 # Deprecations inside other packages that we cannot mend: each is named with the module that raises it.
 THIRD_PARTY = (
@@ -21,11 +24,38 @@ THIRD_PARTY = (
     "ignore:__array_wrap__ must accept context:DeprecationWarning",
 )
 
+SOMEONES_OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+from elfatt_sd.methods import Attention
+
+@dataclass(frozen=True)
+class Values(Attention):
+    name: ClassVar[str] = "values"
+    factor: float = 1.0
+
+    def attend(self, layer, tokens, prepared):
+        return layer.project(tokens)[2] * self.factor
+
+    def cost(self, size):
+        return size.projections(size.tokens, size.tokens)
+"""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     for line in THIRD_PARTY:
         config.addinivalue_line("filterwarnings", line)
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over what was imported: half a second each, and every peak of memory has some."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +87,13 @@ def library_chatter() -> Iterator[None]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for tokenizer files that all tests of the session share."""
     return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An attention in a module of somebody else's."""
+    (tmp_path / "someones_own.py").write_text(SOMEONES_OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "someones_own", raising=False)
+    monkeypatch.setattr(methods, "_known", dict(methods._known))
+    return "someones_own:Values"

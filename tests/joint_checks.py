@@ -60,7 +60,7 @@ def check_methods(pipe: Any, run: Run) -> None:
     assert torch.equal(run(), untouched)
 
 
-def check_steps(pipe: Any, run: Run, layers: int, calls: int = 1, counts: tuple[int, ...] = (1, 4, 28, 50)) -> None:
+def check_steps(pipe: Any, run: Run, layers: int, calls: int = 1, counts: tuple[int, ...] = (1, 4, 28)) -> None:
     """Phases are counted by the true step, in two runs in a row, and after an interrupted one.
 
     Args:
@@ -81,6 +81,23 @@ def check_steps(pipe: Any, run: Run, layers: int, calls: int = 1, counts: tuple[
         with recorded() as seen:
             run(num_inference_steps=4)
         assert sum(seen.values()) == layers * calls * 2, "after an interrupted run"
+
+
+def check_image_to_image(pipe: Any, run: Run, calls: int = 1) -> None:
+    """A run that begins at the fifth of eight steps knows which they are.
+
+    Args:
+        pipe: the pipeline.
+        run: begins there.
+        calls: of the transformer in a step.
+    """
+    check_all_keys(pipe, run)
+    check_methods(pipe, run)
+    with elfatt_sd.patched(pipe, PatchConfig("most", (Phase(0.75, "cell_spread", block_size=4),))):
+        for _ in range(2):
+            with recorded() as seen:
+                run()
+            assert set(seen.values()) == {2 * calls}, "steps 4 and 5 of 4 to 7"
 
 
 def interrupt(pipe: Any, run: Run) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -11,31 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import accelerate
-import diffusers
 import pytest
 import tiny_pipelines as tiny
 import torch
+from autotune_checks import SAMPLE, state_of
 from checks import runner
-from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
 
 import elfatt_sd
 from elfatt_sd import autotune, calls
-from elfatt_sd.autotune import Decision, Decisions, Tuner, decision_key
-from elfatt_sd.calls import Call, Denoiser, LayerState
+from elfatt_sd.autotune import Decision, Tuner
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families import find_layers
-from elfatt_sd.methods import Draws, Grid
-from elfatt_sd.processor import PatchedLayer
-
-SAMPLE = torch.zeros(2, 4, 16, 16)
-
-
-def state_of(pipe: Any, config: PatchConfig) -> LayerState:
-    """State of the first layer on the finest grid, as a patch would make it."""
-    layer = next(layer for layer in find_layers(pipe.unet) if layer.downsample == 1)
-    denoiser = Denoiser(config)
-    denoiser.layers = [PatchedLayer(layer, 0, layer.attention.processor, denoiser)]
-    return LayerState(denoiser.layers[0], Call(config), layer.grid(Grid.image(*SAMPLE.shape[-2:])))
+from elfatt_sd.methods import Draws
 
 
 @pytest.fixture(autouse=True)
@@ -211,86 +196,6 @@ def test_nested_contexts_keep_it(pipe: Any, measured: list[Decision]) -> None:
     assert len(measured) == 1
 
 
-KEY_CHANGES: dict[str, Any] = {
-    "another processor": lambda monkeypatch: monkeypatch.setattr(autotune, "device_name", lambda _: "another"),
-    "more threads": lambda monkeypatch: monkeypatch.setattr(torch, "get_num_threads", lambda: 99),
-    "torch": lambda monkeypatch: monkeypatch.setattr(torch, "__version__", "99"),
-    "diffusers": lambda monkeypatch: monkeypatch.setattr(diffusers, "__version__", "99"),
-    "elfatt-sd": lambda monkeypatch: monkeypatch.setattr(elfatt_sd, "__version__", "99"),
-}
-STATE_CHANGES: dict[str, Any] = {
-    "processor's class": lambda state: setattr(state.patched, "original", AttnProcessor()),
-    "slices": lambda state: setattr(state.patched, "original", SlicedAttnProcessor(1)),
-    "fused projections": lambda state: setattr(state.patched, "fused", True),
-    "heads": lambda state: setattr(state.layer.attention, "heads", 4),
-    "channels": lambda state: setattr(state.layer.attention, "inner_dim", 32),
-    "grid": lambda state: setattr(state, "grid", (8, 32)),
-    "layout": lambda state: setattr(state.patched, "layer", dataclasses.replace(state.layer, channels_first=False)),
-}
-CONFIG_CHANGES: dict[str, Any] = {
-    "attention_backend": "native",
-    "fp32_logits": True,
-    "reuse_steps": 2,
-    "reuse_layers": True,
-    "use_rand": False,
-}
-PHASE_CHANGES: dict[str, Any] = {
-    "attention": "block",
-    "ratio": 0.25,
-    "stride": 4,
-    "block_size": 32,
-    "block_order": "spread",
-    "agents": 8,
-    "agent_share": 0.25,
-    "split": "channels",
-    "value_shortcut": 0.1,
-}
-PHASE = Phase(1.0, "elfatt", ratio=0.5, block_size=16)
-
-
-def key(pipe: Any, phase: Phase = PHASE, sample: torch.Tensor = SAMPLE, change: Any = None, **settings: Any) -> str:
-    """The key of a decision on a layer of its own, which `change` may change."""
-    state = state_of(pipe, PatchConfig("x", (phase,), **settings))
-    state.patched.layer = dataclasses.replace(state.layer, attention=copy.deepcopy(state.layer.attention))
-    state.patched.denoiser.layers.append(copy.copy(state.patched))
-    if change is not None:
-        change(state)
-    return decision_key(state, phase, sample)
-
-
-@pytest.mark.parametrize("change", KEY_CHANGES.values(), ids=KEY_CHANGES.keys())
-def test_a_decision_holds_for_one_machine(pipe: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = key(pipe)
-    assert key(pipe) == before
-    change(monkeypatch)
-    assert key(pipe) != before
-
-
-@pytest.mark.parametrize("change", STATE_CHANGES.values(), ids=STATE_CHANGES.keys())
-def test_a_decision_holds_for_one_layer(pipe: Any, change: Any) -> None:
-    assert key(pipe, change=change) != key(pipe)
-
-
-@pytest.mark.parametrize("name", CONFIG_CHANGES)
-def test_a_decision_holds_for_one_configuration(pipe: Any, name: str) -> None:
-    assert key(pipe, **{name: CONFIG_CHANGES[name]}) != key(pipe)
-    assert key(pipe, seed=7) == key(pipe)
-
-
-@pytest.mark.parametrize("name", PHASE_CHANGES)
-def test_a_decision_holds_for_one_phase(pipe: Any, name: str) -> None:
-    assert key(pipe, dataclasses.replace(PHASE, **{name: PHASE_CHANGES[name]})) != key(pipe)
-    assert key(pipe, dataclasses.replace(PHASE, until=0.5)) == key(pipe)
-
-
-def test_a_decision_holds_for_one_input(pipe: Any) -> None:
-    keys = [key(pipe), key(pipe, sample=SAMPLE.half()), key(pipe, sample=SAMPLE[:1])]
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            keys.append(key(pipe))
-    assert len(set(keys)) == 5
-
-
 @pytest.mark.parametrize(("backend", "own"), [("auto", True), ("native", False)])
 def test_the_exact_layer_is_timed_as_it_would_run(
     pipe: Any, backend: str, own: bool, monkeypatch: pytest.MonkeyPatch
@@ -331,8 +236,7 @@ def in_parts(unet: Any) -> Any:
     return unet
 
 
-@pytest.mark.parametrize("compiled", [whole, in_place, in_parts])
-@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize(("compiled", "patch_first"), [(whole, False), (in_place, True), (in_parts, True)])
 def test_compiled_layers_are_left_alone(compiled: Any, patch_first: bool, measured: list[Decision]) -> None:
     """Times without the compiler say nothing about them: one warning, and the reason in the plan."""
     torch._dynamo.reset()
@@ -476,29 +380,17 @@ def test_shares_weigh_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decision.ratio == pytest.approx((0.25 * 4 + 0.75 * 1) / 8)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"a": {"b": 1}}', "\x00"])
-def test_a_damaged_file_counts_as_empty(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "autotune.json"
-    path.write_text(content)
-    decisions = Decisions(path)
-    assert decisions.get("a") is None
-    decisions.put("a", Decision(0.5, 0.4, 0.6))
-    assert Decisions(path).get("a") == Decision(0.5, 0.4, 0.6)
+def test_a_block_measures_nothing_before_its_first_call(pipe: Any, measured: list[Decision]) -> None:
+    """Nobody may look at the plan, and the model's own size may not be the one that is drawn."""
+    with elfatt_sd.patched(pipe, "tome", autotune=True) as plan:
+        assert not measured
+        runner(pipe)()
+        assert measured
+        assert "tome" in str(plan) and plan.config.method == "tome"
 
 
-def test_processes_that_share_a_file_keep_each_others_decisions(tmp_path: Path) -> None:
-    path, decision = tmp_path / "autotune.json", Decision(0.5, 0.4, 0.6)
-    first, second = Decisions(path), Decisions(path)
-    assert first.get("a") is second.get("a") is None
-    first.put("a", decision)
-    second.put("b", decision)
-    first.put("c", decision)
-    assert sorted(json.loads(path.read_text())) == ["a", "b", "c"]
-    assert first.get("b") == second.get("c") == decision
-
-
-def test_a_folder_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    decisions = Decisions(tmp_path / "file" / "autotune.json")
-    decisions.put("a", Decision(0.5, 0.4, 0.6))
-    assert decisions.get("a") == Decision(0.5, 0.4, 0.6)
+def test_a_long_measurement_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter(range(0, 10_000, 60))
+    monkeypatch.setattr(autotune.time, "monotonic", lambda: next(moments))
+    with pytest.warns(UserWarning, match="measures a layer of this size for about 480 s"):
+        autotune.measure(lambda: None, [(lambda: None, 1.0)], torch.device("cpu"))

@@ -13,7 +13,7 @@ import pytest
 from elfatt_sd import config as module
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase, Settings, setting_names
 from elfatt_sd.methods import Merge, attentions, is_own
-from elfatt_sd.presets import METHODS, PRESETS, known_method
+from elfatt_sd.presets import METHODS, PRESETS, complaints, known_method
 
 
 def shape(config: PatchConfig) -> list[tuple[float, str, float, int]]:
@@ -280,6 +280,13 @@ def test_a_file_from_an_editor_that_marks_utf8(tmp_path: Path) -> None:
         ("elfatt-fast", {"block_size": 64, "stride": 3, "use_rand": False}, ["stride", "use_rand"]),
         ("tome", {"levels": 2, "max_downsample": 2}, ["levels"]),
         ("tome", {"levels": 2}, []),
+        ("tome", {"use_rand": False, "seed": 3}, ["seed"]),
+        ("tome", {"residuals": "fp8", "residual_limit": 1}, ["residuals", "residual_limit"]),
+        ("tome", {"residual_steps": 2, "residuals": "fp8"}, []),
+        ("elfatt", {"redraw": False}, ["redraw"]),
+        ("elfatt", {"redraw": False, "block_order": "spread"}, []),
+        ("elfatt-fast", {"groups": 1, "lattice": False}, ["lattice"]),
+        ("elfatt-fast", {"groups": 2, "lattice": False, "seed": 2}, []),
     ],
 )
 def test_settings_without_effect_are_found(method: str, settings: dict[str, Any], idle: list[str]) -> None:
@@ -314,3 +321,10 @@ def test_the_remedy_of_a_run_without_approximated_steps_holds(
     assert says in remedy
     given: Any = {name: int(value) for name, value in re.findall(r"(\w+)=(\d)", remedy)}
     assert config.with_settings(**given).approximates(*run) is bool(given)
+
+
+@pytest.mark.parametrize("settings", [{"ratio": 0}, {"active_fraction": 0}])
+def test_a_method_that_is_left_nothing_is_told_so(settings: Any) -> None:
+    config = PatchConfig.preset("tome", **settings)
+    [(name, value)] = settings.items()
+    assert complaints(config) == [f"with {name}={value}, method 'tome' approximates nothing"]

@@ -31,8 +31,10 @@ SD15: dict[str, Any] = {
     "norm_num_groups": 32,
     "attention_head_dim": 8,
 }
-GRIDS = [(64, 64), (96, 64), (65, 49)]
+GRIDS = [(32, 32), (48, 32), (33, 25)]
+LARGE = [(64, 64), (96, 64), (65, 49)]  # where a merge that a near-tie flips is a small part of the output
 RATIOS = [0.1, 0.25, 0.5, 0.75]
+PAIRS = [(size, ratio, (2, 4)[(i + j) % 2]) for i, size in enumerate(GRIDS) for j, ratio in enumerate(RATIOS)]
 
 
 @pytest.fixture(scope="module")
@@ -79,25 +81,25 @@ def check(own: torch.Tensor, expected: torch.Tensor) -> None:
     assert within >= 0.99, f"largest difference {difference.max():.1e}, {within:.2%} within 1e-4"
 
 
-@pytest.mark.parametrize("stride", [2, 4])
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("size", GRIDS, ids=str)
+@pytest.mark.parametrize(("size", "ratio", "stride"), PAIRS)
 def test_fixed_destinations(unet: Any, size: tuple[int, int], ratio: float, stride: int) -> None:
     expected = peer(unet, size, ratio=ratio, sx=stride, sy=stride, use_rand=False)
     check(ours(unet, size, ratio=ratio, stride=stride, use_rand=False), expected)
 
 
-@pytest.mark.parametrize("stride", [2, 4])
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("size", GRIDS, ids=str)
+@pytest.mark.parametrize(("size", "ratio", "stride"), [(LARGE[0], 0.5, 2), (LARGE[1], 0.25, 4), (LARGE[2], 0.75, 2)])
 def test_fixed_destinations_in_float32(float32_unet: Any, size: tuple[int, int], ratio: float, stride: int) -> None:
     expected = peer(float32_unet, size, ratio=ratio, sx=stride, sy=stride, use_rand=False)
     check(ours(float32_unet, size, ratio=ratio, stride=stride, use_rand=False), expected)
 
 
-@pytest.mark.parametrize("stride", [2, 4])
-@pytest.mark.parametrize("size", GRIDS, ids=str)
-@pytest.mark.parametrize(("name", "layers"), [("unet", 3), ("float32_unet", 2)])
+@pytest.mark.parametrize(
+    ("name", "layers", "size", "stride"),
+    [
+        *(("unet", 3, size, stride) for size, stride in zip(GRIDS, (2, 4, 2), strict=True)),
+        ("float32_unet", 2, LARGE[2], 4),
+    ],
+)
 def test_the_same_random_destinations(
     request: pytest.FixtureRequest,
     name: str,
@@ -127,7 +129,7 @@ def test_the_same_random_destinations(
 
 
 @pytest.mark.skipif("ELFATT_SD_FULL_WIDTH" not in os.environ, reason="slow: run it with ELFATT_SD_FULL_WIDTH=1")
-@pytest.mark.parametrize("size", GRIDS, ids=str)
+@pytest.mark.parametrize("size", LARGE, ids=str)
 def test_the_full_width_of_sd15_in_float32(size: tuple[int, int]) -> None:
     """860 million random weights; all five layers of the finest level."""
     unet = tiny.unet(**SD15)
@@ -136,7 +138,7 @@ def test_the_full_width_of_sd15_in_float32(size: tuple[int, int]) -> None:
 
 
 def test_merging_does_something(unet: Any) -> None:
-    assert (peer(unet, (64, 64), ratio=0.1, use_rand=False) - run(unet, (64, 64))).abs().max() > 1e-4
+    assert (peer(unet, GRIDS[0], ratio=0.1, use_rand=False) - run(unet, GRIDS[0])).abs().max() > 1e-4
 
 
 def test_deeper_levels_as_tomesd_counts_them(unet: Any) -> None:

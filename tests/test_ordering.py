@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -347,7 +347,7 @@ def test_tokens_stay_where_columns_are_the_lattice() -> None:
     assert lattice_order(Grid.image(8, 7), 2, CPU) is None  # an odd width makes a chessboard of itself
 
 
-def test_the_picture_of_what_a_query_sees_is_drawn(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "benchmarks" / "what_a_query_sees.py"
-    subprocess.run([sys.executable, str(script), str(tmp_path / "seen.png")], check=True)
+def test_the_picture_of_what_a_query_sees_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["what_a_query_sees.py", str(tmp_path / "seen.png")])
+    runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "what_a_query_sees.py"), run_name="__main__")
     assert (tmp_path / "seen.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""What is checked before PyTorch is imported; tests/test_cli.py checks that it is not."""
+"""What is checked before PyTorch is imported; tests/cli/test_errors.py checks that it is not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from elfatt_sd import preflight
 from elfatt_sd.config import ElfattError
+from elfatt_sd.preflight import check_steps
 
 
 def test_a_machine_that_surely_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +76,10 @@ def test_a_transformers_directory_is_read(tmp_path: Path) -> None:
     (tmp_path / "transformer" / "config.json").write_text(config)
     with pytest.raises(ElfattError, match="height=520 is not accepted; this model needs a multiple of 16"):
         preflight.check_sizes_fit(tmp_path, "cuda", "auto", [(520, None)], 2)
+
+
+def test_more_steps_than_timesteps_are_refused_without_pytorch(tmp_path: Path) -> None:
+    check_steps("toy", 1000)
+    check_steps(str(tmp_path), 10**6)  # nothing is known of it
+    with pytest.raises(ElfattError, match="steps=1001 is not accepted; give a whole number from 1 to 1000"):
+        check_steps("toy", 1001)

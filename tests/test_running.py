@@ -141,3 +141,13 @@ def test_the_longest_text_encoder_counts(pipe: Any) -> None:
     roomy = copy.deepcopy(pipe.tokenizer)
     roomy.model_max_length = 512
     assert "takes 88 tokens" in cut_off(Two(tokenizer=pipe.tokenizer, tokenizer_2=roomy), words)
+
+
+def test_guidance_that_a_model_does_not_take_is_told(tmp_path: Path) -> None:
+    pipe = tiny_transformers.flux(tmp_path, vae=tiny_flux.vae())
+    if "true_cfg_scale" not in taken(pipe):
+        pytest.skip("this diffusers gives every Flux its scale")
+    request = Request(("a b",), PatchConfig.preset("sd"), guidance=9.0, steps=2, height=128, width=160)
+    with pytest.warns(UserWarning, match="guidance=9 has no effect on this model without a negative_prompt"):
+        Studio(pipe, request, tmp_path)
+    Studio(pipe, dataclasses.replace(request, negative_prompt="b"), tmp_path)

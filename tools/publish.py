@@ -12,8 +12,8 @@ from pathlib import Path
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.console import DONE, FAILURE, WRONG_USE, complain
-from elfatt_sd.evaluation.report import replace_files, report_files
-from elfatt_sd.evaluation.report.data import load_results
+from elfatt_sd.evaluation.report import load_results, replace_files, report_files
+from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.results import RESULTS_FILE
 from elfatt_sd.evaluation.run import RunFailure, clear_disk_errors, is_full
 from elfatt_sd.files import write_json
@@ -21,13 +21,13 @@ from elfatt_sd.files import write_json
 MOST_BYTES = 5_000_000  # of a run that is committed
 
 
-def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
+def publish(results: Results, folder: Path, *, page: bool = True) -> Path:
     """Write results, tables and plots of a run to `folder/NAME`, all from the same results.
 
     What an earlier publication left there and this one does not have is removed.
 
     Args:
-        run_dir: a run with its results.
+        results: of a run.
         folder: of all published results.
         page: write the report's page, too, which holds pictures.
 
@@ -35,14 +35,12 @@ def publish(run_dir: Path, folder: Path, *, page: bool = True) -> Path:
         The folder of the run's results.
 
     Raises:
-        ElfattError: the run has no results, their name cannot be that of a folder, or the folder holds something else
-            or cannot be written.
+        ElfattError: their name cannot be that of a folder, or the folder holds something else or cannot be written.
         RunFailure: no space is left on the disk.
     """
-    results = load_results(run_dir)
     target = folder / results.folder_name
     _check_replaceable(target)
-    files = report_files(run_dir, results, page=page)
+    files = report_files(results, page=page)
     with clear_disk_errors(target):
         try:
             write_json(target / RESULTS_FILE, dict(results.data))
@@ -68,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-page", action="store_true", help="leave out the report's page, which holds pictures")
     options = parser.parse_args(arguments)
     try:
-        folder = publish(options.run, options.out, page=not options.no_page)
+        folder = publish(load_results(options.run), options.out, page=not options.no_page)
     except ElfattError as error:
         complain(str(error))
         return WRONG_USE

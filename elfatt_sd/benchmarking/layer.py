@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,12 +92,16 @@ def layer(
             if (name in begun if begun else _expected(before, name, count) <= max_seconds)
         }
         record.announce((len(kept) - len(calls)) * each)
+        if left := [name for name in calls if name not in kept]:
+            which = f"{count} tokens, {part}: {', '.join(left)}"
+            warnings.warn(
+                f"elfatt-sd: {which} left out, as a call may take more than max_seconds={max_seconds:g}.", stacklevel=2
+            )
         if not kept:
             continue
         calls = without_gradients(kept)
         record.time(key, calls, repeats)
-        lost = record.group(key)["lost"]
-        for name in [name for name in calls if memory and name not in lost]:
+        for name in calls if memory else ():
             record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
     return record.results
 

@@ -46,7 +46,7 @@ def varied(method: str, **settings: Any) -> PatchConfig:
         raise ElfattError(f"setting {unknown[0]!r} of {PEER} is not known; accepted: {', '.join(PEER_SETTINGS)}.")
     config = named(method).with_settings(**settings)
     changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
-    return dataclasses.replace(config, method=f"{config.method}:{changes}" if changes else config.method)
+    return config.renamed(f"{config.method}:{changes}" if changes else config.method)
 
 
 def named(method: str) -> PatchConfig:
@@ -63,6 +63,12 @@ def named(method: str) -> PatchConfig:
         return dataclasses.replace(PatchConfig.load(method), method=Path(method).stem)
     check_method(method)
     return method_named(method)
+
+
+def merges(method: str | PatchConfig) -> bool:
+    """Tell whether a method merges tokens."""
+    config = method if isinstance(method, PatchConfig) else named(method)
+    return any(phase.merge.ratio > 0 for phase in config.phases)
 
 
 def grid_side(tokens: int) -> int:

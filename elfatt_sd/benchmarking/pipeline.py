@@ -73,8 +73,7 @@ def pipeline(
         warm_up = {name: functools.partial(_run, each, inputs, size, min(steps, 5)) for name, each in twins.items()}
         key = {"size": size, "batch": batch}
         record.time(key, calls, repeats, warm_up=warm_up)
-        lost = record.group(key)["lost"]
-        for name in [name for name in measured if name not in lost]:
+        for name in measured:
             record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
     return record.results
 

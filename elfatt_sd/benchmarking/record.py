@@ -167,9 +167,11 @@ class Record:
         return keep_round
 
     def keep_peak(self, key: Mapping[str, Any], variant: str, batch: int, measure: Callable[[], int | None]) -> None:
-        """Measure the peak memory of a variant, unless it is known."""
-        known = self.group(key)["peaks"].setdefault(variant, {})
+        """Measure the peak memory of a variant, unless it is known or the variant did not fit into memory."""
         self._ahead = max(0, self._ahead - 1)
+        if variant in self.group(key)["lost"]:
+            return
+        known = self.group(key)["peaks"].setdefault(variant, {})
         if str(batch) not in known:
             self.tell(f"{title(key)}, memory at batch {batch}", 0, 1)
             known[str(batch)] = measure()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -54,54 +55,80 @@ def time_in_turns(
     Returns:
         Seconds of one call in each round, by name; the same object as `times` where that was given.
     """
-    watch = watch or Watch()
     times = {} if times is None else times
     first = min((len(times.setdefault(name, [])) for name in calls), default=repeats)
     if first >= repeats:
         return times
     warm = calls if warm_up is None else warm_up
-    done, each = 0, repeats - first
-    total = len(warm) + each * len(calls)
-
-    def tell() -> None:
-        nonlocal done
-        done += 1
-        watch.turn(done, total)
+    told = _Told(watch or Watch(), len(warm) + (repeats - first) * len(calls))
 
     def lose(turn: Turn, error: Exception) -> None:
-        nonlocal total
         if turn.name not in calls or not is_out_of_memory(error):
             raise error
-        total -= each
-        watch.lost(turn.name)
-        tell()
+        told.lose(turn.name, repeats - first)
 
-    repeated = dict.fromkeys(calls, 1)
-    lasted: dict[str, float] = {}
-    for turns in interleave([*warm], lambda turn: timed(warm[turn.name], device), [0], lose=lose):
-        for turn, taken in turns:
-            lasted[turn.name] = taken
-            if device.type != "cpu" and turn.name in repeated and taken < QUICK:
-                repeated[turn.name] = max(1, min(20, round(0.1 / timed(warm[turn.name], device))))
-            tell()
+    lasted = _warm_up(calls, warm, device, lose, told)
     names = [name for name in calls if name in lasted or name not in warm]
-    if any(lasted.get(name, QUICK) < QUICK for name in names):
-        for name in names:
-            if name not in warm:
-                calls[name]()
     if not names:
         return times
 
     def take(turn: Turn) -> float:
-        taken = timed(calls[turn.name], device, repeated[turn.name])
-        tell()
+        taken = timed(calls[turn.name], device, lasted.get(turn.name, _Lasted()).repeated)
+        told.turn()
         return taken
 
     for turns in interleave(names, take, range(first, repeats), seconds=seconds):
         for name, taken in {turn.name: taken for turn, taken in turns}.items():  # of a whole round
             times[name].append(taken)
-        watch.round()
+        told.watch.round()
     return times
+
+
+class _Told:
+    """Counts the turns of a timing, and tells who watches it."""
+
+    def __init__(self, watch: Watch, total: int) -> None:
+        self.watch, self._total, self._done = watch, total, 0
+
+    def turn(self) -> None:
+        self._done += 1
+        self.watch.turn(self._done, self._total)
+
+    def lose(self, name: str, turns: int) -> None:
+        """Leave out the further turns of what does not fit into memory."""
+        self._total -= turns
+        self.watch.lost(name)
+        self.turn()
+
+
+class _Lasted(NamedTuple):
+    """How long a call took to warm up, and how often it is repeated within a turn."""
+
+    seconds: float = QUICK
+    repeated: int = 1
+
+
+def _warm_up(
+    calls: Mapping[str, Call],
+    warm: Mapping[str, Call],
+    device: torch.device,
+    lose: Callable[[Turn, Exception], None],
+    told: _Told,
+) -> dict[str, _Lasted]:
+    """Warm up, and return what the calls took, without those that are lost."""
+    lasted: dict[str, _Lasted] = {}
+    for turns in interleave([*warm], lambda turn: timed(warm[turn.name], device), [0], lose=lose):
+        for turn, taken in turns:
+            repeated = 1
+            if device.type != "cpu" and turn.name in calls and taken < QUICK:
+                repeated = max(1, min(20, round(0.1 / timed(warm[turn.name], device))))
+            lasted[turn.name] = _Lasted(taken, repeated)
+            told.turn()
+    if any(name in lasted and lasted[name].seconds < QUICK for name in calls):
+        for name in calls:
+            if name not in warm:
+                calls[name]()
+    return lasted
 
 
 def without_gradients(calls: Mapping[str, Call]) -> dict[str, Call]:

@@ -79,13 +79,8 @@ def unet(
     """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
-    if graphs and place.type != "cuda":
-        raise ElfattError(f"graphs=True is not accepted on {place.type}; CUDA graphs need a CUDA device.")
-    if autotune and compile:
-        raise ElfattError("autotune=True is not accepted with compile=True; compiled layers cannot be measured.")
     batches = (batch, 2 * batch) if memory is None else memory
-    if min([batch, *batches]) < 1:
-        raise ElfattError(f"batch={batch}, memory={list(batches)} is not accepted; give batches of at least 1.")
+    _check(place, [batch, *batches], graphs=graphs, compile=compile, autotune=autotune)
     chosen = resolve_methods(methods, **settings)
     made = model if isinstance(model, Model) else make_model(model, place, precision, variant)
     lineup = by_phase(fitted_methods(chosen, made.unet, named=methods is not None))
@@ -105,21 +100,26 @@ def unet(
     measured = [name for name, variant in lineup.variants.items() if variant.kind != FLOOR]
     record.announce(len(keys) * (repeats * len(units) + len(measured) * len(batches)))
     for key in keys:
-        inputs = made.inputs(key["size"], batch)
-        calls = {
-            name: _graphed_call(unit, inputs, lineup.variants[name]) if graphs else unet_call(unit, inputs)
-            for name, unit in units.items()
-        }
+        inputs, make = made.inputs(key["size"], batch), _graphed_call if graphs else _plain_call
+        calls = {name: make(unit, inputs, lineup.variants[name]) for name, unit in units.items()}
         small = made.inputs(min(key["size"], made.least_size), batch)
         warm_up = _warm_up(units, lineup.variants, calls, small) if place.type == "cpu" else None
         record.time(key, calls, repeats, seconds=seconds, warm_up=warm_up)
     for key, name, rows in itertools.product(keys, measured, batches):
-        if name in record.group(key)["lost"]:
-            continue
         call = unet_call(units[name], made.inputs(key["size"], rows))
         measure = functools.partial(_peak, units[name], call, lineup.variants[name], place)
         record.keep_peak(key, name, rows, measure)
     return record.results
+
+
+def _check(place: torch.device, batches: Sequence[int], *, graphs: bool, compile: bool, autotune: bool) -> None:
+    if graphs and place.type != "cuda":
+        raise ElfattError(f"graphs=True is not accepted on {place.type}; CUDA graphs need a CUDA device.")
+    if autotune and compile:
+        raise ElfattError("autotune=True is not accepted with compile=True; compiled layers cannot be measured.")
+    if min(batches) < 1:
+        given = f"batch={batches[0]}, memory={list(batches[1:])}"
+        raise ElfattError(f"{given} is not accepted; give batches of at least 1.")
 
 
 def _units(made: Model, variants: Mapping[str, Variant]) -> dict[str, Any]:
@@ -164,6 +164,10 @@ def _peak(unet: Any, call: Call, variant: Variant, device: torch.device) -> int 
     forget_residuals(unet)
     forget_matchings(unet)
     return peak_memory(call, device)
+
+
+def _plain_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Call:
+    return unet_call(unet, inputs)
 
 
 def _graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Call:

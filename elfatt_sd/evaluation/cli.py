@@ -125,7 +125,7 @@ def run_command(
         _check_early(protocol, out, force)
         others = [Run.open(other) for other in reuse or ()]
     from elfatt_sd.evaluation.processes import is_first
-    from elfatt_sd.evaluation.report.data import load_results
+    from elfatt_sd.evaluation.report import load_results
     from elfatt_sd.evaluation.report.terminal import terminal_summary
     from elfatt_sd.evaluation.stages import evaluate
 
@@ -204,12 +204,12 @@ def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
     opened = Run.open(run)
     from elfatt_sd.evaluation.processes import scoring_device
-    from elfatt_sd.evaluation.report import write_report
+    from elfatt_sd.evaluation.report import load_results, write_report
     from elfatt_sd.evaluation.results import write_results
 
     with opened.writing(scoring_device(opened.protocol.device)):
         write_results(opened)
-        typer.echo(write_report(run))
+        typer.echo(write_report(load_results(run)))
 
 
 @app.command("verify")
@@ -238,6 +238,8 @@ def verify_command(
 def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
     """Check folder, device, model and memory, before PyTorch is imported."""
     check_writable(out)
+    if protocol.limit == 1:
+        raise ElfattError("limit=1 is not accepted; 1 image a row has no distance, so give at least 2.")
     check_names(protocol.device, protocol.dtype)
     check_device(protocol.device)
     check_model(protocol.model, variant=protocol.variant or None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from elfatt_sd.evaluation.results import STAGE_FILES
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Row, Run, RunFailure
 from elfatt_sd.evaluation.stages import check_device, first_checks
 from elfatt_sd.files import check_writable
+from elfatt_sd.measuring.clock import Stopwatch
 
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat pictures take less
 _PROBE_STEPS = 2
@@ -65,13 +65,12 @@ def estimate(run: Run) -> Estimate:
     Raises:
         ElfattError: the model or the labels cannot be loaded.
     """
-    begun = time.perf_counter()
-    seconds = probe_seconds(run.protocol)
-    starting = time.perf_counter() - begun  # a process imports more, but draws no image
+    with Stopwatch() as starting:  # a process imports more, but draws no image
+        seconds = probe_seconds(run.protocol)
     weighed, processes = _memory_to_measure(run)
     hours = (count * seconds / 3600 for count in (_images_to_make(run), _images_to_time(run), weighed))
     generation, timed, memory = hours
-    return Estimate(seconds, generation, timed, memory + processes * starting / 3600)
+    return Estimate(seconds, generation, timed, memory + processes * starting.seconds / 3600)
 
 
 def _images_to_make(run: Run) -> float:

@@ -6,7 +6,6 @@ A stage is skipped when it is finished and its inputs did not change.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from elfatt_sd.evaluation.results import (
 )
 from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, STAGES_FILE, TIME_FILE, Run, RunFailure
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.measuring.clock import Stopwatch
 from elfatt_sd.optional import REPORT, need
 from elfatt_sd.typed import read_typed
 
@@ -164,10 +164,10 @@ def write_page(run: Run, report: Report = print) -> None:
     Raises:
         ElfattError: the folder holds no run.
     """
-    from elfatt_sd.evaluation.report import write_report
+    from elfatt_sd.evaluation.report import load_results, write_report
 
     results = {RESULTS_FILE: sha256_of_data(write_results(run))}
-    _Stage(run, "report", "report/index.html", report, results).once(lambda: write_report(run.folder))
+    _Stage(run, "report", "report/index.html", report, results).once(lambda: write_report(load_results(run.folder)))
 
 
 @dataclass(frozen=True)
@@ -200,12 +200,12 @@ class _Stage:
             self.report(f"{self.name}: done before")
             return {}
         self.report(f"{self.name}: begun")
-        started = time.perf_counter()
-        found = action()
+        with Stopwatch() as watch:
+            found = action()
         errors: dict[str, str] = found.get("errors", {}) if isinstance(found, dict) else {}
         if is_first() and not errors:
             write_json(self.run.folder / STAGES_FILE, {**self._done(), self.name: now})
-        self.report(f"{self.name}: done in {time.perf_counter() - started:.0f} s")
+        self.report(f"{self.name}: done in {watch.seconds:.0f} s")
         return errors
 
     def _is_whole(self) -> bool:

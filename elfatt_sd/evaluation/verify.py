@@ -188,12 +188,11 @@ def _check_report(run: Run) -> Iterator[str]:
 
     How these are encoded depends on the versions of other packages.
     """
-    from elfatt_sd.evaluation.report import leftovers, report_files
-    from elfatt_sd.evaluation.report.data import load_results
+    from elfatt_sd.evaluation.report import leftovers, load_results, report_files
 
     report = run.folder / "report"
     remedy = f"`elfatt-sd eval report {run.folder}` writes it anew"
-    files = report_files(run.folder, load_results(run.folder))
+    files = report_files(load_results(run.folder))
     for name, content in files.items():
         path = report / name
         if not path.is_file():

@@ -21,6 +21,7 @@ from elfatt_sd.devices import synchronize
 
 Reading = TypeVar("Reading")
 Call = Callable[[], Any]
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class Stopwatch:
 
     seconds = 0.0
 
-    def __init__(self, device: torch.device) -> None:
-        """Take the device that the block runs on."""
+    def __init__(self, device: torch.device = _CPU) -> None:
+        """Take the device that the block runs on; the CPU's clock waits for no other."""
         self._device = device
 
     def __enter__(self) -> Self:

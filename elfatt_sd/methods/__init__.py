@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods.agents import Agents
-from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size
+from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size, made_in_one_line
 from elfatt_sd.methods.blocks import Blocks
 from elfatt_sd.methods.cell_spread import CellSpread
 from elfatt_sd.methods.elfatt import Elfatt
@@ -111,6 +111,8 @@ def check_declaration(kind: type[Attention]) -> None:
             raise ElfattError(f"{where}: it has no method {missing}; see elfatt_sd.methods.Attention.{missing}.")
     for field in dataclasses.fields(kind):
         _check_field(where, field)
+    with made_in_one_line(kind, {}):
+        kind()
 
 
 def _check_name_is_free(where: str, kind: type[Attention]) -> None:
@@ -150,6 +152,9 @@ def _imported(name: str) -> type[Attention]:
         kind = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ElfattError(f"method={name!r} cannot be imported ({reason}); give package.module:Class.") from error
+        raise ElfattError(
+            f"method={name!r} cannot be imported ({reason}); give package.module:Class of what is "
+            "installed or on PYTHONPATH."
+        ) from error
     known: type[Attention] = kind if kind in _known.values() else register(kind)
     return known

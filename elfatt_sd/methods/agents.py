@@ -107,6 +107,11 @@ class Agents(Attention):
         return self.agent_source == "merged"
 
     @property
+    def is_random(self) -> bool:
+        """Pools are drawn if they are spread."""
+        return self.agent_source == "pooled" and self.block_order == "spread"
+
+    @property
     def used_settings(self) -> frozenset[str]:
         """The settings that change what it does."""
         by_source = {"agent_ratio"} if self.agent_source == "merged" else {"agents", "block_order"}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -218,6 +219,7 @@ class Attention:
         empty: whether it computes nothing, so that it makes sense with `residual_steps` alone.
         joint: whether it attends to `Layer.context` as well, so that layers which join image and text can have it.
         aliases: other names of its fields as settings.
+        beside_text: those of its settings that matter only in layers that join image and text.
     """
 
     name: ClassVar[str] = ""
@@ -227,6 +229,7 @@ class Attention:
     joint: ClassVar[bool] = False
     empty: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
+    beside_text: ClassVar[frozenset[str]] = frozenset()
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared | None:
         """Work out what holds for a whole step of a layer.
@@ -290,9 +293,14 @@ class Attention:
         return False
 
     @property
+    def is_random(self) -> bool:
+        """Whether it may draw at random; only then a seed or `redraw` changes anything."""
+        return True
+
+    @property
     def used_settings(self) -> frozenset[str]:
         """The settings that change what it does."""
-        return frozenset(self.settings())
+        return frozenset(self.settings()) if self.is_random else frozenset(self.settings()) - {"redraw"}
 
     def accepts(self, merge: Merge) -> None:
         """Check what is merged before it.
@@ -321,7 +329,9 @@ class Attention:
         Raises:
             ElfattError: a value is out of range.
         """
-        return dataclasses.replace(self, **self.known(settings))
+        changes = self.known(settings)
+        with made_in_one_line(type(self), changes):
+            return dataclasses.replace(self, **changes)
 
     def said(self, fitted: Sequence[Self], name: str, words: str, number: str = "{}", more: str = "") -> str:
         """Put a setting's number into words.
@@ -340,6 +350,19 @@ class Attention:
     def __str__(self) -> str:
         """Say what it does, in a few words."""
         return self.words([self])
+
+
+@contextmanager
+def made_in_one_line(kind: type[Attention], settings: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what an author's `__post_init__` raises into an error that names the class and the settings."""
+    try:
+        yield
+    except ElfattError:
+        raise
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items()) or "its defaults"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ElfattError(f"attention {kind.name!r} does not accept {given} ({reason}).") from error
 
 
 def span(fitted: Sequence[Any], name: str, number: str = "{}") -> str:

@@ -127,6 +127,11 @@ class Blocks(Attention):
         return self.said(fitted, "block_size", f"{orders} blocks of #")
 
     @property
+    def is_random(self) -> bool:
+        """Blocks are drawn if they are spread."""
+        return "spread" in (self.block_order, self.second_order)
+
+    @property
     def family(self) -> str:
         """What plots group it with."""
         orders = {self.block_order, self.second_order or self.block_order}

@@ -113,8 +113,13 @@ class Elfatt(Agents):
     def used_settings(self) -> frozenset[str]:
         """The settings that change what it does."""
         of_agents = super().used_settings if self._agents else frozenset()
-        of_blocks = {"block_size", "block_order", "redraw"} if self._blocks else set()
-        return of_agents | of_blocks | {"agent_share", "split"}
+        of_blocks = {"block_size", "block_order"} if self._blocks else set()
+        return of_agents | of_blocks | {"agent_share", "split"} | ({"redraw"} if self.is_random else set())
+
+    @property
+    def is_random(self) -> bool:
+        """Blocks or, without any, pools are drawn if they are spread."""
+        return self.block_order == "spread" if self._blocks else super().is_random
 
     @property
     def _agents(self) -> bool:

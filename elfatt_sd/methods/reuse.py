@@ -29,6 +29,11 @@ class Reuse(Attention):
         """Return zeros; only what times or checks a single call asks for them."""
         return layer.queries(tokens).mul(0)
 
+    @property
+    def is_random(self) -> bool:
+        """Nothing is drawn."""
+        return False
+
     def cost(self, size: Size) -> float:
         """Nothing is computed."""
         return 0

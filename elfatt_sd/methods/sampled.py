@@ -41,6 +41,7 @@ class Sampled(Attention):
     merges: ClassVar[bool] = False
     joint: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({"block_size": "keys"})
+    beside_text: ClassVar[frozenset[str]] = frozenset(("weighted",))
 
     keys: int = 128
     groups: int = 2
@@ -111,6 +112,11 @@ class Sampled(Attention):
         groups = span(fitted, "groups")
         groups += " group" + "s" * (groups != "1") + " in columns" * (not self.lattice)
         return self.said(fitted, "keys", "# sampled keys", more=groups)
+
+    @property
+    def used_settings(self) -> frozenset[str]:
+        """The settings that change what it does; one group has all queries."""
+        return super().used_settings - ({"lattice"} if self.groups == 1 else set())
 
     @property
     def family(self) -> str:

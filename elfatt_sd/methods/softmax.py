@@ -30,6 +30,11 @@ class Softmax(Attention):
             return softmax_attention(q, k, v, **layer.kernel)
         return exact_attention(q, [Keys(k, v), layer.context])
 
+    @property
+    def is_random(self) -> bool:
+        """Nothing is drawn."""
+        return False
+
     def cost(self, size: Size) -> float:
         """Every query of the image meets every key."""
         pairs = size.tokens * (size.tokens + size.context)

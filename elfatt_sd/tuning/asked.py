@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
+METRICS = ("psnr", "ssim", "lpips", "dists")
+
+
 @dataclass(frozen=True)
 class Budget:
     """What the settings have to keep to.
@@ -103,7 +106,7 @@ def measure_named(metric: Any, weights: Any = None, device: str = "cpu") -> Meas
     """
     if callable(metric):
         return Measure(getattr(metric, "__name__", "closeness"), metric)
-    checks.choice("metric", metric, ["psnr", "ssim", "lpips", "dists"])
+    checks.choice("metric", metric, METRICS)
     if metric in ("lpips", "dists"):
         if weights is None:
             raise ElfattError(f"metric={metric!r} needs weights; give torchvision's file of the network as weights.")

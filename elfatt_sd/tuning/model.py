@@ -163,7 +163,8 @@ class Model:
             (layer, stretch): self.options(layer, stretch, calls[layer])
             for layer, stretch in itertools.product(self._figures, range(len(self._stretches)))
         }
-        slopes = [option.mse / option.saved for row in table.values() for option in row if option.saved > 0]
+        steps = (pair for row in table.values() for pair in itertools.pairwise(row))
+        slopes = [(after.mse - before.mse) / (after.saved - before.saved) for before, after in steps]
         slopes = [slope for slope in slopes if slope > 0]
         if not slopes:
             return [_choice({place: row[0] for place, row in table.items()})]

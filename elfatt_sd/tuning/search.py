@@ -23,7 +23,7 @@ from elfatt_sd.tuning.records import figures_from, figures_to
 from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness
 from elfatt_sd.tuning.store import Store
 
-STRETCHES = 5
+STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
 TRIES = 4  # choices that are run with the prompts of the search
 PROOFS = 3  # choices that are run with the held-out prompts
 NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
@@ -155,7 +155,7 @@ class Search:
 
     def measure_layers(self) -> None:
         """Measure every approximation in every layer, and what a layer's error does to the image."""
-        self.stretches = stretches_of(self.calls, STRETCHES)
+        self.stretches = stretches_of(self.calls, max(1, min(STRETCHES, self.calls // LEAST_STEPS)))
         self.say("measuring layers", 1)
         figures = figures_from(self.store.known("layers", self._probe))
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -36,6 +37,13 @@ SMALL_VAE: dict[str, Any] = {
     "latent_channels": 4,
     "force_upcast": False,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage() -> None:
+    """What earlier tests imported and compiled is passed over; see `pytest_collection_finish`."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from elfatt_sd.benchmarking.variants import (
 )
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import copy_structure
-from elfatt_sd.presets import METHODS
+from elfatt_sd.presets import METHODS, for_transformers
 from elfatt_sd.processor import ElfattProcessor
 
 
@@ -153,6 +153,13 @@ def test_a_variation_is_named_after_its_settings() -> None:
     config = varied("elfatt-fast", block_size=512, levels=2)
     assert config.method == "elfatt-fast:block_size=512,levels=2"
     assert same_work(config, PatchConfig.preset("elfatt-fast", block_size=512, levels=2))
+
+
+def test_a_variation_has_its_form_for_transformers() -> None:
+    fitted = for_transformers(varied("elfatt-fast", block_size=64))
+    assert fitted == for_transformers(PatchConfig.preset("elfatt-fast", block_size=64)).renamed(fitted.method)
+    assert fitted.method == "elfatt-fast:block_size=64"
+    assert fitted.phases[1].attention.name == "cell_spread"
 
 
 def test_the_ratio_changes_methods_that_merge() -> None:

@@ -38,11 +38,10 @@ def latents(pipe: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "order"),
     [
-        ("shared difference", "patch, compile"),
+        ("sampled", "patch, compile"),
         ("first half", "compile, patch"),
         ("shared difference", "patch, blocks"),
         ("elfatt", "blocks, patch"),
-        ("sampled", "patch, blocks"),
     ],
 )
 def test_compiled_is_eager(folder: Path, name: str, order: str) -> None:

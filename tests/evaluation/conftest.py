@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,21 @@ from torch import nn
 
 from elfatt_sd.evaluation import memory
 from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.report import charts, plots
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.stages import evaluate
+
+
+def draw_few_plots(patch: pytest.MonkeyPatch) -> None:
+    """Let reports have one plot: all of them take longer to draw than a small run to be made."""
+    patch.setattr(plots, "_makers", lambda results: [charts.differences])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_plots() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        draw_few_plots(patch)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +43,15 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(workplace: Path) -> Path:
     return workplace / "sd15"
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Protocol]:
+    """A finished generation and its protocol."""
+    place = tmp_path_factory.mktemp("made")
+    protocol = small_run.small_protocol(place, model)
+    assert small_run.make(place / "run", protocol) == {}
+    return place / "run", protocol
 
 
 @pytest.fixture
@@ -48,6 +71,7 @@ def finished_run(workplace: Path, full_protocol: Protocol) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
         patch.setattr(memory, "run_worker", memory.measure_peaks)
+        draw_few_plots(patch)
         evaluate(Run(workplace / "run", full_protocol), lambda line: None, show_progress=False)
     return workplace / "run"
 

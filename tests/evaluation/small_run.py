@@ -11,10 +11,13 @@ import numpy as np
 import tiny_pipelines as tiny
 from PIL import Image
 
+from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.run import RUN_FILE, Row
+from elfatt_sd.evaluation.run import RUN_FILE, Row, Run, clear_disk_errors
+from elfatt_sd.locks import folder_lock
 
+ROOT = Path(__file__).parents[2]
 LABELS = ("cat", "dog", "owl", "fox", "crane")
 UNTOUCHED = """
 [[cells]]
@@ -116,6 +119,12 @@ def full_overrides(workplace: Path) -> list[str]:
         "memory.batches=[1, 2]",
         "memory.steps=2",
     ]
+
+
+def make(run_dir: Path, protocol: Protocol) -> dict[str, str]:
+    """Make the images of a run, and return the rows that failed."""
+    with clear_disk_errors(run_dir), folder_lock(run_dir):
+        return generate.generate(Run(run_dir, protocol), show_progress=False)
 
 
 def row_of(run_dir: Path, cell: Cell) -> Row:

@@ -115,7 +115,8 @@ def test_dry_run_names_folders_that_will_not_do(call: Any, tmp_path: Path, optio
     wrong = tmp_path / "file"
     wrong.touch()
     given = {"--out": tmp_path / "run", option: wrong}
-    done = call("run", "toy", "--dry-run", *(word for pair in given.items() for word in pair))
+    small = sets(["height=64", "width=64"])
+    done = call("run", "toy", "--dry-run", *small, *(word for pair in given.items() for word in pair))
     assert done.code == 2
     assert said in " ".join(done.err.split())
 
@@ -134,6 +135,7 @@ def test_reference_says_what_it_found(call: Any, workplace: Path, tmp_path: Path
         (("--set", "stepz=3"), ("'stepz'", "accepted")),
         (("--set", "time.repeats=few"), ("time.repeats='few'", "whole number")),
         (("--limit", "0"), ("--limit", "greater than or equal to 1")),
+        (("--limit", "1"), ("1 image a row has no distance", "at least 2")),
         (("--reference", "/nowhere/val"), ("/nowhere/val", "does not exist")),
         (("--model", "/nowhere/sd"), ("/nowhere/sd", "does not exist")),
         (("--device", "abacus"), ("abacus", "accepted")),

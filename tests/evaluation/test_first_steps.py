@@ -56,8 +56,8 @@ ratio = 0.5
 
 @pytest.fixture
 def protocol(tmp_path: Path, model: Path) -> Protocol:
-    """Eight steps, five images in batches of two."""
-    return small_run.small_protocol(tmp_path, model, "steps=8", cells=CELLS)
+    """Eight steps, three images in batches of two."""
+    return small_run.small_protocol(tmp_path, model, "steps=8", "limit=3", cells=CELLS)
 
 
 def make(run_dir: Path, protocol: Protocol) -> None:
@@ -96,9 +96,7 @@ def test_calls_that_a_row_shares(protocol: Protocol) -> None:
     assert exact_calls(kernel, protocol.steps) == 0
 
 
-@pytest.mark.parametrize(
-    "scheduler", ["stored", "DPMSolverMultistepScheduler", "EulerAncestralDiscreteScheduler", "PLMS"]
-)
+@pytest.mark.parametrize("scheduler", ["stored", "DPMSolverMultistepScheduler", "EulerAncestralDiscreteScheduler"])
 def test_images_are_those_of_rows_made_alone(
     protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str
 ) -> None:
@@ -111,7 +109,7 @@ def test_images_are_those_of_rows_made_alone(
     monkeypatch.setattr(generate, "kept_calls", lambda *_: 0)
     make(tmp_path / "alone", protocol)
     assert small_run.tree(tmp_path / "together" / "cells") == small_run.tree(tmp_path / "alone" / "cells")
-    rows = [count for calls in (8, 8, 4, 6, 8, 8, 8) for count in [whole - 8 + calls] * 3]
+    rows = [count for calls in (8, 8, 4, 6, 8, 8, 8) for count in [whole - 8 + calls] * 2]
     assert shared == rows
 
 
@@ -151,16 +149,16 @@ def test_a_run_that_was_stopped_goes_on_with_the_steps_it_has(
     real = generate.check_images
 
     def stopped(*args: Any) -> None:
-        if len(counts) == len(whole) + 8:  # in the second batch of the third row
+        if len(counts) == len(whole) + 6:  # in the second batch of the third row
             raise KeyboardInterrupt
         real(*args)
 
     monkeypatch.setattr(generate, "check_images", stopped)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "stopped", protocol)
-    assert len(list(Run(tmp_path / "stopped", protocol).first_steps_folder.iterdir())) == 3
+    assert len(list(Run(tmp_path / "stopped", protocol).first_steps_folder.iterdir())) == 2
     make(tmp_path / "stopped", protocol)
-    assert counts[len(whole) :] == [*whole[:8], *whole[7:]]
+    assert counts[len(whole) :] == [*whole[:6], *whole[5:]]
     assert small_run.tree(tmp_path / "stopped" / "cells") == small_run.tree(tmp_path / "whole" / "cells")
 
 

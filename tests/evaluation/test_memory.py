@@ -187,12 +187,6 @@ def test_a_fresh_process_measures_every_stage(timed: Protocol, device: str) -> N
     assert all(held[stage] >= result["peaks"][stage] for stage in held)
 
 
-def test_a_fresh_process_with_other_code_measures_nothing(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "code_hashes", lambda: {"method_sha256": "of what ran before an edit"})
-    with pytest.raises(ElfattError, match="the code of elfatt_sd was changed during the run"):
-        memory.run_worker(timed, timed.baseline, 1)
-
-
 def test_a_worker_that_fails_says_why(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(code: int, stderr: str = "", stdout: str = "") -> None:
         done = memory.subprocess.CompletedProcess([], code, stdout, stderr)
@@ -228,11 +222,22 @@ def test_what_goes_wrong_in_a_worker_is_one_line(
     def broken(*_: Any) -> None:
         raise error
 
-    order = {"protocol": timed.to_dict(), "cell": "sd", "batch": 2, "code": memory.code_hashes()}
-    monkeypatch.setattr(memory.sys, "stdin", io.StringIO(json.dumps(order)))
     monkeypatch.setattr(memory, "measure_peaks", broken)
+    assert worker_says(timed, monkeypatch, capsys, memory.code_hashes()) == said
+
+
+def worker_says(timed: Protocol, monkeypatch: Any, capsys: Any, code: dict[str, str]) -> Any:
+    """What a fresh process would print."""
+    order = {"protocol": timed.to_dict(), "cell": "sd", "batch": 2, "code": code}
+    monkeypatch.setattr(memory.sys, "stdin", io.StringIO(json.dumps(order)))
     memory._worker()
-    assert json.loads(capsys.readouterr().out) == said
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_fresh_process_with_other_code_measures_nothing(timed: Protocol, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(memory, "measure_peaks", lambda *_: pytest.fail("measured"))
+    said = worker_says(timed, monkeypatch, capsys, {"method_sha256": "of what ran before an edit"})
+    assert said["error"].startswith("the code of elfatt_sd was changed during the run")
 
 
 def test_stages_are_told_apart(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import small_run
 import tiny_pixart
 import torch
 
-from elfatt_sd import methods
 from elfatt_sd.evaluation import memory
 from elfatt_sd.evaluation.generate import generate
 from elfatt_sd.evaluation.protocol_files import load_protocol
@@ -18,37 +17,12 @@ from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.stages import evaluate
 
-MODULE = """
-from dataclasses import dataclass
-from typing import ClassVar
-from elfatt_sd.methods import Attention
-
-@dataclass(frozen=True)
-class Values(Attention):
-    name: ClassVar[str] = "values"
-    factor: float = 1.0
-
-    def attend(self, layer, tokens, prepared):
-        return layer.project(tokens)[2] * self.factor
-
-    def cost(self, size):
-        return size.projections(size.tokens, size.tokens)
-"""
 OWN = """
 [[cells]]
 label = "own"
-method = "someones_module:Values"
+method = "someones_own:Values"
 factor = [0.5, 2.0]
 """
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "someones_module.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "someones_module", raising=False)
-    monkeypatch.setattr(methods, "_known", dict(methods._known))
-    return "someones_module:Values"
 
 
 def hashes(run: Run) -> dict[str, list[str]]:
@@ -57,10 +31,10 @@ def hashes(run: Run) -> dict[str, list[str]]:
 
 def test_a_class_in_a_protocol_gets_a_row_for_each_setting(module: str, tmp_path: Path, model: Path) -> None:
     protocol = load_protocol(small_run.write_protocol(tmp_path, model, small_run.UNTOUCHED + OWN))
-    names = ["someones_module-Values-factor0.5", "someones_module-Values-factor2.0"]
+    names = ["someones_own-Values-factor0.5", "someones_own-Values-factor2.0"]
     assert [cell.name for cell in protocol.cells[-2:]] == names
     assert [cell.config().phases[0].attention for cell in protocol.cells[-2:]] == [
-        sys.modules["someones_module"].Values(factor) for factor in (0.5, 2.0)
+        sys.modules["someones_own"].Values(factor) for factor in (0.5, 2.0)
     ]
     assert Protocol.from_dict(protocol.to_dict()).identity == protocol.identity
     run = Run(tmp_path / "run", protocol)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import small_run
 
-ROOT = Path(__file__).parents[2]
 CODE = """
 import builtins, ctypes, os, sys
 
@@ -67,7 +66,7 @@ def test_a_small_evaluation_without_unix(workplace: Path, tmp_path: Path) -> Non
         words += ["--set", override]
     code = CODE.format(model=str(workplace / "sd15"), words=words)
     environment = {**os.environ, "ELFATT_SD_CACHE": str(place / "cache"), "PYTHONUTF8": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(small_run.ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=500)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     rows = json.loads((place / "run" / "results.json").read_text(encoding="utf-8"))["rows"]

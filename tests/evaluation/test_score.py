@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import io
 import json
 import math
 import warnings
@@ -14,80 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from extractors import regions
 from PIL import Image
+from scored_runs import CELLS, COUNT, counting, protocol, write_run
 from small_run import row_of
 from torch import Tensor
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import extraction, pairs, score
-from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
+from elfatt_sd.evaluation import pairs, score
+from elfatt_sd.evaluation.features import ToyExtractor, load_extractor
 from elfatt_sd.evaluation.frechet import frechet_distance
 from elfatt_sd.evaluation.intervals import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, student_quantile
 from elfatt_sd.evaluation.metrics.scores import Scorer
-from elfatt_sd.evaluation.prompts import run_prompts
-from elfatt_sd.evaluation.protocols import Cell, Protocol, Reference
-from elfatt_sd.evaluation.renders import Renders
+from elfatt_sd.evaluation.protocols import Reference
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.score import Images, build_references, score_run
 from elfatt_sd.evaluation.statistics import FeatureStatistics
-
-CELLS = (
-    Cell("sd", "SD", "sd", role="baseline"),
-    Cell("null", "other seeds", "sd", role="null", seed_offset=1000),
-    Cell("tome", "ToMe", "tome"),
-    Cell("dark", "dark", "elfatt"),
-)
-COUNT = 32
-
-
-def protocol(**changes: Any) -> Protocol:
-    settings: dict[str, Any] = {
-        "labels": "toy",
-        "classes": COUNT,
-        "images_per_class": 1,
-        "extractors": ("toy",),
-        "reference": Reference("toy", count=64),
-        "height": 256,
-        "width": 256,
-        "device": "cpu",
-    }
-    return Protocol("small", CELLS, **{**settings, **changes})
-
-
-def altered(images: Tensor, cell: str) -> Tensor:
-    """What each row makes of the baseline's pictures `[n, h, w, 3]`."""
-    if cell == "tome":
-        changed = images.clone()
-        changed[2, : len(changed[2]) // 4] = 0  # one picture changes much
-        changed[5] = (changed[5].int() + 3).clamp(0, 255).to(torch.uint8)  # one a little
-        changed[7, 0, 0, 0] ^= 1  # one in a single value
-        return changed
-    return images // 3 if cell == "dark" else images
-
-
-def write_run(run_dir: Path, specification: Protocol, stride: int = 4) -> Path:
-    """Write a run of renders with every `stride`-th pixel; 1 leaves them as the toy's extractor knows them."""
-    classes = [prompt.class_index for prompt in run_prompts(specification)]
-    pictures = [image for image in Renders(2 * COUNT, classes).load(0, 2 * COUNT) if not isinstance(image, str)]
-    renders = torch.from_numpy(np.stack(pictures))[:, ::stride, ::stride]
-    run_dir.mkdir(parents=True)
-    data = {"format": 1, "identity": specification.identity, "protocol": specification.to_dict()}
-    (run_dir / "run.json").write_text(json.dumps({**data, "created": "today", "environment": {}}))
-    for cell in specification.cells:
-        rows = renders[COUNT:] if cell.role == "null" else altered(renders[:COUNT], cell.name)
-        lines = []
-        for index, (pixels, number) in enumerate(zip(rows, classes, strict=True)):
-            buffer = io.BytesIO()
-            Image.fromarray(pixels.numpy()).save(buffer, "PNG")
-            path = row_of(run_dir, cell).image_file(index)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(buffer.getvalue())
-            digest = hashlib.sha256(buffer.getvalue()).hexdigest()
-            made = {"index": index, "file": path.name, "prompt": "a", "class_index": number, "seed": index}
-            lines.append(json.dumps({**made, "sha256": digest}))
-        row_of(run_dir, cell).manifest.write_text("\n".join(lines))
-    return run_dir
 
 
 @pytest.fixture(scope="module")
@@ -257,62 +196,6 @@ def test_better_is_said_where_it_is_shown(scored: Path) -> None:
     assert row["accuracy"]["mean"]["difference"]["verdict"] == BETTER
 
 
-def counting(monkeypatch: pytest.MonkeyPatch) -> list[Extractor]:
-    """Score with an extractor that counts its pictures."""
-    made: list[Extractor] = []
-
-    def load(spec: str, **_: Any) -> Extractor:
-        made.append(regions())
-        return made[-1]
-
-    monkeypatch.setattr(score, "load_extractor", load)
-    return made
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
-
-
-def test_a_killed_scoring_goes_on_and_gives_the_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = counting(monkeypatch)
-    monkeypatch.setattr(extraction, "CHUNK", 16)
-    run_dir = write_run(tmp_path / "run", protocol())
-    score_run(Run.open(run_dir), batch_size=8)
-    whole = (run_dir / "scores.json").read_bytes()
-    for path in (run_dir / "scores").iterdir():
-        path.unlink()
-    (run_dir / "scores.json").unlink()
-    seen: list[int] = []
-
-    def kill(_: str, done: int, __: int) -> None:
-        seen.append(done)
-        if len(seen) == 8:
-            raise Killed
-
-    with pytest.raises(Killed):
-        score_run(Run.open(run_dir), batch_size=8, progress=kill)
-    (parts,) = (run_dir / "scores").glob("*.parts")
-    (parts / ".chunk-00001.npz.123.part").write_bytes(b"half")  # as SIGKILL leaves it, which no `finally` follows
-    before = len(made)
-    score_run(Run.open(run_dir), batch_size=8)
-    assert 0 < int(made[before].network.calls) < 4 * COUNT  # type: ignore[arg-type]
-    assert (run_dir / "scores.json").read_bytes() == whole
-    assert not list((run_dir / "scores").rglob("*.part*"))
-
-
-def test_features_are_computed_once_per_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol())
-    build_references(protocol())
-    told: list[list[tuple[str, int, int]]] = [[], []]
-    for calls in told:
-        score_run(Run.open(run_dir), progress=lambda *call, calls=calls: calls.append(call))  # type: ignore[misc]
-    compared = [(f"{cell.name}, PSNR and SSIM", COUNT, COUNT) for cell in CELLS[1:]]
-    assert [call for call in told[0] if "PSNR" in call[0] and call[1] == call[2]] == compared
-    assert not told[1], "nothing is looked at twice"
-    assert [int(extractor.network.calls) for extractor in made[1:]] == [4 * COUNT, 0]  # type: ignore[arg-type]
-
-
 def test_the_distances_of_a_row_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The baseline's too, although every other row is compared with it."""
     counting(monkeypatch)
@@ -378,35 +261,3 @@ def test_two_extractors_of_one_kind_are_refused(monkeypatch: pytest.MonkeyPatch)
     counting(monkeypatch)
     with pytest.raises(ElfattError, match=r"\['clip:a', 'clip:b'\] give FD-regions twice; give one of each kind"):
         score.load_extractors(protocol(extractors=("clip:a", "clip:b")))
-
-
-def test_what_scores_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extractor and the reference, neither of which the run's own folder shows."""
-    made = counting(monkeypatch)
-
-    def inputs(specification: Protocol) -> dict[str, str]:
-        return score.score_inputs(specification, score.load_extractors(specification))
-
-    pixels = np.zeros((8, 8, 3), np.uint8)
-    for name in ("a.png", "b.png"):
-        Image.fromarray(pixels).save(tmp_path / name)
-    specification = protocol(reference=Reference(str(tmp_path), count=2))
-    before = inputs(specification)
-    assert inputs(specification) == before
-    assert before == {"FD-regions": build_references(specification)[0].identity}
-    Image.fromarray(pixels[:4]).save(tmp_path / "b.png")
-    replaced = inputs(specification)
-    assert replaced != before
-    load = score.load_extractor
-
-    def retrained(spec: str, **options: Any) -> Extractor:
-        extractor = load(spec, **options)
-        extractor.preprocessing["sha256"] = "of other weights"
-        return extractor
-
-    monkeypatch.setattr(score, "load_extractor", retrained)
-    assert inputs(specification) not in (before, replaced)
-    assert [int(extractor.network.calls) for extractor in made].count(0) == len(made) - 1  # type: ignore[arg-type]
-    np.savez(tmp_path / "other.npz", mu=np.zeros(12), sigma=np.eye(12))
-    moments = protocol(reference=Reference(str(tmp_path / "other.npz")))
-    assert inputs(moments) == {"FD-regions": build_references(moments)[0].identity}

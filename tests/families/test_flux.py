@@ -77,6 +77,8 @@ def test_presets(flux: Any, method: Any) -> None:
         assert not torch.equal(run(), untouched)
     assert calls
     settings: Any = {"seed": 3} if method == "agent" else {"seed": 3, "block_size": 24}  # without effect on agents
+    if method in ("agent", "elfatt"):
+        settings["block_order"] = "spread"  # which is drawn
     elfatt_sd.apply_patch(flux, method, **settings)
     changed = current_config(flux)
     assert changed is not None

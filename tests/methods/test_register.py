@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -243,32 +242,6 @@ def test_the_packages_own_keep_the_contract() -> None:
         check(kind())
 
 
-OWN = """
-from dataclasses import dataclass
-from typing import ClassVar
-from elfatt_sd.methods import Attention
-
-@dataclass(frozen=True)
-class Values(Attention):
-    name: ClassVar[str] = "values"
-    factor: float = 1.0
-
-    def attend(self, layer, tokens, prepared):
-        return layer.project(tokens)[2] * self.factor
-
-    def cost(self, size):
-        return size.projections(size.tokens, size.tokens)
-"""
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "someones_own.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "someones_own", raising=False)
-    return "someones_own:Values"
-
-
 def test_a_class_can_be_named_by_its_module(module: str) -> None:
     assert PatchConfig.preset(module).method == "values"  # type: ignore[arg-type]
     for name in ("no_such_module:Near", "someones_own:Nothing", "os:system", ":"):
@@ -295,3 +268,32 @@ def test_it_is_a_method_on_the_command_line(module: str, tmp_path: Path) -> None
     assert chosen.config.phases[0].attention.factor == 0.5  # type: ignore[attr-defined]
     chosen.config.save(tmp_path / "own.json")
     assert PatchConfig.load(tmp_path / "own.json") == chosen.config
+
+
+@dataclass(frozen=True)
+class Picky(Near):
+    """A class that checks its own settings, in its own way."""
+
+    name: ClassVar[str] = "picky"
+
+    def __post_init__(self) -> None:
+        if self.strength < 0:
+            raise ValueError("strength is\nnegative")
+
+
+def test_what_an_author_refuses_is_one_line() -> None:
+    elfatt_sd.register(Picky)
+    with pytest.raises(
+        ElfattError, match=r"^attention 'picky' does not accept strength=-1 \(ValueError: .* negative\)"
+    ):
+        PatchConfig.preset("picky", strength=-1)  # type: ignore[arg-type,call-arg]
+
+
+def test_a_class_that_refuses_its_own_defaults_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Never(Picky):
+        name: ClassVar[str] = "never"
+        strength: float = -1.0
+
+    with pytest.raises(ElfattError, match="attention 'never' does not accept its defaults"):
+        elfatt_sd.register(Never)

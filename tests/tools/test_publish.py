@@ -10,8 +10,7 @@ import fake_run
 import pytest
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.report import write_report, written_tables
-from elfatt_sd.evaluation.report.data import load_results
+from elfatt_sd.evaluation.report import charts, load_results, plots, write_report, written_tables
 from tools import publish as tool
 from tools.pages.__main__ import main as fill
 from tools.pages.evaluation import MISSING, fill_page
@@ -36,14 +35,13 @@ after
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     fake_run.build_run(folder, images=2, size=32)
-    write_report(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def published(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
-    assert publish(run, folder) == folder / "toy_full"
+    assert publish(load_results(run), folder) == folder / "toy_full"
     return folder
 
 
@@ -53,23 +51,31 @@ def test_what_is_kept(run: Path, published: Path, tmp_path: Path, monkeypatch: p
     assert json.loads((published / "toy_full" / "results.json").read_text()) == json.loads(
         (run / "results.json").read_text()
     )
-    assert {path.name for path in (run / "report").glob("*.png")} < names
+    assert {"difference.png", "memory.png", "closeness.png"} < names
     monkeypatch.setattr("elfatt_sd.evaluation.report.page.render_page", None)
-    assert not (publish(run, tmp_path, page=False) / "index.html").exists(), "nor is it made"
+    monkeypatch.setattr(plots, "_makers", lambda results: [charts.differences])
+    assert not (publish(load_results(run), tmp_path, page=False) / "index.html").exists(), "nor is it made"
 
 
+@pytest.fixture
+def two_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all plots, which take seconds, two are drawn."""
+    monkeypatch.setattr(plots, "_makers", lambda results: [charts.differences, charts.memory_regression])
+
+
+@pytest.mark.usefixtures("two_plots")
 def test_what_is_published_is_of_one_piece(tmp_path: Path) -> None:
     """The results changed after the report was written, and a plot has nothing to show any more."""
     results = fake_run.build_run(tmp_path / "run", images=2, size=32)
-    write_report(tmp_path / "run")
-    target = publish(tmp_path / "run", tmp_path / "results")
+    write_report(load_results(tmp_path / "run"))
+    target = publish(load_results(tmp_path / "run"), tmp_path / "results")
     (target / "README.md").write_text("by hand")
     assert {"memory.png", "index.html"} < {path.name for path in target.iterdir()}
     for row in results["rows"]:
         row["memory"] = None
     results["rows"][2]["label"] = "Renamed"
     fake_run.save(tmp_path / "run", results)
-    assert publish(tmp_path / "run", tmp_path / "results", page=False) == target
+    assert publish(load_results(tmp_path / "run"), tmp_path / "results", page=False) == target
     left = {path.name for path in target.iterdir()}
     assert "memory.png" not in left and "index.html" not in left
     assert {"README.md", "difference.png"} < left
@@ -102,9 +108,10 @@ def test_what_is_wrong_is_named(published: Path, tmp_path: Path) -> None:
     with pytest.raises(ElfattError, match=r"plot 'nothing' .* does not exist; there are: .*difference"):
         fill_page("<!-- eval toy_full nothing -->\n<!-- end -->", published, published)
     with pytest.raises(ElfattError, match=r"results.json does not exist; `elfatt-sd eval score"):
-        publish(tmp_path, published)
+        publish(load_results(tmp_path), published)
 
 
+@pytest.mark.usefixtures("two_plots")
 def test_commands(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,7 +154,7 @@ def test_a_name_leads_nowhere_else(run: Path, tmp_path: Path, name: str) -> None
     (tmp_path / "run" / "results.json").write_text(json.dumps(data | {"name": name}))
     (tmp_path / "x.png").touch()
     with pytest.raises(ElfattError, match="cannot be that of a folder"):
-        publish(tmp_path / "run", tmp_path / "all" / "results")
+        publish(load_results(tmp_path / "run"), tmp_path / "all" / "results")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "x.png"]
 
 
@@ -155,7 +162,7 @@ def test_a_folder_of_something_else_is_kept(run: Path, tmp_path: Path) -> None:
     (tmp_path / "toy_full").mkdir()
     (tmp_path / "toy_full" / "mine.png").touch()
     with pytest.raises(ElfattError, match="holds something else than published results"):
-        publish(run, tmp_path)
+        publish(load_results(run), tmp_path)
     assert [path.name for path in (tmp_path / "toy_full").iterdir()] == ["mine.png"]
 
 

@@ -47,4 +47,4 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def asked() -> dict[str, Any]:
     """What a small tuning is asked for besides its budget."""
-    return {"prompts": PROMPTS, "steps": 6, "height": 64, "width": 64, "images": 4, "presets": False}
+    return {"prompts": PROMPTS, "steps": 8, "height": 64, "width": 64, "images": 4, "presets": False}

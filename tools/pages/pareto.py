@@ -101,31 +101,15 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
         raise ElfattError(f"no row of {', '.join(run.name for run in runs)} has both UNet time and {measure}.")
     best = front([entrant.spot for entrant in entrants], low_is_better=up.low_is_better)
     standing_out = [entrant for entrant in entrants if entrant.spot in best]
-    if measure == "distance":  # a front of values whose intervals hold zero would be one of chance
+    judged = measure == "distance"
+    if judged:  # a front of values whose intervals hold zero would be one of chance
         best, standing_out = [], [entrant for entrant in entrants if entrant.verdict in (BETTER, WORSE)]
     chosen = [entrant for entrant in entrants if entrant in standing_out or _is_preset(entrant.spot.row)]
     chosen.sort(key=lambda entrant: entrant.spot.across)
     figure, axes = figure_and_axes(CROWDED_HEIGHT)
     for entrant in sorted(entrants, key=lambda entrant: [*_KINDS].index(entrant.kind)):  # the legend's order
-        (marker, colour), named = _KINDS[entrant.kind], entrant in chosen
-        axes.plot(
-            entrant.spot.across, entrant.spot.up.value, marker, label=entrant.kind,
-            color=colour, markerfacecolor=PAPER if entrant.shared else colour, markersize=4, zorder=3,
-        )  # fmt: skip
-        thin: dict[str, Any] = {"color": colour, "linewidth": 0.9, "alpha": 0.6}
-        pale = thin | {"linewidth": 0.6, "alpha": 0.25}
-        if entrant.spot.up.ends and (named or measure == "distance"):
-            axes.vlines(entrant.spot.across, *entrant.spot.up.ends, **(thin if named else pale))
-        if entrant.speed.ends and named:
-            axes.hlines(entrant.spot.up.value, 1 / entrant.speed.ends[1], 1 / entrant.speed.ends[0], **thin)
-    if measure == "distance":  # some rows are a hundred times as far off as most
-        axes.set_yscale("symlog", linthresh=1)
-        axes.yaxis.set_major_formatter("{x:g}")
-    axes.axvline(1, color=INK, linewidth=0.6, linestyle="--", zorder=1)
-    axes.set_xlabel("UNet time, share of the untouched pipeline's (left is faster)")
-    axes.set_ylabel(up.title)
-    times = axes.secondary_xaxis("top", functions=(_inverse, _inverse))
-    times.set_xticks(_SPEEDS, [f"{speed:g}{TIMES}" for speed in _SPEEDS])
+        _draw_entrant(axes, entrant, named=entrant in chosen, judged=judged)
+    _draw_axes(axes, up, judged)
     said = draw_front(axes, best)
     legend_above(figure, axes)
     numbers = {id(entrant): str(place) for place, entrant in enumerate(chosen, 1)}
@@ -134,21 +118,46 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
         for entrant in entrants
     ]
     write_beside(figure, axes, marks)
-    caption = f"Every row of every run; times are ratios within a run.{said} Numbers: the rows of the table. Lines up "
-    caption += "and down: 95 % interval; across: fastest and slowest round."
-    if measure == "distance":
-        caption += " Beyond 1 the axis is logarithmic."
-        caption += _extrapolated(runs)
-    if any(entrant.shared for entrant in entrants):
-        caption += " Hollow: several steps share the difference to exact attention."
-    caption += _threads(runs)
     points = [f"{entrant.name}: {entrant.spot.across:.2f}, {entrant.spot.up.value:.3g}" for entrant in entrants]
     title = f"{up.title.split(' (')[0]} over UNet time"
-    if measure == "distance":
-        table = _table(chosen, up, "verdict", [entrant.verdict for entrant in chosen])
-    else:
-        table = _table(chosen, up, "beaten in both", ["no" if each in standing_out else "yes" for each in chosen])
-    return Chart(f"pareto_{measure}", title, caption, figure, points), table
+    last = [entrant.verdict if judged else "no" if entrant in standing_out else "yes" for entrant in chosen]
+    table = _table(chosen, up, "verdict" if judged else "beaten in both", last)
+    return Chart(f"pareto_{measure}", title, _caption(runs, entrants, said, judged), figure, points), table
+
+
+def _draw_entrant(axes: Any, entrant: _Entrant, *, named: bool, judged: bool) -> None:
+    """Draw a row's marker; its intervals where it is named, and pale ones where distances are judged by them."""
+    (marker, colour), spot = _KINDS[entrant.kind], entrant.spot
+    axes.plot(
+        spot.across, spot.up.value, marker, label=entrant.kind,
+        color=colour, markerfacecolor=PAPER if entrant.shared else colour, markersize=4, zorder=3,
+    )  # fmt: skip
+    thin: dict[str, Any] = {"color": colour, "linewidth": 0.9, "alpha": 0.6}
+    if spot.up.ends and (named or judged):
+        axes.vlines(spot.across, *spot.up.ends, **(thin if named else {**thin, "linewidth": 0.6, "alpha": 0.25}))
+    if entrant.speed.ends and named:
+        axes.hlines(spot.up.value, 1 / entrant.speed.ends[1], 1 / entrant.speed.ends[0], **thin)
+
+
+def _draw_axes(axes: Any, up: Measure, judged: bool) -> None:
+    if judged:  # some rows are a hundred times as far off as most
+        axes.set_yscale("symlog", linthresh=1)
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.axvline(1, color=INK, linewidth=0.6, linestyle="--", zorder=1)
+    axes.set_xlabel("UNet time, share of the untouched pipeline's (left is faster)")
+    axes.set_ylabel(up.title)
+    times = axes.secondary_xaxis("top", functions=(_inverse, _inverse))
+    times.set_xticks(_SPEEDS, [f"{speed:g}{TIMES}" for speed in _SPEEDS])
+
+
+def _caption(runs: Sequence[Results], entrants: Sequence[_Entrant], said: str, judged: bool) -> str:
+    caption = f"Every row of every run; times are ratios within a run.{said} Numbers: the rows of the table. Lines up "
+    caption += "and down: 95 % interval; across: fastest and slowest round."
+    if judged:
+        caption += " Beyond 1 the axis is logarithmic." + _extrapolated(runs)
+    if any(entrant.shared for entrant in entrants):
+        caption += " Hollow: several steps share the difference to exact attention."
+    return caption + _threads(runs)
 
 
 def _inverse(values: ArrayLike) -> NDArray[np.float64]:

@@ -58,6 +58,7 @@ softmax attention everywhere.
 ## Quality
 {quality}
 """
+UNMEASURED = "Not measured yet: `python -m tools.toy.quality --out DIR`."
 QUALITY = """{count} pictures, {steps} PNDM steps, guidance {guidance}, seed {seed}
 (`python -m tools.toy.quality --count {count} --steps {steps} --guidance {guidance} --out DIR`):
 
@@ -102,20 +103,16 @@ def write_card(folder: Path, record: dict[str, Any], quality: dict[str, Any] | N
         date=record["date"],
         stages="\n".join(rows),
         finish=record.get("notes", ""),
-        quality=_quality(quality) if quality else "Not measured yet: `python -m tools.toy.quality --out DIR`.",
+        quality=QUALITY.format(**quality_parts(quality)) if quality else UNMEASURED,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
     plot_curves({name: stage["curve"] for name, stage in stages.items()}, folder / "curves.png")
 
 
-def _quality(figures: dict[str, Any]) -> str:
-    return QUALITY.format(
-        **{name: figures[name] for name in ("count", "steps", "guidance", "seed", "mean_accuracy", "all_four_right")},
-        reference_renders=figures["reference_renders"],
-        each=", ".join(f"{value:.3f}" for value in figures["accuracy"].values()),
-        distance=figures["FD-toy"],
-        floor=figures["FD-toy of renders (floor)"],
-    )
+def quality_parts(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return what `tools.toy.quality` measured by the names that the text of a card has for it."""
+    each = ", ".join(f"{value:.3f}" for value in figures["accuracy"].values())
+    return {**figures, "each": each, "distance": figures["FD-toy"], "floor": figures["FD-toy of renders (floor)"]}
 
 
 def training_folder(pipeline: Path) -> Path:

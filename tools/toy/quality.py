@@ -129,25 +129,16 @@ def measure(
         the figures, and the pictures `[count, 3, h, w]` (uint8).
     """
     classes = draw_classes(count, seed)
-    prompts, truth = [describe(*labels) for labels in classes], class_labels(classes)
-    parts = [load_file(path)["images"] for path in sorted(folder.glob("*.safetensors"))]
-    done = sum(map(len, parts))
     settings = {"num_inference_steps": steps, "guidance_scale": guidance}
-    made = kept(generate(pipeline, prompts[done:], seed + done, batch, **settings), folder)
-    try:
-        for part in track(made, "generating", total=-(-(count - done) // batch), console=Console(stderr=True)):
-            parts.append(part)
-    except KeyboardInterrupt:
-        if not parts:
-            raise
-    images = torch.cat(parts)[:count]
-    asked, count, truth = count, len(images), truth[: len(images)]
+    images = _images(pipeline, [describe(*labels) for labels in classes], seed, batch, folder, **settings)
+    asked, count = count, len(images)
     read = torch.cat([shrink(part) for part in torch.split(images, 32)])
     classifier, size = load_feature_extractor(), read.shape[-1]
-    hits = torch.cat([predicted(classifier, part) for part in torch.split(read, 32)]) == truth
-    target = torch.cat([classifier(part) for part in renders(reference, REFERENCE_SEED, size)])
-    floor = torch.cat([classifier(part) for part in renders(count, FLOOR_SEED, size)])
-    features = torch.cat([classifier(part) for part in torch.split(read, 32)])
+    hits = torch.cat([predicted(classifier, part) for part in torch.split(read, 32)]) == class_labels(classes)[:count]
+    target, floor, features = (
+        torch.cat([classifier(part) for part in parts])
+        for parts in (renders(reference, REFERENCE_SEED, size), renders(count, FLOOR_SEED, size), torch.split(read, 32))
+    )
     figures = {
         "count": count,
         "asked": asked,
@@ -163,6 +154,21 @@ def measure(
         "classifier_accuracy_on_renders": classifier_accuracy(classifier, size=size),
     }
     return figures, images
+
+
+def _images(pipeline: Any, prompts: Sequence[str], seed: int, batch: int, folder: Path, **settings: Any) -> Tensor:
+    """Return the images of prompts; those that a folder keeps are not made again, Ctrl-C returns those that are."""
+    parts = [load_file(path)["images"] for path in sorted(folder.glob("*.safetensors"))]
+    done = sum(map(len, parts))
+    made = kept(generate(pipeline, prompts[done:], seed + done, batch, **settings), folder)
+    batches = -(-(len(prompts) - done) // batch)
+    try:
+        for part in track(made, "generating", total=batches, console=Console(stderr=True)):
+            parts.append(part)
+    except KeyboardInterrupt:
+        if not parts:
+            raise
+    return torch.cat(parts)[: len(prompts)]
 
 
 def save_sheet(images: Tensor, path: Path, columns: int = 8, side: int = 112) -> None:

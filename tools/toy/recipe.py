@@ -6,7 +6,6 @@ Each finished or interrupted stage is kept under `DIR/checkpoints`; the same com
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import functools
@@ -23,7 +22,7 @@ from elfatt_sd.toy.renderer import ATTRIBUTES, describe, render_parameters, samp
 from tools.toy import export, models
 from tools.toy.card import training_folder
 from tools.toy.growing import Denoiser, train_with
-from tools.toy.training import Stage, train
+from tools.toy.training import Stage, command_line, next_title, train
 
 CAPTION_SHARES = (0.40, 0.10, 0.15, 0.10, 0.10, 0.05, 0.10)  # of the wordings in `wordings`, the empty one last
 SNR_LIMIT = 5.0
@@ -289,9 +288,7 @@ class Workshop:
         checkpoints = self.out / "checkpoints"
         record = train(stage, model, loss, checkpoints, self.seed, self.device, self.save_every)
         counts = sorted({stage.batch * PICTURES[level] for level in levels or (0,)})
-        times = 1 + sum(title.split()[0] == name for title in self.records)
-        title = name if times == 1 else f"{name} ({times})"
-        self.records[title] = {**record, "pictures": " or ".join(map(str, counts))}
+        self.records[next_title(name, self.records)] = {**record, "pictures": " or ".join(map(str, counts))}
 
     def export(self) -> Path:
         """Write the results; return the pipeline's folder."""
@@ -316,15 +313,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(prog="python -m tools.toy.recipe", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints and results")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--config", choices=("full", "tiny"), default="full")
-    parser.add_argument("--minutes", type=float, default=180.0, help="time to train with --config full")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="stages to run, in this order")
-    parser.add_argument("--resume-from", type=Path, help="pipeline folder to start from instead of random weights")
-    parser.add_argument("--save-every", type=float, default=60.0, help="seconds between checkpoints")
+    parser = command_line("tools.toy.recipe", str(__doc__), STAGES, minutes=180)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda":

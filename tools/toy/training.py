@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,23 @@ def hash_seed(seed: int, name: str, step: int) -> int:
     for part in (*name.encode(), step):
         number = (number * 1_000_003 + part + 1) % (2**61 - 1)
     return number
+
+
+def next_title(name: str, records: Mapping[str, Any]) -> str:
+    """Return what the record of a stage is called: a stage that is run again is a further row."""
+    times = 1 + sum(title.split()[0] == name for title in records)
+    return name if times == 1 else f"{name} ({times})"
+
+
+def command_line(program: str, description: str, stages: Sequence[str], *, minutes: float) -> argparse.ArgumentParser:
+    """Return the options of a recipe, whose stages take so many minutes by default."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
+    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints and results")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--config", choices=("full", "tiny"), default="full")
+    parser.add_argument("--minutes", type=float, default=minutes, help="to train with --config full; see full_recipe")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stages", nargs="+", choices=stages, default=stages, help="stages to run, in this order")
+    parser.add_argument("--resume-from", type=Path, help="pipeline folder to start from instead of random weights")
+    parser.add_argument("--save-every", type=float, default=60.0, help="seconds between checkpoints")
+    return parser

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tools.toy.card import plot_curves
+from tools.toy.card import plot_curves, quality_parts
 
 RECORD = "training.json"  # in a pipeline's folder: how it was trained
 TEXT = """---
@@ -106,14 +106,7 @@ def describe_quality(figures: dict[str, Any]) -> str:
     """The section of the card about what `tools.toy.quality` measured."""
     count, asked = figures["count"], figures["asked"]
     made = f"{count} images" if count == asked else f"The first {count} images of {asked} (the others are to be made)"
-    return QUALITY.format(
-        made=made,
-        **{name: figures[name] for name in ("count", "asked", "steps", "seed", "mean_accuracy", "all_four_right")},
-        reference_renders=figures["reference_renders"],
-        each=", ".join(f"{value:.3f}" for value in figures["accuracy"].values()),
-        distance=figures["FD-toy"],
-        floor=figures["FD-toy of renders (floor)"],
-    )
+    return QUALITY.format(made=made, **quality_parts(figures))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,23 +7,22 @@ command goes on from there after a kill.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from elfatt_sd.measuring.clock import timed
 from elfatt_sd.toy import TOY
 from elfatt_sd.toy.renderer import ATTRIBUTES, render_parameters, sample_parameters
 from tools.toy import recipe as first
 from tools.toy.export import load_half
 from tools.toy.models import SCALING, encode_code
-from tools.toy.training import Stage, train
+from tools.toy.training import Stage, command_line, next_title, train
 from tools.toy_dit import models
 from tools.toy_dit.denoiser import SLOTS, Denoiser
 from tools.toy_dit.export import PARTS, export, load_record
@@ -185,12 +184,8 @@ def half_is_faster(device: torch.device) -> bool:
         return True
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
-        matrix, times = torch.ones(384, 384, dtype=dtype), []
-        for _ in range(3):
-            start = time.perf_counter()
-            matrix @ matrix
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = min(times)
+        product = functools.partial(torch.matmul, *[torch.ones(384, 384, dtype=dtype)] * 2)
+        seconds[dtype] = min(timed(product, device) for _ in range(3))
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
@@ -239,9 +234,7 @@ class Workshop:
         loss = functools.partial(denoising_loss, self.denoiser, self.words, VIEWS[name])
         stage, folder = getattr(self.recipe, name), self.out / "checkpoints"
         record = train(stage, self.denoiser, loss, folder, self.seed, self.device, self.save_every)
-        times = 1 + sum(title.split()[0] == name for title in self.records)
-        title = name if times == 1 else f"{name} ({times})"
-        self.records[title] = {**record, "images": describe_images(name, stage.batch)}
+        self.records[next_title(name, self.records)] = {**record, "images": describe_images(name, stage.batch)}
 
     def export(self) -> Path:
         """Write the pipeline; see `tools.toy_dit.export`."""
@@ -270,16 +263,8 @@ def load_words(sizes: models.Sizes, tokenizer: Path, device: torch.device) -> Wo
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(prog="python -m tools.toy_dit.recipe", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints and results")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--config", choices=("full", "tiny"), default="full")
-    parser.add_argument("--minutes", type=float, default=240.0, help="time to train on one core with --config full")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="stages to run, in this order")
-    parser.add_argument("--resume-from", type=Path, help="pipeline folder to start from instead of random weights")
+    parser = command_line("tools.toy_dit.recipe", str(__doc__), STAGES, minutes=240)
     parser.add_argument("--compile", action="store_true", help="compile the transformer; needs a C++ compiler")
-    parser.add_argument("--save-every", type=float, default=60.0, help="seconds between checkpoints")
     options = parser.parse_args(arguments)
     torch.set_flush_denormal(True)
     recipe = tiny_recipe() if options.config == "tiny" else full_recipe(options.minutes)

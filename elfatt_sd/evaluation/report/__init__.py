@@ -15,36 +15,31 @@ from elfatt_sd.evaluation.run import is_full
 from elfatt_sd.files import atomic_file
 from elfatt_sd.optional import REPORT, need
 
-__all__ = ["PAGE", "leftovers", "replace_files", "report_files", "write_report", "written_tables"]
+__all__ = ["PAGE", "leftovers", "load_results", "replace_files", "report_files", "write_report", "written_tables"]
 
 PAGE = "index.html"
 _FILES = (PAGE, "table.*", "*.png")
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write the report of a scored run to `run_dir/report`.
-
-    Args:
-        run_dir: folder with `results.json` and `cells/CELL/images`.
+def write_report(results: Results) -> Path:
+    """Write the report of a scored run to `report` in its folder.
 
     Returns:
-        The page, `run_dir/report/index.html`; beside it lie `table.csv`, `table.md`, `table.tex` and one PNG per plot.
+        The page, `report/index.html`; beside it lie `table.csv`, `table.md`, `table.tex` and one PNG per plot.
 
     Raises:
-        ElfattError: `results.json` is missing or unreadable, or the folder cannot be written.
+        ElfattError: the folder cannot be written.
     """
-    run_dir = Path(run_dir)
-    folder = run_dir / "report"
-    replace_files(folder, report_files(run_dir, load_results(run_dir)))
+    folder = results.folder / "report"
+    replace_files(folder, report_files(results))
     return folder / PAGE
 
 
-def report_files(run_dir: Path, results: Results, *, page: bool = True) -> dict[str, bytes]:
+def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
     """Return the whole report: page, tables and plots, by the names of their files.
 
     Args:
-        run_dir: folder with `cells/CELL/images`.
-        results: of the run.
+        results: of a run, whose folder holds `cells/CELL/images`.
         page: whether the page is among them, which holds pictures.
     """
     need("a report", *REPORT)
@@ -58,7 +53,7 @@ def report_files(run_dir: Path, results: Results, *, page: bool = True) -> dict[
     contents = {name: text.encode("utf-8") for name, text in tables.items()}
     contents |= {f"{plot.name}.png": plot.png for plot in plots}
     if page:
-        contents[PAGE] = render_page(results, Pictures(run_dir, results), plots, missing, tables).encode("utf-8")
+        contents[PAGE] = render_page(results, Pictures(results), plots, missing, tables).encode("utf-8")
     return contents
 
 

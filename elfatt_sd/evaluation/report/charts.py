@@ -54,10 +54,9 @@ def differences(results: Results, palette: Palette) -> Chart | str:
     left, right = _methods_range(rows, name)
     points = []
     for place, row in enumerate(rows):
-        found, style = row.difference(name), palette.style(row)
-        if found is None:
+        if (found := row.difference(name)) is None:
             continue
-        sure = row.verdict(name) in (BETTER, WORSE)
+        style, verdict = palette.style(row), row.verdict(name)
         if found.ends:
             axes.hlines(place, *found.ends, color=style.colour, linewidth=1.6)
             beyond = [(left, "<")] * (found.ends[0] < left) + [(right, ">")] * (found.ends[1] > right)
@@ -65,18 +64,21 @@ def differences(results: Results, palette: Palette) -> Chart | str:
                 axes.plot(edge, place, arrow, color=style.colour, clip_on=False)
             if row.role == NULL:
                 axes.axvspan(*found.ends, color=style.colour, alpha=0.15, linewidth=0)
-        face = style.colour if sure else PAPER
+        face = style.colour if verdict in (BETTER, WORSE) else PAPER
         axes.plot(found.value, place, style.marker, color=style.colour, markerfacecolor=face)
-        points.append(
-            f"{row.name}: {fixed(found.value, decimals, sign=True)} {interval(found, decimals, sign=True)}, "
-            f"{row.verdict(name) or 'no verdict'}"
-        )
+        figures = f"{fixed(found.value, decimals, sign=True)} {interval(found, decimals, sign=True)}"
+        points.append(f"{row.name}: {figures}, {verdict or 'no verdict'}")
     axes.axvline(0, color=INK, linewidth=0.9)
     _row_axis(axes, rows)
     axes.set_xlim(left, right)
     axes.set_xlabel(f"{name} minus untouched (left is better)")
+    caption = _difference_caption(rows, name, results.extrapolated(name))
+    return Chart("difference", f"Difference in {name} to the untouched pipeline", caption, figure, points)
+
+
+def _difference_caption(rows: Sequence[Row], name: str, extrapolated: bool) -> str:
     caption = "Line: 95 % interval of the paired difference. Filled: a verdict, since the interval excludes zero."
-    if results.extrapolated(name):
+    if extrapolated:
         caption += " The difference is extrapolated to infinitely many images."
     if any(row.role == NULL for row in rows):
         caption += (
@@ -85,7 +87,7 @@ def differences(results: Results, palette: Palette) -> Chart | str:
         )
         if _null_is_widest(rows, name):
             caption += " Other seeds share no latents with the baseline: it is wider than those of the methods."
-    return Chart("difference", f"Difference in {name} to the untouched pipeline", caption, figure, points)
+    return caption
 
 
 def closeness(results: Results, palette: Palette) -> Chart | str:

@@ -32,9 +32,9 @@ class Results:
         crowded: whether rows are known by their numbers.
     """
 
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        """Name the rows."""
-        self.data = data
+    def __init__(self, data: Mapping[str, Any], folder: Path = Path()) -> None:
+        """Name the rows of the results in a folder, which for pictures is that of the run."""
+        self.data, self.folder = data, folder
         raw = [row for row in data.get("rows") or [] if isinstance(row, Mapping)]
         self.varied = _varied_settings(raw)
         suffixes = [_suffix(row, self.varied) for row in raw]
@@ -171,17 +171,17 @@ class Results:
         return next((value for name, value in _walk(self.protocol) if name == key), None)
 
 
-def load_results(run_dir: Path) -> Results:
-    """Read `results.json` of a run.
+def load_results(folder: Path) -> Results:
+    """Read `results.json` of a run, or of what was published of it.
 
     Raises:
         ElfattError: the file is missing or damaged; the message names the field.
     """
-    path = Path(run_dir) / RESULTS_FILE
+    path = folder / RESULTS_FILE
     data = read_data(path, ResultsRecord, "make it anew with `elfatt-sd eval report`")
     if data is None:
         raise ElfattError(f"{path} does not exist; `elfatt-sd eval score` writes it.")
-    return Results(data)
+    return Results(data, folder)
 
 
 def _keys(rows: Sequence[Row], part: str) -> list[str]:

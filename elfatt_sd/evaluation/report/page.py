@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.evaluation.report.data import PARTS, Results
@@ -19,6 +19,9 @@ from elfatt_sd.evaluation.report.rows import is_kernel
 from elfatt_sd.evaluation.report.summary import findings, headline, recommended, scope
 from elfatt_sd.evaluation.report.tables import main_table, more_table, published_table
 from elfatt_sd.evaluation.report.text import shown
+
+if TYPE_CHECKING:
+    import jinja2
 
 MAX_BYTES = 5 * 1000 * 1000
 _HERE = Path(__file__).parent
@@ -37,6 +40,22 @@ def render_page(
         missing: one line for each plot that could not be drawn.
         files: texts to offer for download, by file name.
     """
+    template = _template()
+    shared = {
+        **_told(results),
+        "plots": plots,
+        "missing": missing,
+        "downloads": {name: _download(name, text) for name, text in files.items()},
+    }
+    page = ""
+    for detail in DETAILS:
+        page = shown(template.render(**shared, **_pictures(pictures, detail)))
+        if len(page.encode("utf-8")) <= MAX_BYTES:
+            break
+    return page
+
+
+def _template() -> jinja2.Template:
     import jinja2
     from markupsafe import Markup
 
@@ -44,9 +63,17 @@ def render_page(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.globals |= {"markup": Markup}
-    template = environment.get_template("template.html.j2")
-    shared = {
+    environment.globals |= {
+        "markup": Markup,
+        "style": Markup(_colours() + (_HERE / "style.css").read_text(encoding="utf-8")),
+        "script": Markup((_HERE / "script.js").read_text(encoding="utf-8")),
+    }
+    return environment.get_template("template.html.j2")
+
+
+def _told(results: Results) -> dict[str, Any]:
+    """Return what the page says of a run, its pictures and plots aside."""
+    return {
         "results": results,
         "palette": Palette(results),
         "headline": headline(results),
@@ -64,20 +91,9 @@ def render_page(
         "too_few": TOO_FEW,
         "fewest": FEWEST_CLASSES,
         "timed": PARTS[results.time_part],
-        "plots": plots,
-        "missing": missing,
-        "downloads": {name: _download(name, text) for name, text in files.items()},
         "facts": [*flatten(results.environment), *flatten({"reference": results.data.get("reference")})],
         "protocol": json.dumps(results.protocol, indent=2, ensure_ascii=False, default=str),
-        "style": Markup(_colours() + (_HERE / "style.css").read_text(encoding="utf-8")),
-        "script": Markup((_HERE / "script.js").read_text(encoding="utf-8")),
     }
-    page = ""
-    for detail in DETAILS:
-        page = shown(template.render(**shared, **_pictures(pictures, detail)))
-        if len(page.encode("utf-8")) <= MAX_BYTES:
-            break
-    return page
 
 
 def _pictures(pictures: Pictures, detail: Detail) -> dict[str, Any]:

@@ -66,11 +66,9 @@ class Pictures:
     """The pictures of a run, read from `RUN/cells/CELL/images`, as the lists of its rows name them.
 
     Attributes:
-        run_dir: the run.
-        results: its rows.
+        results: of the run.
     """
 
-    run_dir: Path
     results: Results
     _encoded: dict[tuple[str, int, int, int], Picture] = field(default_factory=dict)
     _made: dict[str, dict[int, MadeImage]] = field(default_factory=dict)
@@ -129,7 +127,7 @@ class Pictures:
         return max(int(frames or 1), 1), rate or 16.0
 
     def _folder(self, row: Row) -> RowFolder:
-        return RowFolder(self.run_dir / "cells" / row.cell)
+        return RowFolder(self.results.folder / "cells" / row.cell)
 
     def _listed(self, row: Row) -> dict[int, MadeImage]:
         """The row's pictures by their indices.

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from recipe_checks import check_killed_run, check_same
 from safetensors.torch import load_file
 
 from elfatt_sd.config import ElfattError
@@ -48,25 +44,13 @@ def test_a_finished_run_is_not_run_again(trained, monkeypatch):
     before = weights(trained)
     monkeypatch.setattr(training, "_steps", lambda *_: pytest.fail("trained again"))
     recipe.main(["--out", str(trained), *TINY])
-    after = weights(trained)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    check_same(before, weights(trained))
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(trained, tmp_path):
     """Killed without warning in the third stage, after its first checkpoints."""
-    command = [sys.executable, "-m", "tools.toy.recipe", "--out", str(tmp_path), *TINY, "--save-every", "0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 300
-        while not (tmp_path / "checkpoints" / "layout.pt").exists() and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-    assert not export.load_record(tmp_path / "pipeline")
-    recipe.main(["--out", str(tmp_path), *TINY])
-    expected, resumed = weights(trained), weights(tmp_path)
-    assert expected.keys() == resumed.keys()
-    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+    check_killed_run("tools.toy.recipe", recipe.main, TINY, tmp_path, "layout.pt")
+    check_same(weights(trained), weights(tmp_path))
 
 
 def test_training_goes_on_from_exported_weights(trained, tmp_path):

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from fake_run import FAILED, build_run, build_sweep
 
-from elfatt_sd.evaluation.report import write_report
+from elfatt_sd.evaluation.report import load_results, write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
@@ -114,7 +114,7 @@ def probe(folder, report, *options, script=PROBE):
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     build_run(folder, size=64)
-    return write_report(folder)
+    return write_report(load_results(folder))
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_narrow_page_does_not_overflow(told, told_narrow_dark):
 @pytest.mark.parametrize("width", [1280, 500])
 def test_a_table_of_forty_long_names_stays_readable(tmp_path, width):
     build_sweep(tmp_path / "run")
-    told = probe(tmp_path, write_report(tmp_path / "run"), f"--window-size={width},900", script=LAYOUT)
+    told = probe(tmp_path, write_report(load_results(tmp_path / "run")), f"--window-size={width},900", script=LAYOUT)
     assert told["problems"] == [] and told["overflow"] <= 0 and told["rows"] == 40
     assert told["tallest"] < 130, "a name takes some lines, not a column of single words"
     assert told["verdict"] < 0, "the verdict is on the screen"

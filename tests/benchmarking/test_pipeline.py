@@ -1,0 +1,62 @@
+"""Benchmarks of a whole pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_checks import QUICK, check_saved
+from diffusers.models.attention_processor import Attention
+
+import elfatt_sd.benchmarking.pipeline as pipeline_bench
+from elfatt_sd.benchmarking.models import make_pipeline
+from elfatt_sd.benchmarking.pipeline import pipeline, twin
+from elfatt_sd.benchmarking.variants import Variant
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.processor import ElfattProcessor
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_pipeline_with_random_weights(
+    name: str, small_shapes: None, methods: list[PatchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: dict[int, set[str]] = {}
+    original = pipeline_bench._run
+
+    def run(pipe: Any, *args: Any) -> Any:
+        kinds = {type(module).__name__ for module in pipe.unet.modules()} | set(processors(pipe.unet).values())
+        ran[id(pipe.unet)] = kinds & {"ToMeBlock", ElfattProcessor.__name__}
+        return original(pipe, *args)
+
+    monkeypatch.setattr(pipeline_bench, "_run", run)
+    results = pipeline(name, sizes=[64], methods=methods, steps=5, **QUICK)
+    assert sorted(map(sorted, ran.values())) == [[], [], [], *[[ElfattProcessor.__name__]] * 3, ["ToMeBlock"]]
+    names = ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 levels"]
+    assert [row["method"] for row in results["rows"]] == names
+    assert results["settings"]["steps"] == 5
+    peaks = {row["method"]: row["peak_bytes"] for row in results["rows"]}
+    assert peaks.pop("floor") is peaks.pop("floor of 2 levels") is None
+    assert all(peak > 64 * 64 * 3 * 4 for peak in peaks.values()), "the picture at least"
+    check_saved(results, tmp_path)
+
+
+def processors(unet: Any) -> dict[str, str]:
+    modules = unet.named_modules()
+    return {name: type(module.processor).__name__ for name, module in modules if isinstance(module, Attention)}
+
+
+def test_twins_leave_the_pipeline_alone(small_shapes: None, methods: list[PatchConfig], cpu: torch.device) -> None:
+    """Each has its own UNet with the same weights, and finds its own scheduler."""
+    pipe, inputs = make_pipeline("sd15", cpu, torch.float32, 1)
+    unet, before = pipe.unet, processors(pipe.unet)
+    patched, peer = twin(pipe, Variant("patch", methods[1])), twin(pipe, Variant("tomesd", methods[0]))
+    assert ElfattProcessor.__name__ in processors(patched.unet).values()
+    assert any(type(module).__name__ == "ToMeBlock" for module in peer.unet.modules())
+    assert pipe.unet is unet
+    assert processors(unet) == before
+    assert patched.unet.conv_in.weight is unet.conv_in.weight
+    patched.set_progress_bar_config(disable=True)
+    options: dict[str, Any] = {"num_inference_steps": 5, "height": 64, "width": 64, "output_type": "latent"}
+    assert patched(**inputs, **options).images.isfinite().all()

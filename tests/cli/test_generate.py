@@ -1,0 +1,263 @@
+"""`elfatt-sd generate`: what it writes and what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_checks import PROMPT, call, draw, files, pixels
+from PIL import Image
+
+import elfatt_sd
+from elfatt_sd import generation
+from elfatt_sd.autotune import Decision, Tuner
+from elfatt_sd.calls import LayerState
+from elfatt_sd.generation import Studio, free_name
+from elfatt_sd.request import Request
+
+pytestmark = pytest.mark.usefixtures("library_chatter")
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    with Image.open(path) as picture:
+        picture.load()
+        return dict(picture.info)
+
+
+def test_generate_writes_a_picture_with_its_settings(model: Path, tmp_path: Path) -> None:
+    result = draw(model, tmp_path / "new" / "out", "--ratio", 0.3, "--method", "tome", "--seed", 7, "--guidance", 3)
+    assert files(tmp_path / "new" / "out") == ["0001-a-red-star.json", "0001-a-red-star.png"]
+    path = tmp_path / "new" / "out" / "0001-a-red-star.png"
+    assert str(path) in result.stdout
+    assert "peak memory" in result.stdout.splitlines()[-1] and "VmHWM" not in result.stdout
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert record["prompt"] == PROMPT
+    assert (record["seed"], record["steps"], record["guidance"], record["method"]) == (7, 2, 3.0, "tome")
+    assert elfatt_sd.PatchConfig.from_dict(record["config"]) == elfatt_sd.PatchConfig.preset("tome", ratio=0.3)
+    inside = metadata(path)
+    assert inside["prompt"] == PROMPT
+    assert json.loads(inside["config"]) == record["config"]
+    assert json.loads(inside["versions"])["torch"] == torch.__version__
+    assert record["seconds"] > 0
+    assert record["peak_memory_bytes"] is None or record["peak_memory_bytes"] > 1e6
+
+
+def test_generate_draws_what_python_draws(model: Path, tmp_path: Path) -> None:
+    draw(
+        model,
+        tmp_path,
+        "--seed",
+        3,
+        "--device",
+        "cpu",
+        "--agents",
+        9,
+        "--no-rand",
+        "--block-order",
+        "spread",
+        "--patch-seed",
+        5,
+    )
+    pipe = elfatt_sd.load_pipeline(model, device="cpu")
+    pipe.set_progress_bar_config(disable=True)
+    elfatt_sd.apply_patch(pipe, "elfatt", agents=9, use_rand=False, block_order="spread", seed=5)
+    expected = pipe(PROMPT, num_inference_steps=2, generator=torch.Generator().manual_seed(3)).images[0]
+    assert pixels(tmp_path / "0001-a-red-star.png") == expected.tobytes()
+    untouched = elfatt_sd.remove_patch(pipe)
+    unpatched = untouched(PROMPT, num_inference_steps=2, generator=torch.Generator().manual_seed(3)).images[0]
+    assert expected.tobytes() != unpatched.tobytes()
+
+
+def test_pictures_count_seeds_up_and_do_not_depend_on_each_other(model: Path, tmp_path: Path) -> None:
+    draw(model, tmp_path / "both", "--num-images", 2, "--seed", 4)
+    draw(model, tmp_path / "second", "--seed", 5)
+    both = sorted((tmp_path / "both").glob("*.png"))
+    assert [json.loads(path.with_suffix(".json").read_text())["seed"] for path in both] == [4, 5]
+    assert pixels(both[1]) == pixels(tmp_path / "second" / "0001-a-red-star.png") != pixels(both[0])
+
+
+def test_existing_files_are_kept(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "0007-mine.png").write_bytes(b"mine")
+    draw(model, tmp_path)
+    draw(model, tmp_path)
+    assert [name for name in files(tmp_path) if name.endswith("png")] == [
+        "0007-mine.png",
+        "0008-a-red-star.png",
+        "0009-a-red-star.png",
+    ]
+    assert (tmp_path / "0007-mine.png").read_bytes() == b"mine"
+
+
+def test_compare_shows_both_and_says_how_they_differ(model: Path, tmp_path: Path) -> None:
+    result = draw(model, tmp_path, "--compare", "--height", 64, "--width", 48)
+    assert "times as fast (one run each, in turn, after a warm-up); PSNR" in result.stdout
+    path = tmp_path / "0001-a-red-star.png"
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert record["speed_ratio"] == pytest.approx(record["untouched_seconds"] / record["seconds"])
+    assert 5 < record["psnr_db"] < 100
+    with Image.open(path) as sheet:
+        assert sheet.width > 2 * 48
+        assert sheet.height > 64
+    draw(model, tmp_path / "sd", "--method", "sd", "--height", 64, "--width", 48)
+    with Image.open(path) as sheet, Image.open(tmp_path / "sd" / "0001-a-red-star.png") as untouched:
+        columns = [sheet.crop((16, top, 16 + 48, top + 64)).tobytes() for top in range(sheet.height - 64)]
+        assert untouched.tobytes() in columns
+
+
+def test_compare_leaves_the_pipeline_as_it_was_and_labels_both(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    labels: list[tuple[str, str]] = []
+    side_by_side = generation.side_by_side
+
+    def keep(pictures: Any, captions: Any, title: str) -> Any:
+        labels.extend(captions)
+        return side_by_side(pictures, captions, title)
+
+    monkeypatch.setattr(generation, "side_by_side", keep)
+    pipe = elfatt_sd.load_pipeline(model, device="cpu")
+    before = dict(pipe.unet.attn_processors)
+    request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("tome"), steps=1, compare=True)
+    [result] = Studio(pipe, request, tmp_path).results()
+    assert pipe.unet.attn_processors == before
+    assert result.speed_ratio == pytest.approx(result.untouched_seconds / result.seconds)
+    assert [name for name, _ in labels] == [
+        f"untouched, {result.untouched_seconds:.2f} s",
+        f"tome, {result.seconds:.2f} s",
+    ]
+    assert labels[1][1] == f"{result.speed_ratio:.2f} times as fast, PSNR {result.psnr_db:.1f} dB"
+
+
+def test_progress_reports_every_step(model: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    pipe = elfatt_sd.load_pipeline(model, device="cpu")
+    request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("sd"), steps=3)
+    list(Studio(pipe, request, tmp_path, lambda step, steps: seen.append((step, steps))).results())
+    assert seen == [(1, 3), (2, 3), (2, 3), (3, 3)]  # PLMS calls the UNet once more than there are steps
+
+
+def test_a_terminal_shows_progress(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    assert "steps" not in draw(model, tmp_path).stderr
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = draw(model, tmp_path, "--num-images", 2).stderr
+    assert "image 2 of 2" in shown
+    assert "4/4 steps" in shown
+
+
+def test_prompts_come_from_words_and_from_a_file(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n  a blue moon \n\na grüne ring\n", encoding="utf-8")
+    draw(model, tmp_path / "out", "--prompt-file", tmp_path / "prompts.txt")
+    pictures = sorted((tmp_path / "out").glob("*.png"))
+    assert [metadata(path)["prompt"] for path in pictures] == [PROMPT, "a blue moon", "a grüne ring"]
+
+
+def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    measured: set[tuple[int, ...]] = set()
+
+    def decide(tuner: Tuner, state: LayerState, phase: elfatt_sd.Phase, sample: torch.Tensor) -> Decision:
+        measured.add(state.grid)
+        return Decision(0.5, 0.4, 0.6)
+
+    monkeypatch.setattr(Tuner, "decide", decide)
+    draw(model, tmp_path, "--autotune", "--compare", "--height", 64, "--width", 48)
+    assert measured == {(1, 32, 24)}
+
+
+def test_autotune_is_passed_on(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+    draw(model, tmp_path / "out", "--autotune", "--compare")
+    assert json.loads((tmp_path / "out" / "0001-a-red-star.json").read_text())["autotune"] is True
+    assert (tmp_path / "cache" / "autotune.json").exists()
+    result = call("patch", model, "--autotune", "--json")
+    data = json.loads(result.stdout)
+    assert data["python"][-1] == 'elfatt_sd.apply_patch(pipe, "elfatt", autotune=True)'
+    saved = tmp_path / "saved.json"
+    data = json.loads(call("patch", model, "--autotune", "--json", "--save", saved).stdout)
+    assert data["python"][-1].endswith(f"PatchConfig.load({str(saved)!r}), autotune=True)")
+    assert any("measured here" in layer["reason"] for layer in data["layers"])
+
+
+def test_flat_pictures_are_pointed_out(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("elfatt_sd.pictures.is_flat", lambda picture: True)
+    result = draw(model, tmp_path)
+    assert "is one flat colour" in result.stderr
+
+
+def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    from elfatt_sd import pipelines
+
+    loaded = pipelines.load_pipeline(model, device="cpu")
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
+    result = call("generate", "a purple cat", "--steps", 1, "--out", tmp_path)
+    assert result.exit_code == 0
+    assert result.stderr.startswith("note: the toy does not know 'cat'; it draws one of circle, square")
+    assert "--model" in result.stderr
+    assert call("generate", "a purple star", "--steps", 1, "--out", tmp_path).stderr == ""
+
+
+def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    from elfatt_sd import pipelines
+
+    loaded = pipelines.load_pipeline(model, device="cpu")
+    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
+    for name, expected in (("toy", (25, 3)), ("toy-dit", (12, 1)), ("owner/another", (50, 7.5))):
+        assert call("generate", "a red star", "--model", name, "--out", tmp_path / name).exit_code == 0
+        record = json.loads((tmp_path / name / "0001-a-red-star.json").read_text())
+        assert (record["steps"], record["guidance"]) == expected
+    shown = " ".join(call("generate", "--help").stdout.replace("│", "").split())
+    assert "Guidance scale; 3 for toy, 1 for toy-dit, and what any other pipeline takes by itself" in shown
+
+
+def test_names_are_safe_and_short(tmp_path: Path) -> None:
+    assert free_name(tmp_path, "../../etc: Ünï/\\*?").name == "0001-etc-ünï.png"
+    assert free_name(tmp_path, "???").name == "0001-picture.png"
+    assert len(free_name(tmp_path, "word " * 100).name) < 80
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_settings_without_effect_are_warned_of(model: Path, tmp_path: Path) -> None:
+    result = draw(model, tmp_path, "--method", "tome", "--agents", 7)
+    assert result.stderr == "warning: agents=7 has no effect on method 'tome'\n"
+
+
+def test_a_negative_prompt_and_a_scheduler(model: Path, tmp_path: Path) -> None:
+    draw(model, tmp_path, "--device", "cpu", "--method", "sd", "--negative-prompt", "blue", "--scheduler", "ddim")
+    path = tmp_path / "0001-a-red-star.png"
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert (record["negative_prompt"], record["scheduler"]) == ("blue", "DDIMScheduler")
+    pipe = elfatt_sd.load_pipeline(model, device="cpu")
+    pipe.scheduler = generation.make_scheduler("ddim", pipe.scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    given = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(0)}
+    assert pixels(path) == pipe(PROMPT, negative_prompt="blue", **given).images[0].tobytes()
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_negative_prompt_without_guidance_has_no_effect(model: Path, tmp_path: Path) -> None:
+    result = draw(model, tmp_path, "--guidance", 1, "--negative-prompt", "blue")
+    assert "warning: negative_prompt has no effect with guidance=1" in result.stderr
+
+
+def test_a_scheduler_that_does_not_fit_lists_those_that_do(model: Path) -> None:
+    from diffusers import DDIMScheduler, DDPMWuerstchenScheduler
+
+    with pytest.raises(elfatt_sd.ElfattError, match="scheduler='ddim' does not fit the model's DDPMWuer"):
+        generation.make_scheduler("ddim", DDPMWuerstchenScheduler())
+    made = generation.make_scheduler("dpm++", DDIMScheduler(prediction_type="v_prediction"))
+    assert (type(made).__name__, made.config.prediction_type) == ("DPMSolverMultistepScheduler", "v_prediction")
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_what_is_cut_off_a_long_prompt_is_named(model: Path, tmp_path: Path) -> None:
+    result = call("generate", "x" * 80, "--model", model, "--steps", 1, "--out", tmp_path)
+    assert "warning: the text encoder takes 75 tokens, and the prompt has 80; cut off: 'x" in result.stderr
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_comparison_of_identical_images_says_so(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(generation, "psnr", lambda *_: float("inf"))
+    result = draw(model, tmp_path, "--compare", "--method", "elfatt-fast", "--active-fraction", 0.01)
+    assert "identical: elfatt-fast changed nothing in this run: its first steps are exact. Give active" in result.stdout
+    assert "times as fast" not in result.stdout
+    assert json.loads((tmp_path / "0001-a-red-star.json").read_text())["identical"] is True

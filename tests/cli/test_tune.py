@@ -1,0 +1,47 @@
+"""`elfatt-sd tune`: settings, page and JSON; wrong use is one line before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_checks import call, check_error, files
+
+from elfatt_sd.config import PatchConfig
+
+pytestmark = pytest.mark.usefixtures("library_chatter")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+
+
+def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> None:
+    prompts, save, out = tmp_path / "prompts.txt", tmp_path / "tuned.json", tmp_path / "page"
+    prompts.write_text("a cat\na dog\n")
+    small = ["--steps", 4, "--images", 2, "--prompts", prompts, "--no-presets"]
+    result = call("tune", model, "--closeness", 20, *small, "--save", save, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(("tuned: ", "untouched: "))
+    assert "asked for: PSNR 20.0 dB at least" in result.stdout
+    assert PatchConfig.load(save).active == result.stdout.startswith("tuned")
+    assert "index.html" in files(out)
+    again = call("tune", model, "--closeness", 20, *small, "--json")
+    assert json.loads(again.stdout)["asked"] == {"closeness": 20.0, "speed": None, "memory": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "there is no budget; give closeness"),
+        (["--speed", 0.9], "speed=0.9 is not accepted"),
+        (["--closeness", 30, "--height", 30], "height=30 is not accepted"),
+        (["--closeness", 30, "--prompts", "nowhere.txt"], "cannot be read"),
+        (["--closeness", 30, "--save", "pyproject.toml/x.json"], "save="),
+        (["--closeness", 30, "--metric", "fid"], "metric='fid' is not known"),
+    ],
+)
+def test_wrong_use_is_one_line(model: Path, words: list[object], says: str) -> None:
+    check_error(call("tune", model, *words), says)

@@ -1,0 +1,137 @@
+"""A dozen small images in every kind of source, and their reference."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from extractors import regions
+from PIL import Image
+
+from elfatt_sd.evaluation.reference import Reference, build_reference
+from elfatt_sd.evaluation.statistics import FeatureStatistics
+
+COUNT = 12
+
+
+WNIDS = ("n01440764", "n01443537", "n02012849")
+
+
+def picture(seed: int, size: tuple[int, int] = (40, 32)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1] // 8, size[0] // 8, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+FILES = {f"ILSVRC2012_val_{number:08d}.JPEG": encoded(picture(number)) for number in range(1, COUNT + 1)}
+
+
+def write_folder(folder: Path, *, by_class: bool = False) -> Path:
+    for number, (name, content) in enumerate(FILES.items()):
+        path = folder / WNIDS[number % 3] / name if by_class else folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+def flat(folder: Path) -> Path:
+    (folder / "flat").mkdir()
+    (folder / "flat" / "notes.txt").write_text("no picture")
+    return write_folder(folder / "flat")
+
+
+def classes(folder: Path) -> Path:
+    return write_folder(folder / "classes", by_class=True)
+
+
+def official_tar(folder: Path) -> Path:
+    return write_tar(folder / "ILSVRC2012_img_val.tar", FILES)
+
+
+def zipped(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "val.zip", "w") as archive:
+        archive.writestr("__MACOSX/._ILSVRC2012_val_00000001.JPEG", b"rubbish")
+        for name, content in FILES.items():
+            archive.writestr(f"val/{name}", content)
+    return folder / "val.zip"
+
+
+def shards(folder: Path) -> Path:
+    items = list(FILES.items())
+    (folder / "shards").mkdir()
+    for number in range(2):
+        members = {}
+        for place, (_, content) in enumerate(items[6 * number : 6 * number + 6]):
+            members |= {
+                f"{number:02d}{place:04d}.jpg": content,
+                f"{number:02d}{place:04d}.cls": str(place % 3).encode(),
+            }
+        write_tar(folder / "shards" / f"val-{number:06d}.tar", members)
+    return folder / "shards"
+
+
+def shard_pattern(folder: Path) -> Path:
+    return shards(folder) / "val-*.tar"
+
+
+def shard_braces(folder: Path) -> Path:
+    return shards(folder) / "val-{000000..000001}.tar"
+
+
+def linked_classes(folder: Path) -> Path:
+    """Class folders and pictures that lie elsewhere, with links back and to nowhere."""
+    source = write_folder(folder / "elsewhere", by_class=True)
+    (folder / "linked").mkdir()
+    for name in WNIDS[1:]:
+        (folder / "linked" / name).symlink_to(source / name, target_is_directory=True)
+    (folder / "linked" / WNIDS[0]).mkdir()
+    for path in (source / WNIDS[0]).iterdir():
+        (folder / "linked" / WNIDS[0] / path.name).symlink_to(path)
+    (source / WNIDS[1] / "back").symlink_to(folder / "linked")
+    (folder / "linked" / "self").symlink_to(folder / "linked")
+    return folder / "linked"
+
+
+def parquet(folder: Path) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [{"bytes": content, "path": name} for name, content in FILES.items()]
+    table = pyarrow.table({"image": rows, "label": [number % 3 for number in range(COUNT)]})
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(table, folder / "val.parquet", row_group_size=5)
+    return folder / "val.parquet"
+
+
+KINDS = (flat, classes, linked_classes, official_tar, zipped, shards, shard_pattern, shard_braces, parquet)
+
+
+def build(source: Path | str, cache: Path, **options: Any) -> Reference:
+    return build_reference(source, regions(), cache_dir=cache, **{"expected": COUNT, "batch_size": 5, **options})
+
+
+def expected_statistics(contents: dict[str, bytes] = FILES) -> FeatureStatistics:
+    extractor, found = regions(), FeatureStatistics(12)
+    for content in contents.values():
+        pixels = np.array(Image.open(io.BytesIO(content)).convert("RGB"))
+        found.update(extractor(torch.from_numpy(pixels).permute(2, 0, 1)[None]))
+    return found

@@ -1,0 +1,53 @@
+"""Made-up runs with their reports, whose plots are all drawn once."""
+
+import copy
+
+import pytest
+from fake_run import build_run, build_sweep
+from report_pages import Page
+
+from elfatt_sd.evaluation.report import charts, load_results, plots, write_report
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.palette import Palette
+from elfatt_sd.evaluation.report.plots import draw_plots
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    results = build_run(folder)
+    return folder, results, Page(write_report(load_results(folder)))
+
+
+@pytest.fixture
+def results(run):
+    return copy.deepcopy(run[1])
+
+
+@pytest.fixture(scope="session")
+def sweep_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    return folder, build_sweep(folder)
+
+
+@pytest.fixture
+def sweep(sweep_run):
+    return copy.deepcopy(sweep_run[1])
+
+
+@pytest.fixture(scope="session")
+def sweep_plots(sweep_run):
+    """The plots of the sweep by their names."""
+    shown = Results(sweep_run[1])
+    return {plot.name: plot for plot in draw_plots(shown, Palette(shown))[0]}
+
+
+@pytest.fixture
+def one_plot(monkeypatch):
+    """One plot is drawn: for reports whose words are looked at."""
+    monkeypatch.setattr(plots, "_makers", lambda results: [charts.closeness])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_plots():
+    """Reports have all of their plots here."""

@@ -1,0 +1,91 @@
+"""What a run would take, and everything that would stop it, before anything is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elfatt_sd.evaluation import dry_run, generate
+from elfatt_sd.evaluation.memory import program_of
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.run import Run
+
+
+def test_the_estimate_counts_images_and_extrapolates_steps(
+    full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "timed_call", _three_calls)
+    found = dry_run.estimate(Run(Path("nowhere"), full_protocol))
+    assert dry_run.count_images(Run(Path("nowhere"), full_protocol)) == 5 * 4
+    assert dry_run.disk_gib(Run(Path("nowhere"), full_protocol)) == pytest.approx(20 * 32 * 32 * 1.6 / 2**30)
+    assert found.seconds_per_image == pytest.approx(1.0 + 5 * 0.5)  # 4 steps of PLMS are 5 calls
+    assert found.generation_hours == pytest.approx(20 * 3.5 / 3600)
+    assert found.timing_hours == pytest.approx(4 * (2 + 1) * 1 * 3.5 / 3600)  # a warm-up has all four steps
+    memory = full_protocol.memory
+    assert memory is not None
+    weighed = sum(memory.batches) * (memory.steps or 4) / 4
+    programs = len({program_of(cell) for cell in full_protocol.cells})
+    assert programs == 3  # the untouched one for baseline and null row
+    least = programs * weighed * 3.5 / 3600
+    assert least < found.memory_hours  # each process has to start
+    assert found.memory_hours < least + 0.2
+
+
+def test_the_estimate_leaves_out_what_is_done(
+    full_protocol: Protocol, finished_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "probe_seconds", lambda _: 3.5)
+    found = dry_run.estimate(Run(finished_run, full_protocol))
+    assert (found.generation_hours, found.timing_hours, found.memory_hours) == (0, 0, 0)
+
+
+def test_every_obstacle_is_named_at_once(
+    full_protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert dry_run.obstacles(Run(tmp_path / "new", full_protocol)) == []
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(Run, "free_gib", 0.0)
+    wrong = dataclasses.replace(
+        full_protocol,
+        model="/nowhere/sd",
+        extractors=("clip:/nowhere/clip", "dinov2:/nowhere/dino"),
+        reference=dataclasses.replace(full_protocol.reference, source="/nowhere/val"),
+    )
+    told = dry_run.obstacles(Run(tmp_path / "new", wrong), [tmp_path / "lost"])
+    for part in ("/nowhere/sd", "/nowhere/clip", "/nowhere/dino", "/nowhere/val", "lost", "GiB of disk are needed"):
+        assert sum(part in line for line in told) == 1, (part, told)
+
+
+def test_the_estimate_counts_steps_that_rows_share_once(
+    full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "probe_seconds", lambda _: 3.5)
+    phases = ({"until": 0.5}, {"until": 1.0, "attention": "sampled"})
+    rows = [Cell(name, name, "custom", phases=phases) for name in ("first", "second")]
+    before = dry_run.estimate(Run(Path("nowhere"), full_protocol))
+    after = dry_run.estimate(
+        Run(Path("nowhere"), dataclasses.replace(full_protocol, cells=(*full_protocol.cells, *rows)))
+    )
+    assert after.generation_hours == pytest.approx(before.generation_hours * (4 + 0.5 + 0.5) / 4)
+    assert after.timing_hours == pytest.approx(before.timing_hours * 6 / 4)
+
+
+def test_the_estimate_counts_the_calls_of_schedulers_with_two_in_a_step(
+    full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heun's takes one in its last step: 3 calls of 2 steps, 7 of 4."""
+    heun = dataclasses.replace(full_protocol, scheduler="HeunDiscreteScheduler")
+    monkeypatch.setattr(dry_run, "timed_call", _three_calls)
+    assert dry_run.probe_seconds(heun) == pytest.approx(1.0 + 7 * 0.5)
+
+
+def _three_calls(pipe: Any, protocol: Protocol, cell: Any, prompts: list[str], seeds: list[int]) -> dict[str, float]:
+    calls: list[int] = []
+    handle = pipe.unet.register_forward_hook(lambda *_: calls.append(1))
+    generate.make_images(pipe, protocol, prompts, seeds)
+    handle.remove()
+    assert len(calls) == 3  # two steps of PLMS, or of Heun's
+    return {"end_to_end": 2.5, "unet": 1.5}

@@ -1,0 +1,56 @@
+"""CUDA graphs on a real GPU: `pytest -m gpu`. Not run yet on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny_pipelines as tiny
+import torch
+from checks import with_effect
+
+import elfatt_sd
+from elfatt_sd import ElfattError
+from elfatt_sd.presets import METHODS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def denoise(unet: Any) -> torch.Tensor:
+    scheduler = tiny.ddim()
+    scheduler.set_timesteps(STEPS, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    sample = torch.randn(2, 4, 16, 16, generator=generator, device="cuda")
+    text = torch.randn(2, 3, tiny.TEXT_WIDTH, generator=generator, device="cuda")
+    with torch.no_grad():
+        return torch.stack([unet(sample, step, text).sample.clone() for step in scheduler.timesteps])
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "sd"])
+def test_graphs_replay_what_every_step_draws(method: Any, blocks: bool) -> None:
+    """Twice over a run: the first time graphs are recorded, the second they are replayed alone."""
+    settings = with_effect(method, block_size=16, agents=8)
+    eager = denoise(elfatt_sd.apply_patch(tiny.unet().cuda(), method, **settings))
+    unet = elfatt_sd.apply_patch(tiny.unet().cuda(), method, **settings)
+    kinds = ("BasicTransformerBlock",) if blocks else ("UNet2DConditionModel",)
+    for module in [module for module in unet.modules() if type(module).__name__ in kinds]:
+        module.compile(mode="reduce-overhead")
+    for _ in range(2):
+        torch.testing.assert_close(denoise(unet), eager, atol=1e-3, rtol=1e-3)
+
+
+def test_a_graph_around_a_patched_model_is_refused() -> None:
+    unet = elfatt_sd.apply_patch(tiny.unet().cuda(), "elfatt-fast")
+    denoise(unet)
+    with pytest.raises(ElfattError, match="a CUDA graph of a patched model"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        denoise(unet)

@@ -1,0 +1,112 @@
+"""The prediction: errors add up in squares, times are shares of exact ones, and the curve has the best choices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+
+from elfatt_sd.phases import Phase
+from elfatt_sd.tuning.candidates import EXACTLY, Candidate, candidates
+from elfatt_sd.tuning.model import Model
+from elfatt_sd.tuning.probe import REUSED, LayerFigures, stretches_of
+from elfatt_sd.tuning.records import figures_from, figures_to
+
+BASES = [Phase(1.0, "sampled", keys=keys) for keys in (32, 128)]
+STRETCHES = stretches_of(8, 2)
+
+
+def figures(seconds: float = 1.0, error: float = 1.0) -> LayerFigures:
+    own = LayerFigures(list(BASES), seconds=[seconds], calls=6)
+    for number, (ratio, squared) in enumerate(((0.2, 0.04), (0.5, 0.01))):
+        own.ratios[number] = [ratio]
+        for stretch in (0, 1):
+            own.plain[stretch, number] = [squared * error]
+            own.shared[stretch, number, 1] = [squared * error / 10]
+            own.shared[stretch, number, 3] = [squared * error / 5]
+    for stretch in (0, 1):
+        own.shared[stretch, REUSED, 1] = [0.02]
+        own.shared[stretch, REUSED, 3] = [0.06]
+    own.effects[0] = [2.0]
+    return own
+
+
+@pytest.fixture
+def model() -> Model:
+    made = Model({"a": figures(), "b": figures(0.5, 4.0)}, STRETCHES)
+    made.calibrate(0, 100.0, made.reference(0))
+    made.calibrate(1, 10.0, made.reference(1))
+    return made
+
+
+def test_time_and_error_of_a_candidate(model: Model) -> None:
+    alone, shared = Candidate(BASES[0], 0), Candidate(Phase(1.0, "sampled", keys=32, residual_steps=4), 0)
+    reused = Candidate(Phase(1.0, "reuse", residual_steps=2), REUSED)
+    assert model.seconds("a", EXACTLY) == 1.0
+    assert model.seconds("a", alone) == 0.2
+    assert model.seconds("a", shared) == pytest.approx(0.2 + 0.25), "one step of four computes both"
+    assert model.seconds("a", reused) == 0.5
+    assert model.error("a", 0, alone) == 0.04
+    assert model.error("a", 0, shared) == pytest.approx((0 + 0.004 + 0.006 + 0.008) / 4), "interpolated in between"
+    assert model.error("a", 0, reused) == pytest.approx(0.01)
+
+
+def test_a_calibrating_run_is_predicted_as_it_was(model: Model) -> None:
+    for stretch, mse in ((0, 100.0), (1, 10.0)):
+        phases = model.reference(stretch)
+        options = [model.options(layer, stretch, 1.0) for layer in phases]
+        found = [
+            next(option for option in row if option.candidate == phases[layer])
+            for layer, row in zip(phases, options, strict=True)
+            if any(option.candidate == phases[layer] for option in row)
+        ]
+        assert sum(option.mse for option in found) <= mse * (1 + 1e-9)
+
+
+def test_the_curve_falls_from_untouched_to_the_fastest(model: Model) -> None:
+    curve = model.curve({"a": 1.0, "b": 1.0})
+    assert curve[0].psnr == math.inf
+    assert curve[0].saved == 0
+    for closer, faster in itertools.pairwise(curve):
+        assert faster.saved > closer.saved
+        assert faster.psnr < closer.psnr
+    assert curve[-1].saved == pytest.approx((1 - 0.2) * 8 + (0.5 - 0.1) * 8)
+
+
+def test_no_single_change_betters_a_choice(model: Model) -> None:
+    """Whatever else one layer did in one stretch, the choice would not be closer and faster at once."""
+    for choice in model.curve({"a": 1.0, "b": 1.0}):
+        for (layer, stretch), option in choice.options.items():
+            for other in model.options(layer, stretch, 1.0):
+                assert other.saved <= option.saved or other.mse >= option.mse
+
+
+def test_a_choice_is_a_configuration(model: Model) -> None:
+    curve = model.curve({"a": 1.0, "b": 1.0})
+    assert not model.config(curve[0]).active
+    config = model.config(curve[-1])
+    assert {own.layers for own in config.per_layer} == {"a", "b"}
+    for layer in ("a", "b"):
+        assert config.for_layer(layer).phases == (Phase(1.0, "sampled", keys=32),), "equal stretches are one"
+    alone = model.alone(1, model.reference(1))
+    assert [phase.exact for phase in alone.for_layer("a").phases] == [True, False]
+    assert alone.stretches == (0.5, 1.0)
+
+
+def test_sharing_needs_steps_and_memory() -> None:
+    assert {each.phase.residual_steps for each in candidates(BASES, 2)} == {1, 2}
+    assert {each.phase.residual_steps for each in candidates(BASES, 8, share=False)} == {1}
+    assert candidates(BASES, 1)[0] is EXACTLY
+
+
+def test_a_layer_that_takes_no_time_stays_exact() -> None:
+    model = Model({"a": figures(), "b": figures(0.001)}, STRETCHES)
+    assert all(layer == "a" for layer, _ in model.curve({"a": 1.0, "b": 1.0})[-1].options)
+
+
+def test_figures_are_the_same_after_json() -> None:
+    own = figures()
+    back = figures_from(json.loads(json.dumps(figures_to({"a": own}))))["a"]
+    assert back == own

@@ -1,0 +1,70 @@
+"""Probing leaves a run untouched, on every family, and its figures are those of the approximations themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import checks
+import pytest
+import tiny_joint
+import torch
+
+from elfatt_sd.config import LayerPhases, PatchConfig
+from elfatt_sd.families import find_layers, main_denoiser
+from elfatt_sd.patch import patched
+from elfatt_sd.tuning.probe import REUSED, Probe, stretches_of
+
+
+@pytest.mark.parametrize("family", ["sd3", "qwen_image", "z_image", "wan", "ltx_video", "hunyuan_video", "cogvideox"])
+def test_a_probed_run_is_untouched(family: str) -> None:
+    pipe, run = getattr(tiny_joint, family)()
+    untouched = run()
+    with Probe(pipe, stretches_of(3, 1), effects_of=[0]) as probe:
+        assert torch.equal(run(), untouched)
+    assert torch.equal(run(), untouched), "nothing is left behind"
+    assert set(probe.figures) <= {layer.name for layer in find_layers(main_denoiser(pipe))}
+    assert probe.figures
+    for own in probe.figures.values():
+        assert own.effects[0]
+        assert own.error(0, 0) > 0
+        assert own.error(0, REUSED, 1) > 0
+
+
+def test_an_error_is_that_of_the_layer_itself(pipe: Any) -> None:
+    """A single layer that is approximated in the first step alone has the error that was measured there."""
+    run = checks.runner(pipe)
+    name = find_layers(pipe.unet)[0].name
+    module = dict(pipe.unet.named_modules())[name]
+    outputs: list[torch.Tensor] = []
+    handle = module.register_forward_hook(lambda *args: outputs.append(args[2]))
+    run()
+    exact = outputs[0]
+    with Probe(pipe, stretches_of(5, 1)) as probe:
+        run()
+    own = probe.figures[name]
+    for number, phase in enumerate(own.bases):
+        outputs.clear()
+        with patched(pipe, PatchConfig("one", per_layer=(LayerPhases(name, (phase,)),))):
+            run()
+        error = float((outputs[0] - exact).square().sum() / exact.square().sum())
+        assert own.plain[0, number][0] == pytest.approx(error, rel=1e-3)
+    handle.remove()
+
+
+def test_compiled_models_are_probed_as_they_are(pipe: Any, folder: Path) -> None:
+    run = checks.runner(pipe)
+    untouched = run()
+    pipe.unet.compile(backend="eager")
+    try:
+        with Probe(pipe, stretches_of(5, 1)) as probe:
+            torch.testing.assert_close(run(), untouched)
+    finally:
+        pipe.unet._compiled_call_impl = None
+    assert probe.figures
+
+
+def test_stretches_cover_the_run() -> None:
+    assert [(each.first, each.last) for each in stretches_of(7, 3)] == [(0, 1), (2, 4), (5, 6)]
+    assert [len(each) for each in stretches_of(2, 5)] == [1, 1]
+    assert stretches_of(25, 5)[0].probed == [0, 1, 3]
