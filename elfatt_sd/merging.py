@@ -184,7 +184,7 @@ def find_candidates(metric: Tensor, split: Split) -> Candidates:
         split: of its tokens.
     """
     places = split.places.long()
-    return Candidates(*_most_similar(metric, places[: split.sources], places[split.sources :]), split)
+    return Candidates(*most_similar(metric, places[: split.sources], places[split.sources :]), split)
 
 
 @torch.no_grad()
@@ -242,7 +242,7 @@ def split_grid(
     return torch.cat([torch.empty_like(slot).scatter_(-1, slot.long(), every), slot], -1)
 
 
-def _most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tuple[Tensor, Tensor]:
+def most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tuple[Tensor, Tensor]:
     """Find each source's most similar destination.
 
     Returns:
