@@ -123,7 +123,7 @@ def commands() -> list[str]:
 def test_every_published_command_can_be_parsed(command: str, monkeypatch: Any, tmp_path: Path) -> None:
     """Options exist, methods are known, and the file's name has its place on the page."""
     seen: dict[str, Any] = {}
-    for name in ("layer", "merging", "orders", "pipeline", "unet"):
+    for name in ("host", "layer", "merging", "orders", "pipeline", "unet"):
         module = importlib.import_module(f"elfatt_sd.benchmarking.{name}")
         monkeypatch.setattr(module, name, lambda **options: seen.update(options))
     words = shlex.split(command)[1:]
