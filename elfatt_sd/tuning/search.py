@@ -24,7 +24,7 @@ from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness
 from elfatt_sd.tuning.store import Store
 
 STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
-TRIES = 4  # choices that are run with the prompts of the search
+TRIES = 3  # choices that are run with the prompts of the search
 PROOFS = 3  # choices that are run with the held-out prompts
 NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
