@@ -136,7 +136,7 @@ def test_the_output_of_an_earlier_step_is_used_again(pipe: Any) -> None:
 
 
 def test_reuse_on_a_transformer_keeps_text_exact() -> None:
-    pipe, run = tiny_joint.qwen_image()
+    pipe, run = tiny_joint.sd3()
     untouched = run()
     with elfatt_sd.patched(pipe, own("*", REUSE)):
         assert not torch.equal(run(), untouched)

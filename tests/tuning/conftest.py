@@ -38,13 +38,26 @@ def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Stopwatch", Counted)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path) -> Path:
+    """For tests of what is measured when: nothing is known yet."""
     return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test has measured of the same model, the next one need not."""
+    fresh = "fresh_cache" in request.fixturenames
+    folder = request.getfixturevalue("fresh_cache") if fresh else shared_cache
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(folder))
 
 
 @pytest.fixture
 def asked() -> dict[str, Any]:
     """What a small tuning is asked for besides its budget."""
-    return {"prompts": PROMPTS, "steps": 8, "height": 64, "width": 64, "images": 4, "presets": False}
+    return {"prompts": PROMPTS, "steps": 8, "height": 48, "width": 48, "images": 4, "presets": False}

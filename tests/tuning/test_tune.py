@@ -68,6 +68,7 @@ def test_a_speed_is_kept_to(pipe: Any, asked: dict[str, Any]) -> None:
     assert not elfatt_sd.is_patched(pipe)
 
 
+@pytest.mark.usefixtures("fresh_cache")
 def test_what_was_measured_is_not_measured_again(pipe: Any, asked: dict[str, Any], drawn: list[bool]) -> None:
     tune(pipe, closeness=30, **asked)
     first, _ = len(drawn), drawn.clear()
@@ -75,6 +76,7 @@ def test_what_was_measured_is_not_measured_again(pipe: Any, asked: dict[str, Any
     assert len(drawn) <= first - 3, "neither the untouched images of the search nor the stretches"
 
 
+@pytest.mark.usefixtures("fresh_cache")
 def test_a_stopped_tuning_goes_on(pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     alone = search.Search._alone
 
