@@ -75,7 +75,7 @@ def tune(
 
     Raises:
         ElfattError: a budget that makes no sense, fewer than two prompts, or a pipeline that cannot be tuned.
-        ElfattFailure: a speed that no choice has.
+        ElfattFailure: a speed that no choice has, or none that is as close as asked.
     """
     from elfatt_sd.patch import remove_patch
     from elfatt_sd.tuning.asked import Budget, measure_named
@@ -131,6 +131,7 @@ def _tuned(
         _run_known(search, name, before)
     choice = search.settle()
     proof = search.prove(choice)
+    search.check_proved(proof)
     seconds = search.seconds
     return Tuned(
         UNTOUCHED if proof is None else proof.point.config,

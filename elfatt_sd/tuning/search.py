@@ -136,6 +136,7 @@ class Search:
         self.floor = math.inf  # closeness of two untouched images of the same seed
         self.curve: list[Choice] = []
         self.untouched: list[Drawn] = []
+        self._proofs: list[Proof] = []
         self.realised = 1.0  # fraction of the predicted seconds that is really saved
 
     def measure_untouched(self) -> None:
@@ -205,7 +206,7 @@ class Search:
     def _learn_speed(self, point: Point, choice: Choice) -> None:
         """Learn what part of the predicted seconds a run really saves."""
         saved = self.seconds * (1 - 1 / point.times)
-        self.realised = min(1.5, max(0.2, saved / choice.saved))
+        self.realised = min(1.5, max(0.2, saved / max(choice.saved, 1e-9)))
 
     def _next(self) -> Choice:
         """Return the choice that keeps to the budget, by the predictions and what runs have shown of them."""
@@ -281,7 +282,8 @@ class Search:
             again = RETIMED if untouched else len(self.held_out)
             self.say(f"proving {choice.psnr:.1f} dB predicted", len(self.held_out) + again)
             proof = self._proof(choice, untouched)
-            if self._holds(proof) and (best is None or proof.point.times > best.point.times):
+            self._proofs.append(proof)
+            if self._holds(proof) and (best is None or self._betters(proof, best)):
                 best = proof
             following = self._corrected(choice, proof)
             if following is None or attempt + 1 == PROOFS:
@@ -304,6 +306,12 @@ class Search:
         point = Point("tuned", config, choice.psnr, tuple(close), tuple(speed))
         self.points.append(point)
         return Proof(point, self.held_out, list(untouched), tuned, self.measure.higher)
+
+    def _betters(self, proof: Proof, other: Proof) -> bool:
+        """Tell which of two is better: the faster one or, where speed alone is asked for, the closer one."""
+        if self.budget.closeness is not None:
+            return proof.point.times > other.point.times
+        return self.measure.keeps(proof.point.mean, other.point.mean)
 
     def _holds(self, proof: Proof) -> bool:
         """Tell whether a choice keeps to the budget on the held-out images."""
@@ -331,21 +339,37 @@ class Search:
         return self.at(choice.psnr + 3.0)
 
     def check_reachable(self) -> None:
-        """Refuse a speed that no choice has, or that none has which is as close as asked.
+        """Refuse a speed that no choice has; where the prediction falls short of it, the fastest choice is run.
 
         Raises:
-            ElfattFailure: the figures that there are.
+            ElfattFailure: how fast the fastest choice is.
         """
-        speed = self.budget.speed
-        if speed is None:
+        speed, fastest = self.budget.speed, self.curve[-1]
+        if speed is None or self.seconds >= speed * (self.seconds - fastest.saved):
             return
-        fastest = self.curve[-1]
-        best = self.seconds / max(1e-9, self.seconds - fastest.saved * self.realised)
-        if best < speed:
+        self.say("running the fastest choice", len(self.samples))
+        point = self.run(fastest, self.samples, self.untouched)
+        self.points.append(point)
+        self._learn_speed(point, fastest)
+        if point.times < speed:
             raise ElfattFailure(
-                f"speed={speed:g} is not reached: the fastest choice is {best:.2f} times as fast as untouched, by "
-                "prediction; ask for less, or for larger images."
+                f"speed={speed:g} is not reached: the fastest choice is {point.times:.2f} times as fast as untouched, "
+                f"at {self.measure.words(point.mean)}; ask for less, or for larger images."
             )
+
+    def check_proved(self, proof: Proof | None) -> None:
+        """Refuse a speed that was not reached on the held-out images, or not together with the closeness.
+
+        Raises:
+            ElfattFailure: what the choice was that came nearest.
+        """
+        if proof is not None or self.budget.speed is None or not self._proofs:
+            return
+        near = max(self._proofs, key=lambda each: each.point.times)
+        raise ElfattFailure(
+            f"{self.budget.words(self.measure)}: not reached on held-out images; the nearest choice is "
+            f"{near.point.times:.2f} times as fast, at {self.measure.words(near.point.mean)}. Ask for less of either."
+        )
 
 
 def _around(known: Sequence[tuple[float, float]], asked: float) -> tuple[tuple[float, float], tuple[float, float]]:

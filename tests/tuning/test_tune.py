@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -66,6 +67,31 @@ def test_a_speed_is_kept_to(pipe: Any, asked: dict[str, Any]) -> None:
     with pytest.raises(ElfattFailure, match=r"speed=50 is not reached: the fastest choice is \d\.\d+ times as fast"):
         tune(pipe, speed=50, **asked)
     assert not elfatt_sd.is_patched(pipe)
+
+
+def test_budgets_that_contradict_each_other_are_told_with_figures(pipe: Any, asked: dict[str, Any]) -> None:
+    fastest = tune(pipe, closeness=1, **asked).proof
+    assert fastest is not None
+    with pytest.raises(ElfattFailure, match=r"not reached on held-out images; the nearest choice is \d\.\d\d times"):
+        tune(pipe, closeness=fastest.point.mean + 25, speed=fastest.point.times - 0.01, **asked)
+    assert not elfatt_sd.is_patched(pipe)
+
+
+def test_a_speed_beyond_the_prediction_is_tried(
+    pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers can gain less on their own than in the whole run; nothing is refused by prediction alone."""
+    curve = search.Model.curve
+
+    def halved(model: search.Model, calls: Any) -> list[Any]:
+        return [dataclasses.replace(choice, saved=choice.saved / 2) for choice in curve(model, calls)]
+
+    fastest = tune(pipe, closeness=1, **asked).proof
+    assert fastest is not None
+    monkeypatch.setattr(search.Model, "curve", halved)
+    tuned = tune(pipe, speed=fastest.point.times - 0.1, **asked)
+    assert tuned.proof is not None
+    assert tuned.proof.point.times >= fastest.point.times - 0.1
 
 
 @pytest.mark.usefixtures("fresh_cache")
