@@ -106,21 +106,21 @@ def test_what_was_measured_is_not_measured_again(pipe: Any, asked: dict[str, Any
 def test_a_stopped_tuning_goes_on(pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     alone = search.Search._alone
 
-    def stopped(self: search.Search, number: int) -> float:
-        if number == 1:
+    def stopped(self: search.Search, number: int, image: int) -> float:
+        if image == 1:
             raise KeyboardInterrupt
-        return alone(self, number)
+        return alone(self, number, image)
 
     with monkeypatch.context() as patched:
         patched.setattr(search.Search, "_alone", stopped)
         with pytest.raises(KeyboardInterrupt):
             tune(pipe, closeness=30, **asked)
     assert not elfatt_sd.is_patched(pipe)
-    measured: list[int] = []
+    measured: list[tuple[int, int]] = []
 
-    def counted(self: search.Search, number: int) -> float:
-        measured.append(number)
-        return alone(self, number)
+    def counted(self: search.Search, number: int, image: int) -> float:
+        measured.append((number, image))
+        return alone(self, number, image)
 
     monkeypatch.setattr(search.Search, "_alone", counted)
     assert tune(pipe, closeness=30, **asked).proof is not None

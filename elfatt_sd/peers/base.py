@@ -1,0 +1,33 @@
+"""What another package's accelerator is, as a row of an evaluation or a benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Models = Literal["unet", "transformer"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An accelerator that a user could pick instead.
+
+    Attributes:
+        name: of it, in protocols and tables.
+        package: that has it, as `elfatt_sd.optional` names it; empty for diffusers itself.
+        what: it does, in a few words.
+        models: that it speeds up.
+        settings: their names, with what holds where nobody gives others.
+        on: `on(pipe, **settings)` puts it on a pipeline for the length of a `with` block.
+        joins: whether a patch can be on together with it; otherwise it takes the patch's place.
+    """
+
+    name: str
+    package: str
+    what: str
+    models: Models
+    settings: Mapping[str, Any]
+    on: Callable[..., AbstractContextManager[None]]
+    joins: bool = False
