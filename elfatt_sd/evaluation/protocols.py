@@ -96,7 +96,7 @@ class Cell:
         if self.peer:
             check_settings(self.peer, self.options)
         elif self.peer_settings:
-            raise refused("peer_settings", "they only with a peer")
+            raise refused("peer_settings without a peer", "settings together with a peer")
         if self.peer and self.peer != _IN_PLACE and not PEERS[self.peer].joins and config.active:
             raise refused(f"method={self.method!r} with peer {self.peer!r}", "sd, as it takes the patch's place")
 

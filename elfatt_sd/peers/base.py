@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Models = Literal["unet", "transformer"]
 
@@ -31,3 +34,11 @@ class Peer:
     settings: Mapping[str, Any]
     on: Callable[..., AbstractContextManager[None]]
     joins: bool = False
+
+
+def tidy(module: nn.Module) -> None:
+    """Take out methods of a module and its parts that a package has put back as attributes of the objects."""
+    for part in module.modules():
+        own: Any = part.__dict__.get("forward")
+        if getattr(own, "__self__", None) is part and own.__func__ is getattr(type(part), "forward", None):
+            del part.forward

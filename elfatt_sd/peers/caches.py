@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.peers.base import Peer
+from elfatt_sd.peers.base import Peer, tidy
 
 
 @contextmanager
@@ -28,6 +28,7 @@ def _on(pipe: Any, config: str, **settings: Any) -> Iterator[None]:
         yield
     finally:
         pipe.transformer.disable_cache()
+        tidy(pipe.transformer)
 
 
 def _cache(name: str, config: str, what: str, **settings: Any) -> Peer:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from elfatt_sd.peers.base import Peer
+from elfatt_sd.peers.base import Peer, tidy
 
 
 @contextmanager
@@ -20,15 +20,7 @@ def _on(pipe: Any, **settings: Any) -> Iterator[None]:
         yield
     finally:
         helper.disable()
-        for module in pipe.unet.modules():
-            _unshadow(module)
-
-
-def _unshadow(module: Any) -> None:
-    """Take out a method that the package has put back as an attribute of the object."""
-    own: Any = module.__dict__.get("forward")
-    if getattr(own, "__self__", None) is module and own.__func__ is type(module).forward:
-        del module.forward
+        tidy(pipe.unet)
 
 
 PEER = Peer(
