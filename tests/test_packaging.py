@@ -130,7 +130,19 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
 
 
 MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "log_sum_exp", "joint", "rotary")
-DATA = (*MATHEMATICS, "files", "checks", "settings", "methods", "phases", "config", "presets", "timesteps", "schedule")
+DATA = (
+    *MATHEMATICS,
+    "files",
+    "checks",
+    "settings",
+    "methods",
+    "phases",
+    "config",
+    "presets",
+    "timesteps",
+    "runs",
+    "schedule",
+)
 CORE = (
     *DATA,
     "allocation",
