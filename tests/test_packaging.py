@@ -71,7 +71,7 @@ def test_the_wheel_names_licence_notice_and_command(wheel: zipfile.ZipFile) -> N
 def test_the_extras_that_users_are_told_to_install_exist() -> None:
     extras = set(PROJECT["optional-dependencies"])
     assert {"eval", "flash", "inception", "notebooks", "test", "dev"} <= extras
-    sources = [path for kind in ("elfatt_sd/**/*.py", "*.md") for path in ROOT.glob(kind)]
+    sources = [path for kind in ("elfatt_sd/**/*.py", "*.md", "docs/*.md") for path in ROOT.glob(kind)]
     named = {extra for path in sources for extra in re.findall(r"(?:elfatt-sd|'\.)\[(\w+)\]", path.read_text())}
     assert {"eval", "inception"} <= named <= extras
 
@@ -131,7 +131,19 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
 
 
 MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "log_sum_exp", "joint", "rotary")
-DATA = (*MATHEMATICS, "files", "checks", "settings", "methods", "phases", "config", "presets", "timesteps", "schedule")
+DATA = (
+    *MATHEMATICS,
+    "files",
+    "checks",
+    "settings",
+    "methods",
+    "phases",
+    "config",
+    "presets",
+    "timesteps",
+    "runs",
+    "schedule",
+)
 CORE = (
     *DATA,
     "allocation",
@@ -222,5 +234,5 @@ def test_ci_runs_what_the_readme_says() -> None:
     for target in ("test", "lint", "test-oldest", "notebooks", "demo"):
         assert re.search(rf"\bmake (-s )?{target}\b", script)
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
-        assert f"make {target}" in (ROOT / "README.md").read_text()
+        assert any(f"make {target}" in (ROOT / page).read_text() for page in ("README.md", "CONTRIBUTING.md"))
     assert "bash .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()

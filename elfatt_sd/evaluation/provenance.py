@@ -40,6 +40,7 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
     "presets",
     "processor",
     "residuals",
+    "runs",
     "sampled",
     "schedule",
     "settings",
