@@ -26,6 +26,7 @@ from elfatt_sd.tuning.store import Store
 STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
 CALIBRATED = 2  # images of the search by which the stretches are told apart
 TRIES = 2  # choices that are run with the prompts of the search
+ALIKE = 0.5  # dB between two predictions that are not worth a run each
 PROOFS = 3  # choices that are run with the held-out prompts
 NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
@@ -192,7 +193,7 @@ class Search:
         """Return the fastest choice that keeps to the budget by runs of the search's images; untouched if none does."""
         tried: dict[float, Point] = {}  # by predicted PSNR
         choice = self._start()
-        while len(tried) < TRIES and choice.psnr not in tried and choice.saved > 0:
+        while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.say(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
             tried[choice.psnr] = point = self.run(choice, self.samples, self.untouched)
             self.points.append(point)
