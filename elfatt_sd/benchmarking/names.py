@@ -37,7 +37,8 @@ def differs_by_step(name: str) -> bool:
 _LEGEND = {  # by the names that it explains
     UNPATCHED: "`untouched` is the model with PyTorch's fused attention",
     Softmax.name: f"`{Softmax.name}` is PyTorch's fused attention",
-    **{f"{name}(:.*)?": f"`{name}` is the package {peer.package or 'diffusers'}" for name, peer in PEERS.items()},
+    f"{PEER}.*": "`tomesd` is the package",
+    **{f"{name}(:.*)?": f"`{name}` is that of {PEERS[name].package or 'diffusers'}" for name in PEERS if name != PEER},
     FLOOR: "`floor` leaves out the self-attention layers of the finest level",
     "floor of .*": "`floor of N levels` leaves out those of the N finest levels",
     "floor: .*": "`floor: similarities` is the product that finds the most similar tokens, and nothing else",

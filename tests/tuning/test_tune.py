@@ -243,10 +243,9 @@ def test_it_tunes_together_with_another_accelerator(
         pytest.skip("it is not installed")
     if name == "taylorseer" and not hasattr(diffusers, "TaylorSeerCacheConfig"):
         pytest.skip("this diffusers has no such cache")
-    pipe = (
-        request.getfixturevalue("pipe") if name == "deepcache" else tiny_transformers.flux(folder, vae=tiny_flux.vae())
-    )
-    size = {} if name == "deepcache" else {"height": 128, "width": 128}
+    cached = name == "deepcache"
+    pipe = request.getfixturevalue("pipe") if cached else tiny_transformers.flux(folder, vae=tiny_flux.vae())
+    size = {} if cached else {"height": 128, "width": 128}
     with peers.running(pipe, name, settings):
         run = checks.runner(pipe, num_inference_steps=4, **size)
         alone = run()
