@@ -26,6 +26,10 @@ from elfatt_sd.runs import Run
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Schedule, unknown_position
 from elfatt_sd.surroundings import modules_around
 
+_OUTSIDE = (
+    "elfatt-sd finds the step of a call in Python, before compiled code: give torch.compile(fullgraph=True) the model "
+    "itself, and not a function that calls it"
+)
 PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
 
 
@@ -94,13 +98,13 @@ class Patch:
             layer.remove()
         delattr(self._module, PATCH)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step and tell the layers."""
         self._direct.pop(threading.get_ident(), None)
         self._begin(self._family.call(self._module, args, kwargs), (*args, *kwargs.values()))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the UNet, also after an exception."""
         call = self._shared.end()
