@@ -215,34 +215,6 @@ def run_agents(q: Tensor, agents: int) -> Tensor:
     return (functional.normalize(mean, dim=3, eps=torch.finfo(precision).tiny) * lengths).to(q.dtype)
 
 
-def sampled_joint_cost(tokens: int, samples: int, context: int, channels: int) -> int:
-    """Multiply-adds of `sampled_joint_attention` for one image; `channels` are those of all heads."""
-    return 2 * tokens * (samples + context) * channels
-
-
-def cell_joint_cost(tokens: int, cells: int, groups: int, context: int, channels: int) -> int:
-    """Multiply-adds of `cell_joint_attention` for one image; `channels` are those of all heads."""
-    if 1 in (cells, groups):
-        return exact_cost(tokens, tokens + context, channels)
-    far = tokens // cells // groups * cells
-    return 2 * (_near_pairs(tokens, cells) + tokens * (far + context)) * channels
-
-
-def elfatt_joint_cost(
-    tokens: int, agents: int, block_size: int, context: int, channels: int, agent_share: float
-) -> int:
-    """Multiply-adds of `elfatt_joint_attention` for one image; `agent_share` is the fraction of the heads."""
-    blocks, base, larger = partition(tokens, block_size)
-    near = blocks * base**2 + larger * (2 * base + 1)
-    pairs = agent_share * 2 * tokens * agents + (1 - agent_share) * near + tokens * context
-    return round(2 * pairs * channels)
-
-
-def exact_cost(queries: int, keys: int, channels: int) -> int:
-    """Multiply-adds of `exact_attention` for one image; `channels` are those of all heads."""
-    return 2 * queries * keys * channels
-
-
 def _seen(q: Tensor, keys: Keys, scale: float | None) -> Part:
     part = attend(q, keys.k, keys.v, scale=scale, bias=key_bias(keys.mask, q.dtype))
     return part.weighted(math.log(keys.stands_for))
@@ -331,8 +303,3 @@ def _far_bias(keys: int, cells: int, places: int, larger: int, like: Tensor) -> 
 
 def _concatenated(first: Part, second: Part) -> Part:
     return Part(*(torch.cat(pair, 1) for pair in zip(first, second, strict=True)))
-
-
-def _near_pairs(tokens: int, cells: int) -> int:
-    places, larger = divmod(tokens, cells)
-    return cells * places**2 + larger * (2 * places + 1)

@@ -16,15 +16,12 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.joint import (
     Keys,
     cell_joint_attention,
-    cell_joint_cost,
     elfatt_joint_attention,
-    elfatt_joint_cost,
     exact_attention,
-    exact_cost,
     run_agents,
     sampled_joint_attention,
-    sampled_joint_cost,
 )
+from elfatt_sd.methods import CellSpread, Elfatt, Sampled, Size, Softmax
 from elfatt_sd.ordering import cell_order, inverse_permutation, lattice_order, stratified_samples
 from elfatt_sd.tiling import Grid, cell_counts, partition
 
@@ -239,32 +236,34 @@ def test_compiles_whole(call: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(compiled(q, k, v, text()), call(q, k, v, text()))
 
 
-@pytest.mark.parametrize("tokens", [64, 67])
-@pytest.mark.parametrize(("cells", "groups"), [(8, 4), (8, 1)])
-def test_costs_are_the_pairs_that_kernels_see(tokens: int, cells: int, groups: int) -> None:
+@pytest.mark.parametrize(
+    ("attention", "call"),
+    [
+        (Softmax(), lambda q, k, v, words: exact_attention(q, [Keys(k, v), words])),
+        (
+            Sampled(keys=8, groups=4),
+            lambda q, k, v, words: sampled_joint_attention(q, k[:, :32], v[:, :32], 4, context=words),
+        ),
+        (CellSpread(cell=8, block_size=16), lambda q, k, v, words: cell_joint_attention(q, k, v, 8, 4, context=words)),
+        (
+            Elfatt(agents=8, block_size=8),
+            lambda q, k, v, words: elfatt_joint_attention(
+                q, k, v, agents=8, block_size=8, agent_heads=2, context=words
+            ),
+        ),
+    ],
+)
+def test_costs_are_the_pairs_that_kernels_see(attention: Any, call: Callable[..., Tensor]) -> None:
     """Two multiply-adds for each pair of query and key, and channel; the far part computes its own cell, too."""
-    q, k, v = image(tokens)
-    words, channels = text(masked=False), 4 * 8
-    sampled = -(-tokens // 4) * 4  # where groups do not divide the queries, kernels see a few more
-    calls: list[tuple[Callable[[], Tensor], int]] = [
-        (
-            lambda: cell_joint_attention(q, k, v, cells, groups, context=words),
-            cell_joint_cost(tokens, cells, groups, 5, channels),
-        ),
-        (
-            lambda: elfatt_joint_attention(q, k, v, agents=cells, block_size=8, agent_heads=2, context=words),
-            elfatt_joint_cost(tokens, cells, 8, 5, channels, 0.5),
-        ),
-        (lambda: exact_attention(q, [Keys(k, v), words]), exact_cost(tokens, tokens + 5, channels)),
-        (
-            lambda: sampled_joint_attention(q, k[:, :32], v[:, :32], 4, context=words),
-            sampled_joint_cost(sampled, 8, 5, channels) - exact_cost(sampled - tokens, 5, channels),
-        ),
-    ]
-    for call, cost in calls:
-        with Work() as work:
-            call()
-        assert 2 * 8 * work.pairs == 2 * cost  # two images
+    size = Size(Grid(1, 8, 8), 64, channels=4 * 8, context=5)
+    with Work() as work:
+        call(*image(64), text(masked=False))
+    assert 2 * 8 * work.pairs == 2 * (attention.cost(size) - size.projections(64, _keys(attention)))  # two images
+
+
+def _keys(attention: Any) -> int:
+    """How many keys and values are projected."""
+    return 32 if isinstance(attention, Sampled) else 64
 
 
 def test_whole_cells_need_no_copy() -> None:

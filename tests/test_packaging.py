@@ -130,7 +130,7 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
             assert not {name.partition(".")[0] for name in found} & optional, path
 
 
-MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "log_sum_exp", "joint", "rotary")
+MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "log_sum_exp", "joint")
 DATA = (
     *MATHEMATICS,
     "files",

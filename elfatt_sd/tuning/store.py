@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from PIL import Image
@@ -16,8 +16,6 @@ from torch import nn
 
 from elfatt_sd.files import atomic_file, cache_folder, write_json
 from elfatt_sd.tuning.runs import Drawn, Sample
-
-Found = TypeVar("Found")
 
 
 class Store:
