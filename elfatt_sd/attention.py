@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elfatt_sd import kernels
 from elfatt_sd.devices import is_device_error, is_out_of_memory
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.tiling import partition
@@ -72,6 +73,8 @@ def softmax_attention(
     for dim in (0, 2):  # CUDA's kernels put batch and heads in grid dimensions that have a limit
         if q.shape[dim] > GRID_LIMIT and q.device.type not in GRID_FREE:
             return _in_turns(q, k, v, scale, mask, backend, dim)
+    if backend == "triton":  # it has no exact attention
+        backend = "native"
     if backend == "auto":
         backend = "flash" if mask is None and flash_takes(q) else "native"
     if backend != "native":
@@ -283,6 +286,8 @@ def make_ready(backend: str) -> None:
     """
     if backend in ("auto", "native"):
         return
+    if backend == "triton":
+        return kernels.check_there()
     name = _backend_named(backend)
     from diffusers.models import attention_dispatch
 

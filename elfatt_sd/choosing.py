@@ -73,7 +73,7 @@ def fitted(config: PatchConfig, denoisers: dict[str, nn.Module]) -> PatchConfig:
                 f"attention={phase.attention.name!r} does not attend to text (its `joint` is False), and {name} joins "
                 "image and text; give another one."
             )
-    if family.text and config.attention_backend != "auto":
+    if family.text and config.attention_backend not in ("auto", "triton"):
         raise ElfattError(
             f"attention_backend={config.attention_backend!r} is not accepted for {name}, whose parts of attention are "
             "joined by log-sum-exps; leave it away, and call set_attention_backend of the model for exact attention."

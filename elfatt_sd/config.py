@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["EXACT", "ElfattError", "ElfattFailure", "LayerPhases", "PatchConfig", "Phase", "Settings", "setting_names"]
 
 
+_WITH_SUMS = ("auto", "native", "triton")  # backends that go with attentions that need log-sum-exps
+
+
 @dataclass(frozen=True)
 class PatchConfig:
     """A method: its phases in order, and what holds for the whole run.
@@ -107,10 +110,10 @@ class PatchConfig:
         if self.residual_limit is not None:
             checks.real("residual_limit", self.residual_limit, 0.0, 10**6)
         needing = [phase.attention.name for phase in self.all_phases if phase.attention.needs_sums]
-        if needing and self.attention_backend not in ("auto", "native"):
+        if needing and self.attention_backend not in _WITH_SUMS:
             raise ElfattError(
                 f"attention_backend={self.attention_backend!r} is not accepted with attention={needing[0]!r}, which "
-                "needs log-sum-exps that the dispatcher does not hand out; give 'auto' or 'native'."
+                "needs log-sum-exps that the dispatcher does not hand out; give 'auto', 'native' or 'triton'."
             )
 
     @property

@@ -139,7 +139,7 @@ def cell_joint_attention(
     if 1 in (cells, groups):
         image = attend(q, k, v, scale=scale)
     else:
-        image = _near(q, k, v, cells, scale).joined(_far(q, k, v, cells, groups, weighted, scale))
+        image = near_cells(q, k, v, cells, scale).joined(_far(q, k, v, cells, groups, weighted, scale))
     return _with_context(q, image, context, scale)
 
 
@@ -262,7 +262,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int, scale: float | 
     return functools.reduce(_concatenated, parts)
 
 
-def _near(q: Tensor, k: Tensor, v: Tensor, cells: int, scale: float | None) -> Part:
+def near_cells(q: Tensor, k: Tensor, v: Tensor, cells: int, scale: float | None) -> Part:
     """Attend inside each cell: cells are heads of their own, which needs no copy where they divide the tokens."""
     batch, tokens, heads, size = q.shape
     places, larger = tokens // cells, tokens % cells

@@ -263,7 +263,8 @@ class _Joint:
         state, prepared, image, matching = self._state, self._state.prepared, self._image, self._matching
         stands_for = 1.0 if matching is None else state.grid.tokens / (image.stop - image.start)
         q, k, v = self._tensors
-        order = None if prepared is None or matching is not None else prepared.order
+        backend = state.call.config.attention_backend
+        order = None if prepared is None or matching is not None else prepared.order_for(backend)
         own = (x[:, image] if order is None else x[:, image].index_select(1, order) for x in (q, k, v))
         layer = LayerOfTensors(state, self._context(1 / stands_for), *own)
         mixed = attend(state.phase.attention, layer, layer.tokens, prepared).to(q.dtype)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elfatt_sd import kernels
 from elfatt_sd.devices import memory_of
 
 # The similarity matrix is made in chunks, that stay in cache on a CPU and small beside the model on a GPU: elements of
@@ -176,15 +177,21 @@ def match_tokens(
 
 
 @torch.no_grad()
-def find_candidates(metric: Tensor, split: Split) -> Candidates:
+def find_candidates(metric: Tensor, split: Split, backend: str = "native") -> Candidates:
     """Find the destination that each source is most similar to: the part of ToMe that costs.
 
     Args:
         metric: `[B, N, C]`, what the similarity is measured on.
         split: of its tokens.
+        backend: `triton` compares in a kernel of its own, where it takes such tensors.
     """
     places = split.places.long()
-    return Candidates(*_most_similar(metric, places[: split.sources], places[split.sources :]), split)
+    sources, destinations = places[: split.sources], places[split.sources :]
+    if kernels.take(backend, metric):
+        from elfatt_sd.kernels import matching
+
+        return Candidates(*matching.most_similar(metric, sources, destinations), split)
+    return Candidates(*most_similar(metric, sources, destinations), split)
 
 
 @torch.no_grad()
@@ -242,7 +249,7 @@ def split_grid(
     return torch.cat([torch.empty_like(slot).scatter_(-1, slot.long(), every), slot], -1)
 
 
-def _most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tuple[Tensor, Tensor]:
+def most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tuple[Tensor, Tensor]:
     """Find each source's most similar destination.
 
     Returns:

@@ -291,7 +291,7 @@ class LayerInCall:
 def approximate(given: Projections, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor:
     """Merge, order, attend, project, and put every token back in its place; `[batch, tokens, channels]`."""
     prepared = None if phase.exact else state.prepared
-    order = None if prepared is None else prepared.order
+    order = None if prepared is None else prepared.order_for(state.call.config.attention_backend)
     matching = state.matching(tokens, phase.merge.ratio)
     if matching is not None:
         if prepared is not None and prepared.sorts_merged:
@@ -303,4 +303,4 @@ def approximate(given: Projections, state: LayerState, phase: Phase, tokens: Ten
     output = given.output(mixed)
     if matching is not None:
         return matching.unmerge(output)
-    return output if prepared is None or prepared.inverse is None else output.index_select(1, prepared.inverse)
+    return output if order is None else output.index_select(1, prepared.inverse)  # type: ignore[union-attr, arg-type]

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 # The accepted values, once for type checkers and editors, and once to check what comes at run time.
 Downsample = Literal[1, 2, 4, 8]
 Backend = Literal[
-    "auto", "native", "flash", "flash_hub", "_flash_3", "_flash_3_hub", "_native_cudnn", "sage", "sage_hub", "xformers"
+    "auto",
+    "native",
+    "flash",
+    "flash_hub",
+    "_flash_3",
+    "_flash_3_hub",
+    "_native_cudnn",
+    "sage",
+    "sage_hub",
+    "xformers",
+    "triton",
 ]
 Kept = Literal["device", "host", "fp8"]
 KEPT: tuple[Kept, ...] = get_args(Kept)

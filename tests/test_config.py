@@ -127,7 +127,9 @@ def test_what_sees_every_token_does_not_merge(attention: Any) -> None:
 def test_cells_have_no_other_backend() -> None:
     phase = Phase(1.0, "cell_spread", block_order="spread")
     assert PatchConfig("cells", (phase,), attention_backend="native").active
-    with pytest.raises(ElfattError, match=r"attention_backend='flash' .*cell_spread.* give 'auto' or 'native'"):
+    with pytest.raises(
+        ElfattError, match=r"attention_backend='flash' .*cell_spread.* give 'auto', 'native' or 'triton'"
+    ):
         PatchConfig("cells", (phase,), attention_backend="flash")
 
 

@@ -182,6 +182,10 @@ class Prepared:
     inverse: Tensor | None = None
     sorts_merged: bool = False
 
+    def order_for(self, backend: str) -> Tensor | None:
+        """Return the order in which `attend` wants tokens with a backend; a kernel may read them where they are."""
+        return self.order
+
 
 class Layer(Protocol):
     """A layer in one call, as an attention sees it."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from elfatt_sd import checks
+from elfatt_sd import checks, kernels
 from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size
 from elfatt_sd.methods.blocks import order_tokens
 from elfatt_sd.tiling import Grid, cell_blocks
@@ -80,14 +80,14 @@ class CellSpread(Attention):
         """Attend to cell and sample, joined by their log-sum-exps, and to the context."""
         from elfatt_sd.joint import cell_joint_attention
 
-        return cell_joint_attention(
-            *layer.project(tokens),
-            prepared.cells,
-            prepared.groups,
-            weighted=self.weighted,
-            context=layer.context,
-            fp32_logits=layer.kernel["fp32_logits"],
-        )
+        q, k, v = layer.project(tokens)
+        given: dict[str, Any] = {"weighted": self.weighted, "context": layer.context}
+        if 1 not in (prepared.cells, prepared.groups) and kernels.take(layer.kernel["backend"], q, k, v):
+            from elfatt_sd.kernels import sampled_launch
+
+            return sampled_launch.cells(q, k, v, prepared.cells, prepared.groups, **given)
+        given["fp32_logits"] = layer.kernel["fp32_logits"]
+        return cell_joint_attention(q, k, v, prepared.cells, prepared.groups, **given)
 
     def cost(self, size: Size) -> float:
         """Every token meets those of its cell, its sample, and the context."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from elfatt_sd import checks
+from elfatt_sd import checks, kernels
+from elfatt_sd.kernels import BACKEND
 from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size, span
 from elfatt_sd.tiling import Grid, sample_counts
 
@@ -22,6 +23,10 @@ class _Sample(Prepared):
 
     keys: Tensor | None = None
     groups: int = 1
+
+    def order_for(self, backend: str) -> Tensor | None:
+        """Triton's kernel reads queries where they are."""
+        return None if backend == BACKEND else self.order
 
 
 @dataclass(frozen=True)
@@ -82,14 +87,25 @@ class Sampled(Attention):
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         """Attend to the sample of one's group; keys and values are projected for sampled tokens alone."""
+        backend, order = layer.kernel["backend"], prepared.order
+        in_place = order is not None and prepared.order_for(backend) is None
+        q, k, v = layer.project(tokens, order[prepared.keys] if in_place else prepared.keys)
+        stands_for = tokens.shape[1] * prepared.groups / k.shape[1] if self.weighted else 1.0
+        if kernels.take(backend, q, k, v):
+            from elfatt_sd.kernels.sampled_launch import sampled
+
+            return sampled(q, k, v, prepared.groups, order=order, stands_for=stands_for, context=layer.context)
+        if not in_place:
+            return self._attend(q, k, v, prepared.groups, stands_for, layer)
+        mixed = self._attend(q[:, order], k, v, prepared.groups, stands_for, layer)
+        return mixed.index_select(1, prepared.inverse)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, groups: int, stands_for: float, layer: Layer) -> Tensor:
         from elfatt_sd.joint import sampled_joint_attention
         from elfatt_sd.sampled import sampled_attention
 
-        q, k, v = layer.project(tokens, prepared.keys)
-        groups = prepared.groups
         if layer.context is None:
             return sampled_attention(q, k, v, groups, **layer.kernel)
-        stands_for = tokens.shape[1] * groups / k.shape[1] if self.weighted else 1.0
         return sampled_joint_attention(q, k, v, groups, stands_for=stands_for, context=layer.context)
 
     def cost(self, size: Size) -> float:
