@@ -7,7 +7,7 @@ JOBS ?= auto
 # What pip puts on the disk; nearly all of it is PyTorch.
 SIZE := 6 GB on Linux, of which 4.3 GB are CUDA libraries for PyTorch; 1 GB on macOS
 # What touches diffusers: models, pipelines, schedulers, compilation. Mathematics, reports and docs are the same everywhere.
-OLDEST := families compatibility gpu methods toy cli/test_generate.py cli/test_patch.py benchmarking/test_unet.py \
+OLDEST := families compatibility gpu methods peers toy cli/test_generate.py cli/test_patch.py benchmarking/test_unet.py \
   benchmarking/test_pipeline.py benchmarking/test_transformers.py $(addprefix test_,$(addsuffix .py,ahead autotune \
   backends budget calls conformance flow_timesteps identity installed optional patch per_layer pipelines planning \
   processor residuals running schedule shapes standalone timesteps trial))
@@ -72,5 +72,5 @@ clean:
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	@echo "Installing into .venv-oldest, once: $(SIZE)"
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python $(PIP) -c constraints-oldest.txt -e '.[eval]' peft pytest pytest-timeout pytest-xdist mpmath
+	.venv-oldest/bin/python $(PIP) -c constraints-oldest.txt -e '.[peers]' peft pytest pytest-timeout pytest-xdist mpmath
 	@touch $@
