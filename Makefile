@@ -7,19 +7,20 @@ JOBS ?= auto
 # What pip puts on the disk; nearly all of it is PyTorch.
 SIZE := 6 GB on Linux, of which 4.3 GB are CUDA libraries for PyTorch; 1 GB on macOS
 # What touches diffusers: models, pipelines, schedulers, compilation. Mathematics, reports and docs are the same everywhere.
-OLDEST := families compatibility gpu methods toy cli/test_generate.py cli/test_patch.py benchmarking/test_unet.py \
+OLDEST := families compatibility gpu methods peers toy cli/test_generate.py cli/test_patch.py benchmarking/test_unet.py \
   benchmarking/test_pipeline.py benchmarking/test_transformers.py $(addprefix test_,$(addsuffix .py,ahead autotune \
   backends budget calls conformance flow_timesteps identity installed optional patch per_layer pipelines planning \
   processor residuals running schedule shapes standalone timesteps trial))
 OLDEST_TESTS ?= $(addprefix tests/,$(OLDEST))
 
-.PHONY: help demo test test-oldest lint format notebooks quickstart clean
+.PHONY: help demo test test-oldest lint format docs notebooks quickstart clean
 
 help:
 	@echo "make demo         one prompt with every method, side by side, with times and closeness"
 	@echo "make test         the tests"
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
 	@echo "make lint         ruff and mypy;  make format mends what ruff can"
+	@echo "make docs         build the site into outputs/site, with all links checked"
 	@echo "make notebooks    execute the notebooks into outputs/notebooks"
 	@echo "make quickstart   execute the first notebook in place: it is committed with its pictures"
 
@@ -40,6 +41,10 @@ lint: .venv/.installed-dev
 format: .venv/.installed-dev
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
+
+# Strict: a link or an anchor that leads nowhere is an error. It needs no network.
+docs: .venv/.installed-dev
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
 
 notebooks: .venv/.installed-dev
 	$(NBCONVERT) --output-dir outputs/notebooks notebooks/*.ipynb
@@ -67,5 +72,5 @@ clean:
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	@echo "Installing into .venv-oldest, once: $(SIZE)"
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python $(PIP) -c constraints-oldest.txt -e '.[eval]' peft pytest pytest-timeout pytest-xdist mpmath
+	.venv-oldest/bin/python $(PIP) -c constraints-oldest.txt -e '.[peers]' peft pytest pytest-timeout pytest-xdist mpmath
 	@touch $@

@@ -14,11 +14,12 @@ import typer
 
 from elfatt_sd import checks
 from elfatt_sd.benchmarking.lineup import check_method, grid_side, merges, named, varied
-from elfatt_sd.benchmarking.names import PEER
+from elfatt_sd.benchmarking.names import differs_by_step
 from elfatt_sd.benchmarking.presets import ALONE
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.console import FAILURE, adds_options, complain, name_and_value, output, quiet_libraries
 from elfatt_sd.optional import need
+from elfatt_sd.peers import PEERS
 from elfatt_sd.pipelines import check_model, check_names
 from elfatt_sd.preflight import check_device, check_layers_fit, check_sizes_fit
 from elfatt_sd.presets import METHODS, complaints_anywhere
@@ -37,7 +38,7 @@ Methods = Annotated[
     list[str] | None,
     typer.Option(
         "--method",
-        help=f"One of {', '.join((*METHODS, PEER, *ALONE))}; with settings as in "
+        help=f"One of {', '.join((*METHODS, *PEERS, *ALONE))}; with settings as in "
         "elfatt-fast:block_size=512,levels=2; several times, or all presets and their variations.",
     ),
 ]
@@ -52,7 +53,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu."
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 Variant = Annotated[str | None, typer.Option(help="Of a model's weights: fp16 loads *.fp16.safetensors.")]
 Force = Annotated[bool, typer.Option("--force", help="Time even what is estimated not to fit into memory.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Time everything but tomesd through torch.compile too.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Time all but other packages through torch.compile too.")]
 Autotune = Annotated[
     bool, typer.Option("--autotune", help="Time every method also with only those layers patched that it makes faster.")
 ]
@@ -363,7 +364,7 @@ def _method(text: str) -> Any:
         return method
     changes = dict(map(name_and_value, settings.split(",")))
     config = varied(method, **changes)
-    for complaint in complaints_anywhere(named(method).with_settings(**changes)):
+    for complaint in [] if differs_by_step(method) else complaints_anywhere(named(method).with_settings(**changes)):
         complain(complaint, "warning")
     return config
 

@@ -24,7 +24,8 @@ from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
 from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.residuals import Residual, check_memory, kept_bytes
-from elfatt_sd.schedule import Position, Run
+from elfatt_sd.runs import Run
+from elfatt_sd.schedule import Position
 from elfatt_sd.surroundings import device_of, device_of_weights
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Call:
         last: whether the run ends with this step.
         states: of the patched layers, by the layer's index.
         entered: whether the denoiser has come to its first convolution.
+        repeats: whether a checkpoint may compute it, or a part of it, once more.
     """
 
     def __init__(self, config: PatchConfig, step: int = 0, phases: Mapping[int, Phase] | None = None) -> None:
@@ -59,7 +61,7 @@ class Call:
         self.given = _NOTHING
         self.memory = Memory()
         self.matchings: dict[object, Matching | None] = {}
-        self.scheduled = self.last = self.entered = False
+        self.scheduled = self.last = self.entered = self.repeats = False
         self.states: dict[int, LayerState] = {}
 
     def restart(self) -> None:
@@ -117,7 +119,7 @@ class Denoiser:
         kept = position.scheduled and place[0] < KEPT_CALLS
         call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
         call.last = 1 < position.steps == step + 1
-        call.given = given
+        call.given = given._replace(timestep=None)  # a view of the schedule, which would keep its run
         ahead = self._ahead(call, position, run)
         if ahead is not None:
             ahead.fill(step)
@@ -212,7 +214,8 @@ class Denoiser:
 
     def remember(self, tensor: Tensor, what: Any) -> None:
         """Keep `what` as long as the memory of a tensor is in use, for `recall`."""
-        self._inputs = {key: kept for key, kept in self._inputs.items() if not kept[0].expired()}
+        for key in [key for key, kept in list(self._inputs.items()) if kept[0].expired()]:
+            self._inputs.pop(key, None)  # other threads do the same
         tensor = beneath_transforms(tensor)
         self._inputs[_memory_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), what  # type: ignore[no-untyped-call]
 
@@ -345,7 +348,7 @@ class LayerState:
                 difference = (output if empty else output - approximated()).detach()
                 room = self.room if turn == 0 else None
                 self.residuals[turn] = Residual.keep(difference, self.call.config.residuals, room)
-        if torch.is_grad_enabled():
+        if self.call.repeats:
             self.added[turn] = known
         if self.call.last:  # what decodes the latents needs the memory
             self.residuals.pop(turn, None)

@@ -29,6 +29,7 @@ from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.request import SCHEDULERS, Request, scheduler_class
 from elfatt_sd.running import (
+    check_steps,
     check_text_to_image,
     exact_size,
     guidance_options,
@@ -152,9 +153,7 @@ class Studio:
         own_steps, own_guidance = own_settings(self.pipe, request.model)
         self.steps = own_steps if request.steps is None else request.steps
         self.guidance = own_guidance if request.guidance is None else request.guidance
-        most = self.pipe.scheduler.config.get("num_train_timesteps", self.steps)
-        if self.steps > most:
-            raise ElfattError(f"steps={self.steps} is not accepted; give a whole number from 1 to {most}.")
+        check_steps(self.pipe, self.steps)
         if request.scheduler is not None:
             self.pipe.scheduler = make_scheduler(request.scheduler, self.pipe.scheduler)
         if request.negative_prompt is not None:

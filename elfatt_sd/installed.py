@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,9 +23,14 @@ from elfatt_sd.families import (
 from elfatt_sd.notices import Notices
 from elfatt_sd.phases import EXACT
 from elfatt_sd.processor import PatchedLayer
-from elfatt_sd.schedule import ANYWHERE, BEYOND, Run, Schedule, unknown_position
+from elfatt_sd.runs import Run
+from elfatt_sd.schedule import ANYWHERE, BEYOND, Schedule, unknown_position
 from elfatt_sd.surroundings import modules_around
 
+_OUTSIDE = (
+    "elfatt-sd finds the step of a call in Python, before compiled code: give torch.compile(fullgraph=True) the model "
+    "itself, and not a function that calls it"
+)
 PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
 
 
@@ -103,13 +109,13 @@ class Patch:
             layer.remove()
         delattr(self._module, PATCH)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step and tell the layers."""
         self._direct.pop(threading.get_ident(), None)
-        self._begin(self._family.call(self._module, args, kwargs))
+        self._begin(self._family.call(self._module, args, kwargs), (*args, *kwargs.values()))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the UNet, also after an exception."""
         call = self._shared.end()
@@ -127,7 +133,7 @@ class Patch:
             given = self._direct.pop(thread, {})
             if given:
                 given.setdefault(what, args[0])
-                self._begin(Given.latent(given["sample"], given["timestep"]))
+                self._begin(Given.latent(given["sample"], given["timestep"]), given.values())
             if self._shared.call is not None:
                 self._shared.call.entered = True
         elif call is None or call.entered:
@@ -142,8 +148,8 @@ class Patch:
                 "ControlNetModel.from_unet do; the copy has no patch. Call apply_patch on the pipeline that it is in.",
             )
 
-    def _begin(self, given: Given) -> None:
-        """Find the step of a call and tell the layers."""
+    def _begin(self, given: Given, inputs: Iterable[Any]) -> None:
+        """Find the step of a call and tell the layers; inputs that require gradients are given to a checkpoint."""
         sample, timestep = given.sample, given.timestep
         self._refuse_tracing(sample.device)
         compiled = self._is_compiled()
@@ -180,8 +186,11 @@ class Patch:
         if compiled:
             self._allow_recompiling()
         self._shared.begin(position, run, given, compiled)
-        if torch.is_grad_enabled() and self._shared.call is not None:
-            self._shared.remember(sample, self._shared.call)
+        call = self._shared.call
+        checkpointed = any(getattr(each, "requires_grad", False) for each in inputs)  # also where gradients are off
+        if call is not None and (torch.is_grad_enabled() or checkpointed):
+            call.repeats = True
+            self._shared.remember(sample, call)
 
     @property
     def _needs_steps(self) -> bool:

@@ -60,7 +60,8 @@ class JointProcessor:
         try:
             return self._approximated(state, attn, args, kwargs)
         finally:
-            state.block_input = state.candidates = state.patched.recomputed = None
+            state.block_input = state.candidates = None
+            state.patched.forget_repeated()
             state.calls += 1
 
     def _approximated(self, state: LayerState, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,8 @@ from torch import nn
 from elfatt_sd.calls import Call
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.processor import PatchedLayer
-from elfatt_sd.schedule import Position, Run
+from elfatt_sd.runs import Run
+from elfatt_sd.schedule import Position
 from elfatt_sd.surroundings import likely_cause, skips_calls
 
 

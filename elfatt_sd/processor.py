@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -60,12 +61,12 @@ class PatchedLayer:
         self.taken_over = taken_over
         self.config = denoiser.config.for_layer(layer.name)  # with the layer's own phases
         self.latest: LayerState | None = None  # of any thread; compiled code reads it, as it cannot ask for its thread
-        self.recomputed: LayerState | None = None  # of a call that a checkpoint computes once more
+        self._recomputed: dict[int, LayerState | None] = {}  # by thread, of a call that a checkpoint computes once more
         self.parts: list[torch.nn.Module] = list(layer.attention.modules())  # and those around it, see `device_of`
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy without the states of this object's calls."""
-        return {**self.__dict__, "latest": None, "recomputed": None}
+        return {**self.__dict__, "latest": None, "_recomputed": {}}
 
     @property
     def original(self) -> Callable[..., Tensor]:
@@ -136,12 +137,13 @@ class PatchedLayer:
         call = self.denoiser.call
         if call is not None:
             return call.states.get(self.index)
-        if is_recomputing() and self.recomputed is None:
+        recomputed = self._recomputed.get(threading.get_ident())
+        if is_recomputing() and recomputed is None:
             raise ElfattError(
                 f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; "
                 "checkpoint whole transformer blocks, as enable_gradient_checkpointing does."
             )
-        return self.recomputed
+        return recomputed
 
     def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made.
@@ -149,14 +151,20 @@ class PatchedLayer:
         A checkpoint that computes the block once more hands over the input that it kept: by it, the call is known.
         """
         block_input = inputs[0]
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            if self.denoiser.call is None and is_recomputing():
-                self.recomputed = self.denoiser.recall(block_input)
-            elif self.state is not None:
-                self.denoiser.remember(block_input, self.state)
+        if not torch.compiler.is_compiling():
+            call = self.denoiser.call
+            if call is None and is_recomputing():
+                self._recomputed[threading.get_ident()] = self.denoiser.recall(block_input)
+            elif call is not None and call.repeats:
+                self.denoiser.remember(block_input, call.states[self.index])
         state = self.state
         if state is not None and state.phase.matches:
             state.block_input = block_input
+
+    def forget_repeated(self) -> None:
+        """Forget the call that a checkpoint of this thread has computed once more."""
+        if not torch.compiler.is_compiling():
+            self._recomputed.pop(threading.get_ident(), None)
 
     def before_transformer(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the module around the layer that is given the grid."""
@@ -209,7 +217,8 @@ class ElfattProcessor:
             else:
                 output = approximate(given, state, phase, given.tokens)
         finally:  # also where memory ran out
-            state.block_input = state.candidates = patched.recomputed = None
+            state.block_input = state.candidates = None
+            patched.forget_repeated()
             state.calls += 1
         state.outcome = "done"
         return given.close(output)

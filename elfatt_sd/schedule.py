@@ -12,7 +12,6 @@ device alone knows, in a run whose beginning was seen.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from elfatt_sd import timesteps as units
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import beneath_transforms
+from elfatt_sd.runs import Run, Runs, address
 
 
 class Position(NamedTuple):
@@ -56,57 +56,6 @@ class _Found(NamedTuple):
     schedule: torch.Tensor | None = None
     unit: int | None = None
     copy: torch.Tensor | None = None
-
-
-class Run:
-    """A run over a schedule, as far as its steps follow each other one by one.
-
-    Attributes:
-        first: step that it began with.
-        step: its latest step.
-        steps: of its schedule.
-        unit: which of `timesteps.other_units` its pipeline hands over; None for timesteps.
-        calls: of its latest step.
-        calls_before: of the step before.
-        copy: its latest timestep, where the scheduler's counter told its step.
-        former: a run that this one has broken into, and that may go on.
-        strange: a schedule on which a value of this thread was in no unit that is known.
-        kept: what denoisers keep from step to step, by denoiser.
-    """
-
-    def __init__(self, schedule: object = None, first: int = -1) -> None:
-        """Begin a run.
-
-        Args:
-            schedule: the storage of the timesteps, held so that its address stays taken; None for a call on no
-                schedule.
-            first: its first step.
-        """
-        self.schedule = schedule
-        self.first = self.step = first
-        self.steps = 0
-        self.unit: int | None = None
-        self.calls = self.calls_before = 0
-        self.copy: torch.Tensor | None = None
-        self.former: Run | None = None
-        self.strange: object = None
-        self.kept: dict[int, Any] = {}
-
-    def is_over(self, schedule: object) -> bool:
-        """Tell whether it is a run over a schedule."""
-        return self.schedule is not None and _address(self.schedule) == _address(schedule)
-
-    def goes_on(self, schedule: object, step: int) -> bool:
-        """Tell whether a call belongs to it: of the same schedule, in the same step or the next one."""
-        return self.is_over(schedule) and self.step <= step <= self.step + 1
-
-    def advance(self, step: int) -> None:
-        """Count a call; a run that goes on by itself forgets the one that it has broken into."""
-        if step != self.step:
-            self.former = None
-            self.calls_before, self.calls = self.calls, 0
-        self.step = step
-        self.calls += 1
 
 
 class SchedulerFinder:
@@ -146,7 +95,7 @@ class _KeptScheduler:
 
 
 class Schedule:
-    """Follows the runs of one pipeline, one in each thread.
+    """Follows the runs of one pipeline, in each thread.
 
     Args:
         find_scheduler: returns the scheduler in use now, or None for a bare UNet.
@@ -156,7 +105,7 @@ class Schedule:
     def __init__(self, find_scheduler: Callable[[], Any], trained_on_noise_levels: bool = False) -> None:
         self._find_scheduler = find_scheduler
         self._noise_levels = trained_on_noise_levels
-        self._runs: weakref.WeakKeyDictionary[threading.Thread, Run] = weakref.WeakKeyDictionary()
+        self.runs = Runs()
         self._values: tuple[torch.Tensor, list[float]] | None = None  # of a schedule on a device, read once
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,7 +115,7 @@ class Schedule:
     @property
     def run(self) -> Run:
         """The run that the latest call of this thread on a schedule belongs to."""
-        return self._runs.setdefault(threading.current_thread(), Run())
+        return self.runs.latest
 
     def locate(self, timestep: torch.Tensor | float, unit: int | None = None) -> Position | None:
         """Return the position of a call.
@@ -200,8 +149,8 @@ class Schedule:
         """Read the index off the storage that a timestep is a view of."""
         if not isinstance(timestep, torch.Tensor) or (timestep.numel() > 1 and any(timestep.stride())):
             return None
-        step, run = int(timestep.storage_offset()), self.run
-        if timesteps is not None and _address(timestep) == _address(timesteps):
+        step, run = int(timestep.storage_offset()), self.runs.over(timestep)
+        if timesteps is not None and address(timestep) == address(timesteps):
             step, between = divmod(step - int(timesteps.storage_offset()), timesteps.stride(0))
             if between or not 0 <= step < len(timesteps):
                 return None
@@ -221,7 +170,7 @@ class Schedule:
         if timesteps.device.type == "cpu":
             return timesteps.tolist()
         kept = self._values
-        if kept is None or kept[0].shape != timesteps.shape or _address(kept[0]) != _address(timesteps):
+        if kept is None or kept[0].shape != timesteps.shape or address(kept[0]) != address(timesteps):
             self._values = kept = timesteps, timesteps.tolist()
         return kept[1]
 
@@ -249,7 +198,7 @@ class Schedule:
         self, value: float, rounding: float, timesteps: torch.Tensor, scheduler: Any, unit: int | None
     ) -> _Found | None:
         """Look a value up in all units, first in the one of the run that goes on; an `int` is a timestep."""
-        known, run = self._on_host(timesteps), self.run
+        known, run = self._on_host(timesteps), self.runs.over(timesteps)
         own = run.unit if run.is_over(timesteps) else None
         others = () if isinstance(value, int) else enumerate(units.other_units(scheduler, known))
         strange = run.strange is timesteps and own is None  # what now is in one of those, is so by chance
@@ -270,7 +219,7 @@ class Schedule:
 
     def _choose(self, steps: Sequence[int], timesteps: torch.Tensor) -> int | None:
         """Return the step of a value that occurs at several: the one that the run is in, or has come to."""
-        run = self.run
+        run = self.runs.over(timesteps)
         if not steps or not run.is_over(timesteps):
             return steps[0] if steps else None
         if run.step in steps and run.calls < run.calls_before:
@@ -282,7 +231,7 @@ class Schedule:
 
         A copy on a device is read where a run begins, and where a step has another copy, as it may be another value.
         """
-        counted, run = _counted(scheduler, timesteps), self.run
+        counted, run = _counted(scheduler, timesteps), self.runs.over(timesteps)
         if counted is None:
             return None
         same = run.copy is not None and _place_in_memory(run.copy) == _place_in_memory(timestep)
@@ -293,20 +242,11 @@ class Schedule:
         return found._replace(copy=timestep) if found is not None and begins else found
 
     def _follow(self, found: _Found) -> None:
-        """Let the run of this thread go on with a call, go back to the one before it, or begin another one."""
-        position, run = found.position, self.run
+        """Let a run of this thread go on with a call, or begin another one."""
+        position = found.position
         if not position.scheduled:  # a preview between two steps does not end their run
             return
-        former = run.former
-        if not run.goes_on(found.schedule, position.step):
-            if former is not None and former.is_over(found.schedule) and former.step + 1 == position.step:
-                run = former
-            else:
-                begun = Run(found.schedule, position.step)
-                begun.former = run if run.step < run.steps - 1 else None  # it is not at its end
-                run.former = None
-                run = begun
-            self._runs[threading.current_thread()] = run
+        run = self.runs.follow(found.schedule, position.step)
         run.advance(position.step)
         run.steps, run.unit, run.copy = position.steps, found.unit, found.copy
 
@@ -323,12 +263,8 @@ def _timesteps(scheduler: Any) -> torch.Tensor | None:
     return timesteps if isinstance(timesteps, torch.Tensor) and timesteps.ndim == 1 and len(timesteps) else None
 
 
-def _address(tensor: Any) -> int:
-    return tensor.untyped_storage().data_ptr()  # type: ignore[no-any-return]
-
-
 def _place_in_memory(tensor: torch.Tensor) -> tuple[int, int]:
-    return _address(tensor), int(tensor.storage_offset())
+    return address(tensor), int(tensor.storage_offset())
 
 
 def _on_device(timestep: torch.Tensor | float) -> bool:

@@ -12,7 +12,8 @@ from elfatt_sd.calls import Denoiser
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import Given, SelfAttention, copy_structure
 from elfatt_sd.processor import PatchedLayer
-from elfatt_sd.schedule import Position, Run
+from elfatt_sd.runs import Run
+from elfatt_sd.schedule import Position
 
 
 class StandaloneLayer:

@@ -50,12 +50,16 @@ def device_of_weights(parts: Iterable[nn.Module], given: torch.device) -> torch.
 
 
 def skips_calls(around: Iterable[nn.Module]) -> bool:
-    """Tell whether one of diffusers' caches is on, which take what a layer or block gave in an earlier step.
+    """Tell whether a cache is on that takes what a layer or block gave in an earlier step: diffusers', or DeepCache.
 
     Args:
         around: what `modules_around` returns for patched layers.
     """
-    return any(getattr(hook, "_is_stateful", False) for part in around for hook in _hooks_of(part).values())
+    return any(
+        getattr(part.__dict__.get("forward"), "__module__", "").startswith("DeepCache.")
+        or any(getattr(hook, "_is_stateful", False) for hook in _hooks_of(part).values())
+        for part in around
+    )
 
 
 def likely_cause(module: nn.Module, around: Sequence[nn.Module]) -> str:

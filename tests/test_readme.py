@@ -18,39 +18,52 @@ from elfatt_sd.presets import METHODS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("eval/*.md")]
+DOCS = ROOT / "docs"
+RESULTS = [ROOT / folder / "results/README.md" for folder in ("eval", "benchmarks")]
+PAGES = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("eval/*.md"), *ROOT.glob("tools/*.md"), *RESULTS]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_the_three_line_use_comes_first() -> None:
-    assert README.index("elfatt_sd.apply_patch(pipe") < README.index("make demo") < README.index("elfatt-sd generate")
+def test_what_is_needed_first_comes_first() -> None:
+    order = [
+        "pip install",
+        "elfatt_sd.apply_patch(pipe",
+        "elfatt_sd.remove_patch(pipe",
+        "closeness (PSNR)",
+        "headline.png",
+    ]
+    places = [README.index(said) for said in [*order, "**Not measured:**", "elfatt-sd generate"]]
+    assert places == sorted(places)
+    assert len(README.splitlines()) <= 120
 
 
-def test_the_python_runs(folder: Path, monkeypatch: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["README.md", "docs/start.md", "docs/choose.md"])
+def test_the_python_runs(folder: Path, monkeypatch: Any, tmp_path: Path, name: str) -> None:
     monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path))
     pipe = tiny.sd15(folder)
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: pipe)
     names: dict[str, Any] = {"pipe": pipe}
-    for block in blocks("python"):
+    for block in blocks(ROOT / name):
         exec(block, names)
     from elfatt_sd.patch import current_config
 
     patch = current_config(pipe)
     assert patch is not None
-    assert patch.phases[-1] == names["squares"]
-    assert names["picture"].size == (32, 32)
+    if "squares" in names:
+        assert patch.phases[-1] == names["squares"]
+    else:
+        assert names["image"].size == (32, 32)
 
 
 def test_the_page_on_ones_own_attention_runs(folder: Path, monkeypatch: Any) -> None:
     """As many lines as it promises, and every block of them."""
-    page = (ROOT / "docs/your-own-attention.md").read_text()
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: tiny.sd15(folder))
     monkeypatch.setattr(methods, "_known", dict(methods._known))
     names: dict[str, Any] = {"__name__": "__main__"}
-    found = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    found = blocks(DOCS / "your-own-attention.md")
     assert len([line for line in found[0].splitlines() if line.strip()]) <= 30
     for block in found:
         exec(block, names)
@@ -83,9 +96,10 @@ def test_commands_exist_with_their_options(command: str) -> None:
 
 
 def test_every_method_is_described_and_every_setting_exists() -> None:
-    table = README.split("## Methods")[1].split("##")[0]
+    page = (DOCS / "choose.md").read_text()
+    table = page.split("## Methods")[1].split("##")[0]
     assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == list(METHODS)
-    settings = README.split("| setting | meaning |")[1].split("##")[0]
+    settings = page.split("| setting | meaning |")[1].split("##")[0]
     named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| ([^|]+) \|", settings, re.MULTILINE))))
     assert named
     assert named <= set(setting_names())
@@ -94,6 +108,11 @@ def test_every_method_is_described_and_every_setting_exists() -> None:
 def test_the_tested_versions_are_the_pinned_ones() -> None:
     for file in ("constraints.txt", "constraints-oldest.txt"):
         pins = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / file).read_text(), re.MULTILINE))
-        [line] = [line for line in README.splitlines() if f"diffusers {pins['diffusers']} with" in line]
-        for package in ("torch", "transformers"):
-            assert f"{package} {'.'.join(pins[package].split('.')[:2])}" in line
+        for page in (README, (DOCS / "compatibility.md").read_text()):
+            said = " ".join(page.split())
+            found = re.search(
+                rf"diffusers {re.escape(pins['diffusers'])}(?: with|,) torch ([\d.]+) and transformers ([\d.]+)", said
+            )
+            assert found is not None
+            short = [".".join(pins[package].split(".")[:2]) for package in ("torch", "transformers")]
+            assert [version.rstrip(".") for version in found.groups()] == short

@@ -19,7 +19,7 @@ from elfatt_sd.benchmarking import models
 from elfatt_sd.benchmarking.names import PEER, is_peer
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.variants import Variant, resolve_methods
+from elfatt_sd.benchmarking.variants import Variant, check_steps_are_alike, resolve_methods
 from elfatt_sd.choosing import fitted
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import find_layers, levels_of, main_denoiser, select_layers
@@ -137,6 +137,7 @@ def host(
         operation (the median over the phase), and the `first` ones, of the step that draws for the others.
     """
     configs = resolve_methods((PEER, *METHODS) if methods is None else methods)
+    check_steps_are_alike(configs)
     asked = {"model": model, "batch": batch, "steps": steps, "methods": [config.to_dict() for config in configs]}
     record = Record(session, "host", torch.device("cpu"), asked, bases=[])
     for size in sizes:

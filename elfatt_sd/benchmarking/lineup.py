@@ -13,6 +13,7 @@ from elfatt_sd.benchmarking.names import PEER
 from elfatt_sd.benchmarking.presets import ALONE, MERGING
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.methods import attention_named
+from elfatt_sd.peers import PEERS, check_settings
 from elfatt_sd.presets import method_named, method_names
 
 SAVED = ".json"  # the end of a saved configuration's name
@@ -23,7 +24,7 @@ def check_method(name: str) -> None:
     """Check the name of a method to time.
 
     Args:
-        name: a method, `package.module:Class`, the package tomesd, an attention alone, or a saved configuration's file.
+        name: a method, `package.module:Class`, a peer, an attention alone, or a saved configuration's file.
 
     Raises:
         ElfattError: it is not known.
@@ -33,7 +34,7 @@ def check_method(name: str) -> None:
     elif ":" in name:
         attention_named(name)
     else:
-        checks.choice("method", name, [*method_names(), PEER, *ALONE])
+        checks.choice("method", name, [*method_names(), *PEERS, *ALONE])
 
 
 def varied(method: str, **settings: Any) -> PatchConfig:
@@ -44,19 +45,32 @@ def varied(method: str, **settings: Any) -> PatchConfig:
     """
     if method == PEER and (unknown := sorted(settings.keys() - {*PEER_SETTINGS})):
         raise ElfattError(f"setting {unknown[0]!r} of {PEER} is not known; accepted: {', '.join(PEER_SETTINGS)}.")
-    config = named(method).with_settings(**settings)
     changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
+    config = named(method)
+    if method in PEERS and method != PEER:
+        check_settings(method, settings)
+    else:
+        config = config.with_settings(**settings)
     return config.renamed(f"{config.method}:{changes}" if changes else config.method)
 
 
+def peer_settings(method: str) -> dict[str, Any]:
+    """Return the settings in the name of a peer's method, as `varied` writes them."""
+    changes = method.partition(":")[2]
+    pairs = (change.split("=", 1) for change in changes.split(",") if change)
+    return {name: json.loads(value) for name, value in pairs}
+
+
 def named(method: str) -> PatchConfig:
-    """Return a preset, the package `tomesd`, an attention after exact early steps, or a saved configuration.
+    """Return a preset, a peer, an attention after exact early steps, or a saved configuration.
 
     Raises:
         ElfattError: a method that is not known.
     """
     if method == PEER:
         return dataclasses.replace(PatchConfig.preset(MERGING), method=PEER)
+    if method in PEERS:
+        return PatchConfig(method)
     if method in ALONE:
         return ALONE[method]
     if method.endswith(SAVED):

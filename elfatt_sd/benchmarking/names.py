@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from elfatt_sd.benchmarking.presets import EXPLAINED
 from elfatt_sd.methods import Softmax
+from elfatt_sd.peers import PEERS
 
 UNPATCHED, PEER, FLOOR = "untouched", "tomesd", "floor"
 COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  # at the end of a name
@@ -24,14 +25,20 @@ def is_reference(name: str) -> bool:
 
 
 def is_peer(name: str) -> bool:
-    """Tell whether a method is the package tomesd, with or without settings: `tomesd:ratio=0.7`."""
-    return name.partition(":")[0] == PEER
+    """Tell whether a method is another package's accelerator, with or without settings: `tomesd:ratio=0.7`."""
+    return name.partition(":")[0] in PEERS
+
+
+def differs_by_step(name: str) -> bool:
+    """Tell whether a method is a peer that does other work in one step than in another; tomesd is as a preset is."""
+    return is_peer(name) and name.partition(":")[0] != PEER
 
 
 _LEGEND = {  # by the names that it explains
     UNPATCHED: "`untouched` is the model with PyTorch's fused attention",
     Softmax.name: f"`{Softmax.name}` is PyTorch's fused attention",
     f"{PEER}.*": "`tomesd` is the package",
+    **{f"{name}(:.*)?": f"`{name}` is that of {PEERS[name].package or 'diffusers'}" for name in PEERS if name != PEER},
     FLOOR: "`floor` leaves out the self-attention layers of the finest level",
     "floor of .*": "`floor of N levels` leaves out those of the N finest levels",
     "floor: .*": "`floor: similarities` is the product that finds the most similar tokens, and nothing else",

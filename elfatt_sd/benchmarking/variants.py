@@ -1,7 +1,8 @@
-"""What is timed: the untouched model, the methods phase by phase, the peer tomesd, and the floor."""
+"""What is timed: the untouched model, the methods phase by phase, peers, and the floor."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.benchmarking.lineup import named, varied
-from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, is_peer
+from elfatt_sd.benchmarking.lineup import named, peer_settings, varied
+from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, differs_by_step, is_peer
 from elfatt_sd.benchmarking.presets import MERGING, VARIATIONS
 from elfatt_sd.calls import STATE, Call
 from elfatt_sd.choosing import fitted
@@ -23,6 +24,7 @@ from elfatt_sd.families.unet import UNet
 from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
 from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch
+from elfatt_sd.peers import running
 from elfatt_sd.phases import EXACT
 from elfatt_sd.planning import describe
 from elfatt_sd.presets import METHODS
@@ -57,7 +59,7 @@ class Variant:
     """A way to run a UNet.
 
     Attributes:
-        kind: `untouched`, `tomesd` (the package), `floor` (the patched layers give zeros), or `patch`.
+        kind: `untouched`, a peer with its settings, `floor` (the patched layers give zeros), or `patch`.
         config: of the patch; for `tomesd` only what `PEER_SETTINGS` names is used, for `floor` only the layers.
         compiled: run it through `torch.compile`.
         measures: make every call one that measures the difference that `residual_steps` calls share.
@@ -89,6 +91,10 @@ class Variant:
             merge = self.config.phases[0].merge
             cell = {"sx": merge.stride, "sy": merge.stride, "use_rand": self.config.use_rand}
             tomesd.apply_patch(unet, ratio=merge.ratio, max_downsample=deepest, **cell)
+        elif is_peer(self.kind):
+            on = contextlib.ExitStack()
+            on.enter_context(running(target, self.kind.partition(":")[0], peer_settings(self.kind)))
+            target._elfatt_sd_peer = on  # for as long as the pipeline lives
         elif self.kind == FLOOR:
             for layer in chosen:
                 layer.attention.set_processor(no_joint_attention(layer.processor) if layer.joint else NoAttention())
@@ -190,12 +196,20 @@ def _with(settings: Mapping[str, Any], config: PatchConfig, own: Collection[str]
 
 def same_work(one: PatchConfig, other: PatchConfig) -> bool:
     """Tell whether two configurations differ in nothing but their name, and mean the same implementation."""
+    methods = (one.method, other.method)
     alike = dataclasses.replace(one, method="same") == dataclasses.replace(other, method="same")
-    return alike and is_peer(one.method) == is_peer(other.method)
+    peers = [method if differs_by_step(method) else is_peer(method) for method in methods]
+    return alike and peers[0] == peers[1]
 
 
 def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
-    """Work out which UNet calls to time, one for each phase, and of how many of which each method's run is made."""
+    """Work out which UNet calls to time, one for each phase, and of how many of which each method's run is made.
+
+    Raises:
+        ElfattError: a peer whose steps are not alike.
+    """
+    configs = list(configs)
+    check_steps_are_alike(configs)
 
     def parts(lineup: Lineup, config: PatchConfig) -> list[tuple[str, int]]:
         return [
@@ -204,6 +218,17 @@ def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
         ]
 
     return _line_up(configs, parts)
+
+
+def check_steps_are_alike(configs: Iterable[PatchConfig]) -> None:
+    """Refuse peers that do other work in one step than in another: only a whole run tells their time.
+
+    Raises:
+        ElfattError: there is one.
+    """
+    for config in configs:
+        if differs_by_step(config.method):
+            raise ElfattError(f"{config.method} is timed over a whole run: elfatt-sd bench pipeline.")
 
 
 def whole(configs: Iterable[PatchConfig]) -> Lineup:
@@ -221,6 +246,9 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
     lineup.add(UNPATCHED, UNTOUCHED)
     floors: dict[str, Variant] = {}
     for config in configs:
+        if differs_by_step(config.method):
+            lineup.add(config.method, Variant(config.method))
+            continue
         floor = floor_name(config)
         floors.setdefault(floor, Variant(FLOOR, layers_of(config)))
         peer = is_peer(config.method)
@@ -282,7 +310,7 @@ def with_autotuned(lineup: Lineup) -> Lineup:
 
 def with_compiled(lineup: Lineup) -> Lineup:
     """Add a compiled twin of every variant but tomesd, and of every row that is made of them."""
-    chosen = {name: variant for name, variant in lineup.variants.items() if variant.kind != PEER}
+    chosen = {name: variant for name, variant in lineup.variants.items() if not is_peer(variant.kind)}
     twins = {name + COMPILED: dataclasses.replace(variant, compiled=True) for name, variant in chosen.items()}
     runs = {
         row + COMPILED: Run(

@@ -20,7 +20,7 @@ from elfatt_sd.evaluation.run import Run, RunFailure
 from elfatt_sd.evaluation.sources import check_exists
 from elfatt_sd.files import check_writable
 from elfatt_sd.pipelines import check_model, check_names
-from elfatt_sd.preflight import check_device
+from elfatt_sd.preflight import check_device, check_steps
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -250,6 +250,7 @@ def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
     weights = protocol.inception_weights
     if weights and not Path(weights).is_file():
         raise ElfattError(f"inception_weights={weights!r} is no file; give the one that Inception's weights are in.")
+    check_steps(protocol.model, protocol.steps)
     if not force:
         check_protocol_fits(protocol)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from elfatt_sd.evaluation.protocols import Cell
 from elfatt_sd.files import sha256_of_data
+from elfatt_sd.peers import PEERS
 
 # What can change an image: of every row, and on CUDA. A thread more or less sums in another order on the CPU.
 _DECISIVE = ("device", "attention_backends", "model_sha256", "prompts_sha256", "code_sha256")
@@ -39,11 +40,11 @@ def same_images(before: Mapping[str, Any], now: Mapping[str, Any], cells: Iterab
 def _decisive(environment: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
     """Return what of an environment can change a row's images."""
     config, cuda = cell.config(), environment.get("cuda") or {}
-    packages = [*_DECISIVE_PACKAGES, *([cell.peer] if cell.peer else [])]
+    packages = [*_DECISIVE_PACKAGES, *([PEERS[cell.peer].package or "diffusers"] if cell.peer else [])]
     found = {key: environment.get(key) for key in _DECISIVE}
     found |= {key: cuda.get(key) for key in _DECISIVE_CUDA}
     found["cpu_threads"] = None if cuda else environment.get("cpu_threads")
-    if config.active and not cell.peer:
+    if cell.patched:
         found["method_sha256"] = environment.get("method_sha256")
         packages += [_KERNELS[config.attention_backend]] if config.attention_backend in _KERNELS else []
     installed = environment.get("packages", {})
@@ -79,7 +80,7 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
     from elfatt_sd.families import find_denoisers
 
     config = cell.config()
-    if cell.peer or not config.active:
+    if not cell.patched:
         return ["native"]
     if config.attention_backend != "auto":
         return ["flash-attn" if config.attention_backend == "flash" else config.attention_backend]

@@ -43,6 +43,7 @@ from elfatt_sd.evaluation.reuse import take_over
 from elfatt_sd.evaluation.run import Row, Run
 from elfatt_sd.files import atomic_file
 from elfatt_sd.optional import need
+from elfatt_sd.peers import packages_of
 
 Batches = Sequence[tuple[int, list[Prompt]]]  # with their numbers
 
@@ -63,7 +64,7 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True,
         ElfattError: the folder belongs to another specification or to other weights, the model cannot be loaded, or
             a batch is estimated not to fit into memory.
     """
-    need("an evaluation with rows of peers", *sorted(run.protocol.peers))
+    need("an evaluation with rows of peers", *packages_of(run.protocol.peers))
     state = process_state(run.protocol.device)
     check_shared(run.folder, "run folder", "give --out a folder that all machines share")
     run.check()

@@ -7,6 +7,7 @@ the number of processes.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,9 +17,8 @@ from torch import Tensor
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
-from elfatt_sd.optional import need
 from elfatt_sd.planning import input_grid
-from elfatt_sd.running import exact_size, guidance_options, rows_of, taken
+from elfatt_sd.running import check_steps, exact_size, guidance_options, rows_of, taken
 
 
 class BadImage(ElfattError):
@@ -38,7 +38,7 @@ def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any
         device: takes the place of the protocol's.
 
     Raises:
-        ElfattError: the model cannot be loaded, or diffusers has no such scheduler.
+        ElfattError: the model cannot be loaded, or diffusers has no such scheduler, or it has too few timesteps.
     """
     from elfatt_sd.pipelines import load_pipeline
 
@@ -49,6 +49,7 @@ def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any
     for extra in ("safety_checker", "watermark"):
         if getattr(pipe, extra, None) is not None:
             setattr(pipe, extra, None)
+    check_steps(pipe, protocol.steps)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -76,34 +77,30 @@ def row_patch(pipe: Any, cell: Cell, seed: int = 0) -> Iterator[None]:
         cell: the row.
         seed: seeds a peer that draws from the global state, which is put back afterwards.
     """
-    if cell.peer:
-        with _tomesd(pipe, cell, seed):
-            yield
-    elif cell.config().active:
-        from elfatt_sd.patch import patched
+    with contextlib.ExitStack() as undo:
+        if cell.peer:
+            from elfatt_sd.peers import running
 
-        with patched(pipe, cell.config()):
-            yield
-    else:
+            undo.enter_context(_seeded(pipe, seed))
+            undo.enter_context(running(pipe, cell.peer, cell.options))
+        if cell.patched:
+            from elfatt_sd.patch import patched
+
+            undo.enter_context(patched(pipe, cell.config()))
         yield
 
 
 @contextlib.contextmanager
-def _tomesd(pipe: Any, cell: Cell, seed: int) -> Iterator[None]:
-    """Run the peer's own patch; it forks its generator from the global one at the first call."""
-    need("peer 'tomesd'", "tomesd")
-    import tomesd
-
-    options = {name: value for name, value in cell.settings.items() if name != "stride"}
-    stride = cell.settings.get("stride", 2)
-    devices = [pipe.device] if pipe.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+def _seeded(pipe: Any, seed: int) -> Iterator[None]:
+    """Seed the global generators, and put them back afterwards; tomesd forks its own from them at the first call."""
+    own = random.getstate()
+    with torch.random.fork_rng(devices=[pipe.device] if pipe.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        tomesd.apply_patch(pipe, sx=stride, sy=stride, **options)
+        random.seed(seed)
         try:
             yield
         finally:
-            tomesd.remove_patch(pipe)
+            random.setstate(own)
 
 
 def image_seed(protocol: Protocol, cell: Cell, index: int) -> int:

@@ -91,7 +91,7 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
 
 def program_of(cell: Cell) -> str:
     """Return a hash of what a row runs; rows of one program take the same memory."""
-    return sha256_of_data([cell.config().to_dict(), cell.peer, dict(cell.settings) if cell.peer else {}])
+    return sha256_of_data([cell.config().to_dict(), cell.peer, cell.options])
 
 
 def _present_environment(protocol: Protocol) -> tuple[dict[str, Any], str]:

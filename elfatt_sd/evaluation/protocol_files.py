@@ -184,7 +184,7 @@ def _with_saved(cell: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if "config" not in cell:
         return dict(cell)
     given = {key: value for key, value in cell.items() if key != "config"}
-    if not isinstance(cell["config"], str) or given.keys() & {"phases", "per_layer", "peer"}:
+    if not isinstance(cell["config"], str) or given.keys() & {"phases", "per_layer"}:
         raise refused(f"config={cell['config']!r} of a cell", "the name of a saved configuration, without other phases")
     saved = PatchConfig.load(folder / cell["config"])
     data, usual = saved.to_dict(), PatchConfig().to_dict()

@@ -16,6 +16,7 @@ from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.prompt_files import PromptFile
 from elfatt_sd.files import is_plain_name, one_folder, sha256_of_data
+from elfatt_sd.peers import PEERS, check_settings
 from elfatt_sd.preflight import check_sizes_fit
 from elfatt_sd.presets import known_method
 from elfatt_sd.settings import setting_names
@@ -28,7 +29,7 @@ Scope = Literal["end_to_end", "unet"]
 SCOPES: tuple[Scope, ...] = ("end_to_end", "unet")
 FEW_REPEATS = 5  # rounds of timing; with fewer the results say so, and claim no gain
 NULL_SEED_OFFSET = 1_000_000  # the null row's seeds start here, past those of every image of a run
-_PEER_SETTINGS = ("max_downsample", "ratio", "stride", "use_rand")
+_IN_PLACE = "tomesd"  # its rows name the preset that does the same, and have its settings
 PRINTED = ("FID", "seconds_per_image", "gb_per_image")  # the figures of a published row
 _REPORT_ONLY = ("description", "published", "frame_rate")  # words and printed figures: they change no measurement
 _UNGIVEN: list[tuple[str, Any]] = [
@@ -55,7 +56,9 @@ class Cell:
         phases: phases of a custom method, as `Phase` takes them.
         per_layer: layers with phases of their own, as `PatchConfig.from_dict` takes them.
         swept: the values, by a name for tables, that this row took where a phase lists several; they stand in `phases`.
-        peer: `tomesd` runs that package in place of this one's patch.
+        peer: another package's accelerator, as `elfatt_sd.peers` names it. One that a patch can join is on together
+            with the method; the others take the patch's place.
+        peer_settings: of the peer; tomesd's may stand in `settings`.
         seed_offset: of the null row, added to the seed of every image; at least the number of images.
     """
 
@@ -67,7 +70,8 @@ class Cell:
     phases: tuple[Mapping[str, Any], ...] = ()
     per_layer: tuple[Mapping[str, Any], ...] = ()
     swept: Mapping[str, Any] = field(default_factory=dict)
-    peer: Literal["", "tomesd"] = ""
+    peer: str = ""
+    peer_settings: Mapping[str, Any] = field(default_factory=dict)
     seed_offset: int = 0
 
     def __post_init__(self) -> None:
@@ -77,23 +81,39 @@ class Cell:
         if (self.role == "null") != (self.seed_offset > 0) or self.seed_offset < 0:
             accepted = "at least the number of images for the null row, 0 for all others"
             raise refused(f"seed_offset={self.seed_offset} of cell {self.name!r}", accepted)
-        unknown = sorted(set(self.settings) - set(_PEER_SETTINGS)) if self.peer else []
-        if unknown:
-            raise refused(f"setting {unknown[0]!r} of peer cell {self.name!r}", ", ".join(_PEER_SETTINGS))
         try:
             config = self.config()
+            self._check_peer(config)
         except ElfattError as error:
             raise ElfattError(f"cell {self.name!r}: {error}") from error
-        if (self.role != "method") != (not config.all_phases):
+        if (self.role != "method") != (not config.all_phases and not self.peer):
             raise refused(
                 f"role={self.role!r} of cell {self.name!r} with method {self.method!r}",
                 "baseline and null for the untouched pipeline (method 'sd'), method for all others",
             )
 
+    def _check_peer(self, config: PatchConfig) -> None:
+        if self.peer:
+            check_settings(self.peer, self.options)
+        elif self.peer_settings:
+            raise refused("peer_settings without a peer", "settings together with a peer")
+        if self.peer and self.peer != _IN_PLACE and not PEERS[self.peer].joins and config.active:
+            raise refused(f"method={self.method!r} with peer {self.peer!r}", "sd, as it takes the patch's place")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Settings of the peer."""
+        return {**(self.settings if self.peer == _IN_PLACE else {}), **self.peer_settings}
+
+    @property
+    def patched(self) -> bool:
+        """Whether a patch of this package is on."""
+        return self.config().active and (not self.peer or PEERS[self.peer].joins)
+
     @property
     def shown(self) -> dict[str, Any]:
         """Settings and swept values, as tables show them."""
-        return {**self.settings, **self.swept}
+        return {**self.settings, **self.peer_settings, **self.swept}
 
     def config(self) -> PatchConfig:
         """Return the patch of this row; a peer's row gets what the package has in its place."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elfatt_sd import families, methods
+from elfatt_sd import families, methods, peers
 from elfatt_sd.evaluation import first_steps, images
 from elfatt_sd.evaluation.environment import sha256_of_code
 from elfatt_sd.evaluation.prompts import run_prompts
@@ -40,6 +40,7 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
     "presets",
     "processor",
     "residuals",
+    "runs",
     "sampled",
     "schedule",
     "settings",
@@ -52,7 +53,8 @@ _IMAGE_CODE = (
     images.load_protocol_pipeline,
     images._scheduler,
     images.row_patch,
-    images._tomesd,
+    images._seeded,
+    peers.running,
     images.image_seed,
     images.start_noise,
     images.makes_clips,

@@ -54,7 +54,7 @@ def _made(protocol: Protocol, cell: Cell) -> str:
     """Return all that decides a row's images beside the environment, as text."""
     config: dict[str, Any] = cell.config().to_dict()
     del config["method"]  # a name
-    return repr([[getattr(protocol, name) for name in _DECISIVE], config, cell.peer, cell.seed_offset])
+    return repr([[getattr(protocol, name) for name in _DECISIVE], config, cell.peer, cell.options, cell.seed_offset])
 
 
 def _copy_row(source: Row, row: Row) -> None:

@@ -28,6 +28,7 @@ from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, STAGES_FILE, TIME
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.measuring.clock import Stopwatch
 from elfatt_sd.optional import REPORT, need
+from elfatt_sd.peers import packages_of
 from elfatt_sd.typed import read_typed
 
 Report = Callable[[str], None]
@@ -108,7 +109,7 @@ def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
     from elfatt_sd.evaluation.reference import check_given
 
     checks = [
-        lambda: need("an evaluation", "torchmetrics", *REPORT, *sorted(protocol.peers)),
+        lambda: need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers)),
         lambda: check_device(protocol),
         lambda: _check_prompts(protocol),
     ]

@@ -9,7 +9,16 @@ from torch import nn
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families.base import Family, Given, SelfAttention, copy_structure, is_plain, replaceable, unwrap
+from elfatt_sd.families.base import (
+    Family,
+    Given,
+    SelfAttention,
+    copy_structure,
+    is_plain,
+    models_within,
+    replaceable,
+    unwrap,
+)
 from elfatt_sd.families.cogvideox import CogVideoX
 from elfatt_sd.families.flux import Chroma, Flux, FluxControlNet
 from elfatt_sd.families.flux2 import Flux2
@@ -78,6 +87,9 @@ def family_of(module: nn.Module) -> Family:
         if family.matches(inner):
             return family
     name, known = type(inner).__name__, ", or ".join(family.what for family in FAMILIES)
+    held = [f"{part} ({type(model).__name__})" for part, model in models_within(inner) if part and is_denoiser(model)]
+    if held:
+        raise ElfattError(f"{name} holds several models that can be patched: {', '.join(held)}; give one of them.")
     raise ElfattError(
         f"{name} cannot be patched: {reason_against(name)}. Give a diffusers pipeline with {known}; or such a module."
     )
@@ -92,12 +104,15 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
     Raises:
         ElfattError: there is none, or it is of no known family.
     """
-    if isinstance(target, nn.Module):
-        return {family_of(target).part: target}
     parts = dict.fromkeys(family.part for family in FAMILIES)
     held = {part: module for part in parts if isinstance(module := getattr(target, part, None), nn.Module)}
+    if isinstance(target, nn.Module) and (is_denoiser(target) or not held):  # others train several models at once
+        return {family_of(target).part: target}
     if not held:
         components = ", ".join(getattr(target, "components", {})) or "none"
+        for part in parts:
+            if getattr(target, part, None) is not None:
+                components = f"{part}, which is a {type(getattr(target, part)).__name__} and no module of PyTorch"
         raise ElfattError(
             f"{type(target).__name__} has no UNet and no transformer (its parts: {components}); give a diffusers "
             "pipeline with one, or a UNet or transformer."

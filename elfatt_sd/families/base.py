@@ -244,7 +244,7 @@ def replaceable(layer: SelfAttention, processor: object, take_over: Sequence[str
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers of `torch.compile`, of PEFT, of data-parallel training, or of a user."""
+    """Return the module inside the wrappers of `torch.compile`, of PEFT, of parallel training, or of a user."""
     while True:
         if hasattr(module, "_orig_mod"):
             module = module._orig_mod  # type: ignore[assignment]
@@ -259,11 +259,17 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _model_within(module: nn.Module) -> nn.Module | None:
-    """Return the model of diffusers that a user's module holds, if it holds nothing else."""
-    if type(module).__module__.partition(".")[0] in ("diffusers", "torch"):
-        return None
-    inner = list(module.children())
-    return inner[0] if len(inner) == 1 and isinstance(inner[0], ModelMixin) else None
+    """Return the model of diffusers that another module holds, if it holds one alone, at any depth."""
+    found = models_within(module)
+    return found[0][1] if len(found) == 1 and found[0][0] else None
+
+
+def models_within(module: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
+    """Return diffusers' models in a module, with their paths; those of a model are its parts, and none of their own."""
+    if isinstance(module, ModelMixin):
+        return [(name, module)]
+    parts = ((f"{name}.{part}" if name else part, held) for part, held in module.named_children())
+    return [found for part, held in parts for found in models_within(held, part)]
 
 
 def copy_structure(module: Module) -> Module:

@@ -3,8 +3,9 @@
 An error of a layer changes the denoiser's output in proportion to it, and that changes the image. Errors of different
 layers and steps are nearly independent, so that their squares add up:
 `MSE = sum over stretches s of B_s * sum over layers l of W_ls * e_ls^2`. Here `e_ls` is the relative error of a layer's
-output, and `W_ls` its effect on the denoiser's output. `B_s` is measured by one run in which stretch `s` alone is
-approximated.
+output, and `W_ls` its effect on the denoiser's output. `B_s` is measured by runs in which stretch `s` alone is
+approximated. What one image says of it is noisy (on the embedded pipelines by a factor of about e), so that stretches
+are told apart only as far as several images agree.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from elfatt_sd.tuning.probe import REUSED, LayerFigures, Stretch
 
 LEAST_PART = 0.03  # of the slowest layer's time; faster layers stay exact
 _SLOPES = 400  # prices of an error that are tried
+_LEAST_MSE = 1e-4  # of an image; less cannot be told from nothing
+_NOISE, _NOISE_WEIGHT = 1.0, 4  # variance of log B_s between images, and as how many degrees of freedom it counts
 
 
 @dataclass(frozen=True)
@@ -77,18 +80,28 @@ class Model:
         }
         self._stretches = stretches
         self._share = share
-        self.scale = [1.0] * len(stretches)  # B_s
+        self._scales: list[list[float]] = [[] for _ in stretches]  # log B_s, by stretch and image
 
     def calibrate(self, stretch: int, mse: float, phases: Mapping[str, Candidate]) -> None:
         """Learn a stretch's part in the image from a run in which it alone is approximated.
 
         Args:
             stretch: its number.
-            mse: of that run's image.
+            mse: of that run's image; every stretch is learnt from the same images, in the same order.
             phases: what each layer did.
         """
         effect = sum(self._effect(name, stretch) * self.error(name, stretch, each) for name, each in phases.items())
-        self.scale[stretch] = mse / effect if effect > 0 else 0.0
+        if effect > 0:
+            self._scales[stretch].append(math.log(max(mse, _LEAST_MSE) / effect))
+
+    @property
+    def scale(self) -> list[float]:
+        """`B_s` by stretch: the geometric mean over images, drawn to that of all stretches as noise demands."""
+        if not (known := [each for each in self._scales if each]):
+            return [1.0] * len(self._scales)
+        trust, middle = _trust(known), statistics.fmean(map(statistics.fmean, known))
+        means = [statistics.fmean(each or [middle]) for each in self._scales]
+        return [math.exp(middle + trust * (mean - middle)) for mean in means]
 
     def reference(self, stretch: int) -> dict[str, Candidate]:
         """Return, for each layer, the approximation of median error in a stretch, without sharing."""
@@ -198,6 +211,26 @@ class Model:
             before = (_until(EXACT, first),) if first else ()
             own.append(LayerPhases(layer, (*before, _until(candidate.phase, end))))
         return PatchConfig("probe", per_layer=tuple(own))
+
+
+def _trust(table: Sequence[Sequence[float]]) -> float:
+    """Return which fraction of the differences between rows is more than noise, by an analysis of variance.
+
+    Args:
+        table: by stretch and image; what all stretches of an image have in common says nothing.
+    """
+    rows, columns = len(table), len(table[0])
+    means = [statistics.fmean(row) for row in table]
+    shifts = [statistics.fmean(column) for column in zip(*table, strict=True)]
+    middle = statistics.fmean(means)
+    left = sum(
+        (value - mean - shift + middle) ** 2
+        for row, mean in zip(table, means, strict=True)
+        for value, shift in zip(row, shifts, strict=True)
+    )
+    noise = (_NOISE * _NOISE_WEIGHT + left) / (_NOISE_WEIGHT + (rows - 1) * (columns - 1))
+    between = statistics.variance(means) if rows > 1 else 0.0
+    return max(0.0, 1 - noise / columns / between) if between > 0 else 0.0
 
 
 def _choice(picked: Mapping[tuple[str, int], Option]) -> Choice:

@@ -33,6 +33,7 @@ from elfatt_sd.surroundings import after_forward
 from elfatt_sd.tuning.candidates import bases
 
 SINCE = (0, 1, 3)  # steps since the difference to exact attention was measured; in between, errors are interpolated
+KEPT = 2**16  # values of a difference that are kept, so that memory stays bounded however large the model is
 REUSED = -1  # in place of an approximation's number: the output of an earlier step
 _PLACEHOLDER = PatchConfig(
     "probe", residual_limit=10**6, per_layer=(LayerPhases("*", (Phase(1.0, "reuse", residual_steps=2),)),)
@@ -244,10 +245,11 @@ class Probe:
     ) -> None:
         """Keep the difference in the first step of a stretch, and see in the others what correcting by it leaves."""
         stretch, since = place
+        every = max(1, error.numel() // KEPT) | 1  # odd, so that all channels have their turn
         if since == 0:
-            self._kept[key] = kept
-        elif (known := self._kept.get(key)) is not None and known.shape == error.shape:
-            left = float((error - known).square().sum()) / size
+            self._kept[key] = kept[::every].clone()
+        elif (known := self._kept.get(key)) is not None and known.shape == error[::every].shape:
+            left = float((error[::every] - known).square().mean()) * error.numel() / size
             figures.shared[stretch, key[2], since].append(left)
 
     def _after_call(self, patch: Patch, again: Callable[[], Any], output: Any) -> None:

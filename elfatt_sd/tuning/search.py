@@ -24,7 +24,9 @@ from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness
 from elfatt_sd.tuning.store import Store
 
 STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
-TRIES = 3  # choices that are run with the prompts of the search
+CALIBRATED = 2  # images of the search by which the stretches are told apart
+TRIES = 2  # choices that are run with the prompts of the search
+ALIKE = 0.5  # dB between two predictions that are not worth a run each
 PROOFS = 3  # choices that are run with the held-out prompts
 NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
@@ -162,9 +164,11 @@ class Search:
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
         self.layer_calls = {name: own.calls / self._probed for name, own in figures.items()}
         for number in range(len(self.stretches)):
-            self.say(f"measuring stretch {number + 1} of {len(self.stretches)}", 1)
-            known = self.store.known(f"stretch-{number}", functools.partial(self._alone, number))
-            self.model.calibrate(number, known, self.model.reference(number))
+            images = min(CALIBRATED, len(self.samples))
+            self.say(f"measuring stretch {number + 1} of {len(self.stretches)}", images)
+            for image in range(images):
+                known = self.store.known(f"stretch-{number}-{image}", functools.partial(self._alone, number, image))
+                self.model.calibrate(number, known, self.model.reference(number))
         self.curve = self.model.curve(self.layer_calls)
 
     @property
@@ -179,17 +183,17 @@ class Search:
             self.runs.draw_as_is(self.samples[0])
         return figures_to(probe.figures)
 
-    def _alone(self, number: int) -> float:
+    def _alone(self, number: int, image: int) -> float:
         """Return the mean squared error of an image in which one stretch alone is approximated."""
         config = self.model.alone(number, self.model.reference(number))
-        drawn = self.runs.draw(self.samples[0], config)
-        return squared_error(self.untouched[0], drawn)
+        drawn = self.runs.draw(self.samples[image], config)
+        return squared_error(self.untouched[image], drawn)
 
     def settle(self) -> Choice:
         """Return the fastest choice that keeps to the budget by runs of the search's images; untouched if none does."""
         tried: dict[float, Point] = {}  # by predicted PSNR
         choice = self._start()
-        while len(tried) < TRIES and choice.psnr not in tried and choice.saved > 0:
+        while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.say(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
             tried[choice.psnr] = point = self.run(choice, self.samples, self.untouched)
             self.points.append(point)

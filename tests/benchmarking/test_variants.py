@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import checks
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 
 from elfatt_sd.benchmarking.models import Model, unet_call
+from elfatt_sd.benchmarking.pipeline import twin
 from elfatt_sd.benchmarking.variants import (
     VARIATIONS,
     Run,
@@ -261,3 +263,24 @@ def test_variants_are_described() -> None:
     assert fast.to_dict()["what"] == "spread blocks of 128"
     assert dataclasses.replace(fast, compiled=True).to_dict()["what"] == "spread blocks of 128, compiled"
     assert fast.to_dict()["config"]["phases"][0]["block_order"] == "spread"
+
+
+def test_other_accelerators_are_timed_over_a_whole_run() -> None:
+    configs = resolve_methods([varied("deepcache", cache_interval=2), "deepcache", "tgate", "elfatt-fast"])
+    lineup = whole(configs)
+    assert list(lineup.runs)[:4] == ["untouched", "deepcache:cache_interval=2", "deepcache", "tgate"]
+    assert [lineup.runs[name].parts[0][0] for name in ("deepcache", "tgate")] == ["deepcache", "tgate"]
+    with pytest.raises(ElfattError, match="deepcache:cache_interval=2 is timed over a whole run"):
+        by_phase(configs)
+    with pytest.raises(ElfattError, match="setting 'interval' of deepcache"):
+        varied("deepcache", interval=2)
+    assert not {name for name in with_compiled(lineup).variants if name.startswith("deepcache") and "compiled" in name}
+
+
+def test_another_accelerator_stays_on_its_copy(pipe: Any) -> None:
+    pytest.importorskip("DeepCache")
+    run = checks.runner(pipe, num_inference_steps=4)
+    untouched = run()
+    cached = twin(pipe, Variant("deepcache:cache_interval=2"))
+    assert not torch.equal(checks.runner(cached, num_inference_steps=4)(), untouched)
+    assert torch.equal(run(), untouched)

@@ -155,6 +155,13 @@ def test_repeated_blocks_in_one_graph_each(method: str, levels: int) -> None:
     assert torch.allclose(outputs[0], outputs[1], atol=1e-4)
 
 
+def test_a_function_around_the_model_in_one_graph_is_told_why() -> None:
+    unet = elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), "tome")
+    call = torch.compile(lambda *given: unet(*given).sample, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"give torch.compile\(fullgraph=True\) the model itself"):
+        call(torch.randn(1, 4, 8, 8), torch.tensor(999), torch.randn(1, 3, tiny.TEXT_WIDTH))
+
+
 class Plain(torch.nn.Module):
     """A UNet that takes and gives tensors, as tracing wants it."""
 

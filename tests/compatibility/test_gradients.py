@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -119,6 +121,49 @@ def test_what_steps_share_with_checkpointing(config: PatchConfig) -> None:
         found.append([gradients(unet, timestep, moved=1) for timestep in timesteps[1:3]])
     for plain, checkpointed in zip(*found, strict=True):
         assert_same(checkpointed, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
+def test_gradients_through_a_whole_run(whole: bool, reentrant: bool) -> None:
+    """A reentrant checkpoint computes first without gradients; its input tells that it will be repeated."""
+    unet = tiny.unet().double().train()
+    elfatt_sd.apply_patch(unet, "elfatt-quality", block_size=16)
+    once_more = functools.partial(checkpoint, use_reentrant=reentrant)
+
+    def run(checkpointing: bool) -> Any:
+        scheduler = tiny.ddim()
+        scheduler.set_timesteps(6)
+        start, text = inputs()
+        image = start.requires_grad_()
+        unet.zero_grad(set_to_none=True)
+        if checkpointing and not whole:
+            unet.enable_gradient_checkpointing(once_more)
+        for timestep in scheduler.timesteps:
+            call: Any = lambda given, timestep=timestep: unet(given, timestep, text).sample  # noqa: E731
+            noise = once_more(call, image) if checkpointing and whole else call(image)
+            image = scheduler.step(noise, timestep, image).prev_sample
+        image.square().mean().backward()
+        return start.grad, {name: weight.grad for name, weight in unet.named_parameters() if weight.grad is not None}
+
+    assert_same(run(True), run(False))
+
+
+def test_threads_with_checkpoints_of_one_model() -> None:
+    unet = tiny.unet().double().train()
+    elfatt_sd.apply_patch(unet, "elfatt", block_size=16, agents=8)
+    unet.enable_gradient_checkpointing()
+    sample, text = inputs()
+
+    def slope(index: int) -> torch.Tensor:
+        given = (sample.detach() + index).requires_grad_()
+        loss = unet(given, 990 - 200 * index, text).sample.square().mean()
+        return torch.autograd.grad(loss, given)[0]
+
+    alone = [slope(index) for index in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert all(map(torch.allclose, pool.map(slope, range(4)), alone))
 
 
 STEPS = torch.arange(999, -1, -1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from checks import generator, like
 import elfatt_sd
 from elfatt_sd.config import ElfattError
 from elfatt_sd.presets import METHODS
+from elfatt_sd.runs import KEPT
 
 ACTIVE = [method for method in METHODS if method != "sd"]
 SIZES = [(32, 32), (48, 32)]
@@ -79,6 +82,56 @@ def test_threads_with_different_numbers_of_steps(folder: Path) -> None:
     assert all(torch.equal(found[index], alone[index]) for index in range(2))
 
 
+def denoised(unet: Any, scheduler: Any, index: int) -> Iterator[torch.Tensor]:
+    """The images of a loop of one's own, one a step, as a server hands them on."""
+    scheduler.set_timesteps(8)
+    drawn = torch.Generator().manual_seed(index)
+    image, text = torch.randn(2, 4, 8, 8, generator=drawn), torch.randn(2, 5, tiny.TEXT_WIDTH, generator=drawn)
+    for timestep in scheduler.timesteps:
+        with torch.no_grad():
+            noise = unet(image, timestep, text).sample
+        image = scheduler.step(noise, timestep, image).prev_sample
+        yield image
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["schedulers", "one scheduler"])
+@pytest.mark.parametrize(
+    "order", [[0, 1, 2] * 8, [0] * 3 + [1] * 5 + [2] * 8 + [0] * 5 + [1] * 3], ids=["turns", "late"]
+)
+def test_runs_of_one_thread_go_on_wherever_they_are_interrupted(order: list[int], shared: bool) -> None:
+    """As tasks of an event loop, or a callback that draws another image."""
+    unet = elfatt_sd.apply_patch(tiny.unet(sample_size=8), "elfatt-quality", block_size=16)
+    schedulers = [tiny.ddim()] * 3 if shared else [tiny.ddim() for _ in range(3)]
+    alone = [list(denoised(unet, tiny.ddim(), index))[-1] for index in range(3)]
+    runs = [denoised(unet, scheduler, index) for index, scheduler in enumerate(schedulers)]
+    found = {}
+    for index in order:
+        found[index] = next(runs[index])
+    assert all(torch.equal(found[index], alone[index]) for index in range(3))
+
+
+def test_a_run_goes_on_in_another_thread() -> None:
+    """As an executor of a server hands each step to any of its threads."""
+    unet = elfatt_sd.apply_patch(tiny.unet(sample_size=8), "elfatt-quality", block_size=16)
+    alone = list(denoised(unet, tiny.ddim(), 0))[-1]
+    run = denoised(unet, tiny.ddim(), 0)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        images = [pool.submit(next, run).result() for pool in (one, other, other, one, other, one, one, other)]
+    assert torch.equal(images[-1], alone)
+
+
+def test_runs_that_nobody_goes_on_with_are_let_go() -> None:
+    unet = elfatt_sd.apply_patch(tiny.unet(sample_size=8), "elfatt-quality", block_size=16)
+    runs, scheduler = unet.elfatt_patch._schedule.runs, tiny.ddim()
+    for _ in range(3):
+        next(denoised(unet, scheduler, 0))  # and is interrupted
+    assert len(runs._mine) == 1
+    kept = [denoised(unet, tiny.ddim(), index) for index in range(KEPT + 2)]
+    for run in kept:
+        next(run)
+    assert len(runs._mine) == KEPT
+
+
 def test_threads_that_share_a_compiled_model_are_told_so() -> None:
     """Compiled code cannot ask for its thread: an error, never a wrong image."""
     torch._dynamo.reset()
@@ -113,4 +166,4 @@ def test_a_finished_thread_leaves_nothing(folder: Path) -> None:
     assert not in_threads(1, lambda index: draw(pipe, index))
     patch = pipe.unet.elfatt_patch
     assert patch._shared.threads == 0
-    assert threading.current_thread() not in patch._schedule._runs
+    assert patch._schedule.runs.threads == 0

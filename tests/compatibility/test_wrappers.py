@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 
 import elfatt_sd
 from elfatt_sd.config import ElfattError
+from elfatt_sd.families import unwrap
 
 
 @pytest.fixture
@@ -43,14 +44,34 @@ class Mine(torch.nn.Module):
         return self.held(*args, **kwargs)
 
 
-WRAPPERS = [torch.nn.DataParallel, with_lora, torch.nn.parallel.DistributedDataParallel, Mine]
+class Guided(torch.nn.Module):
+    """A wrapper with weights of its own, around another one."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__()
+        self.inner = torch.nn.ModuleDict({"model": Mine(unet)})
+        self.scale = torch.nn.Linear(1, 1)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner["model"](*args, **kwargs)
+
+
+WRAPPERS = [
+    torch.nn.DataParallel,
+    with_lora,
+    torch.nn.parallel.DistributedDataParallel,
+    Mine,
+    Guided,
+    lambda unet: Guided(torch.compile(unet, backend="eager")),
+    torch.optim.swa_utils.AveragedModel,
+]
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_a_wrapped_unet_is_patched_and_put_back(wrap: Any, process_group: None) -> None:
-    unet = tiny.unet()
+    wrapped = wrap(tiny.unet())
+    unet = unwrap(wrapped)
     before = dict(unet.attn_processors)
-    wrapped = wrap(unet)
     sample, text = torch.randn(1, 4, 16, 16), torch.randn(1, 5, tiny.TEXT_WIDTH)
     with torch.no_grad():
         exact = wrapped(sample, 999, text).sample
@@ -62,6 +83,34 @@ def test_a_wrapped_unet_is_patched_and_put_back(wrap: Any, process_group: None) 
         elfatt_sd.remove_patch(wrapped)
         assert torch.equal(wrapped(sample, 999, text).sample, exact)
     assert all(unet.attn_processors[name] is processor for name, processor in before.items())
+
+
+class Training(torch.nn.Module):
+    """What a trainer is given: several models, by the names that pipelines have for them, or by others."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def test_a_module_with_the_parts_of_a_pipeline() -> None:
+    unet = tiny.unet()
+    module = Training(unet=unet, controlnet=tiny.controlnet(unet), vae=tiny.vae())
+    elfatt_sd.apply_patch(module, "tome")
+    assert elfatt_sd.is_patched(unet) and elfatt_sd.is_patched(module.controlnet)
+    elfatt_sd.remove_patch(module)
+    assert not elfatt_sd.is_patched(module)
+
+
+def test_what_holds_several_denoisers_or_none_is_told_so(folder: Path) -> None:
+    unet = tiny.unet()
+    with pytest.raises(ElfattError, match=r"student \(UNet2DConditionModel\), teacher \(UNet2DConditionModel\); give"):
+        elfatt_sd.apply_patch(Training(student=unet, teacher=tiny.unet(), vae=tiny.vae()), "tome")
+    pipe = tiny.sd15(folder)
+    object.__setattr__(pipe, "unet", lambda *args, **kwargs: unet(*args, **kwargs))
+    with pytest.raises(ElfattError, match="unet, which is a function and no module of PyTorch"):
+        elfatt_sd.apply_patch(pipe, "tome")
 
 
 def test_a_peft_model_in_a_pipeline(folder: Path) -> None:

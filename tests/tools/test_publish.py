@@ -136,9 +136,22 @@ def test_commands(
     assert "none.md cannot be read" in capsys.readouterr().err
 
 
-def test_the_page_on_quality_is_in_step_and_names_every_study() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/quality.md", "eval/results/README.md"])
+def test_the_page_is_in_step(page: str) -> None:
+    path = ROOT / page
+    filled = fill_page(path.read_text(), ROOT / "eval" / "results", path.parent)[0]
+    assert filled == path.read_text(), f"python -m tools.pages eval {page} mends it"
+
+
+def test_the_page_on_quality_is_short() -> None:
+    """At most six rows for a question: `rows` sees to that."""
     text = (ROOT / "docs" / "quality.md").read_text()
-    assert fill_page(text, ROOT / "eval" / "results", ROOT / "docs")[0] == text
+    assert len(text.splitlines()) <= 250
+    assert "<!-- eval" not in text
+
+
+def test_all_results_name_every_study() -> None:
+    text = (ROOT / "eval" / "results" / "README.md").read_text()
     unmeasured = {"study_transformer"}  # of which no run is published yet
     studies = {path.stem for path in (ROOT / "eval").glob("study_*.toml")} - unmeasured
     assert not any((ROOT / "eval" / "results" / name).exists() for name in unmeasured)

@@ -53,16 +53,30 @@ def test_time_and_error_of_a_candidate(model: Model) -> None:
     assert model.error("a", 0, reused) == pytest.approx(0.01)
 
 
-def test_a_calibrating_run_is_predicted_as_it_was(model: Model) -> None:
-    for stretch, mse in ((0, 100.0), (1, 10.0)):
-        phases = model.reference(stretch)
-        options = [model.options(layer, stretch, 1.0) for layer in phases]
-        found = [
-            next(option for option in row if option.candidate == phases[layer])
-            for layer, row in zip(phases, options, strict=True)
-            if any(option.candidate == phases[layer] for option in row)
-        ]
-        assert sum(option.mse for option in found) <= mse * (1 + 1e-9)
+def calibrated(*images: tuple[float, float]) -> Model:
+    """Return a model that learnt from images, of each what its two calibrating runs gave."""
+    made = Model({"a": figures(), "b": figures(0.5, 4.0)}, STRETCHES)
+    for image in images:
+        for stretch, mse in enumerate(image):
+            made.calibrate(stretch, mse, made.reference(stretch))
+    return made
+
+
+def test_stretches_are_told_apart_as_far_as_images_agree() -> None:
+    agreed, disagreed = calibrated((1000.0, 1.0), (2000.0, 2.0)).scale, calibrated((1000.0, 1.0), (1.0, 1000.0)).scale
+    assert agreed[0] > 100 * agreed[1]
+    assert disagreed[0] == pytest.approx(disagreed[1])
+    slight, clear = calibrated((2.0, 1.0), (2.0, 1.0)).scale, calibrated((9.0, 1.0), (9.0, 1.0)).scale
+    assert slight[0] == pytest.approx(slight[1]), "a slight difference may be noise"
+    assert 1 < clear[0] / clear[1] < 9 * disagreed[0] / disagreed[1]
+    assert calibrated((4.0, 1.0), (1.0, 4.0)).scale[0] == pytest.approx(2 * calibrated((1.0, 1.0)).scale[0])
+
+
+def test_a_stretch_that_nothing_is_known_of_is_like_the_others() -> None:
+    model = calibrated()
+    assert model.scale == [1.0, 1.0]
+    model.calibrate(1, 10.0, model.reference(1))
+    assert model.scale[0] == pytest.approx(model.scale[1])
 
 
 def test_the_curve_falls_from_untouched_to_the_fastest(model: Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.patch import patched
+from elfatt_sd.tuning import probe as probing
 from elfatt_sd.tuning.probe import REUSED, Probe, stretches_of
 
 
@@ -68,3 +70,21 @@ def test_stretches_cover_the_run() -> None:
     assert [(each.first, each.last) for each in stretches_of(7, 3)] == [(0, 1), (2, 4), (5, 6)]
     assert [len(each) for each in stretches_of(2, 5)] == [1, 1]
     assert stretches_of(25, 5)[0].probed == [0, 1, 3]
+
+
+def test_what_is_kept_is_bounded(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample of a difference's values tells nearly what all of them tell."""
+
+    def shared(kept: int) -> dict[Any, float]:
+        monkeypatch.setattr(probing, "KEPT", kept)
+        with Probe(pipe, stretches_of(5, 1)) as probe:
+            run()
+            assert all(own.numel() <= 2 * kept for own in probe._kept.values())
+        found = {(name, *key): values[0] for name, own in probe.figures.items() for key, values in own.shared.items()}
+        return {key: value for key, value in found.items() if value > 1e-6}
+
+    run = checks.runner(pipe, height=64, width=64)
+    whole, sample = shared(2**20), shared(2**10)
+    assert len(whole) > 10
+    assert sum(abs(math.log(sample[key] / value)) for key, value in whole.items()) / len(whole) < 0.15
+    assert sample != whole

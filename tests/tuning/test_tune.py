@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import checks
+import diffusers
 import pytest
+import tiny_flux
 import tiny_pixart
 import tiny_transformers
 import torch
 
 import elfatt_sd
+from elfatt_sd import optional, peers
 from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.families import find_layers
 from elfatt_sd.tuning import search, tune
@@ -106,25 +109,25 @@ def test_what_was_measured_is_not_measured_again(pipe: Any, asked: dict[str, Any
 def test_a_stopped_tuning_goes_on(pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     alone = search.Search._alone
 
-    def stopped(self: search.Search, number: int) -> float:
+    def stopped(self: search.Search, number: int, image: int) -> float:
         if number == 1:
             raise KeyboardInterrupt
-        return alone(self, number)
+        return alone(self, number, image)
 
     with monkeypatch.context() as patched:
         patched.setattr(search.Search, "_alone", stopped)
         with pytest.raises(KeyboardInterrupt):
             tune(pipe, closeness=30, **asked)
     assert not elfatt_sd.is_patched(pipe)
-    measured: list[int] = []
+    measured: list[tuple[int, int]] = []
 
-    def counted(self: search.Search, number: int) -> float:
-        measured.append(number)
-        return alone(self, number)
+    def counted(self: search.Search, number: int, image: int) -> float:
+        measured.append((number, image))
+        return alone(self, number, image)
 
     monkeypatch.setattr(search.Search, "_alone", counted)
     assert tune(pipe, closeness=30, **asked).proof is not None
-    assert measured == [1]
+    assert measured == [(1, 0)]
 
 
 def test_a_patch_that_is_there_is_run_and_put_back(pipe: Any, asked: dict[str, Any]) -> None:
@@ -229,3 +232,45 @@ def test_bad_input_is_one_line(pipe: Any, asked: dict[str, Any], changes: dict[s
         tune(pipe, **{"closeness": 30, **asked, **changes})
     assert "\n" not in str(caught.value)
     assert not elfatt_sd.is_patched(pipe)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("deepcache", {"cache_interval": 2}), ("taylorseer", {})])
+def test_it_tunes_together_with_another_accelerator(
+    name: str, settings: dict[str, Any], asked: dict[str, Any], request: pytest.FixtureRequest, folder: Path
+) -> None:
+    """What is untouched then has the accelerator; layers that it skips are measured in the steps in which they run."""
+    if any(optional.PACKAGES[each].missing for each in peers.packages_of([name])):
+        pytest.skip("it is not installed")
+    if name == "taylorseer" and not hasattr(diffusers, "TaylorSeerCacheConfig"):
+        pytest.skip("this diffusers has no such cache")
+    cached = name == "deepcache"
+    pipe = request.getfixturevalue("pipe") if cached else tiny_transformers.flux(folder, vae=tiny_flux.vae())
+    size = {} if cached else {"height": 128, "width": 128}
+    with peers.running(pipe, name, settings):
+        run = checks.runner(pipe, num_inference_steps=4, **size)
+        alone = run()
+        tuned = tune(pipe, closeness=25, **{**asked, **size})
+        assert torch.equal(run(), alone), "the accelerator is still on"
+        assert tuned.proof is not None
+        assert tuned.proof.point.times > 1
+        tuned.apply(pipe)
+        assert not torch.equal(run(), alone)
+        elfatt_sd.remove_patch(pipe)
+
+
+def test_a_model_that_does_not_repeat_itself_is_said_to(pipe: Any, asked: dict[str, Any]) -> None:
+    """As with kernels that are not deterministic: how close two untouched images come is measured and stated."""
+    noise = torch.Generator().manual_seed(0)
+
+    def disturb(_: Any, __: Any, output: Any) -> Any:
+        sample = output[0]
+        return (sample + 0.02 * torch.randn(sample.shape, generator=noise),)
+
+    handle = pipe.unet.register_forward_hook(disturb)
+    try:
+        tuned = tune(pipe, closeness=20, **{**asked, "seed": 77})
+    finally:
+        handle.remove()
+    assert 20 < tuned.floor < 80
+    assert f"two untouched images of one seed have PSNR {tuned.floor:.1f} dB" in str(tuned)
+    assert tuned.to_dict()["noise_floor"] == tuned.floor

@@ -1,13 +1,12 @@
 """The page on performance: tables and plots of committed results, between markers in a text that people write.
 
-<!-- bench NAME -->
-... what `NAME.json` holds ...
+<!-- bench NAME -->                 what `NAME.json` holds
+<!-- bench NAME METHOD METHOD -->   these rows of it, at most six
 <!-- end -->
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.files import atomic_file
 from elfatt_sd.measuring.machine import short_commit
 from elfatt_sd.typed import read_typed
-from tools.pages.blocks import check_results, fill_blocks, place_of
+from tools.pages.blocks import check_markers, check_results, fill_blocks, link, place_of
 from tools.pages.goals import goals_table, verdict
+from tools.pages.short import short_calls
 
 MISSING = "Not measured yet."
 
@@ -50,18 +50,22 @@ def fill_page(text: str, folder: Path, start: Path) -> str:
         ElfattError: no such folder, the page has no markers, or a file is no result of a benchmark.
     """
     check_results(folder)
+    check_markers(text, ["bench"])
 
-    def write(name: str, _: Sequence[str]) -> str:
-        return goals_table(folder) if name == "goals" else _section(folder / f"{name}.json", start)
+    def write(name: str, methods: Sequence[str]) -> str:
+        return goals_table(folder) if name == "goals" else _section(folder / f"{name}.json", start, methods)
 
     return fill_blocks(text, "bench", write)
 
 
-def _section(path: Path, start: Path) -> str:
+def _section(path: Path, start: Path, methods: Sequence[str]) -> str:
     if not path.exists():
         return f"{MISSING}\n"
     data = _read(path)
     try:
+        if methods:
+            full = f"[All rows]({link(path.with_suffix('.md'), start)}); {_origin(data)}"
+            return "\n".join([short_calls(data, methods), *_plot(data, path.with_suffix(".png"), start), full, ""])
         if "parts" not in data:
             return _described("", data, path, start)
         said = [_described(name, results, path, start) for name, results in data["parts"].items()]
@@ -113,11 +117,12 @@ def _described(name: str, results: Results, path: Path, start: Path) -> str:
     """Return one benchmark's table, plot and origin."""
     lines = [f"### {name}", ""] if name else []
     lines += [markdown(results)]
-    picture = _part_picture(path, name) if name else path.with_suffix(".png")
-    if picture.exists():
-        link = Path(os.path.relpath(picture, start)).as_posix()
-        lines += [f"![{results['kind']}]({link})", ""]
+    lines += _plot(results, _part_picture(path, name) if name else path.with_suffix(".png"), start)
     return "\n".join([*lines, _origin(results), ""])
+
+
+def _plot(results: Results, path: Path, start: Path) -> list[str]:
+    return [f"![{results['kind']}]({link(path, start)})", ""] if path.exists() else []
 
 
 def _part_picture(path: Path, name: str) -> Path:

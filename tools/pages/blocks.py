@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,11 @@ def place_of(folder: Path, name: str, ending: str = "") -> Path:
     return folder / f"{name}{ending}"
 
 
+def link(path: Path, start: Path) -> str:
+    """Return the address of a file on a page that lies in the folder `start`."""
+    return Path(os.path.relpath(path, start)).as_posix()
+
+
 def check_results(folder: Path) -> None:
     """Check that a folder of results is there, so that a mistyped one does not empty a page.
 
@@ -36,22 +42,33 @@ def check_results(folder: Path) -> None:
         raise ElfattError(f"{str(folder)!r} is not a folder; give that of the results.")
 
 
-def fill_blocks(text: str, word: str, write: Callable[[str, Sequence[str]], str], *, required: bool = True) -> str:
+def check_markers(text: str, words: Sequence[str]) -> None:
+    """Check that a page has a place for results.
+
+    Args:
+        text: of the page.
+        words: with which its markers may start.
+
+    Raises:
+        ElfattError: it has none.
+    """
+    if not any(_block(word).search(text) for word in words):
+        raise ElfattError(f"the page has no marker '<!-- {words[0]} NAME -->' with an '<!-- end -->' after it.")
+
+
+def fill_blocks(text: str, word: str, write: Callable[[str, Sequence[str]], str]) -> str:
     """Put text between the markers of a page.
 
     Args:
         text: of the page.
         word: with which the markers start.
         write: returns what stands between them, from the name and the options after it.
-        required: whether a page without such markers is an error.
 
     Returns:
         The page; whatever is outside the markers stays as it is.
-
-    Raises:
-        ElfattError: the page has no such markers, and must have them.
     """
-    block = re.compile(rf"(<!-- {re.escape(word)} ([\w-]+)((?: [\w./-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
-    if required and not block.search(text):
-        raise ElfattError(f"the page has no marker '<!-- {word} NAME -->' with an '<!-- end -->' after it.")
-    return block.sub(lambda found: found[1] + write(found[2], found[3].split()) + found[4], text)
+    return _block(word).sub(lambda found: found[1] + write(found[2], found[3].split()) + found[4], text)
+
+
+def _block(word: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {re.escape(word)} ([\w-]+)((?: [\w./:=,-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -1,6 +1,8 @@
-"""The page on quality: tables and plots of published runs, between markers in a text that people write.
+"""Pages on quality: tables and plots of published runs, between markers in a text that people write.
 
 <!-- eval NAME PLOT PLOT -->                  the table of a run and plots of it
+<!-- rows NAME PLOT ROW ROW -->               one plot and at most six rows of a run, in the columns that vary
+<!-- headline RUN/ROW RUN/ROW -->             a table and a plot of closeness and speed; see `draw_headline`
 <!-- compare NAME ROW OTHER ROW OTHER -->     rows picture by picture; see `compare_rows`
 <!-- pareto MEASURE NAME NAME -->             several runs in one plane; see `draw_pareto`
 <!-- end -->
@@ -8,8 +10,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elfatt_sd.config import ElfattError
@@ -18,19 +19,16 @@ from elfatt_sd.evaluation.report.tables import study_table
 from elfatt_sd.evaluation.report.text import plural
 from elfatt_sd.evaluation.report.writers import to_markdown
 from elfatt_sd.measuring.machine import short_commit
-from tools.pages.blocks import check_results, fill_blocks, place_of
+from tools.pages.blocks import check_markers, check_results, fill_blocks, link, place_of
 from tools.pages.compare import compare_rows
+from tools.pages.short import short_study
 
 MISSING = "Not measured yet."
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, bytes]]:
     """Put the results of runs between the markers of a page.
-
-    `<!-- eval NAME PLOT PLOT -->` takes the table of a run and plots of it, `<!-- compare NAME ROW OTHER ROW OTHER -->`
-    rows picture by picture, `RUN/ROW` being one of another run (see `compare_rows`), and
-    `<!-- pareto MEASURE NAME NAME -->` all these runs in one plane, and the rows that stand out there (see
-    `draw_pareto`).
 
     Args:
         text: of the page.
@@ -45,22 +43,54 @@ def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, byt
     """
     check_results(folder)
     plots: dict[Path, bytes] = {}
-    text = fill_blocks(text, "eval", lambda name, options: _section(place_of(folder, name), options, start))
+    writers: dict[str, Callable[[str, Sequence[str]], str]] = {
+        "eval": lambda name, options: _section(place_of(folder, name), options, start),
+        "rows": lambda name, options: _rows(place_of(folder, name), options, start),
+        "compare": lambda name, cells: _compare(name, cells, folder),
+        "pareto": lambda measure, names: _pareto(measure, names, folder, start, plots),
+        "headline": lambda plot, cells: _headline(plot, cells, folder, start, plots),
+    }
+    check_markers(text, [*writers])
+    for word, write in writers.items():
+        text = fill_blocks(text, word, write)
+    return text, plots
 
-    def compare(name: str, cells: Sequence[str]) -> str:
-        names = dict.fromkeys([name, *(cell.split("/")[0] for cell in cells if "/" in cell)])
-        folders = [place_of(folder, each) for each in names]
-        if not all(each.is_dir() for each in folders):
-            return f"{MISSING}\n"
-        own, *others = map(load_results, folders)
-        return compare_rows(own, cells, others)
 
-    text = fill_blocks(text, "compare", compare, required=False)
+def _compare(name: str, cells: Sequence[str], folder: Path) -> str:
+    names = dict.fromkeys([name, *(cell.split("/")[0] for cell in cells if "/" in cell)])
+    folders = [place_of(folder, each) for each in names]
+    if not all(each.is_dir() for each in folders):
+        return f"{MISSING}\n"
+    own, *others = map(load_results, folders)
+    return compare_rows(own, cells, others)
 
-    def draw(measure: str, names: Sequence[str]) -> str:
-        return _pareto(measure, names, folder, start, plots)
 
-    return fill_blocks(text, "pareto", draw, required=False), plots
+def _headline(plot: str, cells: Sequence[str], folder: Path, start: Path, plots: dict[Path, bytes]) -> str:
+    from elfatt_sd.evaluation.report.plots import drawing, to_png
+    from tools.pages.headline import draw_headline, headline_table
+
+    chosen = []
+    for cell in cells:
+        run, _, name = cell.partition("/")
+        results = load_results(place_of(folder, run))
+        found = [row for row in results.rows if row.cell == name]
+        if not found:
+            known = ", ".join(row.cell for row in results.rows)
+            raise ElfattError(f"row {name!r} of {run} does not exist; there are: {known}.")
+        chosen.append((results, found[0]))
+    with drawing():
+        chart = draw_headline(chosen)
+        path = place_of(folder, plot, ".png")
+        plots[path] = to_png(chart.figure)
+    return f"{headline_table(chosen, BENCHMARKS)}\n{_link(chart.title, path, start)}\n"
+
+
+def _rows(folder: Path, options: Sequence[str], start: Path) -> str:
+    if not folder.is_dir():
+        return f"{MISSING}\n"
+    results, (plot, *cells) = load_results(folder), options
+    lines = [short_study(results, cells), _link(plot.replace("_", " "), _plot(folder, plot), start), ""]
+    return "\n".join([*lines, f"[All rows]({link(folder / 'table.md', start)}). {_origin(results)}", ""])
 
 
 def _pareto(measure: str, names: Sequence[str], folder: Path, start: Path, plots: dict[Path, bytes]) -> str:
@@ -80,7 +110,15 @@ def _pareto(measure: str, names: Sequence[str], folder: Path, start: Path, plots
 
 
 def _link(name: str, path: Path, start: Path) -> str:
-    return f"![{name}]({Path(os.path.relpath(path, start)).as_posix()})"
+    return f"![{name}]({link(path, start)})"
+
+
+def _plot(folder: Path, name: str) -> Path:
+    path = place_of(folder, name, ".png")
+    if not path.is_file():
+        known = ", ".join(sorted(found.stem for found in folder.glob("*.png")))
+        raise ElfattError(f"plot {name!r} of {folder} does not exist; there are: {known or 'none'}.")
+    return path
 
 
 def _section(folder: Path, plots: Sequence[str], start: Path) -> str:
@@ -89,11 +127,7 @@ def _section(folder: Path, plots: Sequence[str], start: Path) -> str:
     results = load_results(folder)
     lines = [to_markdown(study_table(results))]
     for plot in plots:
-        path = place_of(folder, plot, ".png")
-        if not path.is_file():
-            known = ", ".join(sorted(found.stem for found in folder.glob("*.png")))
-            raise ElfattError(f"plot {plot!r} of {folder} does not exist; there are: {known or 'none'}.")
-        lines += [_link(plot.replace("_", " "), path, start), ""]
+        lines += [_link(plot.replace("_", " "), _plot(folder, plot), start), ""]
     return "\n".join([*lines, _origin(results), ""])
 
 

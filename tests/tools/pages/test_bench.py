@@ -23,8 +23,9 @@ from tools.pages.__main__ import main as fill
 from tools.pages.bench import MISSING, fill_page, render
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE = RESULTS / "README.md"
+SHORT = ROOT / "docs" / "performance.md"
 TEXT = "# Title\n\n<!-- bench merging -->\nold\n<!-- end -->\n\nProse.\n\n<!-- bench other -->\n<!-- end -->\n"
 
 
@@ -108,9 +109,30 @@ def test_the_command_fills_and_checks_the_page(
     assert page.read_text() == filled
 
 
-def test_the_committed_page_is_in_step_with_the_committed_results() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert fill_page(text, RESULTS, PAGE.parent) == text, "python -m tools.pages bench docs/performance.md mends it"
+@pytest.mark.parametrize("page", [PAGE, SHORT, ROOT / "tools" / "goals.md"], ids=lambda page: page.stem)
+def test_a_committed_page_is_in_step_with_the_committed_results(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    words = f"python -m tools.pages bench {page.relative_to(ROOT)}"
+    assert fill_page(text, RESULTS, page.parent) == text, f"{words} mends it"
+
+
+def test_the_page_for_readers_is_short() -> None:
+    text = SHORT.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert re.findall(r"<!-- bench [\w-]+ -->", text) == [], "some rows of each"
+
+
+def test_a_few_rows_in_the_columns_that_vary(results: Path, tmp_path: Path) -> None:
+    page = fill_page("<!-- bench merging ours tomesd -->\n<!-- end -->\n", results, tmp_path)
+    head, _, first, second, _, plot, _, origin, _ = page.splitlines()[1:10]
+    assert head.startswith("| method | time | times as fast as tomesd |")
+    assert (first.split(" | ")[0], second.split(" | ")[0]) == ("| tomesd", "| ours")
+    assert plot == "![merging](results/merging.png)"
+    assert origin.startswith("[All rows](results/merging.md); ")
+    with pytest.raises(ElfattError, match=r"rows=.'other'. are not accepted; accepted: at most 6 of .*ours"):
+        fill_page("<!-- bench merging other -->\n<!-- end -->\n", results, tmp_path)
+    with pytest.raises(ElfattError, match="at most 6"):
+        fill_page(f"<!-- bench merging{' ours' * 7} -->\n<!-- end -->\n", results, tmp_path)
 
 
 def commands() -> list[str]:
@@ -152,7 +174,7 @@ def test_every_published_command_can_be_parsed(command: str, monkeypatch: Any, t
 def test_every_place_on_the_page_has_its_command() -> None:
     names = re.findall(r"<!-- bench ([\w-]+) -->", PAGE.read_text(encoding="utf-8"))
     scripts = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    made = {"goals", *re.findall(r"^python benchmarks/(\w+)\.py --out", scripts, re.MULTILINE)}
+    made = {*re.findall(r"^python benchmarks/(\w+)\.py --out", scripts, re.MULTILINE)}
     for command in commands():
         words = shlex.split(command)
         made.add(words[words.index("--name") + 1] if "--name" in words else words[2])

@@ -1,0 +1,44 @@
+"""What another package's accelerator is, as a row of an evaluation or a benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Models = Literal["unet", "transformer"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An accelerator that a user could pick instead.
+
+    Attributes:
+        name: of it, in protocols and tables.
+        package: that has it, as `elfatt_sd.optional` names it; empty for diffusers itself.
+        what: it does, in a few words.
+        models: that it speeds up.
+        settings: their names, with what holds where nobody gives others.
+        on: `on(pipe, **settings)` puts it on a pipeline for the length of a `with` block.
+        joins: whether a patch can be on together with it; otherwise it takes the patch's place.
+    """
+
+    name: str
+    package: str
+    what: str
+    models: Models
+    settings: Mapping[str, Any]
+    on: Callable[..., AbstractContextManager[None]]
+    joins: bool = False
+
+
+def tidy(module: nn.Module) -> None:
+    """Take out methods of a module and its parts that a package has put back as attributes of the objects."""
+    for part in module.modules():
+        own: Any = part.__dict__.get("forward")
+        if getattr(own, "__self__", None) is part and own.__func__ is getattr(type(part), "forward", None):
+            del part.forward

@@ -1,0 +1,193 @@
+"""Accelerators of other packages: they change the image while they are on, and leave nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import checks
+import diffusers
+import pytest
+import tiny_pipelines
+import tiny_transformers
+import torch
+
+import elfatt_sd
+from elfatt_sd import optional, peers
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.phases import Phase
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tomesd": {"ratio": 0.5},
+    "deepcache": {"cache_interval": 2},
+    "tgate": {"gate_fraction": 0.5},
+    "first_block_cache": {"threshold": 10.0},
+    "pyramid_attention_broadcast": {"spatial_attention_timestep_skip_range": (0, 1000)},
+    "taylorseer": {"cache_interval": 2, "disable_cache_before_step": 1},
+}
+UNETS = ("tomesd", "deepcache", "tgate")
+CACHES = ("first_block_cache", "pyramid_attention_broadcast", "taylorseer")
+
+
+def skip_without(name: str) -> None:
+    if missing := [each for each in peers.packages_of([name]) if optional.PACKAGES[each].missing]:
+        pytest.skip(f"{missing[0]} is not installed")
+    if name in CACHES and not hasattr(diffusers, "FirstBlockCacheConfig"):
+        pytest.skip("this diffusers has no such caches")
+
+
+@pytest.fixture
+def flux(folder: Path) -> Any:
+    return tiny_transformers.flux(folder)
+
+
+def pipe_for(name: str, request: pytest.FixtureRequest) -> Any:
+    skip_without(name)
+    return request.getfixturevalue("pipe" if name in UNETS else "flux")
+
+
+def run_of(pipe: Any) -> Any:
+    size = {} if hasattr(pipe, "unet") else {"height": 64, "width": 64}
+    return checks.runner(pipe, num_inference_steps=4, **size)
+
+
+def forwards(pipe: Any) -> set[str]:
+    """Names of modules of the denoiser whose forward was replaced."""
+    denoiser = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    return {name for name, module in denoiser.named_modules() if "forward" in vars(module)}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_changes_the_image_and_leaves_nothing(name: str, request: pytest.FixtureRequest) -> None:
+    pipe = pipe_for(name, request)
+    run, kind, before = run_of(pipe), type(pipe), forwards(pipe)
+    untouched = run()
+    with peers.running(pipe, name, SETTINGS[name]):
+        torch.manual_seed(0)
+        assert not torch.equal(run(), untouched)
+    assert type(pipe) is kind
+    assert forwards(pipe) == before
+    assert torch.equal(run(), untouched)
+    with pytest.raises(KeyboardInterrupt), peers.running(pipe, name, SETTINGS[name]):
+        raise KeyboardInterrupt
+    assert torch.equal(run(), untouched)
+
+
+@pytest.mark.parametrize("name", ["deepcache", *CACHES])
+def test_a_patch_joins_it(name: str, request: pytest.FixtureRequest) -> None:
+    pipe = pipe_for(name, request)
+    run = run_of(pipe)
+    config = PatchConfig("sampled", (Phase(1.0, "sampled", keys=4),))
+    with peers.running(pipe, name, SETTINGS[name]):
+        alone = run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of layers that stay exact because their steps are skipped
+            elfatt_sd.apply_patch(pipe, config)
+            together = run()
+        assert not torch.equal(together, alone)
+        elfatt_sd.remove_patch(pipe)
+        assert torch.equal(run(), alone)
+
+
+def test_a_gate_is_placed_by_the_steps_of_the_call(pipe: Any) -> None:
+    skip_without("tgate")
+    gates = []
+    with peers.running(pipe, "tgate", {}):
+        pipe.tgate = lambda *_, gate_step, **__: gates.append(gate_step)
+        pipe("a cat", num_inference_steps=25)
+        pipe("a cat")
+        pipe("a cat", num_inference_steps=1)
+    assert gates == [10, 20, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("turbo", {}, "peer='turbo' is not"),
+        ("deepcache", {"interval": 2}, "setting 'interval' of deepcache is not known; accepted: cache_interval, "),
+        ("taylorseer", {}, "taylorseer speeds up pipelines with a transformer; StableDiffusionPipeline has a unet"),
+    ],
+)
+def test_what_is_refused(pipe: Any, name: str, settings: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ElfattError, match=message), peers.running(pipe, name, settings):
+        pass
+
+
+def test_a_unet_accelerator_is_refused_for_a_transformer(flux: Any) -> None:
+    skip_without("deepcache")
+    with pytest.raises(ElfattError, match="FluxPipeline has a transformer"), peers.running(flux, "deepcache", {}):
+        pass
+
+
+def test_a_missing_package_is_named(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = dataclasses.replace(optional.PACKAGES["DeepCache"], module="no_such_module")
+    monkeypatch.setitem(optional.PACKAGES, "DeepCache", gone)
+    with pytest.raises(ElfattError, match=r"needs DeepCache.*elfatt-sd\[peers\]"), peers.running(pipe, "deepcache", {}):
+        pass
+
+
+def test_a_gate_needs_a_pipeline_that_the_package_knows(pipe: Any) -> None:
+    skip_without("tgate")
+    other = checks.like(diffusers.StableDiffusionImg2ImgPipeline, pipe)
+    with (
+        pytest.raises(ElfattError, match="tgate knows no StableDiffusionImg2ImgPipeline"),
+        peers.running(other, "tgate", {}),
+    ):
+        pass
+
+
+def test_a_model_that_hidiffusion_does_not_know_is_refused(pipe: Any) -> None:
+    skip_without("hidiffusion")
+    run = run_of(pipe)
+    untouched = run()
+    with pytest.raises(ElfattError, match="hidiffusion does not"), peers.running(pipe, "hidiffusion", {}):
+        pass
+    assert torch.equal(run(), untouched)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """In place of hyper-tile, which no package index has: the same function, which tells what it was given."""
+    (tmp_path / "hyper_tile.py").write_text(
+        "import contextlib\n"
+        "given = []\n"
+        "@contextlib.contextmanager\n"
+        "def split_attention(module, *, aspect_ratio, tile_size=128, swap_size=1, disable=False):\n"
+        "    given.append((type(module).__name__, aspect_ratio, tile_size, swap_size))\n"
+        "    yield\n"
+        "    given.append('off')\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import hyper_tile
+
+    yield hyper_tile
+    del sys.modules["hyper_tile"]
+
+
+def test_hypertile_is_called_as_it_wants(pipe: Any, stand_in: Any) -> None:
+    with peers.running(pipe, "hypertile", {"tile_size": 128}):
+        assert stand_in.given == [("UNet2DConditionModel", 1.0, 128, 2)]
+    assert stand_in.given[-1] == "off"
+
+
+def test_hidiffusion_runs_where_diffusers_is_old_enough(folder: Path) -> None:
+    skip_without("hidiffusion")
+    pytest.importorskip("diffusers.pipelines.controlnet.multicontrolnet")
+    pipe = tiny_pipelines.sd15(
+        folder,
+        block_out_channels=(8, 16, 24, 24),
+        layers_per_block=2,
+        down_block_types=(*3 * ("CrossAttnDownBlock2D",), "DownBlock2D"),
+        up_block_types=("UpBlock2D", *3 * ("CrossAttnUpBlock2D",)),
+    )
+    pipe.register_to_config(_name_or_path="model")  # as of a pipeline that was loaded
+    run = checks.runner(pipe, num_inference_steps=4, height=128, width=128)
+    untouched = run()
+    with peers.running(pipe, "hidiffusion", {}):
+        assert not torch.equal(run(), untouched)
+    assert torch.equal(run(), untouched)

@@ -1,0 +1,81 @@
+"""What the project gains and costs, in one table and one plot: closeness and speed of each method beside its peers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elfatt_sd.benchmarking.tables import spread
+from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.palette import INK, Palette
+from elfatt_sd.evaluation.report.rows import Row
+from elfatt_sd.evaluation.report.scatter import write_beside
+from elfatt_sd.evaluation.report.text import TIMES, fixed, interval, span
+
+CALLS = {"unet-512": "SD 1.5, 512", "unet-1024": "SD 1.5, 1024", "sdxl-1024": "SDXL, 1024"}
+_ROOM = 0.15  # beyond the outermost points, as a fraction of the plot
+
+
+def headline_table(chosen: Sequence[tuple[Results, Row]], benchmarks: Path) -> str:
+    """Return a row for each method: closeness and speed on the toy, and the speed of UNets of real shapes.
+
+    Args:
+        chosen: rows, each with its run.
+        benchmarks: folder of the benchmarks' results.
+    """
+    calls = {title: _speeds(benchmarks / f"{name}.json") for name, title in CALLS.items()}
+    titles = ["method", "closeness (PSNR)", "toy, 256", *calls]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for _, row in chosen:
+        psnr, speed = row.psnr, row.speedup("unet")
+        cells = ["" if psnr is None else f"{fixed(psnr.value, 1)} dB"]
+        cells += ["" if speed is None else f"{fixed(speed.value, 2)}{TIMES}"]
+        cells += [_call(known.get(row.method)) for known in calls.values()]
+        lines.append(f"| `{row.method}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_headline(chosen: Sequence[tuple[Results, Row]]) -> Chart:
+    """Draw the closeness of rows over their speed.
+
+    Args:
+        chosen: rows, each with its run.
+
+    Raises:
+        ElfattError: a row has no closeness or no time.
+    """
+    figure, axes = figure_and_axes(3.9, 6.4)
+    points: list[str] = []
+    marks: list[tuple[float, float, str, str]] = []
+    for run, row in chosen:
+        psnr, speed = row.psnr, row.speedup("unet")
+        if psnr is None or speed is None:
+            raise ElfattError(f"row {row.name!r} of {run.name} has no closeness or no time, and no place in the plot.")
+        style = Palette(run).style(row)
+        if psnr.ends:
+            axes.vlines(speed.value, *psnr.ends, color=style.colour, linewidth=1.1)
+        if speed.ends:
+            axes.hlines(psnr.value, *speed.ends, color=style.colour, linewidth=1.1, alpha=0.45)
+        axes.plot(speed.value, psnr.value, style.marker, color=style.colour, markersize=8)
+        marks.append((speed.value, psnr.value, row.method, style.colour))
+        said = f"{fixed(psnr.value, 1)} {interval(psnr, 1)}, {fixed(speed.value, 2)} ({span(speed, 2)})"
+        points.append(f"{row.method}: {said}")
+    axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
+    axes.margins(_ROOM)
+    axes.set_xlabel("times as fast as untouched, UNet of the toy (right is faster)")
+    axes.set_ylabel("PSNR to the untouched image, dB (up is closer)")
+    write_beside(figure, axes, marks)
+    return Chart("headline", "Closeness over speed", "", figure, points)
+
+
+def _speeds(path: Path) -> Mapping[str, Any]:
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    return {row["method"]: row["speed"].get("untouched") for row in rows}
+
+
+def _call(speed: Mapping[str, Any] | None) -> str:
+    return "" if speed is None else f"{spread(speed).split(' ')[0]}{TIMES}"
