@@ -198,7 +198,8 @@ class Studio:
             remove_patch(self.pipe)
 
     @contextmanager
-    def _patched(self) -> Iterator[None]:
+    def patched(self) -> Iterator[None]:
+        """Have the pipeline patched within a `with` block."""
         apply_patch(self.pipe, self.request.config, autotune=self.request.autotune)
         try:
             yield
@@ -213,7 +214,7 @@ class Studio:
 
     def _warm_up_both(self) -> None:
         self.warm_up()
-        with self._patched():
+        with self.patched():
             self.warm_up()
 
     def _single(self, prompt: str, seed: int) -> Result:
@@ -223,7 +224,7 @@ class Studio:
 
     def _compare(self, prompt: str, seed: int) -> Result:
         before = self.draw(prompt, seed)
-        with self._patched():
+        with self.patched():
             after = self.draw(prompt, seed)
         ratio, decibel = ratios([before.seconds], [after.seconds])[0], psnr(before.picture, after.picture)
         unchanged, details = "", f"{ratio:.2f} times as fast, PSNR {decibel:.1f} dB"
