@@ -13,13 +13,14 @@ OLDEST := families compatibility gpu methods peers toy cli/test_generate.py cli/
   processor residuals running schedule shapes standalone timesteps trial))
 OLDEST_TESTS ?= $(addprefix tests/,$(OLDEST))
 
-.PHONY: help demo test test-oldest lint format notebooks quickstart clean
+.PHONY: help demo test test-oldest lint format docs notebooks quickstart clean
 
 help:
 	@echo "make demo         one prompt with every method, side by side, with times and closeness"
 	@echo "make test         the tests"
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
-	@echo "make lint         ruff and mypy;  make format mends what ruff can"
+	@echo "make lint         ruff, mypy, and the prose;  make format mends what ruff can"
+	@echo "make docs         build the site into outputs/site, with all links checked"
 	@echo "make notebooks    execute the notebooks into outputs/notebooks"
 	@echo "make quickstart   execute the first notebook in place: it is committed with its pictures"
 
@@ -36,10 +37,15 @@ lint: .venv/.installed-dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+	.venv/bin/python -m tools.prose
 
 format: .venv/.installed-dev
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
+
+# Strict: a link or an anchor that leads nowhere is an error. It needs no network.
+docs: .venv/.installed-dev
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
 
 notebooks: .venv/.installed-dev
 	$(NBCONVERT) --output-dir outputs/notebooks notebooks/*.ipynb

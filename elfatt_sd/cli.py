@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -44,10 +44,15 @@ from elfatt_sd.console import (
     takes_patch,
 )
 from elfatt_sd.files import check_writable
+from elfatt_sd.optional import need
 from elfatt_sd.presets import METHODS, known_method
 from elfatt_sd.request import Request, check_quoted, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
 from elfatt_sd.tune_cli import tune
+from elfatt_sd.visualize.asked import Asked
+
+if TYPE_CHECKING:
+    from elfatt_sd.generation import Result, Studio
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(
@@ -56,6 +61,7 @@ app.add_typer(
 app.add_typer(lazy_group("elfatt_sd.benchmark_cli:app"), name="bench", help="Time and memory, side by side in one run.")
 
 DEMO_PROMPT = "a red star on a striped blue background"
+EXPLAIN = "Draw once more and show what a layer does: merged tokens, keys of a query, agents, blocks, error."
 MEASURED_CALLS = 20  # of every layer, by --autotune
 
 
@@ -99,6 +105,14 @@ def generate(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures.")] = Path("outputs"),
     compare: Annotated[bool, typer.Option("--compare", help="Untouched and patched, side by side.")] = False,
     each: Annotated[bool, typer.Option("--each", help="Prompts of one word are meant: draw each one.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN)] = False,
+    layer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="--explain: a layer as `patch --json` lists them, or with *.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="--explain: a step, from 1; one of each phase if not given.")] = None,
+    at: Annotated[
+        str, typer.Option(metavar="X,Y", help="--explain: point of the image, whose query is followed.")
+    ] = "0.5,0.5",
 ) -> None:
     """Draw pictures, each a PNG with its settings inside and a JSON beside it."""
     words = list(prompts or ())
@@ -110,16 +124,41 @@ def generate(
     asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
     request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
+    looking = _explaining(explain, chosen, layer, step, at)
     pipe = source(model).load_for(request)
 
     from elfatt_sd.generation import Studio
 
     results = []
-    with progress(request.num_images * len(prompts)) as (on_step, on_picture):
-        for result in Studio(pipe, request, out, on_step).results():
+    studio = Studio(pipe, request, out)
+    with progress(request.num_images * len(prompts)) as (studio.on_step, on_picture):
+        for result in studio.results():
             results.append(result)
             on_picture(result)
     print_summary(results)
+    if explain:
+        _explain(studio, results, looking)
+
+
+def _explaining(explain: bool, chosen: Chosen, layer: str | None, step: int | None, at: str) -> Asked:
+    """Check what to look at, before anything is drawn."""
+    asked = Asked.read(layer, step, at)
+    if explain and not chosen.config.active:
+        raise ElfattError(f"method={chosen.config.method!r} changes nothing to explain; give another method.")
+    if explain:
+        need("--explain", "matplotlib")
+    elif asked != Asked():
+        complain("layer, step and at have no effect without --explain", "warning")
+    return asked
+
+
+def _explain(studio: Studio, results: list[Result], asked: Asked) -> None:
+    """Draw each image once more, watched, and print where what was seen lies."""
+    from elfatt_sd.visualize.files import explain
+
+    studio.on_step = lambda step, steps: None
+    for path in explain(studio, results, asked):
+        print(path)
 
 
 @app.command(name="try")

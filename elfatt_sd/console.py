@@ -201,7 +201,7 @@ def from_file(path: Path) -> str:
 
 def complain(message: str, kind: str = "error") -> None:
     """Print one line on stderr, a warning once."""
-    line = " ".join(message.split())
+    line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(message.split()))
     if kind == "warning":
         said = line.removeprefix("elfatt-sd: ").removesuffix(".")
         if said in _told:

@@ -29,6 +29,7 @@ from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.request import SCHEDULERS, Request, scheduler_class
 from elfatt_sd.running import (
+    check_steps,
     check_text_to_image,
     exact_size,
     guidance_options,
@@ -152,9 +153,7 @@ class Studio:
         own_steps, own_guidance = own_settings(self.pipe, request.model)
         self.steps = own_steps if request.steps is None else request.steps
         self.guidance = own_guidance if request.guidance is None else request.guidance
-        most = self.pipe.scheduler.config.get("num_train_timesteps", self.steps)
-        if self.steps > most:
-            raise ElfattError(f"steps={self.steps} is not accepted; give a whole number from 1 to {most}.")
+        check_steps(self.pipe, self.steps)
         if request.scheduler is not None:
             self.pipe.scheduler = make_scheduler(request.scheduler, self.pipe.scheduler)
         if request.negative_prompt is not None:
@@ -199,7 +198,8 @@ class Studio:
             remove_patch(self.pipe)
 
     @contextmanager
-    def _patched(self) -> Iterator[None]:
+    def patched(self) -> Iterator[None]:
+        """Have the pipeline patched within a `with` block."""
         apply_patch(self.pipe, self.request.config, autotune=self.request.autotune)
         try:
             yield
@@ -214,7 +214,7 @@ class Studio:
 
     def _warm_up_both(self) -> None:
         self.warm_up()
-        with self._patched():
+        with self.patched():
             self.warm_up()
 
     def _single(self, prompt: str, seed: int) -> Result:
@@ -224,7 +224,7 @@ class Studio:
 
     def _compare(self, prompt: str, seed: int) -> Result:
         before = self.draw(prompt, seed)
-        with self._patched():
+        with self.patched():
             after = self.draw(prompt, seed)
         ratio, decibel = ratios([before.seconds], [after.seconds])[0], psnr(before.picture, after.picture)
         unchanged, details = "", f"{ratio:.2f} times as fast, PSNR {decibel:.1f} dB"

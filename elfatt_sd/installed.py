@@ -22,6 +22,7 @@ from elfatt_sd.families import (
 )
 from elfatt_sd.notices import Notices
 from elfatt_sd.phases import EXACT
+from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.runs import Run
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Schedule, unknown_position
 from elfatt_sd.surroundings import modules_around
@@ -61,6 +62,16 @@ class Patch:
             layer.parts += reversed(modules_around(self._module, [layer.layer.name])[:-1])
         self._notices = Notices(config, self._module, self._around, self._shared.layers)
         self._direct: dict[int, dict[str, Any]] = {}  # by thread: what a call of `forward` was given, so far
+
+    @property
+    def layers(self) -> list[PatchedLayer]:
+        """The patched layers."""
+        return self._shared.layers
+
+    @property
+    def steps(self) -> int:
+        """Calls of the denoiser in the run that goes on in this thread; 0 where none does."""
+        return self._schedule.run.steps
 
     def renewed(self) -> Patch:
         """Return its like, to be installed after it was removed."""

@@ -91,7 +91,7 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
     Raises:
         ElfattError: there is no UNet.
     """
-    for patch in _patches(pipe).values():
+    for patch in patches_of(pipe).values():
         patch.remove()
     return pipe
 
@@ -116,7 +116,7 @@ def patched(
         take_over: as for `apply_patch`.
         **settings: as for `apply_patch`.
     """
-    before, config = _patches(pipe), resolve(method, settings)
+    before, config = patches_of(pipe), resolve(method, settings)
     apply_patch(pipe, config, autotune=autotune, take_over=take_over)
     try:
         make = functools.partial(_plan, pipe, config, (None, None, None), autotune, take_over, tell=False)
@@ -190,15 +190,15 @@ def is_patched(pipe: Any) -> bool:
     Raises:
         ElfattError: there is no UNet.
     """
-    return bool(_patches(pipe))
+    return bool(patches_of(pipe))
 
 
 def current_config(pipe: Any) -> PatchConfig | None:
     """Return the configuration that a pipeline is patched with, or None."""
-    return next((patch.config for patch in _patches(pipe).values()), None)
+    return next((patch.config for patch in patches_of(pipe).values()), None)
 
 
-def _patches(pipe: Any) -> dict[str, Patch]:
+def patches_of(pipe: Any) -> dict[str, Patch]:
     """Return the patches of a pipeline's UNet and ControlNets, as far as they have one."""
     found = {name: getattr(unwrap(denoiser), PATCH, None) for name, denoiser in find_denoisers(pipe).items()}
     return {name: patch for name, patch in found.items() if patch is not None}

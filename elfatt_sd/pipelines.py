@@ -5,6 +5,7 @@ What can be checked without PyTorch is checked before PyTorch is imported.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Collection
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.directories import PICKLES, check_directory
+from elfatt_sd.directories import INDEX, PICKLES, check_directory
 from elfatt_sd.loaders import call_loader, dtype_keyword
 from elfatt_sd.single_files import kind_of_file, load_file, weight_shapes
 from elfatt_sd.sizes import SHAPE_NAMES
@@ -31,6 +32,7 @@ _DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
+_LONGEST_NAME = 240  # characters of a model that a message repeats
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
 
@@ -111,10 +113,12 @@ def check_model(
             f"model={str(model)!r} is a pickle, which can run any code when it is loaded; convert it to .safetensors, "
             "or allow it with allow_pickle=True (--allow-pickle)."
         )
-    if path.is_dir():
+    if os.path.isdir(path):  # which takes any name
         check_directory(path, given, allow_pickle, variant)
         return path
-    if path.is_file():
+    if os.path.isfile(path):
+        if path.name == INDEX:
+            raise ElfattError(f"model={str(model)!r} is the index of a pipeline; give its directory, {path.parent}.")
         _check_file(path, variant)
         return path
     if _HUB_ID.fullmatch(str(model)):
@@ -124,9 +128,10 @@ def check_model(
             f"model={str(model)!r} is a shape without weights, for elfatt-sd bench and patch; give {_EMBEDDED}, a "
             "diffusers directory, a .safetensors file, or a hub id."
         )
+    named = str(model)[:_LONGEST_NAME]
     raise ElfattError(
-        f"model={str(model)!r} does not exist; give {_EMBEDDED}, a diffusers directory, a .safetensors file, or a "
-        "hub id such as 'owner/name'."
+        f"model={named!r} does not exist; give {_EMBEDDED}, a diffusers directory, a .safetensors file, or a hub id "
+        "such as 'owner/name'."
     )
 
 

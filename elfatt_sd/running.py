@@ -50,6 +50,17 @@ def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
     return defaults["num_inference_steps"], defaults.get("guidance_scale")
 
 
+def check_steps(pipe: Any, steps: int) -> None:
+    """Refuse more steps than a pipeline's scheduler has timesteps.
+
+    Raises:
+        ElfattError: there are more.
+    """
+    most = pipe.scheduler.config.get("num_train_timesteps") or steps
+    if steps > most:
+        raise ElfattError(f"steps={steps} is not accepted; give a whole number from 1 to {most}.")
+
+
 def guidance_options(pipe: Any, guidance: float | None, negative_prompt: str | Sequence[str] | None) -> dict[str, Any]:
     """Return what sets the guidance of a pipeline.
 

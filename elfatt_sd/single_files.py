@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[int, ...]]
 # Single files: the first convolution of their UNet tells by its input channels what the pipeline hands it.
+_NO_WEIGHTS = {  # first bytes of what is saved in the place of weights
+    b"version ": "it is a pointer of Git LFS; run git lfs pull where it comes from",
+    b"<!DOCTYP": "it is a web page; download the file itself",
+    b"<html": "it is a web page; download the file itself",
+    b"GGUF": "it is a GGUF file, which is not known here",
+    b"PK\3\4": "it is a pickle or a zip archive",
+}
 _FIRST = "model.diffusion_model.input_blocks.0.0.weight"
 _SD_KINDS = {
     4: "StableDiffusionPipeline",
@@ -40,8 +47,22 @@ _OTHER_MODELS = {  # part of a weight's name in files that have such a convoluti
     "cc_projection.": "Zero123",
     "control_model.": "a ControlNet with its model",
 }
+_LORA = "a LoRA; load it into a pipeline with pipe.load_lora_weights"
+_EMBEDDING = "a textual inversion; load it into a pipeline with pipe.load_textual_inversion"
+_TRANSFORMER = "a transformer alone; give the directory of a pipeline that has it"
 _PARTS = {  # part of a weight's name in other files: what they hold
-    "lora": "a LoRA; load it into a pipeline with pipe.load_lora_weights",
+    "lora": _LORA,
+    ".lokr_": _LORA,
+    ".hada_": _LORA,
+    ".dora_scale": _LORA,
+    "ip_adapter.": "an IP-Adapter; load it into a pipeline with pipe.load_ip_adapter",
+    "emb_params": _EMBEDDING,
+    "clip_l": _EMBEDDING,
+    "double_blocks.": _TRANSFORMER,
+    "joint_blocks.": _TRANSFORMER,
+    "patch_embedding.": _TRANSFORMER,
+    "x_embedder.": _TRANSFORMER,
+    "text_model.": "a text encoder alone",
     "control_model.": "a ControlNet",
     "motion_modules.": "a motion module of AnimateDiff",
     "down_blocks.": "one part of a diffusers model; give its directory",
@@ -102,17 +123,34 @@ def weight_shapes(path: Path) -> Shapes:
     """
     try:
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
+            start, size = file.read(8), path.stat().st_size
+            if other := next((what for sign, what in _NO_WEIGHTS.items() if start.startswith(sign)), ""):
+                raise ValueError(other)
+            length = int.from_bytes(start, "little")
             if not 2 <= length <= size - 8:
                 raise ValueError("its header is damaged")
-            entries = json.loads(file.read(length))
-        entries.pop("__metadata__", None)
-        if max((entry["data_offsets"][1] for entry in entries.values()), default=0) > size - 8 - length:
+            header = file.read(length)
+        ends, shapes = _read_header(header)
+        if max(ends, default=0) > size - 8 - length:
             raise ValueError("its end is missing")
-        return {name: tuple(entry["shape"]) for name, entry in entries.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return shapes
+    except (OSError, ValueError) as error:
         raise ElfattError(f"model={str(path)!r} is not a readable .safetensors file: {shortened(error)}") from error
+
+
+def _read_header(header: bytes) -> tuple[list[int], Shapes]:
+    """Return where the weights end, and their shapes.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
+        return [int(entry["data_offsets"][1]) for entry in entries.values()], shapes
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("its header is damaged") from error
 
 
 def _pickled_shapes(path: Path) -> Shapes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -82,3 +83,31 @@ def likely_cause(module: nn.Module, around: Sequence[nn.Module]) -> str:
 def _hooks_of(module: nn.Module) -> dict[str, Any]:
     """Return diffusers' hooks of a module, by name."""
     return dict(getattr(getattr(module, "_diffusers_hook", None), "hooks", {}))
+
+
+def after_forward(module: Any, after: Callable[[Callable[[], Any], Any], None]) -> Callable[[], None]:
+    """Call `after(call_again, output)` after every call of a module's forward, also those that have no hooks.
+
+    Args:
+        module: its `forward` is replaced.
+        after: is given what calls the forward once more with the same arguments, and what it returned.
+
+    Returns:
+        what puts the module's own forward back.
+    """
+    forward, own = module.forward, module.__dict__.get("forward")
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        after(lambda: forward(*args, **kwargs), output)
+        return output
+
+    def put_back() -> None:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+    module.forward = wrapped
+    return put_back

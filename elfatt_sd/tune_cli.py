@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from elfatt_sd.cli_options import (
     AllowPickle,
     Device,
     Dtype,
+    Force,
     Height,
     Json,
     NegativePrompt,
@@ -25,6 +26,7 @@ from elfatt_sd.cli_options import (
 )
 from elfatt_sd.console import complain
 from elfatt_sd.files import check_writable
+from elfatt_sd.preflight import check_sizes_fit, check_steps
 from elfatt_sd.progress import progress_of
 from elfatt_sd.request import check_sizes, read_prompts
 from elfatt_sd.tuning.asked import METRICS, Budget
@@ -58,6 +60,7 @@ def tune(
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the settings as JSON, for --config.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a page with the curve and images.")] = None,
     negative_prompt: NegativePrompt = None,
+    force: Force = False,
     as_json: Json = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -76,8 +79,14 @@ def tune(
         _check_page()
     source = Source(model, device, dtype, allow_pickle, variant)
     source.check()
+    check_steps(model, steps)
+    rows = 1 if guidance is not None and guidance <= 1 else 2
+    if not force:
+        check_sizes_fit(model, device, dtype, [(height, width)], rows)
     pipe = source.load()
     pipe.set_progress_bar_config(disable=True)
+    if not force:
+        _check_fits(pipe, (height, width), steps, rows, images)
 
     from elfatt_sd.tuning import tune as tune_pipeline
 
@@ -105,6 +114,16 @@ def tune(
         found.save(save)
     page = None if out is None else found.report(out)
     _print(found, as_json, save, page)
+
+
+def _check_fits(pipe: Any, size: tuple[int | None, int | None], steps: int | None, rows: int, images: int) -> None:
+    """Refuse images that do not fit into memory; clips are not estimated."""
+    from elfatt_sd.budget import check_fits
+    from elfatt_sd.running import taken
+
+    if "num_frames" not in taken(pipe):
+        own = taken(pipe)["num_inference_steps"].default
+        check_fits(pipe, *size, steps=own if steps is None else steps, images=images, rows=rows)
 
 
 def _check_page() -> None:

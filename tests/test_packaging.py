@@ -70,7 +70,7 @@ def test_the_wheel_names_licence_notice_and_command(wheel: zipfile.ZipFile) -> N
 
 def test_the_extras_that_users_are_told_to_install_exist() -> None:
     extras = set(PROJECT["optional-dependencies"])
-    assert {"eval", "flash", "inception", "notebooks", "test", "dev"} <= extras
+    assert {"eval", "flash", "inception", "notebooks", "docs", "test", "dev"} <= extras
     sources = [path for kind in ("elfatt_sd/**/*.py", "*.md", "docs/*.md") for path in ROOT.glob(kind)]
     named = {extra for path in sources for extra in re.findall(r"(?:elfatt-sd|'\.)\[(\w+)\]", path.read_text())}
     assert {"eval", "inception"} <= named <= extras
@@ -213,7 +213,7 @@ def pins(name: str) -> dict[str, str]:
 
 def test_every_dependency_is_pinned_for_ci() -> None:
     extras = PROJECT["optional-dependencies"]
-    tested = (line for extra in ("eval", "inception", "parquet", "test", "dev") for line in extras[extra])
+    tested = (line for extra in ("eval", "inception", "parquet", "docs", "test", "dev") for line in extras[extra])
     needed = [*PROJECT["dependencies"], *tested]
     assert names(needed) - {"elfatt-sd"} - set(pins("constraints.txt")) == set()
     oldest = pins("constraints-oldest.txt")
@@ -231,7 +231,7 @@ def test_ruff_is_pinned_once() -> None:
 def test_ci_runs_what_the_readme_says() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     makefile = (ROOT / "Makefile").read_text()
-    for target in ("test", "lint", "test-oldest", "notebooks", "demo"):
+    for target in ("test", "lint", "docs", "test-oldest", "notebooks", "demo"):
         assert re.search(rf"\bmake (-s )?{target}\b", script)
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
         assert any(f"make {target}" in (ROOT / page).read_text() for page in ("README.md", "CONTRIBUTING.md"))

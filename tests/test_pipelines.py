@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -202,12 +203,88 @@ def test_single_files_that_no_pipeline_fits(tmp_path: Path, channels: int, names
     [
         ("lora_unet_a.lora_up.weight", "it is a LoRA; load it into a pipeline with"),
         ("down_blocks.0.a", "one part of a diffusers model; give its directory"),
-        ("model.diffusion_model.joint_blocks.0", "no weights under 'model.diffusion_model.input_blocks.0.0'"),
+        ("model.diffusion_model.joint_blocks.0", "it is a transformer alone; give the directory"),
+        ("double_blocks.0.img_attn.qkv.weight", "it is a transformer alone"),
+        ("lycoris_unet_down.lokr_w1", "it is a LoRA"),
+        ("unet.down_blocks.0.dora_scale", "it is a LoRA"),
+        ("ip_adapter.1.to_k_ip.weight", "it is an IP-Adapter; load it"),
+        ("emb_params", "it is a textual inversion; load it"),
+        ("decoder.layers.3.weight", "no weights under 'model.diffusion_model.input_blocks.0.0'"),
     ],
 )
 def test_files_that_are_no_whole_checkpoint(tmp_path: Path, name: str, says: str) -> None:
     save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
     refused(tmp_path / "model.safetensors", says)
+
+
+def header(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "little") + content
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n", "a pointer of Git LFS; run git lfs"),
+        (b"<!DOCTYPE html><html></html>", "a web page; download the file itself"),
+        (b"GGUF\3\0\0\0", "a GGUF file"),
+        (b"PK\3\4" + bytes(40), "a pickle or a zip archive"),
+        (b"", "its header is damaged"),
+        (header(b"[]"), "its header is damaged"),
+        (header(b'{"a": 5}'), "its header is damaged"),
+        (header(b'{"a": {"shape": "x", "data_offsets": [0, 0]}}'), "its header is damaged"),
+        (header(b"[" * 100_000), "its header is damaged"),
+        (header(b'{"\xff": {}}'), "its header is damaged"),
+    ],
+    ids=range(10),
+)
+def test_files_without_weights_are_told_what_they_are(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    refused(tmp_path / "model.safetensors", f"not a readable .safetensors file: (it is )?{says}")
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "it is a LoRA: load it into a pipeline"),
+        ({"modular_model_index.json": "{}"}, "it is a modular pipeline"),
+        ({"config.json": "{}", "diffusion_pytorch_model.safetensors": ""}, "it is one part of a pipeline: give"),
+        ({"model.safetensors": ""}, r"give one of its files, such as .*model\.safetensors"),
+        ({"readme.md": ""}, "give a diffusers pipeline directory"),
+    ],
+    ids=range(5),
+)
+def test_directories_of_other_kinds_are_told_what_to_give(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    refused(tmp_path, f"has no model_index.json; {says}")
+
+
+def test_a_part_or_the_index_of_a_pipeline_names_the_pipeline(saved: Path) -> None:
+    refused(saved / "unet", f"so give {re.escape(str(saved))}")
+    refused(saved / "model_index.json", f"the index of a pipeline; give its directory, {re.escape(str(saved))}")
+
+
+def test_damaged_parts_are_all_named_before_anything_is_loaded(damaged: Path) -> None:
+    """An empty folder of a tokenizer loads as one without words, and draws wrong images."""
+    for file in (damaged / "tokenizer").iterdir():
+        if file.name != "tokenizer_config.json":
+            file.unlink()
+    (damaged / "unet" / "config.json").write_text("[]")
+    (damaged / "vae" / "config.json").write_text("{")
+    for file in (damaged / "scheduler").iterdir():
+        file.unlink()
+    says = [
+        "scheduler is empty",
+        "tokenizer has no vocabulary",
+        "unet/config.json holds a list, not an object",
+        "vae/config.json is not valid JSON",
+    ]
+    for each in says:
+        refused(damaged, f"is not whole: .*{each}")
+
+
+def test_a_name_that_no_file_can_have() -> None:
+    refused(Path("x" * 5000), "^model='x{240}' does not exist")
 
 
 @pytest.mark.parametrize("damage", [100, -2])

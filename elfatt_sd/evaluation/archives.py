@@ -18,6 +18,11 @@ from elfatt_sd.evaluation.decoding import decode as decode
 from elfatt_sd.evaluation.entries import Entry, Source, key, parent, sorted_out, stamp
 from elfatt_sd.optional import need
 
+_BYTES = re.compile(r"(large_)?binary|struct<.*bytes: (large_)?binary.*>")
+_COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")  # of tables with more bytes than these
+_LONGEST_CLASS = 1000  # bytes of a `.cls` member
+_LARGEST_MEMBER = 1 << 30  # bytes of an image in a .zip, unpacked: a few megabytes can hold more than memory does
+
 
 def tars(files: Sequence[Path]) -> Source:
     """Pictures of tar archives by their place in the file; a `.cls` beside a picture (WebDataset) names its class."""
@@ -38,18 +43,36 @@ def _tar_entries(file: Path, prefix: str) -> tuple[list[Entry], list[str]]:
         with tarfile.open(file, "r:") as archive:
             for member in archive:
                 place = (file, member.offset_data, member.size)
-                if member.isfile():
+                if member.isfile() and not member.issparse():
                     found.append((member.name, place))
-                    if member.name.endswith(".cls"):
-                        classes[key(member.name)] = _read_slice(Entry(member.name, place)).decode().strip()
+                    if member.name.lower().endswith(".cls") and member.size <= _LONGEST_CLASS:
+                        label = _read_slice(Entry(member.name, place)).decode(errors="backslashreplace")
+                        classes[key(member.name)] = label.strip()
                 elif not member.isdir():
                     links.append(member.name)
+            _check_end(file, archive.offset)
     except (tarfile.TarError, OSError) as error:
         raise ElfattError(f"reference {file} cannot be read ({error}); accepted: an uncompressed .tar.") from error
     # tar keeps files in the order in which it met them
     images, others = sorted_out(sorted(found), lambda place: io.BytesIO(_read_slice(Entry("", place))))
     entries = [Entry(prefix + name, place, classes.get(key(name), parent(name))) for name, place in images]
     return entries, [prefix + name for name in (*others, *links)]
+
+
+def _check_end(file: Path, end: int) -> None:
+    """Refuse an archive that goes on where it seems to end: reading stops there, and what follows would be missed.
+
+    Raises:
+        ElfattError: it does.
+    """
+    with open(file, "rb") as content:
+        content.seek(end)
+        while piece := content.read(1 << 20):
+            if piece.strip(b"\0"):
+                raise ElfattError(
+                    f"reference {file} goes on after its end at byte {end}: it is damaged there, or several archives "
+                    "are joined in it; pack it anew."
+                )
 
 
 def _read_slice(entry: Entry) -> bytes:
@@ -73,6 +96,9 @@ def zips(files: Sequence[Path]) -> Source:
 
     def read(entry: Entry) -> bytes:
         file, name = entry.where
+        size = archives[file].getinfo(name).file_size
+        if size > _LARGEST_MEMBER:
+            raise OSError(f"{size / 2**30:.0f} GiB when unpacked; accepted: at most 1")
         with lock:
             return archives[file].read(name)
 
@@ -81,7 +107,7 @@ def zips(files: Sequence[Path]) -> Source:
 
 def _open_member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
     try:
-        return io.BytesIO(archive.read(name))
+        return archive.open(name)
     except (
         RuntimeError,
         NotImplementedError,
@@ -94,7 +120,7 @@ def _open_member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
 def _open_zip(file: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, OSError) as error:
+    except (zipfile.BadZipFile, OSError, ValueError) as error:  # a name that is not UTF-8, though it says so
         raise ElfattError(f"reference {file} cannot be read ({error}); accepted: a .zip archive.") from error
 
 
@@ -129,9 +155,16 @@ def _open_table(parquet: Any, file: Path) -> tuple[Any, str]:
         table = parquet.ParquetFile(file)
     except (OSError, ValueError) as error:
         raise ElfattError(f"reference {file} cannot be read ({error}); accepted: a .parquet file.") from error
-    for field in table.schema_arrow:
-        if re.fullmatch(r"(large_)?binary|struct<.*bytes: (large_)?binary.*>", str(field.type)):
-            return table, field.name
+    found = [field.name for field in table.schema_arrow if _BYTES.fullmatch(str(field.type))]
+    named = [name for name in found if name.lower() in _COLUMNS]
+    if len(named or found) == 1:
+        return table, (named or found)[0]
+    if found:
+        accepted = ", ".join(_COLUMNS)
+        raise ElfattError(
+            f"reference {file} has bytes in {', '.join(named or found)}; accepted: one column, or one by the name of "
+            f"{accepted}."
+        )
     names = ", ".join(table.schema_arrow.names)
     raise ElfattError(f"reference {file} has columns {names}; one must hold the bytes of pictures.")
 

@@ -20,7 +20,7 @@ from elfatt_sd.evaluation.run import Run, RunFailure
 from elfatt_sd.evaluation.sources import check_exists
 from elfatt_sd.files import check_writable
 from elfatt_sd.pipelines import check_model, check_names
-from elfatt_sd.preflight import check_device
+from elfatt_sd.preflight import check_device, check_steps
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -250,6 +250,7 @@ def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
     weights = protocol.inception_weights
     if weights and not Path(weights).is_file():
         raise ElfattError(f"inception_weights={weights!r} is no file; give the one that Inception's weights are in.")
+    check_steps(protocol.model, protocol.steps)
     if not force:
         check_protocol_fits(protocol)
 
@@ -282,8 +283,9 @@ def _print_estimate(run: Run, reuse: Sequence[Path]) -> None:
     if took is not None:
         parts = ", ".join(f"{_duration(hours)} {what}" for what, hours in took.parts.items())
         console.print(
-            f"to do: about {parts}; {_duration(took.hours)} in all, at {took.seconds_per_image:.3g} s an image; the "
-            "reference and the scores come on top"
+            f"to do: about {parts}; {_duration(took.hours)} in all, at {took.seconds_per_image:.3g} s an image in "
+            f"batches of {run.protocol.batch}, by {took.processes} process{'es' * (took.processes > 1)}; metrics and "
+            "intervals come on top"
         )
     for line in found:
         complain(line)

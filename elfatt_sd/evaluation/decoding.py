@@ -7,6 +7,7 @@ import warnings
 from typing import IO, Any
 
 DECODING = 2  # goes up when the same file gives other pixels
+_DRAWINGS = ("EPS", "WMF")  # another program would draw them
 _SAMPLES = {"I": 65535, "I;16": 65535, "I;16B": 65535, "I;16L": 65535, "I;16N": 65535}
 _BITS_PER_SAMPLE, _SUBFILE, _REDUCED_OR_MASK = 258, 254, 0b101  # tags of TIFF; the last is a mask of the second one
 
@@ -18,12 +19,23 @@ def is_image(file: IO[bytes]) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            Image.open(file).close()
+            with Image.open(file) as opened:
+                return opened.format not in _DRAWINGS
         except Image.DecompressionBombError:
             return True
         except Exception:  # Pillow raises many kinds for damaged files
             return False
-    return True
+
+
+def pixels_of(content: bytes) -> int:
+    """Return the number of pixels that an image says it has; 0 for what is none."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as opened:
+            return int(opened.width * opened.height)
+    except Exception:  # said when it is decoded
+        return 0
 
 
 def decode(content: bytes) -> Any:
@@ -43,6 +55,8 @@ def decode(content: bytes) -> Any:
     except UnidentifiedImageError as error:  # whose own words are an address in memory
         raise OSError("no picture of a known kind" if content else "the file is empty") from error
     with opened:
+        if opened.format in _DRAWINGS:
+            raise OSError(f"a drawing ({opened.format}), which has no pixels of its own")
         _check_single(opened)
         picture = _eight_bit(opened, ImageOps.exif_transpose(opened))
         if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:

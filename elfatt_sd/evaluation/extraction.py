@@ -10,6 +10,7 @@ import errno
 import functools
 import io
 import json
+import math
 import warnings
 import zipfile
 import zlib
@@ -18,21 +19,23 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.decoding import decode
+from elfatt_sd.evaluation.decoding import decode, pixels_of
 from elfatt_sd.evaluation.entries import Entry, Source
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
 from elfatt_sd.files import atomic_file
 from elfatt_sd.progress import Lines, Progress
 
+LARGE = 1 << 25  # pixels of a picture of which one at a time is held: 100 MB of them, and several times that to decode
 CHUNK = 1024  # pictures that are committed together
+Decoded = np.ndarray[Any, np.dtype[np.uint8]] | str  # a picture `[h, w, 3]`, or its name and what is wrong
 FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
 RESIZES = ("none", "crop", "stretch")
 # What is wrong with a file for good: damaged, away, no plain file, a link to itself. Anything else may pass.
@@ -98,7 +101,7 @@ class Pictures(Protocol):
     def __len__(self) -> int:
         """Return how many there are."""
 
-    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
+    def load(self, start: int, stop: int) -> Iterator[Decoded]:
         """Yield the pictures of a range in order, with bounded look-ahead."""
 
 
@@ -114,8 +117,8 @@ class SourcePictures:
         """Return the number of entries."""
         return len(self.source.entries)
 
-    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
-        """Yield decoded pictures; for an unreadable one its name and what is wrong.
+    def load(self, start: int, stop: int) -> Iterator[Decoded]:
+        """Yield decoded pictures; for an unreadable one its name and what is wrong. Large ones are decoded one by one.
 
         Raises:
             ElfattError: the disk does not give a picture: that may pass, and what cannot be decoded does not.
@@ -123,16 +126,19 @@ class SourcePictures:
         entries = self.source.entries[start:stop]
         ahead = 4 * self.threads
         with ThreadPoolExecutor(self.threads) as pool:
-            futures = deque(pool.submit(self._load, entry) for entry in entries[:ahead])
+            futures = deque(pool.submit(self._load, entry, LARGE) for entry in entries[:ahead])
             for position in range(len(entries)):
-                yield futures.popleft().result()
+                found = futures.popleft().result()
+                yield found if found is not None else cast(Decoded, self._load(entries[position]))
                 futures.extend(
-                    pool.submit(self._load, entry) for entry in entries[position + ahead : position + ahead + 1]
+                    pool.submit(self._load, entry, LARGE) for entry in entries[position + ahead : position + ahead + 1]
                 )
 
-    def _load(self, entry: Entry) -> np.ndarray[Any, np.dtype[np.uint8]] | str:
+    def _load(self, entry: Entry, most: float = math.inf) -> Decoded | None:
+        """Return a picture, or its name and what is wrong; None for one of more pixels than `most`."""
         try:
-            return self.preprocessing(decode(self.source.read(entry)))
+            content = self.source.read(entry)
+            return None if pixels_of(content) > most else self.preprocessing(decode(content))
         except (ElfattError, MemoryError):
             raise
         except Exception as error:  # Pillow raises many kinds for damaged files
@@ -243,7 +249,8 @@ def _extract_range(
             unreadable.append(picture)
         else:
             batch.append(picture)
-        if len(batch) == batch_size or (done == stop and batch):
+        whole = len(batch) == batch_size or sum(each.size for each in batch) > 3 * LARGE
+        if whole or (done == stop and batch):
             features.append(_features(extractor, batch))
             batch = []
             if tell is not None:

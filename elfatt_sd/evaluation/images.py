@@ -18,7 +18,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
 from elfatt_sd.planning import input_grid
-from elfatt_sd.running import exact_size, guidance_options, rows_of, taken
+from elfatt_sd.running import check_steps, exact_size, guidance_options, rows_of, taken
 
 
 class BadImage(ElfattError):
@@ -38,7 +38,7 @@ def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any
         device: takes the place of the protocol's.
 
     Raises:
-        ElfattError: the model cannot be loaded, or diffusers has no such scheduler.
+        ElfattError: the model cannot be loaded, or diffusers has no such scheduler, or it has too few timesteps.
     """
     from elfatt_sd.pipelines import load_pipeline
 
@@ -49,6 +49,7 @@ def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any
     for extra in ("safety_checker", "watermark"):
         if getattr(pipe, extra, None) is not None:
             setattr(pipe, extra, None)
+    check_steps(pipe, protocol.steps)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -20,6 +20,8 @@ from elfatt_sd.evaluation.decoding import decode as decode
 from elfatt_sd.evaluation.entries import BESIDE, Entry, Source, ends, is_litter, parent, sorted_out, stamp
 from elfatt_sd.files import read_plain
 
+_MOST_SHARDS = 100_000
+_MOST_PATHS = 64  # that lead to one folder; links between folders multiply
 _NAMED = 3  # left-out files that a sentence names
 ACCEPTED = (
     "a folder of pictures, an uncompressed .tar, a .zip, a folder of .tar shards or their pattern (val-*.tar, "
@@ -105,6 +107,8 @@ def _expanded(name: str) -> list[str]:
     if choices is None:
         width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
         low, high = sorted((int(first), int(last)))
+        if high - low >= _MOST_SHARDS:
+            raise ElfattError(f"reference {name} names {high - low + 1} files; accepted: at most {_MOST_SHARDS}.")
         values = [f"{number:0{width}}" for number in range(low, high + 1)]
     else:
         values = choices.split(",")
@@ -131,7 +135,7 @@ def _archives(path: Path, files: Sequence[Path]) -> Source:
 
 def _folder(folder: Path) -> Source:
     try:
-        files = [(path.relative_to(folder).as_posix(), path) for path in _files_below(folder)]
+        files = [(path.relative_to(folder).as_posix(), path) for path in _files_below(folder, Counter())]
     except OSError as error:
         raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
     images, left_out = sorted_out(files, lambda path: path.open("rb") if path.is_file() else None)
@@ -140,16 +144,21 @@ def _folder(folder: Path) -> Source:
     return Source(entries, fingerprint, lambda entry: read_plain(entry.where), left_out)
 
 
-def _files_below(folder: Path, above: frozenset[tuple[int, int]] = frozenset()) -> Iterator[Path]:
+def _files_below(
+    folder: Path, paths: Counter[tuple[int, int]], above: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[Path]:
     """Files in a folder and in all below it, linked ones too, except where a link leads back to a folder above."""
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
     if here in above:
         return
+    paths[here] += 1
+    if paths[here] > _MOST_PATHS:
+        raise ElfattError(f"reference: links lead to {folder} by more than {_MOST_PATHS} paths; give a folder without.")
     with os.scandir(folder) as found:
         for item in found:
             if _is_folder(item):
-                yield from _files_below(folder / item.name, above | {here})
+                yield from _files_below(folder / item.name, paths, above | {here})
             else:
                 yield folder / item.name
 

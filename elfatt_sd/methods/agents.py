@@ -96,6 +96,13 @@ class Agents(Attention):
             return self.said(fitted, "agent_ratio", "agents merged at #", "{:.0%}")
         return self.said(fitted, "agents", "# agents")
 
+    def pools(self, tokens: int) -> Sequence[int]:
+        """Neighbours in the order of the tokens, unless agents are merged tokens."""
+        if self.matches:
+            return ()
+        count = min(self.agents, tokens)
+        return [tokens // count + (number < tokens % count) for number in range(count)]
+
     @property
     def family(self) -> str:
         """What plots group it with."""

@@ -286,6 +286,14 @@ class Attention:
         settings = [self.said(fitted, field.name, f"{field.name} #") for field in dataclasses.fields(self)]
         return f"{self.name} ({', '.join(settings)})" if settings else self.name
 
+    def pools(self, tokens: int) -> Sequence[int]:
+        """Return how many tokens in a row are averaged into each agent; nothing without agents.
+
+        Args:
+            tokens: that `attend` is given.
+        """
+        return ()
+
     @property
     def family(self) -> str:
         """What plots group it with."""

@@ -97,6 +97,10 @@ class Elfatt(Agents):
         blocks = self.said(fitted, "block_size", f"{self.block_order} blocks of #")
         return f"{super().words(fitted)} and {blocks}"
 
+    def pools(self, tokens: int) -> Sequence[int]:
+        """Those of the agents, where heads attend through any."""
+        return super().pools(tokens) if self._agents else ()
+
     @property
     def family(self) -> str:
         """What plots group it with; with agents in none or all of the heads, it is what is left of it."""

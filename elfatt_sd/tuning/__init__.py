@@ -160,9 +160,9 @@ def _run_known(search: Any, name: str, before: Mapping[str, Any]) -> None:
 
 
 def _patches_of(pipe: Any) -> dict[str, Any]:
-    from elfatt_sd.patch import _patches
+    from elfatt_sd.patch import patches_of
 
-    return _patches(pipe)
+    return patches_of(pipe)
 
 
 def _teller(runs: Any, progress: Tell | None) -> Callable[[str, int], None]:

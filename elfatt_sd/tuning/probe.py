@@ -29,6 +29,7 @@ from elfatt_sd.measuring.clock import Stopwatch, timed
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.schedule import Schedule, SchedulerFinder
+from elfatt_sd.surroundings import after_forward
 from elfatt_sd.tuning.candidates import bases
 
 SINCE = (0, 1, 3)  # steps since the difference to exact attention was measured; in between, errors are interpolated
@@ -164,27 +165,16 @@ class Probe:
 
     def _wrap(self, module: Any, after: Callable[..., None], undo: contextlib.ExitStack) -> None:
         """Call `after(call_again, output)` after every call of a module's forward."""
-        forward, own = module.forward, module.__dict__.get("forward")
 
-        @functools.wraps(forward)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
+        def measured(again: Callable[[], Any], output: Any) -> None:
             if not self._busy:
                 self._busy = True
                 try:
-                    after(lambda: forward(*args, **kwargs), output)
+                    after(again, output)
                 finally:
                     self._busy = False
-            return output
 
-        def put_back() -> None:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-
-        module.forward = wrapped
-        undo.callback(put_back)
+        undo.callback(after_forward(module, measured))
 
     def _place(self, step: int) -> tuple[int, int] | None:
         """Return the stretch of a step, and its place among those that may share; None where nothing is measured."""

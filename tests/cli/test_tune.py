@@ -40,6 +40,8 @@ def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> N
         (["--closeness", 30, "--height", 30], "height=30 is not accepted"),
         (["--closeness", 30, "--prompts", "nowhere.txt"], "cannot be read"),
         (["--closeness", 30, "--save", "pyproject.toml/x.json"], "save="),
+        (["--closeness", 30, "--steps", 5000], "steps=5000 is not accepted; give a whole number from 1 to 1000"),
+        (["--closeness", 30, "--height", 65536, "--width", 65536], "an image of 65536x65536 needs about"),
         (["--closeness", 30, "--metric", "fid"], "metric='fid' is not known"),
     ],
 )

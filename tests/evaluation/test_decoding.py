@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from elfatt_sd.evaluation.decoding import decode
+from elfatt_sd.evaluation.decoding import decode, is_image
 
 
 def saved(image: Image.Image, format: str, **options: Any) -> bytes:
@@ -44,6 +44,13 @@ def test_twelve_bits_are_not_read_as_sixteen(monkeypatch: pytest.MonkeyPatch) ->
     content = saved(grey(200 * 16, np.uint16), "TIFF", tiffinfo={})
     monkeypatch.setattr("elfatt_sd.evaluation.decoding._bits", lambda opened: 12)
     assert first_pixel(content) == (200, 200, 200)
+
+
+def test_drawings_are_not_handed_to_another_program() -> None:
+    drawing = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n"
+    assert not is_image(io.BytesIO(drawing))
+    with pytest.raises(OSError, match=r"a drawing \(EPS\), which has no pixels of its own"):
+        decode(drawing)
 
 
 def test_deep_transparent_pixels_are_white() -> None:

@@ -256,3 +256,14 @@ def test_another_specification_in_the_folder_is_refused(
     done = call("generate", protocol, "--out", tmp_path / "run", *sets(full_overrides(workplace)), "--set", "steps=6")
     assert done.code == 2
     assert "steps: 4 there, 6 here" in done.err
+
+
+@pytest.mark.parametrize("words", [["run"], ["run", "--dry-run"], ["generate"]])
+def test_more_steps_than_the_scheduler_has_are_refused(
+    call: Any, workplace: Path, tmp_path: Path, words: list[str]
+) -> None:
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    done = call(words[0], protocol, "--out", tmp_path / "run", *words[1:], "--set", "steps=5000")
+    assert done.code == 2
+    assert "steps=5000 is not accepted; give a whole number from 1 to 1000" in done.err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,191 @@
+"""Draw what was seen over the image."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from elfatt_sd.evaluation.report.palette import INK
+from elfatt_sd.evaluation.report.plots import drawing
+from elfatt_sd.visualize.looks import Grouping, Heads, Look
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLUMNS, PANEL = 5, 2.7  # panels in a row at most, and inches of one
+_WASH = 0.55  # how much lighter the image is below what is drawn over it
+_COVER = 0.78  # opacity of what is drawn over the image
+_GOLDEN = 0.6180339887  # of the hue circle: colours of groups with near numbers are far apart
+Painter = Callable[[Any], None]
+Panel = tuple[str, str, Painter]  # title, caption, and what draws it
+
+
+def draw(look: Look, image: Image.Image | None = None) -> Figure:
+    """Draw a look, one panel for each thing that is seen in it.
+
+    Args:
+        look: what `watch` saw.
+        image: the finished image, which lies below; None draws the grid alone.
+
+    Returns:
+        a figure of matplotlib; `savefig` writes it.
+
+    Raises:
+        ElfattError: matplotlib is not installed.
+    """
+    with drawing():
+        from matplotlib.figure import Figure
+
+        panels = list(_panels(look, image))
+        rows = -(-len(panels) // COLUMNS)
+        columns = -(-len(panels) // rows)
+        figure = Figure(figsize=(columns * PANEL, rows * (PANEL + 0.55) + 0.75), layout="constrained")
+        for number, (title, caption, paint) in enumerate(panels):
+            axes = figure.add_subplot(rows, columns, number + 1)
+            _underlay(axes, look, image)
+            paint(axes)
+            axes.set_title(title, fontsize=9, fontweight="bold")
+            axes.set_xlabel(textwrap.fill(caption, 44), fontsize=7.5)
+        figure.suptitle(_title(look), fontsize=9.5, color=INK, x=0.01, ha="left")
+    return figure
+
+
+def _title(look: Look) -> str:
+    grid = f"{look.grid.rows} x {look.grid.columns} tokens" + f", frame 1 of {look.grid.frames}" * (
+        look.grid.frames > 1
+    )
+    lines = f"{look.method}, step {look.step + 1} of {look.steps}: {look.what}\nlayer {look.layer}, {grid}"
+    return "\n".join(textwrap.fill(line, 118) for line in lines.splitlines())
+
+
+def _panels(look: Look, image: Image.Image | None) -> Iterator[Panel]:
+    """Yield what there is to draw."""
+    if image is not None:
+        yield "image", "the finished image; the query is the small square", lambda axes: _paint_image(axes, look, image)
+    for grouping in ([look.merged] if look.merged is not None else []) + list(look.agents):
+        yield _grouping(look, grouping, "agents" if grouping is not look.merged else "merged tokens")
+    for heads in look.heads:
+        if heads.same_keys is not None:
+            yield _sets(look, heads, len(look.heads) > 1)
+    if look.heads:
+        yield from _keys(look)
+    yield _error(look)
+
+
+def _grouping(look: Look, grouping: Grouping, name: str) -> Panel:
+    shared = grouping.sizes > 1
+    kept = look.grid.tokens - int(shared.sum()) + len(np.unique(grouping.labels[shared]))
+    left = f", {kept} of {look.grid.tokens} are left" if name == "merged tokens" else f": {grouping.count} agents"
+    caption = f"tokens of one colour {grouping.what}{left}"
+    if not shared.all():
+        caption += "; tokens without a colour stay as they are"
+    return name, caption, lambda axes: _paint_labels(axes, look, grouping.labels, shared)
+
+
+def _sets(look: Look, heads: Heads, several: bool) -> Panel:
+    assert heads.same_keys is not None
+    labels = heads.same_keys
+    count = len(np.unique(labels))
+    caption = f"queries of one colour see the same keys: {count} different sets"
+    name = f"shared keys, {heads.name}" if several else "shared keys"
+    return name, caption, lambda axes: _paint_labels(axes, look, labels, np.ones(len(labels), dtype=bool))
+
+
+def _keys(look: Look) -> Iterator[Panel]:
+    """Yield the weights of exact attention, and those of each group of heads."""
+    size = sum(len(heads.numbers) for heads in look.heads)
+    exact: NDArray[np.float64] = sum(heads.exact * len(heads.numbers) for heads in look.heads) / size  # type: ignore[assignment]
+    text = sum(heads.exact_text * len(heads.numbers) for heads in look.heads) / size
+    everywhere = np.ones(len(exact), dtype=bool)
+    caption = "how much the query (the square) takes from each token: the darker, the more" + _on_text(text)
+    yield "exact attention", caption, lambda axes: _paint_weights(axes, look, exact, everywhere)
+    for heads in look.heads:
+        name = "the method" + f", {heads.name}" * (len(look.heads) > 1)
+        seen = int(heads.seen.sum())
+        what = f"what it takes instead: it sees {seen} of {look.grid.tokens} tokens" + _on_text(heads.text)
+        yield name, what, functools.partial(_paint_weights, look=look, weights=heads.weights, seen=heads.seen)
+
+
+def _on_text(weight: float) -> str:
+    return f"; {weight:.0%} is from the text" if weight else ""
+
+
+def _error(look: Look) -> Panel:
+    caption = (
+        f"what the layer returned minus its exact output for the same input, {look.relative_error:.1%} of its norm; "
+        f"white: no difference, darkest: {_most(look.error):.0%} or more of a token's mean norm"
+    )
+    return "error", caption, lambda axes: _paint_error(axes, look)
+
+
+def _underlay(axes: Any, look: Look, image: Image.Image | None) -> None:
+    """Draw the image in light grey, and leave out ticks and frames."""
+    extent = (0, look.grid.columns, look.grid.rows, 0)
+    if image is not None:
+        grey = np.asarray(image.convert("L"), dtype=np.float64) / 255
+        axes.imshow(grey * (1 - _WASH) + _WASH, cmap="gray", vmin=0, vmax=1, extent=extent, interpolation="bilinear")
+    axes.set(xlim=(0, look.grid.columns), ylim=(look.grid.rows, 0), xticks=[], yticks=[], aspect="equal")
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+
+
+def _frame(look: Look, values: NDArray[Any]) -> NDArray[Any]:
+    """Return the first frame of values `[N, ...]` as `[rows, columns, ...]`."""
+    framed: NDArray[Any] = values.reshape(*look.grid, *values.shape[1:])[0]
+    return framed
+
+
+def _show(axes: Any, look: Look, colours: NDArray[np.float64]) -> None:
+    axes.imshow(_frame(look, colours), extent=(0, look.grid.columns, look.grid.rows, 0), interpolation="nearest")
+
+
+def _paint_labels(axes: Any, look: Look, labels: NDArray[np.int64], shown: NDArray[np.bool_]) -> None:
+    from matplotlib.colors import hsv_to_rgb
+
+    hue = labels * _GOLDEN % 1.0
+    shade = np.stack([hue, 0.55 + 0.35 * (labels % 2), 0.95 - 0.25 * (labels % 3) / 2], -1)
+    _show(axes, look, np.concatenate([hsv_to_rgb(shade), _COVER * shown[:, None]], -1))
+
+
+def _paint_weights(axes: Any, look: Look, weights: NDArray[np.float64], seen: NDArray[np.bool_]) -> None:
+    """Draw weights; equal ones are pale."""
+    from matplotlib import colormaps
+
+    top = max(_most(weights[seen]), 3 * float(weights[seen].mean())) if seen.any() else 1.0
+    strength = np.clip(weights / top, 0, 1) ** 0.6
+    colours = colormaps["YlGnBu"](0.12 + 0.88 * strength)
+    colours[:, 3] = np.where(seen, 0.85, 0.0)
+    _show(axes, look, colours)
+    _mark_query(axes, look)
+
+
+def _paint_image(axes: Any, look: Look, image: Image.Image) -> None:
+    axes.imshow(np.asarray(image.convert("RGB")), extent=(0, look.grid.columns, look.grid.rows, 0))
+    _mark_query(axes, look)
+
+
+def _mark_query(axes: Any, look: Look) -> None:
+    from matplotlib.patches import Rectangle
+
+    row, column = divmod(look.query, look.grid.columns)
+    for colour, width in (("white", 3.4), ("black", 1.5)):
+        axes.add_patch(Rectangle((column - 0.5, row - 0.5), 2, 2, fill=False, edgecolor=colour, linewidth=width))
+
+
+def _paint_error(axes: Any, look: Look) -> None:
+    from matplotlib import colormaps
+
+    colours = colormaps["OrRd"](np.clip(look.error / _most(look.error), 0, 1))
+    colours[:, 3] = _COVER
+    _show(axes, look, colours)
+
+
+def _most(values: NDArray[np.float64]) -> float:
+    """Return the value that has the darkest colour: all but the largest are below."""
+    return max(float(np.quantile(values, 0.99)), 1e-12)

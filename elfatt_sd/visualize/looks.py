@@ -1,0 +1,247 @@
+"""What is seen in one layer and step: plain arrays, and the pure functions that make them of tensors.
+
+Shapes: N tokens of the grid, M tokens that attention is given (fewer where tokens merge), H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from elfatt_sd.tiling import Grid
+
+if TYPE_CHECKING:
+    from elfatt_sd.joint import Keys
+
+MOST_SETS = 512  # of keys: where queries see more different ones, these are not told apart
+_SAME = 1e-4  # relative difference up to which two queries see the same keys
+Labels = NDArray[np.int64]
+Weights = NDArray[np.float64]
+Attend = Callable[[Tensor, Tensor, Tensor, "Keys | None"], Tensor]
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Tokens that have something in common.
+
+    Attributes:
+        what: they are, in a few words.
+        labels: number `[N]` of each token's group.
+    """
+
+    what: str
+    labels: Labels
+
+    @property
+    def sizes(self) -> Labels:
+        """Number `[N]` of tokens in each token's group."""
+        return np.bincount(self.labels)[self.labels]
+
+    @property
+    def count(self) -> int:
+        """Number of groups."""
+        return len(np.unique(self.labels))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads in which queries see the same keys.
+
+    Attributes:
+        numbers: of the heads, from 0.
+        same_keys: number `[N]` of the set of keys that each query sees; None where all see the same, or there are more
+            than `MOST_SETS` sets.
+        weights: the query's weight `[N]` on each key, mean over the heads; it sums to 1 with that of the text.
+        exact: what exact attention gives these heads, likewise.
+        text: the query's weight on text and reference images.
+        exact_text: what exact attention gives it.
+    """
+
+    numbers: tuple[int, ...]
+    same_keys: Labels | None
+    weights: Weights
+    exact: Weights
+    text: float = 0.0
+    exact_text: float = 0.0
+
+    @property
+    def seen(self) -> NDArray[np.bool_]:
+        """Which keys `[N]` the query sees."""
+        return np.not_equal(self.weights, 0)
+
+    @property
+    def name(self) -> str:
+        """Which heads, in words; numbers begin with 1."""
+        first, last = self.numbers[0] + 1, self.numbers[-1] + 1
+        if last - first + 1 == len(self.numbers):
+            return f"head {first}" if first == last else f"heads {first} to {last}"
+        return f"heads {', '.join(str(number + 1) for number in self.numbers)}"
+
+
+@dataclass(frozen=True)
+class Look:
+    """One self-attention layer in one step of a run.
+
+    Attributes:
+        method: name of the method.
+        what: the layer does in this step, in words.
+        layer: its path in the denoiser.
+        step: from 0.
+        steps: of the run.
+        grid: of the layer's tokens.
+        query: place of the query in the grid, row by row.
+        heads: what the query sees, by groups of heads; empty where nothing is computed.
+        merged: which tokens merge into one; None if none do.
+        agents: which tokens are averaged into each agent, for each kind of agents.
+        error: norm `[N]` of what the layer returned minus its exact output, for the same input, divided by the root
+            mean square over tokens of the exact output's norm.
+        relative_error: norm of that difference divided by the norm of the exact output, over all tokens.
+    """
+
+    method: str
+    what: str
+    layer: str
+    step: int
+    steps: int
+    grid: Grid
+    query: int
+    heads: tuple[Heads, ...]
+    merged: Grouping | None
+    agents: tuple[Grouping, ...]
+    error: Weights
+    relative_error: float
+
+
+def token_at(grid: Grid, at: tuple[float, float]) -> int:
+    """Return the token at a point of the image, in the first frame of a video.
+
+    Args:
+        grid: of the tokens.
+        at: fractions of the width and of the height, from the top left corner, in [0, 1].
+    """
+    column, row = (min(int(part * size), size - 1) for part, size in zip(at, (grid.columns, grid.rows), strict=True))
+    return row * grid.columns + column
+
+
+def errors(given: Tensor, exact: Tensor) -> tuple[Weights, float]:
+    """Compare a layer's output with the exact one.
+
+    Args:
+        given: `[N, channels]`.
+        exact: the same shape.
+
+    Returns:
+        `error` and `relative_error` of `Look`.
+    """
+    difference = (given - exact).double().norm(dim=-1).cpu().numpy()
+    scale = float(exact.double().norm()) or 1.0
+    return difference * len(difference) ** 0.5 / scale, float(np.linalg.norm(difference)) / scale
+
+
+def exact_weights(q: Tensor, k: Tensor, context: Keys | None = None) -> tuple[Weights, Weights]:
+    """Return the weights of exact attention, `softmax(q k^T / sqrt(D))`.
+
+    Args:
+        q: one query `[H, D]`.
+        k: keys of the image `[N, H, D]`.
+        context: keys of text `[1, T, H, D]`.
+
+    Returns:
+        weights `[H, N]` on the image, and weights `[H]` on the text.
+    """
+    keys = k if context is None else torch.cat([k, context.k[0]])
+    logits = torch.einsum("hd,nhd->hn", q, keys) * q.shape[-1] ** -0.5
+    if context is not None and context.mask is not None:
+        mask = context.mask[:1]
+        logits[:, len(k) :] += mask.to(q.dtype).log() if mask.dtype == torch.bool else mask
+    weights = logits.double().softmax(-1).cpu().numpy()
+    return weights[:, : len(k)], weights[:, len(k) :].sum(-1)
+
+
+def weights_of(attend: Attend, q: Tensor, k: Tensor, v: Tensor, context: Keys | None, query: int) -> Any:
+    """Return the weights with which an attention mixes values into one query's output: its gradient by the values.
+
+    Args:
+        attend: returns the mixed values `[1, M, H, D]`; it is linear in the values.
+        q: queries `[1, M, H, D]`.
+        k: keys, the same shape.
+        v: values, the same shape.
+        context: keys of text.
+        query: its place among the M.
+
+    Returns:
+        weights `[H, M]` on the image, and `[H]` on the text.
+    """
+    with _gradients():
+        values = v.clone().requires_grad_()
+        text = None if context is None else context._replace(v=context.v.clone().requires_grad_())
+        mixed = attend(q.clone(), k.clone(), values, text)[0, query].sum()
+        if not mixed.requires_grad:  # an output without values
+            return np.zeros((q.shape[2], q.shape[1])), np.zeros(q.shape[2])
+        wanted = [values, *([text.v] if text is not None else [])]
+        found = torch.autograd.grad(mixed, wanted, allow_unused=True)
+    image, *beside = [None if part is None else part[0].double().mean(-1).T.cpu().numpy() for part in found]
+    none = np.zeros((q.shape[2], q.shape[1]))
+    on_text = [part.sum(-1) for part in beside if part is not None]
+    return none if image is None else image, on_text[0] if on_text else np.zeros(q.shape[2])
+
+
+def same_keys(attend: Attend, shape: Sequence[int], context: Keys | None, like: Tensor) -> list[Labels | None]:
+    """Tell which queries see the same keys: with equal logits, these have the same mean of random values.
+
+    Args:
+        attend: as for `weights_of`.
+        shape: of the queries `[1, M, H, D]`.
+        context: keys of text.
+        like: a tensor on the device to use.
+
+    Returns:
+        for each head, the number `[M]` of the set that each query sees; None where there are more than `MOST_SETS`.
+    """
+    zeros, generator = like.new_zeros(tuple(shape)), torch.Generator().manual_seed(0)
+    random = torch.randn(tuple(shape), generator=generator).to(like)
+    text = None if context is None else context._replace(k=torch.zeros_like(context.k), v=torch.zeros_like(context.v))
+    ones = None if text is None else text._replace(v=torch.ones_like(text.v))
+    with torch.no_grad():
+        own = attend(zeros, zeros, torch.ones_like(zeros), ones) - 1  # values that are added to their token's output
+        means = attend(zeros, zeros, random, text) - own * random
+    return [_alike(means[0, :, head].double().cpu().numpy()) for head in range(means.shape[2])]
+
+
+def _alike(rows: Weights) -> Labels | None:
+    """Number equal rows `[M, D]`; None where too many differ."""
+    tolerance = _SAME * (rows.std() or 1.0)
+    labels = np.full(len(rows), -1)
+    for number in range(MOST_SETS + 1):
+        left = np.flatnonzero(labels < 0)
+        if not len(left):
+            return labels
+        near = np.abs(rows[left] - rows[left[0]]).max(axis=1) <= tolerance
+        labels[left[near]] = number
+    return None
+
+
+def head_groups(labels: Sequence[Labels | None]) -> list[tuple[int, ...]]:
+    """Return the heads whose queries see the same sets of keys, together.
+
+    Args:
+        labels: by head, as `same_keys` returns them.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for head, each in enumerate(labels):
+        groups.setdefault(b"" if each is None else each.tobytes(), []).append(head)
+    return [tuple(heads) for heads in groups.values()]
+
+
+@contextlib.contextmanager
+def _gradients() -> Any:
+    """Allow gradients, also inside `torch.no_grad()` and `torch.inference_mode()`."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
