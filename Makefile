@@ -13,7 +13,7 @@ OLDEST := families compatibility gpu methods peers toy cli/test_generate.py cli/
   processor residuals running schedule shapes standalone timesteps trial))
 OLDEST_TESTS ?= $(addprefix tests/,$(OLDEST))
 
-.PHONY: help demo test test-oldest lint format docs notebooks quickstart clean
+.PHONY: help demo test test-oldest lint format docs kernels notebooks quickstart clean
 
 help:
 	@echo "make demo         one prompt with every method, side by side, with times and closeness"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
 	@echo "make lint         ruff, mypy, and the prose;  make format mends what ruff can"
 	@echo "make docs         build the site into outputs/site, with all links checked"
+	@echo "make kernels      compile the Triton kernels for cards that need not be here; fails if one spills"
 	@echo "make notebooks    execute the notebooks into outputs/notebooks"
 	@echo "make quickstart   execute the first notebook in place: it is committed with its pictures"
 
@@ -46,6 +47,10 @@ format: .venv/.installed-dev
 # Strict: a link or an anchor that leads nowhere is an error. It needs no network.
 docs: .venv/.installed-dev
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
+
+# Triton comes with PyTorch on Linux.
+kernels: .venv/.installed-dev
+	TRITON_DEFAULT_FP_FUSION=1 .venv/bin/python benchmarks/kernels.py
 
 notebooks: .venv/.installed-dev
 	$(NBCONVERT) --output-dir outputs/notebooks notebooks/*.ipynb

@@ -371,7 +371,7 @@ def _uses(state: LayerState, phase: Phase) -> int:
 def _is_compiled(denoiser: nn.Module, layer: str) -> bool:
     """Tell whether a layer, or something around it, was compiled as a whole or in place."""
     path = itertools.accumulate(layer.split("."), getattr, initial=denoiser)
-    return any(unwrap(module) is not module or module._compiled_call_impl is not None for module in path)
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in path)
 
 
 def _execution_device(denoiser: Any) -> torch.device:

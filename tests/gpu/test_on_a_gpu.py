@@ -13,6 +13,7 @@ from checks import with_effect
 import elfatt_sd
 from elfatt_sd import ElfattError
 from elfatt_sd.presets import METHODS
+from elfatt_sd.sampled import sampled_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 STEPS = 8
@@ -54,3 +55,15 @@ def test_a_graph_around_a_patched_model_is_refused() -> None:
     denoise(unet)
     with pytest.raises(ElfattError, match="a CUDA graph of a patched model"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         denoise(unet)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [40, 64, 128, 160])
+def test_triton_attends_as_pytorch_does(dtype: torch.dtype, size: int) -> None:
+    from elfatt_sd.kernels import sampled_launch
+
+    pytest.importorskip("triton")
+    q = torch.randn(2, 1000, 4, size, device="cuda", dtype=dtype)
+    k, v = torch.randn(2, 2, 128, 4, size, device="cuda", dtype=dtype)
+    own = sampled_launch.sampled(q, k, v, 2, order=None, stands_for=1.0, context=None)
+    torch.testing.assert_close(own.float(), sampled_attention(q.float(), k.float(), v.float(), 2), rtol=2e-2, atol=2e-2)
