@@ -283,8 +283,9 @@ def _print_estimate(run: Run, reuse: Sequence[Path]) -> None:
     if took is not None:
         parts = ", ".join(f"{_duration(hours)} {what}" for what, hours in took.parts.items())
         console.print(
-            f"to do: about {parts}; {_duration(took.hours)} in all, at {took.seconds_per_image:.3g} s an image; the "
-            "reference and the scores come on top"
+            f"to do: about {parts}; {_duration(took.hours)} in all, at {took.seconds_per_image:.3g} s an image in "
+            f"batches of {run.protocol.batch}, by {took.processes} process{'es' * (took.processes > 1)}; metrics and "
+            "intervals come on top"
         )
     for line in found:
         complain(line)

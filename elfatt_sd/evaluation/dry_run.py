@@ -9,22 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.first_steps import kept_calls
 from elfatt_sd.evaluation.images import check_batch_fits, image_seed, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import WARMUP_STEPS, timed_call
 from elfatt_sd.evaluation.memory import program_of
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
+from elfatt_sd.evaluation.processes import process_state
 from elfatt_sd.evaluation.protocols import Cell, Protocol, check_protocol_fits
 from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.results import STAGE_FILES
-from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Row, Run, RunFailure
+from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, TIME_FILE, Row, Run, RunFailure
 from elfatt_sd.evaluation.stages import check_device, first_checks
 from elfatt_sd.files import check_writable
 from elfatt_sd.measuring.clock import Stopwatch
 
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat pictures take less
 _PROBE_STEPS = 2
+_PROBE_IMAGES = 8  # for an extractor
 
 
 @dataclass(frozen=True)
@@ -32,17 +36,21 @@ class Estimate:
     """How long the rest of a run will take, as if every row were the untouched pipeline.
 
     Attributes:
-        seconds_per_image: of the untouched pipeline on this machine, one image at a time.
+        seconds_per_image: of the untouched pipeline on this machine, in the protocol's batches.
         generation_hours: to make the images, the exact first steps that rows have in common once.
         timing_hours: to time all rows, warm-up included; 0 where that is done.
         memory_hours: to measure the memory of all rows that are not measured, each program once, with the start of
             each process.
+        scoring_hours: to put the images and the reference's through the extractors; 0 where that is done.
+        processes: that share making and scoring.
     """
 
     seconds_per_image: float
     generation_hours: float
     timing_hours: float
     memory_hours: float
+    scoring_hours: float = 0.0
+    processes: int = 1
 
     @property
     def parts(self) -> dict[str, float]:
@@ -51,6 +59,7 @@ class Estimate:
             "to generate": self.generation_hours,
             "to time": self.timing_hours,
             "for the memory": self.memory_hours,
+            "for the features": self.scoring_hours,
         }
 
     @property
@@ -60,7 +69,7 @@ class Estimate:
 
 
 def estimate(run: Run) -> Estimate:
-    """Estimate the time of a run, from one image with two steps; what is finished does not count.
+    """Estimate the time of a run, from one batch with two steps; what is finished does not count.
 
     Raises:
         ElfattError: the model or the labels cannot be loaded.
@@ -70,7 +79,27 @@ def estimate(run: Run) -> Estimate:
     weighed, processes = _memory_to_measure(run)
     hours = (count * seconds / 3600 for count in (_images_to_make(run), _images_to_time(run), weighed))
     generation, timed, memory = hours
-    return Estimate(seconds, generation, timed, memory + processes * starting.seconds / 3600)
+    sharing = process_state(run.protocol.device).num_processes
+    scoring = _seconds_to_score(run) / 3600
+    started = processes * starting.seconds / 3600
+    return Estimate(seconds, generation / sharing, timed, memory + started, scoring / sharing, sharing)
+
+
+def _seconds_to_score(run: Run) -> float:
+    """Estimate how long the extractors take, from one batch each; metrics and distances take little beside."""
+    from elfatt_sd.evaluation.score import load_extractors, reference_left
+
+    protocol = run.protocol
+    finished = all(row.finished for row in run.rows) and (run.folder / SCORES_FILE).exists()
+    images = 0 if finished or not protocol.extractors else count_images(run) * protocol.frames
+    pictures = torch.zeros(_PROBE_IMAGES, 3, protocol.height, protocol.width, dtype=torch.uint8)
+    seconds = 0.0
+    for extractor in load_extractors(protocol) if images else ():
+        extractor(pictures[:1])
+        with Stopwatch() as watch:
+            extractor(pictures)
+        seconds += watch.seconds / _PROBE_IMAGES * (images + reference_left(protocol, extractor))
+    return seconds
 
 
 def _images_to_make(run: Run) -> float:
@@ -125,7 +154,7 @@ def disk_gib(run: Run) -> float:
 
 
 def probe_seconds(protocol: Protocol) -> float:
-    """Estimate the seconds per image of the untouched pipeline from one image with two steps, after one to warm up.
+    """Estimate the seconds per image of the untouched pipeline from one batch with two steps, after one to warm up.
 
     Raises:
         ElfattError: the model cannot be loaded, or its images do not fit into memory.
@@ -136,10 +165,11 @@ def probe_seconds(protocol: Protocol) -> float:
     pipe = load_protocol_pipeline(protocol)
     check_batch_fits(pipe, protocol)
     short = dataclasses.replace(protocol, steps=_PROBE_STEPS)
-    prompt = [run_prompts(protocol)[0].text]
-    seeds = [image_seed(protocol, protocol.baseline, 0)]
-    timed_call(pipe, short, protocol.baseline, prompt, seeds)
-    seconds = timed_call(pipe, short, protocol.baseline, prompt, seeds)
+    prompts = [prompt.text for prompt in run_prompts(protocol)[: protocol.batch]]
+    seeds = [image_seed(protocol, protocol.baseline, index) for index in range(len(prompts))]
+    timed_call(pipe, short, protocol.baseline, prompts, seeds)
+    batch = timed_call(pipe, short, protocol.baseline, prompts, seeds)
+    seconds = {part: taken / len(prompts) for part, taken in batch.items()}
     probed = len(pipe.scheduler.timesteps)  # calls of the denoiser, which some schedulers make twice in a step
     steps = probed * protocol.steps / _PROBE_STEPS
     if not pipe.scheduler.config.get("use_dynamic_shifting"):  # which needs to know the image's size

@@ -104,7 +104,7 @@ def build_reference(
     )
     _check_same(str(source), identity)
     check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
-    folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
+    folder = _place(cache_dir, extractor, identity)
     with _one_launch_at_a_time(folder):
         if not by_first(lambda: _parts(folder, extractor.dimension) is not None):
             chunks = extract(
@@ -144,6 +144,25 @@ def check_reference(
     if _is_moments(source):
         return _from_moments(Path(source), extractor, expected, allow_count).identity
     return _pictures(str(source), extractor, preprocessing, expected, allow_count, per_class, classes)[1]
+
+
+def pictures_left(source: str | Path, extractor: Extractor, *, cache_dir: Path, **settings: Any) -> int:
+    """Return how many pictures `build_reference` would put through an extractor; none where they are cached.
+
+    Raises:
+        ElfattError: as for `check_reference`.
+    """
+    if _is_moments(source):
+        return 0
+    defaults: dict[str, Any] = {"expected": FULL_COUNT, "allow_count": False, "per_class": 0, "classes": ()}
+    given = {**defaults, "preprocessing": None, **settings}
+    pictures, identity = _pictures(str(source), extractor, **given)
+    known = _parts(_place(cache_dir, extractor, identity), extractor.dimension) is not None
+    return 0 if known else len(pictures)
+
+
+def _place(cache_dir: Path, extractor: Extractor, identity: str) -> Path:
+    return cache_dir / f"reference-{extractor.name}-{identity[:16]}"
 
 
 def check_given(source: str | Path) -> None:

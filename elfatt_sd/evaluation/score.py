@@ -28,7 +28,7 @@ from elfatt_sd.evaluation.pairs import cosines, most_changed, pair_changes, pair
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
+from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference, pictures_left
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
 from elfatt_sd.evaluation.statistics import batches, read_array
@@ -147,6 +147,16 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[st
     source, settings = protocol.reference.source, _reference_settings(protocol)
     found = {each.distance_name: check_reference(source, each, **settings) for each in extractors}
     return found | {f"metric {each.name}": each.identity for each in metrics}
+
+
+def reference_left(protocol: Protocol, extractor: Extractor) -> int:
+    """Return how many pictures of a protocol's reference an extractor still has to look at.
+
+    Raises:
+        ElfattError: the reference is missing, or the number of pictures is another.
+    """
+    settings = _reference_settings(protocol)
+    return pictures_left(protocol.reference.source, extractor, cache_dir=cache_folder(), **settings)
 
 
 def _reference(protocol: Protocol, extractor: Extractor, batch_size: int, progress: Progress | None) -> Reference:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elfatt_sd.evaluation import dry_run, generate
+from elfatt_sd.evaluation import dry_run, generate, score
 from elfatt_sd.evaluation.memory import program_of
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.run import Run
@@ -39,7 +40,27 @@ def test_the_estimate_leaves_out_what_is_done(
 ) -> None:
     monkeypatch.setattr(dry_run, "probe_seconds", lambda _: 3.5)
     found = dry_run.estimate(Run(finished_run, full_protocol))
-    assert (found.generation_hours, found.timing_hours, found.memory_hours) == (0, 0, 0)
+    assert (found.generation_hours, found.timing_hours, found.memory_hours, found.scoring_hours) == (0, 0, 0, 0)
+
+
+def test_the_estimate_counts_features_and_processes(full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "probe_seconds", lambda _: 3.5)
+    looked: list[int] = []
+    counted = score.reference_left
+
+    def left(protocol: Protocol, extractor: Any) -> int:
+        looked.append(counted(protocol, extractor))
+        return 10**9  # at a nanosecond each, a second
+
+    monkeypatch.setattr(score, "reference_left", left)
+    alone = dry_run.estimate(Run(Path("nowhere"), full_protocol))
+    assert all(0 <= count <= full_protocol.reference.count for count in looked)
+    assert len(looked) == len(full_protocol.extractors)
+    assert alone.scoring_hours > 1 / 3600
+    monkeypatch.setattr(dry_run, "process_state", lambda _: SimpleNamespace(num_processes=4))
+    shared = dry_run.estimate(Run(Path("nowhere"), full_protocol))
+    assert shared.generation_hours == pytest.approx(alone.generation_hours / 4)
+    assert shared.processes == 4
 
 
 def test_every_obstacle_is_named_at_once(
@@ -88,4 +109,4 @@ def _three_calls(pipe: Any, protocol: Protocol, cell: Any, prompts: list[str], s
     generate.make_images(pipe, protocol, prompts, seeds)
     handle.remove()
     assert len(calls) == 3  # two steps of PLMS, or of Heun's
-    return {"end_to_end": 2.5, "unet": 1.5}
+    return {"end_to_end": 2.5 * len(prompts), "unet": 1.5 * len(prompts)}
