@@ -186,7 +186,7 @@ class Patch:
         self._notices.warn_if_idle(position, run)
         if compiled:
             self._allow_recompiling()
-        self._shared.begin(position, run, given, compiled)
+        self._shared.begin(position, run, given._replace(compiled=compiled))
         call = self._shared.call
         if call is not None and given.differentiated:
             call.repeats = True

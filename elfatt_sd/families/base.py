@@ -32,6 +32,7 @@ class Given(NamedTuple):
         unit: of the timestep, of `timesteps.other_units`; None for timesteps.
         partial: whether the call leaves out some layers.
         differentiated: whether it has gradients, for which a checkpoint may compute it once more.
+        compiled: whether `torch.compile` serves it or a part of it.
     """
 
     sample: Tensor
@@ -41,6 +42,7 @@ class Given(NamedTuple):
     unit: int | None = None
     partial: bool = False
     differentiated: bool = False
+    compiled: bool = False
 
     @classmethod
     def latent(cls, sample: Tensor, timestep: Any) -> Self:
