@@ -19,7 +19,7 @@ help:
 	@echo "make demo         one prompt with every method, side by side, with times and closeness"
 	@echo "make test         the tests"
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
-	@echo "make lint         ruff and mypy;  make format mends what ruff can"
+	@echo "make lint         ruff, mypy, and the prose;  make format mends what ruff can"
 	@echo "make docs         build the site into outputs/site, with all links checked"
 	@echo "make notebooks    execute the notebooks into outputs/notebooks"
 	@echo "make quickstart   execute the first notebook in place: it is committed with its pictures"
@@ -37,6 +37,7 @@ lint: .venv/.installed-dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+	.venv/bin/python -m tools.prose
 
 format: .venv/.installed-dev
 	.venv/bin/ruff check --fix

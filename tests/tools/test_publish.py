@@ -91,7 +91,7 @@ def test_a_page_is_filled(published: Path) -> None:
     assert "ELFATT-SD" in text
     assert f"![difference]({published.name}/toy_full/difference.png)" in text
     machine = "2 cores of AMD EPYC, 2 threads, torch 2.15.0"
-    assert f"Protocol `toy_full` (4f1d0c6e5b): 64 pictures a row, 25 steps, {machine}" in text
+    assert f"Protocol `toy_full` (4f1d0c6e5b): 64 images a row, 25 steps, {machine}" in text
     assert f"after\n<!-- eval none -->\n{MISSING}\n<!-- end -->\n" in text
     assert fill_page(text, published, published.parent) == (text, plots)
     assert plots == {}

@@ -1,0 +1,59 @@
+"""What is prose in a page and in a module, and what the linter says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import prose
+
+PAGE = """# A picture
+
+Two `pictures` are here. See [them](pictures.md).
+
+```
+a picture
+```
+
+- One picture
+  is beside another one. It is so.
+"""
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The project's own word list, without proselint."""
+    monkeypatch.setattr(prose, "_proselint", lambda text: iter(()))
+
+
+def test_code_links_titles_and_tables_are_no_prose() -> None:
+    text = prose.prose_of(PAGE + "| picture |\n")
+    assert text.count("\n") == PAGE.count("\n") + 1
+    assert text.count("picture") == 1
+
+
+def test_sentences_are_counted_with_their_lines() -> None:
+    assert prose.sentences(prose.prose_of(PAGE)) == [(3, 4), (9, 6), (10, 3)]
+
+
+@pytest.mark.usefixtures("alone")
+def test_words_of_the_list_are_named_with_better_ones(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    said = [line.removeprefix(f"{page}:") for line in prose.check(page)]
+    assert said == ["9: 'picture'; better: image", "10: 'beside'; better: compared with, or: with"]
+    page.write_text("word " * 50)
+    assert [line.split(": ")[1][:10] for line in prose.check(page)] == ["a sentence", "50.0 words"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_docstrings_and_messages_are_read_and_code_is_not(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('picture = {"picture": 1}\n\n\ndef f():\n    """Draw it.\n\n    As a picture of it.\n    """\n')
+    assert prose.check(module) == [f"{module}:7: 'picture'; better: image"]
+
+
+def test_the_pages_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("proselint")
+    assert prose.main([]) == 0, capsys.readouterr().err

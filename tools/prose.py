@@ -1,0 +1,117 @@
+"""A linter of prose: proselint with the project's word list, and the length of sentences: `python -m tools.prose`.
+
+It reads the pages for readers, and the docstrings, help and messages of the files that are given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import statistics
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from elfatt_sd.console import DONE, FAILURE, complain
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "eval/README.md", "benchmarks/README.md")
+RULES: dict[str, Any] = tomllib.loads((ROOT / "tools" / "words.toml").read_text(encoding="utf-8"))
+
+_CODE = re.compile(r"^(```|~~~).*?^\1$|<!--.*?-->|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+_TABLE = re.compile(r"^(?:\||:::|    |#|!\[).*$", re.MULTILINE)
+_TARGET = re.compile(r"\]\([^)]*\)|https?://\S+")
+_BREAK = re.compile(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", re.MULTILINE)
+_END = re.compile(r"(?<=[.:;?!])\s+(?=[A-Z*\[x])")
+
+
+def prose_of(text: str) -> str:
+    """Return a page with everything but its prose blanked out, so that lines and columns stay."""
+    for pattern in (_CODE, _TABLE, _TARGET):
+        text = pattern.sub(_blank, text)
+    return text
+
+
+def _blank(found: re.Match[str]) -> str:
+    """Keep a piece of code as one word of its sentence, and nothing of the rest but its lines."""
+    inline = found[0].startswith("`") and "\n" not in found[0]
+    return re.sub(r"[^\n]", "x" if inline else " ", found[0])
+
+
+def strings_of(source: str) -> str:
+    """Return a Python file with only its docstrings, help and messages: constants with several words."""
+    lines = [""] * (source.count("\n") + 1)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 2:
+            for place, line in enumerate(node.value.splitlines()):
+                lines[min(node.lineno - 1 + place, len(lines) - 1)] += f" {line}"
+    return "\n".join(lines)
+
+
+def complaints(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and what is wrong with it, of a text that is nothing but prose."""
+    for pattern, better in RULES["words"].items():
+        for found in re.finditer(rf"\b{pattern}\b", text, re.IGNORECASE):
+            yield text.count("\n", 0, found.start()) + 1, f"{found[0]!r}; better: {better}"
+    yield from _proselint(text)
+
+
+def _proselint(text: str) -> Iterator[tuple[int, str]]:
+    """Yield what proselint says, by the checks that the word list names."""
+    from proselint.checks import __register__
+    from proselint.config import DEFAULT
+    from proselint.registry import CheckRegistry
+    from proselint.tools import LintFile
+
+    registry = CheckRegistry()
+    if not registry.checks:
+        registry.register_many(__register__)
+    checks = {name: name in RULES["proselint"]["checks"] for name in DEFAULT["checks"]}
+    for found in LintFile("page", text or " ").lint({**DEFAULT, "checks": checks}):
+        yield found.pos[0], found.check_result.message
+
+
+def sentences(text: str) -> list[tuple[int, int]]:
+    """Return the line and the number of words of each sentence."""
+    found, start = [], 0
+    ends = sorted({*(each.start() for each in _BREAK.finditer(text)), *(each.start() for each in _END.finditer(text))})
+    for end in [*ends, len(text)]:
+        words = len(re.findall(r"[^\W_][\w'.-]*", text[start:end]))
+        if words > 2:
+            lead = len(text[start:end]) - len(text[start:end].lstrip())
+            found.append((text.count("\n", 0, start + lead) + 1, words))
+        start = end
+    return found
+
+
+def check(path: Path) -> list[str]:
+    """Return what is wrong with the prose of a page or a Python file, a line for each."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return [f"{path}:{line}: {said}" for line, said in sorted(complaints(strings_of(source)))]
+    text = prose_of(source)
+    lengths, limits = sentences(text), RULES["sentences"]
+    said = [f"{path}:{line}: {what}" for line, what in sorted(complaints(text))]
+    said += [f"{path}:{line}: a sentence of {words} words" for line, words in lengths if words > limits["longest"]]
+    mean = statistics.fmean([words for _, words in lengths]) if lengths else 0
+    return said + [f"{path}: {mean:.1f} words a sentence, on average; at most {limits['mean']}"] * (
+        mean > limits["mean"]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the pages, or the files that are given, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.prose", description=__doc__)
+    parser.add_argument("files", type=Path, nargs="*", help="pages or Python files; the pages for readers if none")
+    files = parser.parse_args(arguments).files or [path for each in PAGES for path in sorted(ROOT.glob(each))]
+    said = [line for path in files for line in check(path)]
+    for line in said:
+        complain(line)
+    return FAILURE if said else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
