@@ -102,9 +102,9 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Each one is drawn.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
     model: Model = "toy",
-    seed: Annotated[int, typer.Option(help="Of each prompt's first picture; the next ones count up.")] = 0,
-    num_images: Annotated[int, typer.Option(help="Pictures for each prompt.")] = 1,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures.")] = Path("outputs"),
+    seed: Annotated[int, typer.Option(help="Of each prompt's first image; the next ones count up.")] = 0,
+    num_images: Annotated[int, typer.Option(help="Images for each prompt.")] = 1,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the images.")] = Path("outputs"),
     compare: Annotated[bool, typer.Option("--compare", help="Untouched and patched, side by side.")] = False,
     each: Annotated[bool, typer.Option("--each", help="Prompts of one word are meant: draw each one.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN)] = False,
@@ -116,7 +116,7 @@ def generate(
         str, typer.Option(metavar="X,Y", help="--explain: point of the image, whose query is followed.")
     ] = "0.5,0.5",
 ) -> None:
-    """Draw pictures, each a PNG with its settings inside and a JSON beside it."""
+    """Draw images, each a PNG with its settings inside and a JSON beside it."""
     words = list(prompts or ())
     if not each:
         check_quoted(words, "elfatt-sd generate")
