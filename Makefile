@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP := -m pip install -qq --disable-pip-version-check
 NBCONVERT := .venv/bin/jupyter-nbconvert --log-level=WARN --to notebook --execute
-PROMPT ?= a red star on a striped blue background
+DEMO_STEPS ?= 12
 JOBS ?= auto
 # What pip puts on the disk; nearly all of it is PyTorch.
 SIZE := 6 GB on Linux, of which 4.3 GB are CUDA libraries for PyTorch; 1 GB on macOS
@@ -16,7 +16,7 @@ OLDEST_TESTS ?= $(addprefix tests/,$(OLDEST))
 .PHONY: help demo test test-oldest lint format docs kernels notebooks quickstart clean
 
 help:
-	@echo "make demo         one prompt with every method, side by side, with times and closeness"
+	@echo "make demo         some prompts with both toys: untouched, the fastest method, the closest one"
 	@echo "make test         the tests"
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
 	@echo "make lint         ruff, mypy, and the prose;  make format mends what ruff can"
@@ -26,7 +26,7 @@ help:
 	@echo "make quickstart   execute the first notebook in place: it is committed with its pictures"
 
 demo: .venv/.installed
-	.venv/bin/elfatt-sd try toy "$(PROMPT)" --rounds 1 --out outputs/demo
+	.venv/bin/elfatt-sd sheet --steps $(DEMO_STEPS) --out outputs/demo
 
 test: .venv/.installed-dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) $(ARGS)

@@ -1,7 +1,7 @@
 """What layers draw at random, made for many steps of a run at once, and moved to a GPU in one copy a step.
 
 What the layers draw in a step lies side by side in one buffer, of which each layer has a view. Buffer and views stay
-the same from step to step, also for a CUDA graph; a step only fills them anew.
+the same from step to step, also for a CUDA graph; a step only fills them again.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ def keep_freed_memory() -> bool:
     """Let this process keep the memory that tensors on the CPU free, for the next ones.
 
     glibc gives large blocks back to the system at once, which clears them page by page before the next tensor may use
-    them; for every layer of a UNet anew. On CUDA PyTorch keeps freed memory too. The elfatt-sd command does so from its
-    start; `docs/performance.md` says what it gains. It holds for the whole process and cannot be taken back; the memory
-    that the process holds at most may grow.
+    them; for every layer of a UNet again. On CUDA PyTorch keeps freed memory too. The elfatt-sd command does so from
+    the start; `docs/performance.md` says what it gains. It holds for the whole process and cannot be taken back. The
+    memory that the process holds at most may grow.
 
     Returns:
         Whether memory is kept now; False where the C library is not glibc.

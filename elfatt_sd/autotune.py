@@ -253,7 +253,7 @@ def _beginning(state: LayerState, phase: Phase, device: torch.device) -> Callabl
 
 
 def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase, Decision]:
-    """Decide on every phase for one picture with guidance, without a patch.
+    """Decide on every phase for one image with guidance, without a patch.
 
     Args:
         layer: the layer.
@@ -320,7 +320,7 @@ def measure(
 
     Args:
         untouched: what is done without the patch.
-        approximated: what is done with it, each with its share of the calls.
+        approximated: what is done with it, each with its fraction of the calls.
         device: where all of them work.
     """
     ratios: list[float] = []
@@ -359,7 +359,7 @@ def _seconds(function: Any, device: torch.device) -> float:
 
 
 def _batch(sample: Tensor) -> int:
-    """Pictures, or frames, in an input of the denoiser."""
+    """Images, or frames, in an input of the denoiser."""
     return sample.numel() // (sample.shape[1] * sample.shape[-2] * sample.shape[-1])
 
 

@@ -33,7 +33,7 @@ app = typer.Typer(no_args_is_help=True)
 FORECAST_FROM = 10.0  # seconds that are worth saying
 
 Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
-Sizes = Annotated[list[int], typer.Option("--size", help="Side of the pictures in pixels; may be given several times.")]
+Sizes = Annotated[list[int], typer.Option("--size", help="Side of the images in pixels; may be given several times.")]
 Methods = Annotated[
     list[str] | None,
     typer.Option(
@@ -43,10 +43,10 @@ Methods = Annotated[
     ),
 ]
 Model = Annotated[str, typer.Option(help="sd15 or sdxl (random weights), toy, a directory, a hub id or a file.")]
-Ratio = Annotated[float | None, typer.Option(help="Share of the tokens that are merged, for all that merge.")]
+Ratio = Annotated[float | None, typer.Option(help="Fraction of the tokens that are merged, for all that merge.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
-Batch = Annotated[int, typer.Option(help="Pictures at a time.")]
-Rows = Annotated[int, typer.Option("--batch", help="Rows of a UNet's batch: two for each picture with guidance.")]
+Batch = Annotated[int, typer.Option(help="Images at a time.")]
+Rows = Annotated[int, typer.Option("--batch", help="Rows of a UNet's batch: two for each image with guidance.")]
 Repeats = Annotated[int, typer.Option(help="Rounds that count.")]
 MaxSeconds = Annotated[float, typer.Option(help="Leave out what is expected to take longer for one call.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")]
@@ -199,7 +199,7 @@ def pipeline(
     variant: Variant = None,
     force: Force = False,
 ) -> None:
-    """A whole pipeline with guidance, from prompt to picture."""
+    """A whole pipeline with guidance, from prompt to image."""
     _check(model, variant, device, dtype, [] if force else sizes or [None], 2 * batch, images=batch)
     options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory}
     options |= _given(ratio=ratio, variant=variant)
@@ -211,7 +211,7 @@ def pipeline(
 def merging(
     session: Any,
     tokens: Tokens = [4096, 16384],  # noqa: B006
-    ratio: Annotated[float, typer.Option(help="Share of the tokens that are merged.")] = 0.5,
+    ratio: Annotated[float, typer.Option(help="Fraction of the tokens that are merged.")] = 0.5,
     batch: Rows = 2,
     repeats: Repeats = 5,
     device: Device = "auto",
@@ -248,7 +248,7 @@ def orders(
     steps: Steps = 25,
     record_at: RecordAt = [2, 6, 12, 18, 23],  # noqa: B006
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; the model's own if not given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the first picture.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the first image.")] = 0,
     draws: Annotated[int, typer.Option(help="How often what is random is drawn.")] = 4,
     device: Device = "auto",
     variant: Variant = None,
@@ -341,7 +341,7 @@ class Forecast:
         self._said = 0.0  # seconds
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Say it; calls that warm up are shorter, so that it is said anew where it has doubled."""
+        """Say it; calls that warm up are shorter, so that it is said again where it has doubled."""
         now = time.monotonic()
         before, moment = self._latest
         if not moment:

@@ -97,7 +97,7 @@ class Denoiser:
         """The call that goes on in this thread; None between calls."""
         return self._live.get(threading.get_ident())
 
-    def begin(self, position: Position, run: Run, given: Given, compiled: bool = False) -> None:
+    def begin(self, position: Position, run: Run, given: Given) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
 
         A step may take several calls: with the prompt and without, or one for each view of a panorama. What a call
@@ -107,7 +107,6 @@ class Denoiser:
             position: of the call in the schedule.
             run: the run that it belongs to; nothing is carried over from another one.
             given: what the denoiser is given.
-            compiled: whether `torch.compile` serves the call or a part of it.
         """
         config, step, sample = self.config, position.step, given.sample
         phases = self._phases(step, position.steps)
@@ -132,7 +131,7 @@ class Denoiser:
                 state.shares = kept and layer.config.shares_difference(step, position.steps)
                 group = step // phase.residual_steps, phase
                 state.residuals = memory.residuals[layer.index].take(group, place, kept and phase.residual_steps > 1)
-                state.room = memory.room(state, place) if compiled and state.shares else None
+                state.room = memory.room(state, place) if given.compiled and state.shares else None
         if step == run.first:
             self._check_memory(call)
         self.enter(call)

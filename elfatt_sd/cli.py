@@ -13,6 +13,7 @@ from elfatt_sd import __version__
 from elfatt_sd.allocation import keep_freed_memory
 from elfatt_sd.cli_options import (
     MODELS,
+    STEPS,
     AllowPickle,
     Device,
     Dtype,
@@ -48,6 +49,7 @@ from elfatt_sd.optional import need
 from elfatt_sd.presets import METHODS, known_method
 from elfatt_sd.request import Request, check_quoted, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
+from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.tune_cli import tune
 from elfatt_sd.visualize.asked import Asked
 
@@ -100,9 +102,9 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Each one is drawn.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
     model: Model = "toy",
-    seed: Annotated[int, typer.Option(help="Of each prompt's first picture; the next ones count up.")] = 0,
-    num_images: Annotated[int, typer.Option(help="Pictures for each prompt.")] = 1,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures.")] = Path("outputs"),
+    seed: Annotated[int, typer.Option(help="Of each prompt's first image; the next ones count up.")] = 0,
+    num_images: Annotated[int, typer.Option(help="Images for each prompt.")] = 1,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the images.")] = Path("outputs"),
     compare: Annotated[bool, typer.Option("--compare", help="Untouched and patched, side by side.")] = False,
     each: Annotated[bool, typer.Option("--each", help="Prompts of one word are meant: draw each one.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN)] = False,
@@ -114,7 +116,7 @@ def generate(
         str, typer.Option(metavar="X,Y", help="--explain: point of the image, whose query is followed.")
     ] = "0.5,0.5",
 ) -> None:
-    """Draw pictures, each a PNG with its settings inside and a JSON beside it."""
+    """Draw images, each a PNG with its settings inside and a JSON beside it."""
     words = list(prompts or ())
     if not each:
         check_quoted(words, "elfatt-sd generate")
@@ -204,6 +206,30 @@ def try_methods(
         print_trial(trial, trial.write(out))
     if interrupted:
         raise KeyboardInterrupt
+
+
+@app.command()
+def sheet(
+    models: Annotated[list[str] | None, typer.Option("--model", help=f"{MODELS}; several times.")] = None,
+    prompts: Annotated[list[str] | None, typer.Option("--prompt", help="Several times.")] = None,
+    steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
+    seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the sheet and its JSON.")] = Path("outputs"),
+) -> None:
+    """Draw some prompts with the embedded pipelines: untouched, the fastest method and the closest one."""
+    check_writable(out)
+    sources = {model: Source(model, "auto", "auto", False, None) for model in models or EMBEDDED}
+    for each in sources.values():
+        each.check()
+
+    from elfatt_sd.sheet import PROMPTS, Sheet
+
+    drawn = Sheet(lambda model: sources[model].load(), list(sources), prompts or PROMPTS, steps, seed)
+    with progress(drawn.images) as (on_step, on_picture):
+        for image in drawn.run(on_step):
+            on_picture(image)
+    print("\n".join(drawn.summary()))
+    print(drawn.write(out))
 
 
 @app.command()

@@ -71,7 +71,7 @@ def print_trial(trial: Trial, path: Path) -> None:
 def print_summary(results: list[Result]) -> None:
     """Print how many images there are, their median time, and the memory."""
     seconds = median(result.seconds for result in results)
-    print(f"{len(results)} written; {seconds:.2f} s from prompt to picture (median); {results[-1].memory}")
+    print(f"{len(results)} written; {seconds:.2f} s from prompt to image (median); {results[-1].memory}")
 
 
 def python_lines(source: str, arguments: str) -> list[str]:

@@ -37,12 +37,14 @@ PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {
         str, autocompletion=lambda: list(METHODS), help=f"One of {', '.join(METHODS)}; {DEFAULT} if nothing is given."
     ),
     "config_file": _option(Path, "--config", metavar="FILE", help="Instead of a method, what `patch --save` wrote."),
-    "ratio": _option(float, help="Share of the tokens that are merged, 0 to less than 1."),
+    "ratio": _option(float, help="Fraction of the tokens that are merged, 0 to less than 1."),
     "stride": _option(int, help="One merge destination for each cell of this many tokens a side."),
     "block_size": _option(int, help="Tokens in a block; for sampled keys, how many every query sees."),
     "block_order": _option(str, help=f"Which tokens share a block: {', '.join(BLOCK_ORDERS)}."),
     "agents": _option(int, help="Number of agent tokens, where they are pooled."),
-    "active_fraction": _option(float, help="Share of the run in which the method's own attention is active, 0 to 1."),
+    "active_fraction": _option(
+        float, help="Fraction of the run in which the method's own attention is active, 0 to 1."
+    ),
     "max_downsample": _option(int, help="Deepest level to patch: 1, 2, 4 or 8."),
     "patch_seed": _option(int, help="Seed of random merge destinations, blocks and sampled keys."),
     "rand": _option(bool, "--rand/--no-rand", help="Random or fixed merge destinations."),

@@ -1,4 +1,4 @@
-"""Draw pictures with a pipeline, time them, and write them with the settings that made them."""
+"""Draw images with a pipeline, time them, and write them with the settings that made them."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class Result:
     Attributes:
         path: the PNG.
         picture: what the method drew.
-        seconds: prompt to picture, with the method.
+        seconds: prompt to image, with the method.
         memory: peak while it was drawn.
-        untouched_seconds: prompt to picture without the method, where both were drawn.
-        psnr_db: of the method's picture against the untouched one, where both were drawn.
+        untouched_seconds: prompt to image without the method, where both were drawn.
+        psnr_db: of the method's image against the untouched one, where both were drawn.
         unchanged: what to say where both are identical; empty otherwise.
     """
 
@@ -184,7 +184,7 @@ class Studio:
                 warnings.warn(text, stacklevel=4)
 
     def results(self) -> Iterator[Result]:
-        """Draw, write and yield one picture after the other; what is written stays, whatever happens later."""
+        """Draw, write and yield one image after the other; what is written stays, whatever happens later."""
         request = self.request
         if request.compare:
             self._warm_up_both()
@@ -369,7 +369,7 @@ def free_name(folder: Path, prompt: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what made a picture."""
+    """Return the versions of what made an image."""
     libraries = {name: version(name) for name in ("diffusers", "transformers")}
     own = {"elfatt-sd": elfatt_sd.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     return own | libraries

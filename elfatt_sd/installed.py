@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -113,7 +112,8 @@ class Patch:
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step and tell the layers."""
         self._direct.pop(threading.get_ident(), None)
-        self._begin(self._family.call(self._module, args, kwargs), (*args, *kwargs.values()))
+        given = self._family.call(self._module, args, kwargs)
+        self._begin(given._replace(differentiated=_differentiated(*args, *kwargs.values())))
 
     @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -133,7 +133,8 @@ class Patch:
             given = self._direct.pop(thread, {})
             if given:
                 given.setdefault(what, args[0])
-                self._begin(Given.latent(given["sample"], given["timestep"]), given.values())
+                latent = Given.latent(given["sample"], given["timestep"])
+                self._begin(latent._replace(differentiated=_differentiated(*given.values())))
             if self._shared.call is not None:
                 self._shared.call.entered = True
         elif call is None or call.entered:
@@ -148,8 +149,8 @@ class Patch:
                 "ControlNetModel.from_unet do; the copy has no patch. Call apply_patch on the pipeline that it is in.",
             )
 
-    def _begin(self, given: Given, inputs: Iterable[Any]) -> None:
-        """Find the step of a call and tell the layers; inputs that require gradients are given to a checkpoint."""
+    def _begin(self, given: Given) -> None:
+        """Find the step of a call and tell the layers."""
         sample, timestep = given.sample, given.timestep
         self._refuse_tracing(sample.device)
         compiled = self._is_compiled()
@@ -185,10 +186,9 @@ class Patch:
         self._notices.warn_if_idle(position, run)
         if compiled:
             self._allow_recompiling()
-        self._shared.begin(position, run, given, compiled)
+        self._shared.begin(position, run, given._replace(compiled=compiled))
         call = self._shared.call
-        checkpointed = any(getattr(each, "requires_grad", False) for each in inputs)  # also where gradients are off
-        if call is not None and (torch.is_grad_enabled() or checkpointed):
+        if call is not None and given.differentiated:
             call.repeats = True
             self._shared.remember(sample, call)
 
@@ -230,3 +230,8 @@ class Patch:
                 "a trace or an export of a patched model would hold one step's phase and random draws for ever; "
                 "call elfatt_sd.remove_patch(pipe) first, or use torch.compile."
             )
+
+
+def _differentiated(*inputs: Any) -> bool:
+    """Tell whether a call has gradients; some checkpoints switch them off, and their inputs still require them."""
+    return torch.is_grad_enabled() or any(getattr(each, "requires_grad", False) for each in inputs)

@@ -105,7 +105,7 @@ def patched(
     take_over: Sequence[str | type] = (),
     **settings: Unpack[Settings],
 ) -> Iterator[Plan]:
-    """Patch a pipeline for the length of a `with` block, and give its plan, at the model's own picture size.
+    """Patch a pipeline for the length of a `with` block, and give its plan, at the model's own image size.
 
     What was patched before is patched again afterwards, also after an exception.
 
@@ -143,10 +143,10 @@ def plan(
     Args:
         pipe: as for `apply_patch`.
         method: as for `apply_patch`.
-        height: of the picture in pixels (of the latent, for a bare UNet); the model's own by default.
+        height: of the image in pixels (of the latent, for a bare UNet); the model's own by default.
         width: likewise.
         frames: of a video; the model's own number by default.
-        autotune: measure on this device, for one picture with guidance, which layers the method makes faster;
+        autotune: measure on this device, for one image with guidance, which layers the method makes faster;
             without, the plan says which of them the multiply-adds make slower.
         take_over: as for `apply_patch`.
         **settings: as for `apply_patch`.

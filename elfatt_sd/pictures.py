@@ -1,4 +1,4 @@
-"""A labelled picture of several results, and how far two pictures are apart."""
+"""A labelled image of several results, and how far two images are apart."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ TITLE_LINES = 2  # of a long prompt; its whole text is in the file's settings
 def side_by_side(
     pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str]], title: str = "", columns: int | None = None
 ) -> Image.Image:
-    """Put pictures in rows, each above its caption, pixel for pixel.
+    """Put images in rows, each above its caption, pixel for pixel.
 
     Args:
-        pictures: RGB pictures, in order.
+        pictures: RGB images, in order.
         captions: a name and a line of details for each.
         title: a line above all, such as the prompt; it is wrapped, and cut after `TITLE_LINES`.
         columns: images in a row; None puts all in one.
 
     Returns:
-        One RGB picture.
+        One RGB image.
 
     Raises:
-        ValueError: there is no picture, or not one caption for each.
+        ValueError: there is no image, or not one caption for each.
     """
     if not pictures or len(pictures) != len(captions):
         raise ValueError(f"{len(pictures)} pictures and {len(captions)} captions; give one caption for each picture.")
@@ -55,14 +55,14 @@ def side_by_side(
 
 
 def psnr(first: Image.Image, second: Image.Image) -> float:
-    """Return the peak signal-to-noise ratio of two pictures in dB, `10 log10(255^2 / mean squared error)`.
+    """Return the peak signal-to-noise ratio of two images in dB, `10 log10(255^2 / mean squared error)`.
 
     Args:
-        first: an RGB picture.
+        first: an RGB image.
         second: another one of the same size.
 
     Returns:
-        Infinity for equal pictures.
+        Infinity for equal images.
 
     Raises:
         ValueError: the sizes differ.
@@ -75,7 +75,7 @@ def psnr(first: Image.Image, second: Image.Image) -> float:
 
 
 def is_flat(picture: Image.Image) -> bool:
-    """Tell whether a picture is one single colour, as after an overflow or behind a safety checker."""
+    """Tell whether an image is one single colour, as after an overflow or behind a safety checker."""
     return all(low == high for low, high in picture.convert("RGB").getextrema())  # type: ignore[misc]
 
 

@@ -36,7 +36,7 @@ class PlannedLayer:
         channels: channels over all heads.
         patched: whether the method takes it over.
         reason: what its grid gets in each phase that is not exact, and whether that pays; or why it is not patched.
-        multiply_adds: of one call for one picture, untouched.
+        multiply_adds: of one call for one image, untouched.
         multiply_adds_by_phase: the same in each phase; of a matching that calls share, each has its part.
         approximated: whether each phase replaces its exact attention.
     """

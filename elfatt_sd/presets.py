@@ -64,16 +64,16 @@ PRESETS: dict[Method, PatchConfig] = {
         ),
     ),
     # The paper: ELFATT in the first 20 % of the steps, blocks of 128 (its table tabSDa1), then ToMe. On the toy
-    # the block size is not shown to matter: docs/quality.md, `study_block_size`; 512 of its pictures: `study_presets`.
+    # the block size is not shown to matter: docs/quality.md, `study_block_size`; 512 of its images: `study_presets`.
     "elfatt": PatchConfig("elfatt", (Phase(0.2, "elfatt", ratio=0.5), _TOME)),
     # Beyond the paper: exact early steps, then stratified random samples of keys, without merging. Of all ways to see
     # 128 keys that keep nothing from step to step the closest to untouched: docs/quality.md, `study_blocks`. 128 keys
     # on one level from the first step on, with a difference shared by 8 steps, are 3.4 dB closer at about its speed
-    # (`study_residual`) and 1.19 times the memory: docs/performance.md. Without exact early steps some pictures become
-    # others: `study_steps`. The second level costs 0.7 dB: `study_residual`. 512 of its pictures: `study_presets`.
+    # (`study_residual`) and 1.19 times the memory: docs/performance.md. Without exact early steps some images become
+    # others: `study_steps`. The second level costs 0.7 dB: `study_residual`. 512 of its images: `study_presets`.
     "elfatt-fast": PatchConfig("elfatt-fast", (Phase(0.2), Phase(1.0, "sampled", keys=128)), levels=2),
     # More keys, from the first step on; one step of four is exact, and its difference corrects the other three. No row
-    # of its speed is closer to untouched: docs/quality.md, `study_residual`; 512 of its pictures: `study_presets`.
+    # of its speed is closer to untouched: docs/quality.md, `study_residual`; 512 of its images: `study_presets`.
     "elfatt-quality": PatchConfig("elfatt-quality", (Phase(1.0, "sampled", keys=512, residual_steps=4),)),
 }
 

@@ -38,11 +38,11 @@ class Request:
         model: as `load_pipeline` takes it; for the record.
         steps: denoising steps; None takes the model's own.
         guidance: classifier-free guidance scale; None takes the model's own.
-        seed: of the first picture of each prompt; the next ones count up.
-        num_images: pictures for each prompt.
+        seed: of the first image of each prompt; the next ones count up.
+        num_images: images for each prompt.
         height: in pixels; None is the model's own.
         width: in pixels; None is the model's own.
-        compare: draw every picture twice, untouched and patched, side by side.
+        compare: draw every image twice, untouched and patched, side by side.
         negative_prompt: what guidance leads away from.
         scheduler: a name in `SCHEDULERS`, or one of their classes; None keeps the model's own.
         force: draw even what is estimated not to fit into this machine's memory.

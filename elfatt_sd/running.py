@@ -122,7 +122,7 @@ def watched(pipe: Any, steps: int, on_step: Callable[[int, int], None]) -> Itera
 
 
 def check_text_to_image(pipe: Any) -> None:
-    """Check that a pipeline draws a picture from a prompt alone.
+    """Check that a pipeline draws an image from a prompt alone.
 
     Raises:
         ElfattError: it does not, it has no known denoiser, or one that is made for other inputs.

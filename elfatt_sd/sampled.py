@@ -1,9 +1,9 @@
-"""Attention to a stratified random sample of the picture. Pure tensors.
+"""Attention to a stratified random sample of the image. Pure tensors.
 
 Every query sees the same number of keys, one from each compact cell of the grid, so its cost does not grow with the
-picture. Keys and values are projected for the sampled tokens alone. Queries are dealt to groups by their position
+image. Keys and values are projected for the sampled tokens alone. Queries are dealt to groups by their position
 modulo the number of groups, which is a view that turns groups into heads; `ordering.lattice_order` puts the queries
-in an order that spreads each group over the picture. A relative is ToDo (arXiv:2402.13573), where all queries share
+in an order that spreads each group over the image. A relative is ToDo (arXiv:2402.13573), where all queries share
 a fixed coarse grid of keys and values.
 """
 

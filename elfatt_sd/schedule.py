@@ -59,7 +59,7 @@ class _Found(NamedTuple):
 
 
 class SchedulerFinder:
-    """Looks up a pipeline's scheduler anew, without keeping the pipeline alive.
+    """Looks up a pipeline's scheduler again, without keeping the pipeline alive.
 
     Pickled, it keeps the scheduler alone, as the pipeline would add its other models to the file of a UNet.
 

@@ -92,7 +92,7 @@ class _Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Begin to count anew."""
+        """Begin to count again."""
         self._is_of_models = "models" in Path(item.nodeid.partition("::")[0]).parts
         self._patched, self._refused = 0, []
 

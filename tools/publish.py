@@ -1,4 +1,4 @@
-"""Keep what a finished run found, without its pictures, in a folder to commit: `python -m tools.publish RUN`.
+"""Keep what a finished run found, without its images, in a folder to commit: `python -m tools.publish RUN`.
 
 `python -m tools.pages eval PAGE` fills pages from there.
 """
@@ -29,7 +29,7 @@ def publish(results: Results, folder: Path, *, page: bool = True) -> Path:
     Args:
         results: of a run.
         folder: of all published results.
-        page: write the report's page, too, which holds pictures.
+        page: write the report's page, too, which holds images.
 
     Returns:
         The folder of the run's results.

@@ -36,7 +36,7 @@ def merging(
 
     Args:
         tokens: of the (square) grid.
-        ratio: share of the tokens merged away.
+        ratio: fraction of the tokens merged away.
         stride: side of a cell.
         channels: of the tokens.
         batch: of the tokens.

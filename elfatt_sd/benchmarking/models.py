@@ -33,7 +33,7 @@ class Model:
 
     Attributes:
         unet: the denoiser, a UNet or a transformer of a known family.
-        scale: pixels of the picture to one of the latent, on each side.
+        scale: pixels of the image to one of the latent, on each side.
     """
 
     unet: nn.Module
@@ -47,10 +47,10 @@ class Model:
         return int(max(2**levels, 2 * deepest) * self.scale)
 
     def inputs(self, size: int, batch: int) -> dict[str, Any]:
-        """Return the keyword arguments of a UNet call for square pictures of `size` pixels.
+        """Return the keyword arguments of a UNet call for square images of `size` pixels.
 
         Raises:
-            ElfattError: a picture without a latent, or a batch without one.
+            ElfattError: an image without a latent, or a batch without one.
         """
         if size < self.scale or batch < 1:
             raise ElfattError(

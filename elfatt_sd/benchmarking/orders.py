@@ -35,11 +35,11 @@ def orders(
     Args:
         model: as `load_pipeline` takes it.
         configs: methods by name; `order_configs()` by default.
-        prompts: one picture each.
+        prompts: one image each.
         steps: denoising steps.
         record_at: indices of the UNet calls to compare in.
         guidance: scale; the model's own, or 7.5, by default.
-        seed: of the first picture.
+        seed: of the first image.
         draws: how often what is random is drawn.
         device: as for `load_pipeline`.
         variant: of the weights, likewise.

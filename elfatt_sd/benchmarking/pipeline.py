@@ -1,4 +1,4 @@
-"""A whole pipeline with guidance, from prompt to pictures."""
+"""A whole pipeline with guidance, from prompt to images."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def pipeline(
     session: Session | None = None,
     **settings: Any,
 ) -> Results:
-    """Time a whole pipeline with guidance, from text (or its embedding, with random weights) to pictures.
+    """Time a whole pipeline with guidance, from text (or its embedding, with random weights) to images.
 
     Args:
         model: as for `unet`.
-        sizes: of the pictures in pixels; the model's own by default.
+        sizes: of the images in pixels; the model's own by default.
         methods: as for `unet`.
-        batch: pictures in a run.
+        batch: images in a run.
         repeats: rounds that count.
         steps: denoising steps.
         memory: also measure the peak memory of a run, of every variant but the floors.

@@ -1,6 +1,6 @@
 """The record of a benchmark: raw rounds on disk as they come, and the same command goes on where it stopped.
 
-A group is what is timed together, such as one picture size. Its rounds are whole, so rounds of several sittings can
+A group is what is timed together, such as one image size. Its rounds are whole, so rounds of several sittings can
 stand beside each other: ratios are taken within a round.
 """
 

@@ -109,7 +109,7 @@ def _ratio(base: Sequence[float], own: Sequence[float]) -> dict[str, float]:
 
 
 def _memory(peaks: Sequence[Mapping[str, int | None]], batch: int | None) -> dict[str, Any]:
-    """Take the greatest peak of a run's parts at the timed batch, and its growth for one more picture: two rows.
+    """Take the greatest peak of a run's parts at the timed batch, and its growth for one more image: two rows.
 
     A batch at which a part was not measured says nothing.
     """

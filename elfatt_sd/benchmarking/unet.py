@@ -56,9 +56,9 @@ def unet(
 
     Args:
         model: `sd15`, `sdxl` (random weights), `toy`, a path or a hub id; or a model.
-        sizes: of the pictures in pixels.
+        sizes: of the images in pixels.
         methods: presets or configurations; see `resolve_methods`. `tome` brings the package tomesd with it.
-        batch: of the UNet: pictures, times two with guidance.
+        batch: of the UNet: images, times two with guidance.
         repeats: rounds that count.
         device: as for `load_pipeline`.
         dtype: likewise.
@@ -67,7 +67,7 @@ def unet(
             measured before, or known from before.
         graphs: replay CUDA graphs, so that the time to launch kernels does not hide what the device needs.
         memory: batches at which the peak memory is measured, of every variant but the floors; by default `batch` and
-            twice that, which gives the growth for one more picture.
+            twice that, which gives the growth for one more image.
         seconds: for each size, start no further round past this time.
         variant: of a model's weights, as for `load_pipeline`.
         session: where the results go.
@@ -144,7 +144,7 @@ def _let_compile(copies: int) -> None:
 def _warm_up(
     units: Mapping[str, Any], variants: Mapping[str, Variant], calls: Mapping[str, Call], small: Mapping[str, Any]
 ) -> dict[str, Call]:
-    """On a CPU, warm every variant up with a small picture; what depends on the size, the cheapest one warms up.
+    """On a CPU, warm every variant up with a small image; what depends on the size, the cheapest one warms up.
 
     A call at the size itself can take minutes. What is compiled or autotuned, is so for its size, and a matching that
     is reused is made at its size.

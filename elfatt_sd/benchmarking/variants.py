@@ -390,7 +390,7 @@ def forget_residuals(unet: nn.Module) -> None:
 
 
 def forget_matchings(unet: nn.Module) -> None:
-    """Forget which tokens the last call merged, so that the call that now begins matches anew."""
+    """Forget which tokens the last call merged, so that the call that now begins matches again."""
     for call in _latest_calls(unet):
         call.matchings.clear()
 

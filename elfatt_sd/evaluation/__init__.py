@@ -1,1 +1,1 @@
-"""The evaluation harness: protocols, prompts, pictures, reference, statistics, measurements and the report."""
+"""The evaluation harness: protocols, prompts, images, reference, statistics, measurements and the report."""

@@ -1,4 +1,4 @@
-"""Pictures in archives and tables, read in place: .tar, .zip and .parquet."""
+"""Images in archives and tables, read in place: .tar, .zip and .parquet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGEST_MEMBER = 1 << 30  # bytes of an image in a .zip, unpacked: a few megaby
 
 
 def tars(files: Sequence[Path]) -> Source:
-    """Pictures of tar archives by their place in the file; a `.cls` beside a picture (WebDataset) names its class."""
+    """Images of tar archives by their place in the file; a `.cls` beside an image (WebDataset) names its class."""
     entries: list[Entry] = []
     left_out: list[str] = []
     for file in files:
@@ -83,7 +83,7 @@ def _read_slice(entry: Entry) -> bytes:
 
 
 def zips(files: Sequence[Path]) -> Source:
-    """Pictures of zip archives, by name."""
+    """Images of zip archives, by name."""
     archives = {file: _open_zip(file) for file in files}
     entries: list[Entry] = []
     left_out: list[str] = []
@@ -125,7 +125,7 @@ def _open_zip(file: Path) -> zipfile.ZipFile:
 
 
 def tables(files: Sequence[Path]) -> Source:
-    """Pictures of parquet files: a column of bytes, or of structures with a field `bytes`."""
+    """Images of parquet files: a column of bytes, or of structures with a field `bytes`."""
     need("a .parquet reference", "pyarrow")
     import pyarrow.parquet as parquet
 

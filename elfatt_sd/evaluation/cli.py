@@ -217,11 +217,11 @@ def report_command(run: RunDir) -> None:
 def verify_command(
     run: RunDir,
     recompute: Annotated[
-        bool, typer.Option("--recompute/--hashes-only", help="Compute all scores anew from the images.")
+        bool, typer.Option("--recompute/--hashes-only", help="Compute all scores again from the images.")
     ] = True,
     quiet: Quiet = False,
 ) -> None:
-    """Check every image of a run against its hash, and its table against one computed anew."""
+    """Check every image of a run against its hash, and its table against one computed again."""
     opened = Run.open(run)
     from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.verify import verify_run

@@ -26,7 +26,7 @@ from elfatt_sd.evaluation.stages import check_device, first_checks
 from elfatt_sd.files import check_writable
 from elfatt_sd.measuring.clock import Stopwatch
 
-_PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat pictures take less
+_PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat images take less
 _PROBE_STEPS = 2
 _PROBE_IMAGES = 8  # for an extractor
 

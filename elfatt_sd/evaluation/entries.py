@@ -1,4 +1,4 @@
-"""Pictures in a fixed order, and which files are pictures."""
+"""Images in a fixed order, and which files are images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Place = TypeVar("Place")
 
 @dataclass(frozen=True)
 class Entry:
-    """One picture.
+    """One image.
 
     Attributes:
         name: what messages call it.
@@ -37,11 +37,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Source:
-    """Pictures in a fixed order.
+    """Images in a fixed order.
 
     Attributes:
-        entries: the pictures.
-        fingerprint: plain data that changes when the pictures do.
+        entries: the images.
+        fingerprint: plain data that changes when the images do.
         read: returns the encoded bytes of an entry; safe to call from several threads.
         left_out: names of files that are no images; without what tells of an image, such as `a.txt` beside `a.png`.
     """

@@ -77,7 +77,7 @@ def method_errors(
         draws: how often it is applied where it draws at random.
 
     Returns:
-        Rows with `layer`, `step`, `method`, and the relative L2 `error`: the mean over pictures (with guidance, two
+        Rows with `layer`, `step`, `method`, and the relative L2 `error`: the mean over images (with guidance, two
         for each prompt) and draws, and the `least` and `greatest` of them.
 
     Raises:
@@ -114,10 +114,10 @@ def record_inputs(
     Args:
         pipe: a pipeline that is not patched; it is as before afterwards.
         configs: the methods.
-        prompts: one picture each, all in one batch.
+        prompts: one image each, all in one batch.
         steps: denoising steps.
         record_at: indices of the UNet calls to keep.
-        seed: of the first picture's latent; the next ones count up.
+        seed: of the first image's latent; the next ones count up.
         **options: of the pipeline, such as `guidance_scale`.
 
     Raises:
@@ -189,7 +189,7 @@ def _in_float32(layer: SelfAttention) -> SelfAttention:
 
 
 def _relative_errors(inputs: Inputs, config: PatchConfig) -> Tensor:
-    """Return the relative L2 error of each picture of the batch."""
+    """Return the relative L2 error of each image of the batch."""
     layer = StandaloneLayer(inputs.layer, config, inputs.index)
     layer.begin(inputs.position, inputs.latent, inputs.block_input)
     with torch.no_grad():

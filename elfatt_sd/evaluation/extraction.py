@@ -1,4 +1,4 @@
-"""Features of many pictures, in chunks that are committed one by one: memory is bounded, and a killed run goes on.
+"""Features of many images, in chunks that are committed one by one: memory is bounded, and a killed run goes on.
 
 Chunks and batches are cut at fixed places, so the numbers do not depend on interruptions or on the number of processes.
 """
@@ -33,9 +33,9 @@ from elfatt_sd.evaluation.processes import process_state, together
 from elfatt_sd.files import atomic_file
 from elfatt_sd.progress import Lines, Progress
 
-LARGE = 1 << 25  # pixels of a picture of which one at a time is held: 100 MB of them, and several times that to decode
-CHUNK = 1024  # pictures that are committed together
-Decoded = np.ndarray[Any, np.dtype[np.uint8]] | str  # a picture `[h, w, 3]`, or its name and what is wrong
+LARGE = 1 << 25  # pixels of an image of which one at a time is held: 100 MB of them, and several times that to decode
+CHUNK = 1024  # images that are committed together
+Decoded = np.ndarray[Any, np.dtype[np.uint8]] | str  # an image `[h, w, 3]`, or its name and what is wrong
 FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
 RESIZES = ("none", "crop", "stretch")
 # What is wrong with a file for good: damaged, away, no plain file, a link to itself. Anything else may pass.
@@ -44,7 +44,7 @@ _LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What happens to a decoded picture before the extractor: Pillow's resampling, which always antialiases.
+    """What happens to a decoded image before the extractor: Pillow's resampling, which always antialiases.
 
     Attributes:
         size: side of the square in pixels; 0 for `resize="none"`.
@@ -84,7 +84,7 @@ class Preprocessing:
 
 @contextlib.contextmanager
 def quiet_pillow() -> Iterator[None]:
-    """Do not tell what Pillow warns of: odd EXIF data and large pictures. Not for generators, which may interleave."""
+    """Do not tell what Pillow warns of: odd EXIF data and large images. Not for generators, which may interleave."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"PIL\.")
         yield
@@ -96,20 +96,20 @@ def every_minute(tell: Callable[[str], None]) -> Progress:
 
 
 class Pictures(Protocol):
-    """Numbered pictures, each uint8 `[h, w, 3]`, or the reason why it cannot be had."""
+    """Numbered images, each uint8 `[h, w, 3]`, or the reason why it cannot be had."""
 
     def __len__(self) -> int:
         """Return how many there are."""
 
     def load(self, start: int, stop: int) -> Iterator[Decoded]:
-        """Yield the pictures of a range in order, with bounded look-ahead."""
+        """Yield the images of a range in order, with bounded look-ahead."""
 
 
 class SourcePictures:
-    """Pictures of a source, decoded by a few threads."""
+    """Images of a source, decoded by a few threads."""
 
     def __init__(self, source: Source, preprocessing: Preprocessing, threads: int = 4) -> None:
-        """Take a source and what happens to its pictures."""
+        """Take a source and what happens to its images."""
         self.source, self.preprocessing, self.threads = source, preprocessing, threads
         self.left_out = source.left_out
 
@@ -118,10 +118,10 @@ class SourcePictures:
         return len(self.source.entries)
 
     def load(self, start: int, stop: int) -> Iterator[Decoded]:
-        """Yield decoded pictures; for an unreadable one its name and what is wrong. Large ones are decoded one by one.
+        """Yield decoded images; for an unreadable one its name and what is wrong. Large ones are decoded one by one.
 
         Raises:
-            ElfattError: the disk does not give a picture: that may pass, and what cannot be decoded does not.
+            ElfattError: the disk does not give an image: that may pass, and what cannot be decoded does not.
         """
         entries = self.source.entries[start:stop]
         ahead = 4 * self.threads
@@ -135,7 +135,7 @@ class SourcePictures:
                 )
 
     def _load(self, entry: Entry, most: float = math.inf) -> Decoded | None:
-        """Return a picture, or its name and what is wrong; None for one of more pixels than `most`."""
+        """Return an image, or its name and what is wrong; None for one of more pixels than `most`."""
         try:
             content = self.source.read(entry)
             return None if pixels_of(content) > most else self.preprocessing(decode(content))
@@ -155,7 +155,7 @@ class Extracted:
     """Chunks of features on disk.
 
     Attributes:
-        chunks: the files, in order; each holds `features` `[k, d]` and the unreadable pictures' names.
+        chunks: the files, in order; each holds `features` `[k, d]` and the unreadable images' names.
     """
 
     chunks: Sequence[Path]
@@ -204,15 +204,15 @@ def extract(
 ) -> Extracted:
     """Compute features, chunk by chunk; chunks that are there are kept.
 
-    Under `accelerate launch` every process takes its share of the chunks, and all return when all are there.
+    Under `accelerate launch` every process takes its fraction of the chunks, and all return when all are there.
 
     Args:
         pictures: what to look at.
         extractor: the network.
-        folder: where the chunks go; its name must tell pictures and extractor, and all processes must see it.
-        batch_size: pictures per pass through the network.
-        progress: called with what is looked at, the number of pictures done, and their total.
-        name: what the pictures are called there, beside the extractor.
+        folder: where the chunks go; its name must tell images and extractor, and all processes must see it.
+        batch_size: images per pass through the network.
+        progress: called with what is looked at, the number of images done, and their total.
+        name: what the images are called there, beside the extractor.
 
     Raises:
         ElfattError: in every process, where one failed.
@@ -260,7 +260,7 @@ def _extract_range(
 
 
 def _features(extractor: Extractor, batch: Sequence[np.ndarray[Any, np.dtype[np.uint8]]]) -> Tensor:
-    """Features `[n, d]` on the CPU; pictures of different sizes go through one by one."""
+    """Features `[n, d]` on the CPU; images of different sizes go through one by one."""
     images = [torch.from_numpy(picture).permute(2, 0, 1) for picture in batch]
     same = len({image.shape for image in images}) == 1
     groups = [torch.stack(images)] if same else [image[None] for image in images]

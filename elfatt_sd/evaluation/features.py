@@ -1,6 +1,6 @@
-"""Feature extractors: uint8 pictures in, float32 features out, and a description of all that happens between.
+"""Feature extractors: uint8 images in, float32 features out, and a description of all that happens between.
 
-Legend for shapes: n pictures of h x w pixels, d features.
+Legend for shapes: n images of h x w pixels, d features.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INCEPTION_URL = (
 )
 INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 INCEPTION_SIZE, TOY_SIZE = 299, 256
-# How pictures get into Inception, by the package that does it so; each has other values on the same pictures.
+# How images get into Inception, by the package that does it so; each has other values on the same images.
 INCEPTION_WAYS = {
     "torch-fidelity": "bilinear to 299x299 as in TensorFlow 1 (no antialiasing), inside the network",
     "pytorch-fid": "bilinear to 299x299 between pixel centres (no antialiasing), as pytorch-fid",
@@ -43,11 +43,11 @@ _MODEL_TYPES = {"clip": ("clip", "clip_vision_model"), "dinov2": ("dinov2", "din
 
 
 class Extractor(nn.Module):
-    """A network, how pictures get into it, and what a distance on its features is called.
+    """A network, how images get into it, and what a distance on its features is called.
 
     Attributes:
         name: short name, for files.
-        distance_name: name of the Frechet distance, with the model or the way of its pictures; `FID` is the original
+        distance_name: name of the Frechet distance, with the model or the way of its images; `FID` is the original
             Inception network only.
         kernel_name: name of the kernel distance.
         dimension: d.
@@ -86,7 +86,7 @@ class Extractor(nn.Module):
             float32 `[n, d]`, on the network's device.
 
         Raises:
-            ElfattError: the pictures have another shape or type.
+            ElfattError: the images have another shape or type.
         """
         if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3:
             raise ElfattError(f"pictures are {images.dtype} {tuple(images.shape)}; accepted is uint8 [n, 3, h, w].")
@@ -100,7 +100,7 @@ class Extractor(nn.Module):
 
 
 class ToyExtractor(Extractor):
-    """The toy pipeline's classifier, which also says what a picture shows."""
+    """The toy pipeline's classifier, which also says what an image shows."""
 
     def __init__(self, network: nn.Module, sha256: str) -> None:
         """Take a `ToyClassifier`."""
@@ -123,7 +123,7 @@ class InceptionExtractor(Extractor):
     """The Inception network of the original FID, with the preprocessing of a package of `INCEPTION_WAYS`."""
 
     def __init__(self, network: nn.Module, way: str, sha256: str) -> None:
-        """Take torch-fidelity's network, which resizes pictures itself, and how they get into it."""
+        """Take torch-fidelity's network, which resizes images itself, and how they get into it."""
         model = "FID" if sha256 == INCEPTION_SHA256 else f"FD-Inception-{sha256[:8]}"
         scale = "2 x / 255 - 1" if way == "pytorch-fid" else "(x - 128) / 128"
         recipe = {"resize": INCEPTION_WAYS[way], "scale": scale, "sha256": sha256}
@@ -148,7 +148,7 @@ class InceptionExtractor(Extractor):
 class VisionExtractor(Extractor):
     """A vision transformer from a local directory.
 
-    CLIP gets the centre of pictures whose shorter side is resized, DINOv2 the whole picture, as in Stein et al. 2023.
+    CLIP gets the centre of images whose shorter side is resized, DINOv2 the whole image, as in Stein et al. 2023.
     """
 
     def __init__(self, kind: str, network: nn.Module, dimension: int, recipe: dict[str, Any]) -> None:
@@ -270,7 +270,7 @@ def _load_vision(kind: str, folder: Path) -> Extractor:
         if config.model_type not in _MODEL_TYPES[kind]:
             accepted = ", ".join(_MODEL_TYPES[kind])
             raise ElfattError(f"extractor {kind}:{folder} is of type {config.model_type}; accepted: {accepted}.")
-        if config.model_type == "clip":  # text and pictures, which share the size of the projection
+        if config.model_type == "clip":  # text and images, which share the size of the projection
             config.vision_config.projection_dim = config.projection_dim
             config = config.vision_config
         network, report = loader.from_pretrained(folder, config=config, **options)
@@ -287,7 +287,7 @@ def _load_vision(kind: str, folder: Path) -> Extractor:
 
 
 def _model_title(config: Any, edge: int) -> str:
-    """Name a vision transformer as its makers do: `ViT-L/14`, and `@336` where its pictures are not of 224 pixels."""
+    """Name a vision transformer as its makers do: `ViT-L/14`, and `@336` where its images are not of 224 pixels."""
     size = _SIZES.get(config.hidden_size)
     base = f"ViT-{size}/{config.patch_size}" if size else f"ViT of width {config.hidden_size}/{config.patch_size}"
     registers = "-reg" if getattr(config, "num_register_tokens", 0) else ""
@@ -338,7 +338,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Float pictures in [0, 255] of the given height and width; untouched where they have it."""
+    """Float images in [0, 255] of the given height and width; untouched where they have it."""
     if tuple(images.shape[2:]) == size:
         return images.float()
     return functional.interpolate(images.float(), size=size, mode="bicubic", antialias=True).clamp(0, 255)

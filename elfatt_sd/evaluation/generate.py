@@ -121,7 +121,7 @@ def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes this process's share of a run's images.
+    """Makes this process's fraction of a run's images.
 
     Attributes:
         run: which one.

@@ -15,7 +15,7 @@ Interval = tuple[float, float]
 Groups = Sequence[int] | Tensor  # the class of each image
 BETTER, WORSE, NO_DIFFERENCE = "better", "worse", "no difference shown"
 TOO_FEW = "too few classes to tell"
-# What an interval knows of damage to one picture in ten, it knows from the pictures that are hit. Of 30 classes none is
+# What an interval knows of damage to one image in ten, it knows from the images that are hit. Of 30 classes none is
 # hit in 0.9 ** 30 = 4 % of all runs; of 5 none in 59 %, and the interval is then short, and wrong.
 FEWEST_CLASSES = 30
 
@@ -139,8 +139,8 @@ def share_interval(shares: Tensor, groups: Groups, parts: int = 1) -> Interval |
     trial. None with fewer than 2 classes.
 
     Args:
-        shares: `[n]` numbers from 0 to 1, one per picture.
-        groups: the class of each picture.
+        shares: `[n]` numbers from 0 to 1, one per image.
+        groups: the class of each image.
         parts: judgements that a share is the mean of; there cannot be more trials than that times n.
     """
     figure = Estimate.mean(shares, groups)

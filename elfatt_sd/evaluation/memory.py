@@ -232,8 +232,8 @@ def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
 
     Returns:
         `kind`, and `peaks` by stage in GiB, and `reserved` likewise on CUDA. Where the system does not let the peak
-        start anew, it is the whole process's, under `all`, and `loading` is what it was before the row ran: a peak that
-        is not higher is that of loading the model.
+        start again, it is that of the process, under `all`, and `loading` is what it was before the row ran: a peak
+        that is not higher is that of loading the model.
     """
     pipe = load_protocol_pipeline(protocol)
     short = dataclasses.replace(protocol, steps=(protocol.memory or Memory()).steps or protocol.steps)
@@ -253,7 +253,7 @@ def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
 
 
 class _Stages:
-    """Reads a meter at the end of each stage of a pipeline, or once at the end of all where it cannot start anew."""
+    """Reads a meter at the end of each stage of a pipeline, or once at the end of all where it cannot start again."""
 
     def __init__(self, meter: PeakMeter) -> None:
         self.meter, self.restarts = meter, meter.restart()

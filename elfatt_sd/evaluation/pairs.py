@@ -1,4 +1,4 @@
-"""How far each picture of a row is from the untouched pipeline's of the same latent."""
+"""How far each image of a row is from the untouched pipeline's of the same latent."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from elfatt_sd.progress import Progress
 
 FORMAT = 4  # of what is kept
 MOST_CHANGED = 16
-DIGITS = 6  # of what is kept of each picture
+DIGITS = 6  # of what is kept of each image
 PAIR_BATCH = 8
 
 
 def pair_changes(
     images: Images, baseline: Images, cache: Path, device: torch.device, progress: Progress | None = None
 ) -> Tensor:
-    """PSNR (dB) and SSIM `[n, 2]` of each picture to the baseline's of the same index; kept in the cache.
+    """PSNR (dB) and SSIM `[n, 2]` of each image to the baseline's of the same index; kept in the cache.
 
-    The PSNR is infinite where a picture equals the baseline's in every pixel, and only there. That of a clip is over
+    The PSNR is infinite where an image equals the baseline's in every pixel, and only there. That of a clip is over
     all its frames at once; its SSIM is the mean over frames.
 
     Args:
-        images: a row's pictures.
+        images: a row's images.
         baseline: the untouched pipeline's.
         cache: folder for what was computed.
         device: where to compute, in float64.
-        progress: called with what is looked at, the number of pictures compared, and their total.
+        progress: called with what is looked at, the number of images compared, and their total.
     """
     path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
     known = read_array(path, 2, dtype="float64")
@@ -61,16 +61,16 @@ def _changes(images: Images, baseline: Images, device: torch.device, progress: P
         mine, other = (torch.stack([next(side) for _ in range(size)]).to(device).double() for side in (ours, theirs))
         decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3, 4))
         frames = structural_similarity(mine.flatten(0, 1), other.flatten(0, 1), data_range=255.0)
-        similarity = frames.view(size, -1).mean(1)  # in float32, equal flat pictures would be 0.999 alike
+        similarity = frames.view(size, -1).mean(1)  # in float32, equal flat images would be 0.999 alike
         yield torch.stack((decibels, similarity), 1).to("cpu", torch.float64)
         if progress:
             progress(f"{images.name}, PSNR and SSIM", start + size, count)
 
 
 def paired(images: Images, changes: Tensor) -> dict[str, Any]:
-    """Summaries of the changes, and PSNR and SSIM of each picture, by which rows can be compared with each other.
+    """Summaries of the changes, and PSNR and SSIM of each image, by which rows can be compared with each other.
 
-    PSNR is over the pictures that differ.
+    PSNR is over the images that differ.
     """
     differing = changes[:, 0].isfinite()
     classes = torch.as_tensor(images.classes)
@@ -88,12 +88,12 @@ def paired(images: Images, changes: Tensor) -> dict[str, Any]:
 
 
 def cosines(images: Images, cosine: Tensor, extractor: str) -> dict[str, Any]:
-    """Summary of the cosine `[n]` between each picture's features and the untouched one's."""
+    """Summary of the cosine `[n]` between each image's features and the untouched one's."""
     return {**_summary(cosine, torch.as_tensor(images.classes), -1.0, 1.0), "extractor": extractor}
 
 
 def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:
-    """The mean of one number per picture with its 95 % interval, median, quartiles and lowest; None without pictures.
+    """The mean of one number per image with its 95 % interval, median, quartiles and lowest; None without images.
 
     No interval leaves the numbers' own bounds.
     """
@@ -112,6 +112,6 @@ def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[s
 
 
 def most_changed(changes: Tensor) -> list[int]:
-    """Indices of the pictures with the lowest PSNR, lowest first; identical ones are left out."""
+    """Indices of the images with the lowest PSNR, lowest first; identical ones are left out."""
     order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
     return [index for index in order if changes[index, 0].isfinite()]

@@ -125,11 +125,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Reference:
-    """The pictures that the generated ones are compared with.
+    """The images that the generated ones are compared with.
 
     Attributes:
         source: folder, tar, zip, shards, parquet, `.npz` of statistics, or `toy` (renders).
-        count: number of pictures that there must be.
+        count: number of images that there must be.
         allow_count: accept another number, which the metric's name then says.
         size: side of the square that they are resized to; 0 leaves them as they are.
         resize: how the square comes about: `crop`, `stretch` or `none`.
@@ -215,7 +215,7 @@ class Protocol:
         inception_weights: file of Inception's weights, for use without a network.
         inception_sha256: hash that this file must have; empty takes the published one.
         metrics: further metrics.
-        reference: the pictures to compare with.
+        reference: the images to compare with.
         time: how time is measured; None leaves it out.
         memory: how memory is measured; None leaves it out.
         published: printed figures that the report shows beside ours: `source`, and `rows`. A file may name another

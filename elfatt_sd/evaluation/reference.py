@@ -1,4 +1,4 @@
-"""Statistics of the reference pictures: computed once, in bounded memory, and kept in a cache."""
+"""Statistics of the reference images: computed once, in bounded memory, and kept in a cache."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from elfatt_sd.locks import folder_lock
 from elfatt_sd.progress import Progress
 
 FORMAT = 1
-FULL_COUNT = 50_000  # pictures of ImageNet's validation set; any other number shows in the metric's name
+FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number shows in the metric's name
 UNKNOWN_COUNT = FULL_COUNT  # only scales sums where another tool's file gives no count; distances do not depend on it
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What pictures are compared with.
+    """What images are compared with.
 
     Attributes:
         statistics: mean and covariance of the features.
-        sample: float32 features `[m, d]` of evenly spaced pictures, memory-mapped, for the kernel distance; None where
+        sample: float32 features `[m, d]` of evenly spaced images, memory-mapped, for the kernel distance; None where
             only moments are known.
-        count: number of pictures; None where another tool's file does not tell.
-        unreadable: name and reason of each picture that could not be read.
+        count: number of images; None where another tool's file does not tell.
+        unreadable: name and reason of each image that could not be read.
         identity: hash of the files and of all preprocessing.
         metric_suffix: what distances to it carry in their name, such as " (12 reference images)"; empty for
-            `FULL_COUNT` pictures, and for as many renders as the protocol names.
+            `FULL_COUNT` images, and for as many renders as the protocol names.
         description: where it comes from, as plain data for the report.
     """
 
@@ -81,21 +81,21 @@ def build_reference(
     work, and the first one decides; two runs that need the same reference wait for each other.
 
     Args:
-        source: pictures (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT`
-            (`toy` for `expected` ones): held-out pictures of the toy's renderer.
+        source: images (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT`
+            (`toy` for `expected` ones): held-out images of the toy's renderer.
         extractor: the network.
         cache_dir: where results are kept, under a hash of files, preprocessing and extractor.
         preprocessing: what happens before the extractor; by default nothing.
-        expected: the number of pictures that there must be.
+        expected: the number of images that there must be.
         allow_count: accept another number.
-        per_class: take only the first so many pictures of each class; 0 takes all.
+        per_class: take only the first so many images of each class; 0 takes all.
         classes: for renders, classes of the toy's list in proportion to which they are drawn; all by default.
-        batch_size: pictures per pass through the network.
-        progress: called with what is looked at, the number of pictures done, and their total.
+        batch_size: images per pass through the network.
+        progress: called with what is looked at, the number of images done, and their total.
 
     Raises:
-        ElfattError: the source is missing or of another kind, the number of pictures is not the expected one, or the
-            processes of a launch do not see the same cache and the same pictures.
+        ElfattError: the source is missing or of another kind, the number of images is not the expected one, or the
+            processes of a launch do not see the same cache and the same images.
     """
     if _is_moments(source):
         return together(lambda: _from_moments(Path(source), extractor, expected, allow_count))
@@ -133,13 +133,13 @@ def check_reference(
         source: as for `build_reference`, as are the other arguments.
         extractor: the network.
         preprocessing: what happens before the extractor.
-        expected: the number of pictures that there must be.
+        expected: the number of images that there must be.
         allow_count: accept another number.
-        per_class: take only the first so many pictures of each class.
+        per_class: take only the first so many images of each class.
         classes: for renders.
 
     Raises:
-        ElfattError: the source is missing or of another kind, or the number of pictures is not the expected one.
+        ElfattError: the source is missing or of another kind, or the number of images is not the expected one.
     """
     if _is_moments(source):
         return _from_moments(Path(source), extractor, expected, allow_count).identity
@@ -147,7 +147,7 @@ def check_reference(
 
 
 def pictures_left(source: str | Path, extractor: Extractor, *, cache_dir: Path, **settings: Any) -> int:
-    """Return how many pictures `build_reference` would put through an extractor; none where they are cached.
+    """Return how many images `build_reference` would put through an extractor; none where they are cached.
 
     Raises:
         ElfattError: as for `check_reference`.
@@ -180,7 +180,7 @@ def check_source(wanted: Settings) -> None:
     """Check what of a reference can be checked without an extractor.
 
     Raises:
-        ElfattError: it is missing or of another kind, or the number of pictures is not the expected one.
+        ElfattError: it is missing or of another kind, or the number of images is not the expected one.
     """
     check_given(wanted.source)
     if _is_moments(wanted.source):
@@ -236,7 +236,7 @@ def _pictures(
     per_class: int,
     classes: Sequence[int],
 ) -> tuple[SourcePictures | Renders, str]:
-    """The pictures, of which there are as many as there must be, and the identity of the reference that they make."""
+    """The images, of which there are as many as there must be, and the identity of the reference that they make."""
     check_given(source)
     pictures: SourcePictures | Renders
     if _is_rendered(source):

@@ -1,4 +1,4 @@
-"""Held-out pictures of the toy's renderer as a reference."""
+"""Held-out images of the toy's renderer as a reference."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from ha
 
 
 class Renders:
-    """Held-out pictures of the toy's renderer, with the classes of the prompts."""
+    """Held-out images of the toy's renderer, with the classes of the prompts."""
 
     BLOCK = 1 << 16
 
     def __init__(self, count: int, classes: Sequence[int]) -> None:
-        """Take the classes; picture i has class `classes[i % len(classes)]`.
+        """Take the classes; image i has class `classes[i % len(classes)]`.
 
         Raises:
             ElfattError: a class is not in the toy's list.

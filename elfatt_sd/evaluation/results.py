@@ -56,7 +56,7 @@ def write_results(run: Run) -> dict[str, Any]:
 
 
 def unreadable_references(references: object) -> list[str]:
-    """Return name and reason of the reference pictures that could not be read, from what `scores.json` holds."""
+    """Return name and reason of the reference images that could not be read, from what `scores.json` holds."""
     parts = references.values() if isinstance(references, Mapping) else ()
     found = [part.get("unreadable") for part in parts if isinstance(part, Mapping)]
     return list(dict.fromkeys(str(name) for names in found if isinstance(names, list) for name in names))

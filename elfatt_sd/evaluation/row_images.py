@@ -1,4 +1,4 @@
-"""The pictures of a row, each of which is checked against its hash when it is read."""
+"""The images of a row, each of which is checked against its hash when it is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elfatt_sd.files import sha256_of_data
 
 @dataclass(frozen=True)
 class Images:
-    """The pictures of a row.
+    """The images of a row.
 
     Attributes:
         name: the row's.
@@ -41,11 +41,11 @@ class Images:
 
     @classmethod
     def of_row(cls, row: Row, frames: int = 1, count: int | None = None) -> Images:
-        """List the pictures of a finished row.
+        """List the images of a finished row.
 
         Args:
             row: which one.
-            frames: of each picture, as its protocol says.
+            frames: of each image, as its protocol says.
             count: how many there must be; None takes any number.
 
         Raises:
@@ -61,16 +61,16 @@ class Images:
 
     @property
     def identity(self) -> str:
-        """Hash of all pictures."""
+        """Hash of all images."""
         return sha256_of_data(list(self.sha256))
 
     @property
     def frame_classes(self) -> list[int]:
-        """The class of each frame of each picture."""
+        """The class of each frame of each image."""
         return [number for number in self.classes for _ in range(self.frames)]
 
     def stacks(self) -> Iterator[Tensor]:
-        """Yield each picture as uint8 `[frames, 3, h, w]`.
+        """Yield each image as uint8 `[frames, 3, h, w]`.
 
         Raises:
             ElfattError: one cannot be read.

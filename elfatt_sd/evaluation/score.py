@@ -1,6 +1,6 @@
-"""Score the pictures of a run: distances to the reference, changes against the untouched pipeline, accuracy on the toy.
+"""Score the images of a run: distances to the reference, changes against the untouched pipeline, accuracy on the toy.
 
-Everything is streamed: features lie in memory-mapped files, so memory does not grow with the number of pictures. What
+Everything is streamed: features lie in memory-mapped files, so memory does not grow with the number of images. What
 was computed once is kept under `RUN/scores`, named by the hash of what it was computed from.
 """
 
@@ -58,11 +58,11 @@ def score_run(
         run: its baseline is generated.
         extractors: those of its protocol; None loads them.
         folder: where `scores.json` and what it was computed from go; the run's own by default.
-        batch_size: pictures per pass through an extractor.
-        progress: called with what is looked at, the number of pictures done, and their total.
+        batch_size: images per pass through an extractor.
+        progress: called with what is looked at, the number of images done, and their total.
 
     Raises:
-        ElfattError: no row is finished, a picture was deleted or altered, or reference or extractor are missing.
+        ElfattError: no row is finished, an image was deleted or altered, or reference or extractor are missing.
     """
     need("a score", "torchmetrics")
     if not run.baseline.finished:
@@ -127,7 +127,7 @@ def build_references(protocol: Protocol, *, batch_size: int = 32, progress: Prog
     """Compute a protocol's reference for each extractor, or take it from the cache.
 
     Raises:
-        ElfattError: reference or extractor are missing, or the number of pictures is another.
+        ElfattError: reference or extractor are missing, or the number of images is another.
     """
     return [_reference(protocol, extractor, batch_size, progress) for extractor in load_extractors(protocol)]
 
@@ -140,7 +140,7 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[st
         extractors: the protocol's.
 
     Raises:
-        ElfattError: the reference is missing, the number of pictures is another, or a metric cannot be loaded.
+        ElfattError: the reference is missing, the number of images is another, or a metric cannot be loaded.
     """
     check_feature_metrics(protocol.metrics, extractors)
     metrics = load_metrics(protocol.metrics, network_device(protocol))
@@ -150,10 +150,10 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[st
 
 
 def reference_left(protocol: Protocol, extractor: Extractor) -> int:
-    """Return how many pictures of a protocol's reference an extractor still has to look at.
+    """Return how many images of a protocol's reference an extractor still has to look at.
 
     Raises:
-        ElfattError: the reference is missing, or the number of pictures is another.
+        ElfattError: the reference is missing, or the number of images is another.
     """
     settings = _reference_settings(protocol)
     return pictures_left(protocol.reference.source, extractor, cache_dir=cache_folder(), **settings)
@@ -200,7 +200,7 @@ class Scale:
         """Compute the features of a row unless they are there.
 
         Raises:
-            ElfattError: a picture was deleted or altered after it was generated.
+            ElfattError: an image was deleted or altered after it was generated.
         """
         path = self._path(images)
         if by_first(lambda: self._read(images) is not None):
@@ -219,7 +219,7 @@ class Scale:
         """Features `[n * frames, d]` of a row, memory-mapped float32.
 
         Raises:
-            ElfattError: a picture cannot be read.
+            ElfattError: an image cannot be read.
         """
         found, wanted = self._read(images), len(images.frame_classes)
         if found is None:
@@ -257,7 +257,7 @@ class Scale:
         return None if self.reference.sample is None else kernel_within(self.reference.sample)
 
     def right(self, images: Images) -> dict[str, Tensor]:
-        """Whether each picture shows its prompt's attributes: `[n]` of 0 or 1, per attribute; computed once per row.
+        """Whether each image shows its prompt's attributes: `[n]` of 0 or 1, per attribute; computed once per row.
 
         Empty where the extractor does not read attributes.
         """
@@ -270,7 +270,7 @@ def score_cell(images: Images, baseline: Images, scorer: Scorer[Scale], toy: boo
     """Score one row.
 
     Args:
-        images: the row's pictures, whose features are extracted.
+        images: the row's images, whose features are extracted.
         baseline: the untouched pipeline's, of the same prompts and latents.
         scorer: the metrics, and the extractors with their references.
         toy: whether class indices are those of the toy's list, so that its extractor can tell right from wrong.
@@ -280,7 +280,7 @@ def score_cell(images: Images, baseline: Images, scorer: Scorer[Scale], toy: boo
         (None off the toy), `most_changed` and, where the protocol has metrics, `metrics`.
 
     Raises:
-        ElfattError: the rows do not show the same prompts, or a picture was altered.
+        ElfattError: the rows do not show the same prompts, or an image was altered.
     """
     if list(images.classes) != list(baseline.classes):
         raise ElfattError(f"rows {images.name!r} and {baseline.name!r} are not of the same prompts.")
@@ -335,7 +335,7 @@ def _judged(value: float, interval: Interval | None, classes: int, *, lower_is_b
 
 
 def _paired(images: Images, baseline: Images, changes: Tensor, scales: Sequence[Scale]) -> dict[str, Any]:
-    """Closeness of each picture; the cosine is that of the first extractor's features, where there is one."""
+    """Closeness of each image; the cosine is that of the first extractor's features, where there is one."""
     found = paired(images, changes)
     for scale in scales[:1]:
         pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
@@ -345,7 +345,7 @@ def _paired(images: Images, baseline: Images, changes: Tensor, scales: Sequence[
 
 
 def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any] | None:
-    """Share of pictures that show what their prompt says, per attribute and as the mean of all."""
+    """Share of images that show what their prompt says, per attribute and as the mean of all."""
     scale = next((scale for scale in scales if scale.right(images)), None)
     if scale is None:
         return None

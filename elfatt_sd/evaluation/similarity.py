@@ -1,4 +1,4 @@
-"""How alike two pictures are: SSIM (Wang et al., *Image Quality Assessment*, IEEE TIP 13(4), 2004). Pure tensors.
+"""How alike two images are: SSIM (Wang et al., *Image Quality Assessment*, IEEE TIP 13(4), 2004). Pure tensors.
 
 The values are those of torchmetrics to rounding, which a test holds. Its window is a two-dimensional convolution, for
 which PyTorch has no fast float64 kernel on a CPU. Here rows are blurred, and then columns, each tap of the symmetric
@@ -18,16 +18,16 @@ K1, K2 = 0.01, 0.03
 
 
 def structural_similarity(first: Tensor, second: Tensor, data_range: float) -> Tensor:
-    """Return the SSIM of each pair of pictures, the mean over pixels and channels; edges are reflected.
+    """Return the SSIM of each pair of images, the mean over pixels and channels; edges are reflected.
 
     Args:
-        first: pictures `[n, channels, height, width]` of more than 5 pixels a side, floating. Take float64: in float32
-            equal flat pictures come out as 0.999 alike.
+        first: images `[n, channels, height, width]` of more than 5 pixels a side, floating. Take float64: in float32
+            equal flat images come out as 0.999 alike.
         second: likewise.
         data_range: largest value less smallest one.
 
     Returns:
-        `[n]`, at most 1, which equal pictures have.
+        `[n]`, at most 1, which equal images have.
     """
     c1, c2 = (K1 * data_range) ** 2, (K2 * data_range) ** 2
     x, y = (functional.pad(pictures, (REACH,) * 4, mode="reflect") for pictures in (first, second))

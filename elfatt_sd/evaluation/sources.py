@@ -1,4 +1,4 @@
-"""Where pictures lie: folders, archives read in place, shards and tables.
+"""Where images lie: folders, archives read in place, shards and tables.
 
 All are a list of entries and one way to read them; nothing is unpacked. The fingerprint of a folder is the names, sizes
 and modification times of its files; that of an archive is its own name, size and modification time. A file that is
@@ -31,14 +31,14 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 
 
 def open_source(source: str | Path, per_class: int = 0) -> Source:
-    """List the pictures of a source.
+    """List the images of a source.
 
     Args:
         source: what `ACCEPTED` names.
         per_class: keep only the first so many of each class, in order of names; 0 keeps all.
 
     Raises:
-        ElfattError: it does not exist, is of another kind, holds no picture, or lacks the classes that are asked for.
+        ElfattError: it does not exist, is of another kind, holds no image, or lacks the classes that are asked for.
     """
     path = Path(source)
     found = _open(path)

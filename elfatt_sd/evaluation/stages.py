@@ -210,7 +210,7 @@ class _Stage:
         return errors
 
     def _is_whole(self) -> bool:
-        """Tell whether the output is there; one that is damaged is removed, to be made anew."""
+        """Tell whether the output is there; one that is damaged is removed, to be made again."""
         path = self.run.folder / self.output
         if not path.is_file():
             return False

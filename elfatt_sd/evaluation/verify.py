@@ -28,9 +28,9 @@ def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = 
 
     Args:
         run: which one.
-        recompute: extract all features and compute all scores anew, without any cache of the run, where the images
-            are as they were. Time and memory are always computed anew, from the raw values in their files.
-        progress: called with what is looked at, the number of pictures done, and their total.
+        recompute: extract all features and compute all scores again, without any cache of the run, where the images
+            are as they were. Time and memory are always computed again, from the raw values in their files.
+        progress: called with what is looked at, the number of images done, and their total.
 
     Returns:
         What is wrong, a line each, naming the file; empty where all is well.
@@ -112,7 +112,7 @@ def _recorded(path: Path, *, needed: bool = True) -> Generator[str, None, dict[s
 
 
 def _check_measurements(run: Run) -> Iterator[str]:
-    """Summarize time and memory anew from the raw values that stand beside the figures."""
+    """Summarize time and memory again from the raw values that stand beside the figures."""
     for name, again in ((TIME_FILE, _timed_again), (MEMORY_FILE, _fitted_again)):
         path = run.folder / name
         recorded = yield from _recorded(path, needed=False)
@@ -184,7 +184,7 @@ def _check_results(run: Run) -> Iterator[str]:
 
 
 def _check_report(run: Run) -> Iterator[str]:
-    """Compare the report with the one that the results give; of plots and pictures only that they are there.
+    """Compare the report with the one that the results give; of plots and images only that they are there.
 
     How these are encoded depends on the versions of other packages.
     """
@@ -216,7 +216,7 @@ def unequal(
         before: what was recorded.
         now: what it should be.
         key: the place of both.
-        tolerance: of numbers with a fraction, as a share of the figure that they belong to: of its value or of the
+        tolerance: of numbers with a fraction, as a fraction of the figure that they belong to: of its value or of the
             width of its interval, or of the figure around it, such as the distance around a difference. All else must
             be equal.
         size: of the figure around both.

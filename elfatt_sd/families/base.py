@@ -31,6 +31,8 @@ class Given(NamedTuple):
         before: tokens of text before those of the image, in the sequence that attention sees.
         unit: of the timestep, of `timesteps.other_units`; None for timesteps.
         partial: whether the call leaves out some layers.
+        differentiated: whether it has gradients, for which a checkpoint may compute it once more.
+        compiled: whether `torch.compile` serves it or a part of it.
     """
 
     sample: Tensor
@@ -39,6 +41,8 @@ class Given(NamedTuple):
     before: int = 0
     unit: int | None = None
     partial: bool = False
+    differentiated: bool = False
+    compiled: bool = False
 
     @classmethod
     def latent(cls, sample: Tensor, timestep: Any) -> Self:

@@ -15,7 +15,7 @@ from elfatt_sd.methods import Grid
 
 SCALE = 8  # pixels of their images to one of the latent, on each side
 _TEXT_TOKENS, _TIME_IDS = 77, 6
-# Attention over frames, and over tokens of the picture together with others (GLIGEN's boxes).
+# Attention over frames, and over tokens of the image together with others (GLIGEN's boxes).
 _OTHER_TOKENS = ("motion_modules", "temp_attentions", "temporal_transformer_blocks", "transformer_in", ".fuser.")
 
 

@@ -91,7 +91,7 @@ def attention_backends(device: torch.device) -> dict[str, Any]:
 
 
 class Bystanders:
-    """Measures what share of the machine's processor time went to other processes, from its making on."""
+    """Measures what fraction of the machine's processor time went to other processes, from its making on."""
 
     def __init__(self) -> None:
         self._start = _processor_seconds()

@@ -47,7 +47,7 @@ class PeakMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Take the device; on CUDA the peak starts anew."""
+        """Take the device; on CUDA the peak starts again."""
         self.device = device
         self.kind: str | None = None
         if device.type == "cuda":
@@ -57,7 +57,7 @@ class PeakMeter:
             self.kind = _PROCESS_KINDS.get(sys.platform, sys.platform)
 
     def restart(self) -> bool:
-        """Start anew from the present use; tell whether that was possible."""
+        """Start again from the present use; tell whether that was possible."""
         if self.device.type == "cuda":
             synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)

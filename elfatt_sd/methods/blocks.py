@@ -34,7 +34,7 @@ class Blocks(Attention):
             `windows` (rectangles, as square as the size allows), `curve` (Hilbert curve), `strided` (every n-th token)
             or `spread` (stratified random sample of the image, drawn from seed, step and layer).
         second_order: another such order for the second half of the heads; None is the same for all heads.
-        redraw: whether what is random is drawn anew in every step, or once for a run.
+        redraw: whether what is random is drawn again in every step, or once for a run.
     """
 
     name: ClassVar[str] = "block"

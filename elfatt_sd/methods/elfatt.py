@@ -28,7 +28,7 @@ class Elfatt(Agents):
 
     Attributes:
         block_size: tokens in a block, to the nearest size that tiles the sequence.
-        redraw: whether what is random is drawn anew in every step, or once for a run.
+        redraw: whether what is random is drawn again in every step, or once for a run.
         agent_share: fraction of the heads (or channels) that attends through agents.
         split: `heads` gives each half its own heads (eq. lepe2sd), `channels` half of every head's channels
             (eq. lepe1sd), `auto` splits heads where their number allows it.

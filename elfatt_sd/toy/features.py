@@ -1,4 +1,4 @@
-"""A small classifier of a picture's four attributes; its penultimate features carry the Frechet distance `FD-toy`."""
+"""A small classifier of an image's four attributes; its penultimate features carry the Frechet distance `FD-toy`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEATURES = 64
 
 
 class ToyClassifier(nn.Module):
-    """Convolutions with group normalisation (so that no picture depends on its batch), pooled to 64 features."""
+    """Convolutions with group normalisation (so that no image depends on its batch), pooled to 64 features."""
 
     def __init__(self) -> None:
         """Build with random weights; `load_feature_extractor` loads the trained ones."""
@@ -43,7 +43,7 @@ class ToyClassifier(nn.Module):
         return self.features(functional.avg_pool2d(pixels, 2))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Features `[n, 64]` of pictures of half the side, in [0, 1]."""
+        """Features `[n, 64]` of images of half the side, in [0, 1]."""
         maps = self.body(2 * pixels - 1)
         pooled = torch.cat([maps.mean((2, 3)), maps.amax((2, 3))], 1)
         return functional.silu(self.neck(pooled)).float()

@@ -1,7 +1,7 @@
-"""Endless labelled pictures: one object on a patterned background, drawn with signed distance functions.
+"""Endless labelled images: one object on a patterned background, drawn with signed distance functions.
 
-The work is batched torch: milliseconds a picture on a CPU, thousands a second on a GPU. Lengths are shares of the
-picture's side; angles are in radians; the y axis points down. Legend for shapes: n scenes, s the side in pixels.
+The work is batched torch: milliseconds an image on a CPU, thousands a second on a GPU. Lengths are fractions of the
+image's side; angles are in radians; the y axis points down. Legend for shapes: n scenes, s the side in pixels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "purple": (0.52, 0.15, 0.72),
     "pink": (1.00, 0.55, 0.78),
 }
-PALE = 0.8  # a pattern's second tone: this share of white in the background's colour
+PALE = 0.8  # a pattern's second tone: this fraction of white in the background's colour
 GEOMETRY = ("x", "y", "radius", "rotation", "period", "phase_u", "phase_v", "angle")
 
 
@@ -113,7 +113,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """One picture's labels and geometry.
+    """One image's labels and geometry.
 
     Attributes:
         shape: the object's shape, of `SHAPES`.
@@ -150,7 +150,7 @@ def sample_parameters(count: int, generator: torch.Generator, scale: float = 1.0
     Args:
         count: how many, n.
         generator: the only source of randomness.
-        scale: enlarges objects and periods; 1.4 for pictures of half the side keeps them near the same size in pixels.
+        scale: enlarges objects and periods; 1.4 for images of half the side keeps them near the same size in pixels.
 
     Returns:
         labels `[n, 4]` (int64 indices, ordered as `ATTRIBUTES`) and geometry `[n, 8]` (float32, ordered as `GEOMETRY`).
@@ -199,11 +199,11 @@ def render(scenes: Sequence[Scene], size: int = 256, device: str | torch.device 
 
     Args:
         scenes: what to draw, n of them.
-        size: the side of the pictures, s, in pixels.
+        size: the side of the images, s, in pixels.
         device: where to draw.
 
     Returns:
-        float32 pictures `[n, 3, s, s]` in [0, 1].
+        float32 images `[n, 3, s, s]` in [0, 1].
     """
     geometry = [[getattr(scene, name) for name in GEOMETRY] for scene in scenes]
     numbers = torch.tensor(geometry, dtype=torch.float32, device=device).view(-1, len(GEOMETRY))
@@ -240,12 +240,12 @@ def _apply(index: Tensor, functions: Sequence[Callable[[Tensor, Tensor], Tensor]
 
 
 def _coverage(distance: Tensor) -> Tensor:
-    """Anti-aliased share of each pixel that is inside, from the signed distance in pixels."""
+    """Anti-aliased fraction of each pixel that is inside, from the signed distance in pixels."""
     return (0.5 + distance).clamp(0, 1)
 
 
 def _blend(below: Tensor, above: Tensor, coverage: Tensor) -> Tensor:
-    """Lay the colour `above` `[n, 3]` over `below`, a colour or pictures."""
+    """Lay the colour `above` `[n, 3]` over `below`, a colour or images."""
     below = below if below.dim() == 4 else below[:, :, None, None]
     return below + (above[:, :, None, None] - below) * coverage[:, None]
 

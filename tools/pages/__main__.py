@@ -1,6 +1,6 @@
 """Put committed results into a page: `python -m tools.pages bench docs/performance.md`, or `eval docs/quality.md`.
 
-The tables and plots of benchmarks are made anew; those of a run are as `python -m tools.publish` left them.
+The tables and plots of benchmarks are made again; those of a run are as `python -m tools.publish` left them.
 """
 
 from __future__ import annotations

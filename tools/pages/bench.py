@@ -26,7 +26,7 @@ MISSING = "Not measured yet."
 
 
 def render(folder: Path) -> None:
-    """Write the tables and plots of a folder of results anew."""
+    """Write the tables and plots of a folder of results again."""
     for path in sorted(folder.glob("*.json")):
         results = _read(path)
         if "groups" in results:

@@ -1,4 +1,4 @@
-"""Two rows beside each other, picture by picture: sharper than the intervals of the two means."""
+"""Two rows beside each other, image by image: sharper than the intervals of the two means."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TITLES = ["Row", "Against", *_MEASURES.values(), "Closer by PSNR"]
 
 
 def compare_rows(results: Results, cells: Sequence[str], others: Sequence[Results] = ()) -> str:
-    """Compare rows of a run by how close each of their pictures is to the untouched pipeline's of the same latent.
+    """Compare rows of a run by how close each of their images is to the untouched pipeline's of the same latent.
 
     Args:
         results: of a run.
@@ -30,12 +30,12 @@ def compare_rows(results: Results, cells: Sequence[str], others: Sequence[Result
 
     Returns:
         A Markdown table: for each pair the mean difference in PSNR and SSIM with its 95 % interval, and in how many
-        pictures the first row is the closer one. A difference in PSNR needs two pictures that are not the untouched one
+        images the first row is the closer one. A difference in PSNR needs two images that are not the untouched one
         (a dash where there are none); one that is the untouched one is closer than any other.
 
     Raises:
-        ElfattError: an odd number of rows, one that is not there, one without the figures of each picture, or runs
-            whose pictures are not of the same prompts or the same pipeline.
+        ElfattError: an odd number of rows, one that is not there, one without the figures of each image, or runs
+            whose images are not of the same prompts or the same pipeline.
     """
     check_alike([results, *others])
     rows = {row.cell: (row, row.name) for row in results.rows}
@@ -57,7 +57,7 @@ def compare_rows(results: Results, cells: Sequence[str], others: Sequence[Result
 
 
 def _differences(one: Row, other: Row, measure: str) -> list[float | None]:
-    """Return the difference in each picture; None where one of the two equals the untouched one."""
+    """Return the difference in each image; None where one of the two equals the untouched one."""
     sides = [row.each(measure) for row in (one, other)]
     if not all(sides):
         raise ElfattError(f"rows {one.name!r} and {other.name!r} have no figures of each picture; score the run anew.")
@@ -67,7 +67,7 @@ def _differences(one: Row, other: Row, measure: str) -> list[float | None]:
 
 
 def _closer(one: Row, other: Row) -> str:
-    """Say in how many pictures the first row is closer; an untouched picture has no PSNR, that is, an infinite one."""
+    """Say in how many images the first row is closer; an untouched image has no PSNR, that is, an infinite one."""
     ours, theirs = ([math.inf if value is None else value for value in row.each("psnr")] for row in (one, other))
     return f"{sum(a > b for a, b in zip(ours, theirs, strict=True))} of {len(ours)}"
 

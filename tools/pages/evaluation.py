@@ -3,7 +3,7 @@
 <!-- eval NAME PLOT PLOT -->                  the table of a run and plots of it
 <!-- rows NAME PLOT ROW ROW -->               one plot and at most six rows of a run, in the columns that vary
 <!-- headline RUN/ROW RUN/ROW -->             a table and a plot of closeness and speed; see `draw_headline`
-<!-- compare NAME ROW OTHER ROW OTHER -->     rows picture by picture; see `compare_rows`
+<!-- compare NAME ROW OTHER ROW OTHER -->     rows image by image; see `compare_rows`
 <!-- pareto MEASURE NAME NAME -->             several runs in one plane; see `draw_pareto`
 <!-- end -->
 """

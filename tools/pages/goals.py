@@ -14,7 +14,7 @@ from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.typed import read_typed
 
 Row = Mapping[str, Any]
-BUSY = 0.05  # share of the processors' time that other processes may take
+BUSY = 0.05  # fraction of the processors' time that other processes may take
 POSITIONS = 1.005  # the indices of the tokens that a method merges or samples
 MERGING = 0.6  # of tomesd's time
 NOISE = 0.97  # of its floor's time: no call is faster, so a round below was disturbed
@@ -149,7 +149,7 @@ def _doubt(results: Results, rows: Sequence[Row]) -> str:
 
 
 def greatest_peak(results: Results, kept: str = "") -> tuple[str, float | None]:
-    """Return which of our methods has the greatest peak, and that as a share of the untouched call's.
+    """Return which of our methods has the greatest peak, and that as a fraction of the untouched call's.
 
     Args:
         results: of UNet calls.
@@ -174,7 +174,7 @@ def _kept(results: Results, row: Row) -> str:
 
 
 def _share(rows: Sequence[Row], base: str) -> dict[str, float] | None:
-    """Return a method's time as a share of another's; None where one of them was not measured."""
+    """Return a method's time as a fraction of another's; None where one of them was not measured."""
     speed = rows[0]["speed"].get(base) if rows else None
     return {"median": 1 / speed["median"], "min": 1 / speed["max"], "max": 1 / speed["min"]} if speed else None
 

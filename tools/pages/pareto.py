@@ -1,4 +1,4 @@
-"""The trade-off over several runs of one pipeline, with times as shares of the untouched one's."""
+"""The trade-off over several runs of one pipeline, with times as fractions of the untouched one's."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
 
     Args:
         runs: with times; the null row and rows without time or measure have no place.
-        measure: `closeness` (PSNR to the untouched pictures), which names the rows that no other beats, or `distance`
+        measure: `closeness` (PSNR to the untouched images), which names the rows that no other beats, or `distance`
             (its paired difference to untouched), which names those that are shown to differ from untouched at all.
 
     Returns:
@@ -161,7 +161,7 @@ def _caption(runs: Sequence[Results], entrants: Sequence[_Entrant], said: str, j
 
 
 def _inverse(values: ArrayLike) -> NDArray[np.float64]:
-    """Return how many times as fast a share of the time is, and back; the axis asks at zero, too."""
+    """Return how many times as fast a fraction of the time is, and back; the axis asks at zero, too."""
     return 1 / np.maximum(np.asarray(values, dtype=np.float64), 1e-9)
 
 
@@ -213,7 +213,7 @@ def _table(chosen: Sequence[_Entrant], up: Measure, title: str, last: Sequence[s
     lines = []
     for place, (entrant, said) in enumerate(zip(chosen, last, strict=True), 1):
         speed, value = entrant.speed, entrant.spot.up
-        decimals = decimals_for([value])  # runs of more pictures have narrower intervals
+        decimals = decimals_for([value])  # runs of more images have narrower intervals
         lines.append(
             [
                 str(place),

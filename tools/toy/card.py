@@ -142,7 +142,7 @@ def plot_curves(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the card anew, for `python -m tools.toy.card PIPELINE --quality quality.json`."""
+    """Write the card again, for `python -m tools.toy.card PIPELINE --quality quality.json`."""
     import argparse
 
     parser = argparse.ArgumentParser(prog="python -m tools.toy.card", description=main.__doc__)

@@ -1,7 +1,7 @@
 """Train a UNet from its inner levels outwards, on ever larger grids, while it stays a plain `UNet2DConditionModel`.
 
 The inner levels see the noisy latents averaged over 4x4 or 2x2 cells, as the outer levels will hand them on later.
-Layout is thus learned where a picture has 256 tokens, and outlines where it has 4096. Legend: n pictures, c channels,
+Layout is thus learned where an image has 256 tokens, and outlines where it has 4096. Legend: n images, c channels,
 h and w the grid.
 """
 

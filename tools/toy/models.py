@@ -14,7 +14,7 @@ from elfatt_sd.toy.renderer import VOCABULARY
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 TOKENS = 24
-CENTER = 0.3  # the code's zero, in pictures of range [-1, 1]: about their mean
+CENTER = 0.3  # the code's zero, in images of range [-1, 1]: about their mean
 SCALING = 1.75  # latents times this have unit variance
 FRAME = ((1, 1, 1), (1, -1, -1), (-1, 1, -1), (-1, -1, 1))
 
@@ -24,7 +24,7 @@ class Sizes:
     """Sizes of the networks.
 
     Attributes:
-        picture: side of the pictures in pixels; the latent side is a quarter of it.
+        picture: side of the images in pixels; the latent side is a quarter of it.
         unet: channels of the four levels, each with attention.
         heads: attention heads of the four levels.
         vae: channels of the three levels of the autoencoder.

@@ -1,7 +1,7 @@
 """Measure the embedded pipeline: `python -m tools.toy.quality --out DIR` generates, classifies, compares.
 
 It writes `quality.json` (attribute accuracy; `FD-toy` against held-out renders, beside that of as many other renders,
-the floor) and `sheet.png`, the first 64 pictures. Images are kept in `DIR/images`: the same command goes on after a
+the floor) and `sheet.png`, the first 64 images. Images are kept in `DIR/images`: the same command goes on after a
 kill, and Ctrl-C measures those that are there.
 """
 
@@ -26,7 +26,7 @@ from elfatt_sd.toy.features import ToyClassifier, load_feature_extractor
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES, class_labels, describe, render, sample_scenes, scene_labels
 from tools.toy.models import write_json
 
-SIDE = 256  # of the pictures that the classifier was made for
+SIDE = 256  # of the images that the classifier was made for
 REFERENCE_SEED, FLOOR_SEED = 9_000_001, 9_000_002
 
 
@@ -40,7 +40,7 @@ def draw_classes(count: int, seed: int) -> list[tuple[str, str, str, str]]:
 
 
 def generate(pipeline: Any, prompts: Sequence[str], seed: int, batch: int, **settings: Any) -> Iterator[Tensor]:
-    """Yield uint8 pictures `[n, 3, h, w]` batch by batch; picture i has its own generator, seeded by `seed + i`."""
+    """Yield uint8 images `[n, 3, h, w]` batch by batch; image i has its own generator, seeded by `seed + i`."""
     pipeline.set_progress_bar_config(disable=True)
     for start in range(0, len(prompts), batch):
         part = list(prompts[start : start + batch])
@@ -60,7 +60,7 @@ def kept(made: Iterator[Tensor], folder: Path) -> Iterator[Tensor]:
 
 
 def to_bytes(images: Tensor) -> Tensor:
-    """Pictures in [0, 1] as uint8."""
+    """Images in [0, 1] as uint8."""
     return (images.clamp(0, 1) * 255).round().byte()
 
 
@@ -72,7 +72,7 @@ def renders(count: int, seed: int, size: int) -> Iterator[Tensor]:
 
 
 def shrink(images: Tensor) -> Tensor:
-    """Pictures `[n, 3, s, s]` (uint8), averaged down to `SIDE` if they are larger."""
+    """Images `[n, 3, s, s]` (uint8), averaged down to `SIDE` if they are larger."""
     factor = max(1, images.shape[-1] // SIDE)
     return images if factor == 1 else functional.avg_pool2d(images.float(), factor).round().byte()
 
@@ -116,17 +116,17 @@ def measure(
     """Generate and measure.
 
     Args:
-        pipeline: one of the embedded pipelines; larger pictures than the classifier's are averaged down for it.
-        count: pictures to generate.
+        pipeline: one of the embedded pipelines; larger images than the classifier's are averaged down for it.
+        count: images to generate.
         steps: denoising steps.
         guidance: guidance scale.
-        seed: of the choice of prompts, and of the first picture.
-        batch: pictures at a time.
+        seed: of the choice of prompts, and of the first image.
+        batch: images at a time.
         folder: keeps the images, one file a batch; those that are there are not made again.
         reference: held-out renders that both sets are compared with.
 
     Returns:
-        the figures, and the pictures `[count, 3, h, w]` (uint8).
+        the figures, and the images `[count, 3, h, w]` (uint8).
     """
     classes = draw_classes(count, seed)
     settings = {"num_inference_steps": steps, "guidance_scale": guidance}
@@ -172,7 +172,7 @@ def _images(pipeline: Any, prompts: Sequence[str], seed: int, batch: int, folder
 
 
 def save_sheet(images: Tensor, path: Path, columns: int = 8, side: int = 112) -> None:
-    """Write pictures `[n, 3, h, w]` (uint8) as one PNG, row by row."""
+    """Write images `[n, 3, h, w]` (uint8) as one PNG, row by row."""
     from PIL import Image
 
     sheet = Image.new("RGB", (columns * side, -(-len(images) // columns) * side))

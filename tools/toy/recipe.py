@@ -56,7 +56,7 @@ class Recipe:
 
 
 STAGES = tuple(field.name for field in dataclasses.fields(Recipe))[1:]
-# Which levels a stage draws its steps from, and how many pictures a step has for each of `Stage.batch`.
+# Which levels a stage draws its steps from, and how many images a step has for each of `Stage.batch`.
 LEVELS = {"layout": (2,), "outline": (1, 1, 2), "detail": (0, 0, 1), "finish": (0, 0, 1)}
 PICTURES = (1, 3, 6)
 
@@ -77,19 +77,19 @@ def full_recipe(minutes: float) -> Recipe:
 
 
 def tiny_recipe() -> Recipe:
-    """A recipe of a few seconds whose pictures are bad but whose every part is exercised."""
+    """A recipe of a few seconds whose images are bad but whose every part is exercised."""
     return Recipe(models.TINY, *(Stage(name, 2, 2e-3, steps=6) for name in STAGES))
 
 
 def pictures(batch: int, size: int, generator: torch.Generator, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Fresh renders: pictures `[n, 3, size, size]` in [-1, 1] and labels `[n, 4]`, on the generator's device."""
+    """Fresh renders: images `[n, 3, size, size]` in [-1, 1] and labels `[n, 4]`, on the generator's device."""
     labels, geometry = sample_parameters(batch, generator, scale)
     images = 2 * render_parameters(labels, geometry, size) - 1
     return images.contiguous(memory_format=torch.channels_last), labels
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Blur, tint and noise that training adds so that slightly imperfect pictures are still read right.
+    """Blur, tint and noise that training adds so that slightly imperfect images are still read right.
 
     Args:
         images: `[n, 3, s, s]` in [0, 1].
@@ -123,7 +123,7 @@ def vae_loss(vae: Any, size: int, batch: int, generator: torch.Generator) -> Ten
     """Errors of the decoder on noisy codes, and of the encoder against the code.
 
     Three of four steps see close-ups of a quarter of the side, which hold most edges for the work, the others whole
-    pictures.
+    images.
     """
     whole = float(torch.rand(1, generator=generator, device=generator.device)) < 0.25
     images, _ = pictures(max(1, batch // 16), size, generator) if whole else pictures(batch, size // 4, generator, 2.5)
@@ -148,7 +148,7 @@ def draw(like: Tensor, generator: torch.Generator) -> Tensor:
 def classifier_loss(model: ToyClassifier, coder: Any, size: int, batch: int, generator: torch.Generator) -> Tensor:
     """Cross entropy summed over the attributes, on renders of half the side, which is what the classifier sees.
 
-    One picture in twelve comes out of the decoder, from a noisy code.
+    One image in twelve comes out of the decoder, from a noisy code.
     """
     images, labels = pictures(batch, size // 2, generator)
     part = max(1, batch // 12)
@@ -180,7 +180,7 @@ def denoising_loss(
     clean = functional.avg_pool2d(models.SCALING * models.encode_code(images), 2**level)
     noise = draw(clean, generator) / 2**level
     uniform = torch.rand(len(clean), generator=generator, device=device)
-    exponent = 1 / (1.5 + 0.5 * level)  # what a picture shows is decided at high noise, the more so on coarse grids
+    exponent = 1 / (1.5 + 0.5 * level)  # what an image shows is decided at high noise, the more so on coarse grids
     timesteps = (len(words.signal) * uniform**exponent).long()
     alpha = words.signal[timesteps]
     root, rest = alpha.sqrt()[:, None, None, None], (1 - alpha).sqrt()[:, None, None, None]
@@ -194,13 +194,13 @@ def denoising_loss(
 
 
 def surprise(alpha: Tensor) -> Tensor:
-    """How much less an error under much noise weighs, where a picture's layout is decided.
+    """How much less an error under much noise weighs, where an image's layout is decided.
 
     The error of a trained model was measured to grow as `1 + 1.1 log10(alpha) ** 2`; divided by all of that, outlines
     became straighter but stripes lost their common direction.
 
     Args:
-        alpha: share of the signal in the noisy latents' variance, `[n]`, above 0.
+        alpha: fraction of the signal in the noisy latents' variance, `[n]`, above 0.
 
     Returns:
         1 for clean latents, about 2.6 at `alpha` 0.007 and 3.8 at 0.0015.

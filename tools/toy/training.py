@@ -23,11 +23,11 @@ class Stage:
 
     Attributes:
         name: names the stage's files.
-        batch: pictures a step.
+        batch: images a step.
         rate: peak learning rate; it rises over the first 2 % and falls to 0 from `hold` on.
         steps: number of steps, unless `seconds` is given.
         seconds: length in wall-clock time, in place of `steps`; the schedule then follows the clock.
-        hold: share of the stage after which the rate falls linearly to 0.
+        hold: fraction of the stage after which the rate falls linearly to 0.
         decay: memory of the moving average of the weights, which is the stage's result.
     """
 
@@ -40,7 +40,7 @@ class Stage:
     decay: float = 0.998
 
     def progress(self, step: int, elapsed: float) -> float:
-        """Finished share of the stage."""
+        """Finished fraction of the stage."""
         return elapsed / self.seconds if self.seconds else step / self.steps
 
     def rate_at(self, progress: float) -> float:
@@ -65,7 +65,7 @@ def train(
     Args:
         stage: what to do.
         model: what to train, already on `device`.
-        loss: the loss of a step from (pictures, generator).
+        loss: the loss of a step from (images, generator).
         folder: where the checkpoints are kept.
         seed: the recipe's seed.
         device: where to compute.

@@ -110,7 +110,7 @@ def describe_quality(figures: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and write the card anew."""
+    """Parse the command line and write the card again."""
     parser = argparse.ArgumentParser(prog="python -m tools.toy_dit.card", description=__doc__)
     parser.add_argument("pipeline", type=Path)
     parser.add_argument("--quality", type=Path, help="what `python -m tools.toy.quality` wrote")

@@ -107,7 +107,7 @@ class TrainingAttention:
 
     def __init__(self, layer: int) -> None:
         """Be the processor of a layer, counted from 0."""
-        self.layer = torch.tensor(layer)  # a tensor, for which no layer is compiled anew
+        self.layer = torch.tensor(layer)  # a tensor, for which no layer is compiled again
 
     def __call__(
         self,

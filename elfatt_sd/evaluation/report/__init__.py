@@ -1,6 +1,6 @@
 """The report of a run: one self-contained page, the table as CSV, Markdown and LaTeX, and each plot as PNG.
 
-`write_report` reads `RUN/results.json` and the pictures of the run. Each figure on the page stands in `results.json` or
+`write_report` reads `RUN/results.json` and the images of the run. Each figure on the page stands in `results.json` or
 in the published table; what is not there is shown as "not measured".
 """
 
@@ -40,7 +40,7 @@ def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
 
     Args:
         results: of a run, whose folder holds `cells/CELL/images`.
-        page: whether the page is among them, which holds pictures.
+        page: whether the page is among them, which holds images.
     """
     need("a report", *REPORT)
     from elfatt_sd.evaluation.report.page import render_page

@@ -91,7 +91,7 @@ def _difference_caption(rows: Sequence[Row], name: str, extrapolated: bool) -> s
 
 
 def closeness(results: Results, palette: Palette) -> Chart | str:
-    """Draw each row's PSNR to the untouched pictures: the mean with its interval, and every picture."""
+    """Draw each row's PSNR to the untouched images: the mean with its interval, and every image."""
     found = [(row, row.psnr) for row in results.rows if row.role != BASELINE]
     means = [(row, mean) for row, mean in found if mean is not None]
     if not means:

@@ -33,7 +33,7 @@ class Results:
     """
 
     def __init__(self, data: Mapping[str, Any], folder: Path = Path()) -> None:
-        """Name the rows of the results in a folder, which for pictures is that of the run."""
+        """Name the rows of the results in a folder, which for images is that of the run."""
         self.data, self.folder = data, folder
         raw = [row for row in data.get("rows") or [] if isinstance(row, Mapping)]
         self.varied = _varied_settings(raw)

@@ -31,11 +31,11 @@ _TYPES = {".csv": "text/csv", ".md": "text/markdown", ".tex": "application/x-tex
 def render_page(
     results: Results, pictures: Pictures, plots: Sequence[Plot], missing: Sequence[str], files: Mapping[str, str]
 ) -> str:
-    """Write the page with as much of the pictures as fits into `MAX_BYTES`.
+    """Write the page with as much of the images as fits into `MAX_BYTES`.
 
     Args:
         results: the run.
-        pictures: its pictures.
+        pictures: its images.
         plots: the finished plots.
         missing: one line for each plot that could not be drawn.
         files: texts to offer for download, by file name.
@@ -72,7 +72,7 @@ def _template() -> jinja2.Template:
 
 
 def _told(results: Results) -> dict[str, Any]:
-    """Return what the page says of a run, its pictures and plots aside."""
+    """Return what the page says of a run, its images and plots aside."""
     return {
         "results": results,
         "palette": Palette(results),

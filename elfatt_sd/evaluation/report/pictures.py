@@ -1,4 +1,4 @@
-"""The pictures of a run, small enough to travel inside the page; each is checked against its hash."""
+"""The images of a run, small enough to travel inside the page; each is checked against its hash."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from elfatt_sd.files import is_plain_name, read_plain
 
 @dataclass(frozen=True)
 class Detail:
-    """How much of the pictures a page shows.
+    """How much of the images a page shows.
 
     Attributes:
-        edge: longest side in pixels; smaller pictures keep their size.
+        edge: longest side in pixels; smaller images keep their size.
         quality: of the WebP file, from 0 to 100.
         columns: number of latents in the grid.
-        pairs: number of most changed pictures per row.
+        pairs: number of most changed images per row.
     """
 
     edge: int
@@ -52,7 +52,7 @@ DETAILS = (
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture of one row; `uri` is None where it cannot be shown, and `gap` says why."""
+    """One image of one row; `uri` is None where it cannot be shown, and `gap` says why."""
 
     row: Row
     index: int
@@ -63,7 +63,7 @@ class Picture:
 
 @dataclass
 class Pictures:
-    """The pictures of a run, read from `RUN/cells/CELL/images`, as the lists of its rows name them.
+    """The images of a run, read from `RUN/cells/CELL/images`, as the lists of its rows name them.
 
     Attributes:
         results: of the run.
@@ -75,7 +75,7 @@ class Pictures:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The rows that start from the same latents and have pictures: all but the null row."""
+        """The rows that start from the same latents and have images: all but the null row."""
         return [row for row in self.results.rows if row.role != NULL and self._listed(row)]
 
     @cached_property
@@ -95,7 +95,7 @@ class Pictures:
         return [shared[(2 * place + 1) * len(shared) // (2 * count)] for place in range(count)]
 
     def grid(self, detail: Detail) -> list[list[Picture]]:
-        """Return one line of pictures for each row, the same latents in each column."""
+        """Return one line of images for each row, the same latents in each column."""
         return [[self._picture(row, index, detail) for index in self.latents(detail.columns)] for row in self.rows]
 
     def most_changed(self, detail: Detail) -> list[tuple[Row, list[tuple[Picture, Picture]]]]:
@@ -122,7 +122,7 @@ class Pictures:
 
     @property
     def _clip(self) -> tuple[int, float]:
-        """Frames of each picture, and how many are shown a second."""
+        """Frames of each image, and how many are shown a second."""
         frames, rate = (number(self.results.protocol, key) for key in ("frames", "frame_rate"))
         return max(int(frames or 1), 1), rate or 16.0
 
@@ -130,7 +130,7 @@ class Pictures:
         return RowFolder(self.results.folder / "cells" / row.cell)
 
     def _listed(self, row: Row) -> dict[int, MadeImage]:
-        """The row's pictures by their indices.
+        """The row's images by their indices.
 
         Raises:
             ElfattError: their list is damaged.
@@ -142,7 +142,7 @@ class Pictures:
 
 
 def _data_uri(path: Path, sha256: str, detail: Detail, frames: int, rate: float) -> tuple[str | None, str]:
-    """Return a WebP data URI of a picture, or None and why there is none; a clip moves, `_SHOWN` frames at most."""
+    """Return a WebP data URI of an image, or None and why there is none; a clip moves, `_SHOWN` frames at most."""
     from PIL import Image
 
     try:

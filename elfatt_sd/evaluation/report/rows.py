@@ -35,7 +35,7 @@ class Row:
 
     @property
     def cell(self) -> str:
-        """The folder of the row's pictures."""
+        """The folder of the row's images."""
         return str(self.data.get("cell", ""))
 
     @property
@@ -75,19 +75,19 @@ class Row:
 
     @property
     def images(self) -> int | None:
-        """The number of pictures."""
+        """The number of images."""
         count = number(self.data, "images")
         return None if count is None or not math.isfinite(count) else int(count)
 
     @property
     def classes(self) -> int | None:
-        """The number of different classes, or prompts, of the pictures."""
+        """The number of different classes, or prompts, of the images."""
         count = number(self.data, "classes")
         return None if count is None else int(count)
 
     @property
     def most_changed(self) -> list[int]:
-        """The indices of the pictures that differ most from the baseline's, most first."""
+        """The indices of the images that differ most from the baseline's, most first."""
         return [int(index) for index in numbers(self.data, "most_changed")]
 
     def reason(self, part: str) -> str | None:
@@ -123,41 +123,41 @@ class Row:
         return estimate(dig(self.data, "paired", measure), "mean")
 
     def pictures(self, measure: str) -> Estimate | None:
-        """Return median and quartiles over the pictures of such a measure."""
+        """Return median and quartiles over the images of such a measure."""
         return estimate(dig(self.data, "paired", measure), "median", "quartiles")
 
     def each(self, measure: str) -> list[float | None]:
-        """Return such a measure of every picture; None for an identical one's PSNR, empty where it was not kept."""
+        """Return such a measure of every image; None for an identical one's PSNR, empty where it was not kept."""
         values = dig(self.data, "paired", measure, "pictures")
         return [number(value) for value in values] if isinstance(values, list) else []
 
     @property
     def picture_classes(self) -> list[int]:
-        """The class of every picture; empty where it was not kept."""
+        """The class of every image; empty where it was not kept."""
         return [int(index) for index in numbers(self.data, "paired", "classes")]
 
     def lowest(self, measure: str) -> float | None:
-        """Return the lowest of such a measure among the pictures: how far the one that is changed most has moved."""
+        """Return the lowest of such a measure among the images: how far the one that is changed most has moved."""
         return number(self.data, "paired", measure, "lowest")
 
     @property
     def identical(self) -> int | None:
-        """The number of pictures that equal the baseline's in every pixel; the PSNR is that of the others."""
+        """The number of images that equal the baseline's in every pixel; the PSNR is that of the others."""
         count = number(self.data, "paired", "psnr", "identical")
         return None if count is None or not math.isfinite(count) else int(count)
 
     @property
     def mostly_identical(self) -> bool:
-        """Whether more than half of the pictures equal the baseline's, so that a PSNR tells little."""
+        """Whether more than half of the images equal the baseline's, so that a PSNR tells little."""
         return 2 * (self.identical or 0) > (self.images or 0)
 
     @property
     def psnr(self) -> Estimate | None:
-        """The mean PSNR to the baseline's pictures; None where most are identical."""
+        """The mean PSNR to the baseline's images; None where most are identical."""
         return None if self.mostly_identical else self.paired("psnr")
 
     def accuracy(self, name: str) -> Estimate | None:
-        """Return the share of pictures that show what the prompt says of one attribute."""
+        """Return the fraction of images that show what the prompt says of one attribute."""
         return estimate(dig(self.data, "accuracy", name))
 
     def accuracy_difference(self, name: str) -> Estimate | None:

@@ -79,7 +79,7 @@ def _distance(results: Results, palette: Palette, what: str, file: str, across: 
 
 
 def accuracy_over_time(results: Results, palette: Palette) -> Chart | str:
-    """Draw the share of attributes that the toy's classifier finds right over the time."""
+    """Draw the fraction of attributes that the toy's classifier finds right over the time."""
     up = Measure("Accuracy of attributes (up is better)", lambda row: row.accuracy("mean"), low_is_better=False)
     caption = (
         "Share of the prompt's attributes that the classifier sees in the picture, with its 95 % interval. Dashed: the "
@@ -90,7 +90,7 @@ def accuracy_over_time(results: Results, palette: Palette) -> Chart | str:
 
 
 def closeness_over_time(results: Results, palette: Palette) -> Chart | str:
-    """Draw the PSNR to the untouched pictures over the time."""
+    """Draw the PSNR to the untouched images over the time."""
     up = Measure("PSNR to untouched, dB (up is closer)", lambda row: row.psnr, low_is_better=False)
     caption = (
         "Mean over the pictures that differ, with its 95 % interval, each against the untouched pipeline's picture "

@@ -24,7 +24,7 @@ _COUNTED = (
     (NO_DIFFERENCE, "{0} show{2} no difference"),
 )
 _LISTED = 6  # methods that a headline names; more are counted
-_NAMED = 3  # unreadable pictures that a sentence names
+_NAMED = 3  # unreadable images that a sentence names
 _MANY = 10  # comparisons from which on chance verdicts are worth a word
 _ERROR_RATE = 0.05  # of a 95 % interval
 _TRIFLE = 0.05  # by which the untouched pipeline may differ from itself before a headline says so
@@ -360,7 +360,7 @@ def limits(results: Results) -> str:
 
 
 def _gaps(results: Results) -> Iterable[str]:
-    """Name what limits the run: a limit on the pictures, few rounds of timing, what could not be read, failed cells."""
+    """Name what limits the run: a limit on the images, few rounds of timing, what could not be read, failed cells."""
     note = dig(results.environment, "timing", "note")
     if words := limits(results):
         yield words

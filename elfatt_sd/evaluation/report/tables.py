@@ -27,7 +27,7 @@ DASH = "—"
 EXTRAPOLATED = ", extrapolated"  # of a difference with infinitely many images
 REFERENCE = "reference"
 THIS_RUN = "This run"
-OTHER_PICTURE = 20  # dB: below, little is left of the untouched picture; unrelated ones have 10 to 20
+OTHER_PICTURE = 20  # dB: below, little is left of the untouched image; unrelated ones have 10 to 20
 _VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 
 
@@ -160,7 +160,7 @@ def _cost_columns(results: Results) -> list[tuple[str, _Maker]]:
 
 
 def study_table(results: Results) -> Table:
-    """Build the table of a study: closeness to the untouched pictures, distance and accuracy, UNet time."""
+    """Build the table of a study: closeness to the untouched images, distance and accuracy, UNet time."""
     makers: list[tuple[str, _Maker]] = [
         ("PSNR, dB", _paired_maker(results, "psnr", 1)),
         *_lowest_column(results),
@@ -286,7 +286,7 @@ def estimate_maker(results: Results, get: Callable[[Row], Estimate | None]) -> _
 
 
 def _accuracy_maker(results: Results) -> _Maker:
-    """The share of right attributes, and the verdict of its paired difference where one is shown."""
+    """The fraction of right attributes, and the verdict of its paired difference where one is shown."""
     plain = estimate_maker(results, lambda row: row.accuracy("mean"))
 
     def make(row: Row) -> Entry:
@@ -322,7 +322,7 @@ def _paired_maker(results: Results, measure: str, least: int) -> _Maker:
 
 
 def _lowest_column(results: Results) -> list[tuple[str, _Maker]]:
-    """The PSNR of the picture that is changed most, and how many have become others; none where it was not kept."""
+    """The PSNR of the image that is changed most, and how many have become others; none where it was not kept."""
 
     def make(row: Row) -> Entry:
         found = row.lowest("psnr")

@@ -92,7 +92,7 @@ def to_latex(table: Table, caption: str, label: str) -> str:
 
     Args:
         table: what to write.
-        caption: plain text that names protocol, pictures and hardware.
+        caption: plain text that names protocol, images and hardware.
         label: the LaTeX label.
     """
     lines = ["% needs \\usepackage{booktabs}", "\\begin{table*}[htbp]", "  \\scriptsize", "  \\centering"]

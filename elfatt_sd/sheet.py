@@ -1,0 +1,130 @@
+"""A sheet of several prompts: untouched, the fastest method and the closest one, for each embedded pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from PIL import Image
+
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.generation import free_name, write_picture
+from elfatt_sd.measuring.clock import Spread
+from elfatt_sd.pictures import side_by_side
+from elfatt_sd.presets import METHODS
+from elfatt_sd.request import Request
+from elfatt_sd.trial import UNTOUCHED, Drawn, Row, Trial
+
+PROMPTS = ("a red star on a striped blue background", "a green heart on a plain white background")
+TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
+OnStep = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the sheet: one prompt with one pipeline.
+
+    Attributes:
+        model: name of the embedded pipeline.
+        prompt: what is drawn.
+        rows: untouched, fastest and closest, as far as these are different and faster than untouched.
+    """
+
+    model: str
+    prompt: str
+    rows: tuple[Row, ...]
+
+
+class Sheet:
+    """Prompts drawn with each pipeline; which methods are fastest and closest is measured on the first prompt.
+
+    The closest method is the one of the highest PSNR to the untouched image, among those that were faster.
+
+    Args:
+        load: returns a pipeline by its name.
+        models: names of the pipelines.
+        prompts: what is drawn; the first one with all methods, the others with those that are shown.
+        steps: denoising steps; None takes each pipeline's own.
+        seed: of all images.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[str], Any],
+        models: Sequence[str],
+        prompts: Sequence[str] = PROMPTS,
+        steps: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._load, self._models, self._prompts, self._steps, self._seed = load, models, prompts, steps, seed
+        self.lines: list[Line] = []
+        self.images = len(models) * (len(METHODS) + (len(prompts) - 1) * 3)  # at most
+        self._records: list[dict[str, Any]] = []
+
+    def run(self, on_step: OnStep) -> Iterator[Drawn]:
+        """Draw everything, and yield each image.
+
+        Args:
+            on_step: as for `Studio`.
+        """
+        for model in self._models:
+            pipe, methods = self._load(model), list[str](METHODS)
+            for prompt in self._prompts:
+                request = Request((prompt,), PatchConfig.preset("sd"), model=model, steps=self._steps, seed=self._seed)
+                trial = Trial(pipe, request, methods, rounds=1)
+                for drawn in trial.run(on_step):
+                    yield dataclasses.replace(drawn, name=f"{model}, {prompt}: {drawn.name.partition(',')[0]}")
+                rows = chosen(trial.rows) if prompt == self._prompts[0] else trial.rows
+                methods = [row.method for row in rows]
+                self.lines.append(Line(model, prompt, tuple(rows)))
+                self._records.append(trial.to_dict())
+
+    def write(self, folder: Path) -> Path:
+        """Write the sheet as PNG, and a JSON beside it, and return the path of the sheet."""
+        columns = max(len(line.rows) for line in self.lines)
+        cells = [(line, row) for line in self.lines for row in (*line.rows, *[None] * (columns - len(line.rows)))]
+        blank = Image.new("RGB", self.lines[0].rows[0].picture.size, "white")
+        images = [blank if row is None else row.picture for _, row in cells]
+        captions = [("", "") if row is None else caption(line, row) for line, row in cells]
+        sheet = side_by_side(images, captions, TITLE, columns)
+        return write_picture(free_name(folder, "demo sheet"), sheet, {"trials": self._records, "timing": TIMING})
+
+    def summary(self) -> Iterator[str]:
+        """Yield a line for each method of each pipeline: how many times as fast, and how close."""
+        for model in self._models:
+            lines = [line for line in self.lines if line.model == model]
+            for method in dict.fromkeys(row.method for line in lines for row in line.rows if row.method != UNTOUCHED):
+                rows = [row for line in lines for row in line.rows if row.method == method]
+                speed = Spread.over([ratio for row in rows for ratio in row.ratios]).words()
+                close = [row.psnr_db for row in rows if math.isfinite(row.psnr_db)]
+                psnr = f"PSNR {median(close):.1f} dB" if close else "identical"
+                yield f"{model}, {method}: {speed} times as fast, {psnr} (median of {len(rows)} prompts)"
+
+
+TIMING = "one image each, in turn, after a warm-up of two steps"
+
+
+def chosen(rows: Sequence[Row]) -> list[Row]:
+    """Return untouched, the fastest and the closest of the methods that were faster than it and changed the image.
+
+    Args:
+        rows: of all methods, untouched first.
+    """
+    untouched, *others = rows
+    faster = [row for row in others if row.speed > 1 and not row.unchanged]
+    if not faster:
+        return [untouched]
+    fastest, closest = max(faster, key=lambda row: row.speed), max(faster, key=lambda row: row.psnr_db)
+    return [untouched, fastest] + ([closest] if closest is not fastest else [])
+
+
+def caption(line: Line, row: Row) -> tuple[str, str]:
+    """Return the two lines below an image: what it is, and its figures."""
+    if row.method == UNTOUCHED:
+        return f"{line.model}, untouched", line.prompt
+    return row.label, f"{row.speed:.2f} times as fast, PSNR {row.psnr_text()} dB"

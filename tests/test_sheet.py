@@ -1,0 +1,52 @@
+"""The sheet: which methods it shows, what it says of them, and its file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from elfatt_sd.presets import METHODS
+from elfatt_sd.sheet import Line, Sheet, caption, chosen
+from elfatt_sd.trial import Row
+
+IMAGE = Image.new("RGB", (8, 8))
+UNTOUCHED = Row("sd", IMAGE, (2.0,), (1.0,), math.inf)
+CLOSE = Row("tome", IMAGE, (1.6,), (1.25,), 40.0)
+FAST = Row("elfatt-fast", IMAGE, (1.0,), (2.0,), 25.0)
+SLOW = Row("agent", IMAGE, (4.0,), (0.5,), 60.0)
+
+
+def test_fastest_and_closest_of_the_faster_ones_are_shown() -> None:
+    assert chosen([UNTOUCHED, SLOW, CLOSE, FAST]) == [UNTOUCHED, FAST, CLOSE]
+    assert chosen([UNTOUCHED, FAST]) == [UNTOUCHED, FAST]
+    assert chosen([UNTOUCHED, SLOW]) == [UNTOUCHED]
+    same = Row("tome", IMAGE, (1.0,), (2.0,), math.inf, "identical")
+    assert chosen([UNTOUCHED, same]) == [UNTOUCHED]
+
+
+def test_captions_give_ratios() -> None:
+    line = Line("toy", "a red star", (UNTOUCHED, FAST))
+    assert caption(line, UNTOUCHED) == ("toy, untouched", "a red star")
+    assert caption(line, FAST) == ("elfatt-fast", "2.00 times as fast, PSNR 25.0 dB")
+
+
+def test_sheet_is_drawn_and_written(pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elfatt_sd.sheet.chosen", lambda rows: [rows[0], *rows[1:3]])
+    sheet = Sheet(lambda model: pipe, ["first", "second"], ["a cat", "a dog"], steps=2)
+    names = [drawn.name for drawn in sheet.run(lambda step, steps: None)]
+    assert len(names) == sheet.images == 2 * (len(METHODS) + 3)
+    assert names[0] == "first, a cat: untouched" and names[len(METHODS)] == "first, a dog: untouched"
+    assert [(line.model, line.prompt, len(line.rows)) for line in sheet.lines] == [
+        (model, prompt, 3) for model in ("first", "second") for prompt in ("a cat", "a dog")
+    ]
+    said = list(sheet.summary())
+    assert len(said) == 4 and said[0].startswith("first, tome: ") and "(median of 2 prompts)" in said[0]
+    path = sheet.write(tmp_path)
+    assert len(json.loads(path.with_suffix(".json").read_text())["trials"]) == 4
+    with Image.open(path) as image:
+        assert image.width == 3 * 32 + 4 * 16
