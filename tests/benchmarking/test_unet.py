@@ -55,9 +55,9 @@ def test_a_reused_matching_is_timed_beside_one_that_is_made(model: Model, monkey
 
     monkeypatch.setattr(timing, "QUICK", 0.0)
     matched: list[int] = []
-    original = merging._most_similar
+    original = merging.most_similar
     monkeypatch.setattr(
-        merging, "_most_similar", lambda metric, *rest: (matched.append(metric.shape[1]), original(metric, *rest))[1]
+        merging, "most_similar", lambda metric, *rest: (matched.append(metric.shape[1]), original(metric, *rest))[1]
     )
     results = unet(model, sizes=[128], methods=[varied("tome", reuse_steps=2)], repeats=4, device="cpu", memory=[])
     small, warm_up = 3 * 2, 3  # a small call of both kinds, then the call whose matching is reused
