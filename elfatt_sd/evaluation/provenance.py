@@ -8,13 +8,14 @@ import importlib
 import inspect
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
 import torch
 from torch import nn
 
-from elfatt_sd import families, methods, peers
+from elfatt_sd import families, kernels, methods, peers
 from elfatt_sd.evaluation import first_steps, images
 from elfatt_sd.evaluation.environment import sha256_of_code
 from elfatt_sd.evaluation.prompts import run_prompts
@@ -32,6 +33,7 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
     "joint",
     "joint_processor",
     "kept",
+    "kernels",
     "log_sum_exp",
     "merging",
     "ordering",
@@ -104,8 +106,13 @@ def code_hashes() -> dict[str, str]:
     method = [importlib.import_module(name) for name in names]
     return {
         "code_sha256": sha256_of_code(inspect.getsource(part) for part in _IMAGE_CODE),
-        "method_sha256": sha256_of_code(inspect.getsource(module) for module in method),
+        "method_sha256": sha256_of_code([*map(inspect.getsource, method), *_kernel_sources()]),
     }
+
+
+def _kernel_sources() -> list[str]:
+    """Return the code of kernels, which can be imported only where Triton is."""
+    return [path.read_text(encoding="utf-8") for path in sorted(Path(kernels.__file__).parent.glob("*.py"))]
 
 
 def _tokens(pipe: Any, texts: Sequence[str]) -> list[Any]:
