@@ -33,7 +33,6 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
     "joint",
     "joint_processor",
     "kept",
-    "kernels",
     "log_sum_exp",
     "merging",
     "ordering",

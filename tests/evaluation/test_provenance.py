@@ -100,7 +100,7 @@ def test_other_code_is_no_matter_where_it_has_made_none(
 
 def test_the_hashed_modules_are_all_that_a_patch_imports() -> None:
     """A module that a patch comes to use has to be added, or named here as one that changes no image."""
-    package, images = ROOT / "elfatt_sd", {*provenance._METHOD, "methods", "families"}
+    package, images = ROOT / "elfatt_sd", {*provenance._METHOD, "kernels", "methods", "families"}
     idle = {"autotune", "checks", "devices", "errors", "files", "notices", "planning", "plans", "surroundings"}
     for name in provenance._METHOD:
         for node in ast.walk(ast.parse((package / f"{name}.py").read_text())):
