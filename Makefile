@@ -13,12 +13,13 @@ OLDEST := families compatibility gpu methods peers toy cli/test_generate.py cli/
   processor residuals running schedule shapes standalone timesteps trial))
 OLDEST_TESTS ?= $(addprefix tests/,$(OLDEST))
 
-.PHONY: help demo test test-oldest lint format docs kernels notebooks quickstart clean
+.PHONY: help demo test test-oldest test-ui lint format docs kernels notebooks quickstart clean
 
 help:
 	@echo "make demo         some prompts with both toys: untouched, the fastest method, the closest one"
 	@echo "make test         the tests"
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
+	@echo "make test-ui      the demo page, with Gradio, in a browser"
 	@echo "make lint         ruff, mypy, and the prose;  make format mends what ruff can"
 	@echo "make docs         build the site into outputs/site, with all links checked"
 	@echo "make kernels      compile the Triton kernels for cards that need not be here; fails if one spills"
@@ -33,6 +34,9 @@ test: .venv/.installed-dev
 
 test-oldest: .venv-oldest/.installed
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(JOBS) $(OLDEST_TESTS)
+
+test-ui: .venv-ui/.installed
+	OMP_NUM_THREADS=1 .venv-ui/bin/python -m pytest tests/test_demo.py
 
 lint: .venv/.installed-dev
 	.venv/bin/ruff check
@@ -62,7 +66,7 @@ quickstart: .venv/.installed-dev
 	  notebooks/1-quickstart.ipynb
 
 clean:
-	rm -rf .venv .venv-oldest build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-oldest .venv-ui build dist .mypy_cache .ruff_cache .pytest_cache
 
 .venv/.installed: pyproject.toml constraints.txt
 	@echo "Installing into .venv, once: $(SIZE)"
@@ -79,4 +83,12 @@ clean:
 	@echo "Installing into .venv-oldest, once: $(SIZE)"
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python $(PIP) -c constraints-oldest.txt -e '.[peers]' peft pytest pytest-timeout pytest-xdist mpmath
+	@touch $@
+
+# Gradio wants an older Pillow than .venv has; all else is taken from there.
+.venv-ui/.installed: .venv/.installed-dev
+	$(PYTHON) -m venv .venv-ui
+	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$(.venv-ui/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/main.pth"
+	.venv-ui/bin/python $(PIP) 'gradio>=6,<7' websockets
 	@touch $@

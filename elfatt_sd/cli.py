@@ -292,6 +292,36 @@ app.command()(tune)
 
 
 @app.command()
+def demo(
+    model: Annotated[list[str] | None, typer.Option(help="Model to choose from; may be given several times.")] = None,
+    method: Annotated[str, typer.Option(help="Method that is chosen at first.")] = "elfatt-fast",
+    steps: Annotated[int, typer.Option(min=1, max=50, help="Denoising steps that are chosen at first.")] = 12,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the page, on this machine alone.")] = 7860,
+    browse: Annotated[bool, typer.Option("--browse", help="Open the page in a browser.")] = False,
+) -> None:
+    """Serve a page that draws untouched and patched images side by side; Ctrl-C ends it."""
+    from elfatt_sd.optional import need
+
+    need("elfatt-sd demo", "gradio")
+    known_method(method)
+    from elfatt_sd.pipelines import check_model, load_pipeline
+
+    for name in model or ():
+        check_model(name)
+    quiet_libraries()
+    from elfatt_sd.demo import Demo
+    from elfatt_sd.demo_page import make_page
+    from elfatt_sd.toy import EMBEDDED
+
+    page = make_page(Demo(load_pipeline), model or list(EMBEDDED), method, steps)
+    print(f"http://127.0.0.1:{port}  (Ctrl-C ends it)")
+    try:
+        page.launch(server_name="127.0.0.1", server_port=port, share=False, inbrowser=browse, quiet=True)
+    except OSError as error:
+        raise ElfattError(f"port={port} is taken; give another one, such as --port {port + 1}.") from error
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Tell what this machine has and what is missing; exit code 1 if it is something needed."""
     from elfatt_sd.doctor import examine, healthy

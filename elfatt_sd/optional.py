@@ -42,6 +42,7 @@ PACKAGES = {
     "torchvision": OptionalPackage("torchvision", "FID with Inception", "inception"),
     "pyarrow": OptionalPackage("pyarrow", "a reference set in parquet files", "parquet"),
     "peft": OptionalPackage("peft", "LoRA in diffusers"),
+    "gradio": OptionalPackage("gradio", "the page of elfatt-sd demo", "ui"),
     "nbconvert": OptionalPackage("nbconvert", "executing the notebooks", "notebooks"),
 }
 REPORT = ("matplotlib", "jinja2", "markupsafe")

@@ -1,0 +1,116 @@
+"""Draw for a page what a method does: an image untouched and patched, their figures, and the plan."""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.generation import OnStep, Shot, Studio, why_unchanged
+from elfatt_sd.measuring.clock import ratios
+from elfatt_sd.patch import plan
+from elfatt_sd.pictures import psnr
+from elfatt_sd.presets import method_named
+from elfatt_sd.request import Request
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What was drawn for one request.
+
+    Attributes:
+        untouched: the image of the pipeline as it is.
+        patched: the image with the method.
+        figures: how many times as fast, and how close, in a sentence or two.
+        plan: what was patched, in lines.
+    """
+
+    untouched: Image.Image
+    patched: Image.Image
+    figures: str
+    plan: str
+
+
+@dataclass
+class Demo:
+    """Pipelines that are loaded when they are first asked for; one image is drawn at a time.
+
+    Attributes:
+        load: returns a pipeline by its name, as `load_pipeline` does.
+    """
+
+    load: Callable[[str], Any]
+    _pipes: dict[str, Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def draw(
+        self,
+        model: str,
+        prompt: str,
+        method: str,
+        file: str | Path | None = None,
+        steps: int | None = None,
+        seed: int = 0,
+        on_step: OnStep = lambda step, steps: None,
+    ) -> Pair:
+        """Draw an image untouched and patched, in turn, after a warm-up of two steps each.
+
+        Args:
+            model: as `load` takes it.
+            prompt: what is drawn.
+            method: name of a preset.
+            file: a saved configuration, such as a tuned one, in place of the method.
+            steps: denoising steps; None takes the model's own.
+            seed: of both images.
+            on_step: told after every step how many are done, and of how many, over both images and their warm-up.
+
+        Raises:
+            ElfattError: the model, the prompt, the method or the file is not accepted.
+        """
+        config = method_named(method) if file is None else PatchConfig.load(file)
+        request = Request((prompt,), config, model=model, steps=steps, seed=seed, compare=True)
+        with self._lock:
+            if model not in self._pipes:
+                self._pipes[model] = self.load(model)
+            return self._draw(self._pipes[model], request, on_step)
+
+    def _draw(self, pipe: Any, request: Request, on_step: OnStep) -> Pair:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            before, after = self._shots(Studio(pipe, request, Path()), on_step)
+        said = dict.fromkeys(str(warning.message) for warning in told if "elfatt-sd" in str(warning.message))
+        decibel, ratio = psnr(before.picture, after.picture), ratios([before.seconds], [after.seconds])[0]
+        if math.isfinite(decibel):
+            figures = f"{ratio:.2f} times as fast as untouched (one image each, in turn, after a warm-up); "
+            figures += f"PSNR {decibel:.1f} dB."
+        else:
+            figures = why_unchanged(request.config, len(pipe.scheduler.timesteps))
+        planned = plan(pipe, request.config, height=before.picture.height, width=before.picture.width)
+        return Pair(before.picture, after.picture, " ".join([figures, *said]), str(planned))
+
+    def _shots(self, studio: Studio, on_step: OnStep) -> tuple[Shot, Shot]:
+        """Draw untouched and patched, after a warm-up of each."""
+        prompt, seed = studio.request.prompts[0], studio.request.seed
+        short = min(2, studio.steps)
+        total = 2 * (short + studio.steps)
+
+        def tell_from(done: int) -> None:
+            studio.on_step = lambda step, _: on_step(done + step, total)
+
+        tell_from(0)
+        studio.warm_up()
+        with studio.patched():
+            tell_from(short)
+            studio.warm_up()
+        tell_from(2 * short)
+        before = studio.draw(prompt, seed)
+        with studio.patched():
+            tell_from(2 * short + studio.steps)
+            return before, studio.draw(prompt, seed)
