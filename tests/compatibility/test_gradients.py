@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -128,6 +129,8 @@ def test_what_steps_share_with_checkpointing(config: PatchConfig) -> None:
 def test_gradients_through_a_whole_run(whole: bool, reentrant: bool) -> None:
     """A reentrant checkpoint computes first without gradients; its input tells that it will be repeated."""
     unet = tiny.unet().double().train()
+    if not whole and len(inspect.signature(unet.enable_gradient_checkpointing).parameters) == 0:
+        pytest.skip("this diffusers takes no checkpoint function")
     elfatt_sd.apply_patch(unet, "elfatt-quality", block_size=16)
     once_more = functools.partial(checkpoint, use_reentrant=reentrant)
 
