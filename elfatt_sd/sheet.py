@@ -12,11 +12,13 @@ from typing import Any
 
 from PIL import Image
 
-from elfatt_sd.config import PatchConfig
+from elfatt_sd.choosing import fitted
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.families import find_denoisers
 from elfatt_sd.generation import free_name, write_picture
 from elfatt_sd.measuring.clock import Spread
 from elfatt_sd.pictures import side_by_side
-from elfatt_sd.presets import METHODS
+from elfatt_sd.presets import METHODS, known_method
 from elfatt_sd.request import Request
 from elfatt_sd.trial import UNTOUCHED, Drawn, Row, Trial
 
@@ -73,7 +75,8 @@ class Sheet:
             on_step: as for `Studio`.
         """
         for model in self._models:
-            pipe, methods = self._load(model), list[str](METHODS)
+            pipe = self._load(model)
+            methods: list[str] = [method for method in METHODS if _goes(method, pipe)]
             for prompt in self._prompts:
                 request = Request((prompt,), PatchConfig.preset("sd"), model=model, steps=self._steps, seed=self._seed)
                 trial = Trial(pipe, request, methods, rounds=1)
@@ -104,6 +107,15 @@ class Sheet:
                 close = [row.psnr_db for row in rows if math.isfinite(row.psnr_db)]
                 psnr = f"PSNR {median(close):.1f} dB" if close else "identical"
                 yield f"{model}, {method}: {speed} times as fast, {psnr} (median of {len(rows)} prompts)"
+
+
+def _goes(method: str, pipe: Any) -> bool:
+    """Tell whether a method goes with a pipeline; tokens of transformers cannot be merged."""
+    try:
+        fitted(PatchConfig.preset(known_method(method)), find_denoisers(pipe))
+    except ElfattError:
+        return False
+    return True
 
 
 TIMING = "one image each, in turn, after a warm-up of two steps"
