@@ -91,8 +91,9 @@ class Sheet:
         """Write the sheet as PNG, and a JSON beside it, and return the path of the sheet."""
         columns = max(len(line.rows) for line in self.lines)
         cells = [(line, row) for line in self.lines for row in (*line.rows, *[None] * (columns - len(line.rows)))]
-        blank = Image.new("RGB", self.lines[0].rows[0].picture.size, "white")
-        images = [blank if row is None else row.picture for _, row in cells]
+        size = max(line.rows[0].picture.size for line in self.lines)
+        blank = Image.new("RGB", size, "white")
+        images = [blank if row is None else row.picture.resize(size) for _, row in cells]
         captions = [("", "") if row is None else caption(line, row) for line, row in cells]
         sheet = side_by_side(images, captions, TITLE, columns)
         return write_picture(free_name(folder, "demo sheet"), sheet, {"trials": self._records, "timing": TIMING})
