@@ -22,7 +22,7 @@ from elfatt_sd.presets import METHODS, known_method
 from elfatt_sd.request import Request
 from elfatt_sd.trial import UNTOUCHED, Drawn, Row, Trial
 
-PROMPTS = ("a red star on a striped blue background", "a green heart on a plain white background")
+PROMPTS = ("a red star on a striped blue background", "a yellow circle on a checkered purple background")
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
 OnStep = Callable[[int, int], None]
 
