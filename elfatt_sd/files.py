@@ -81,7 +81,8 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk does not say what it had no room for
+        if error.filename in (None, str(temporary)):  # a full disk does not say what it had no room for
+            error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)

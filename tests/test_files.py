@@ -22,6 +22,14 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["a.json"]
 
 
+def test_what_cannot_be_written_is_named_itself(tmp_path: Path) -> None:
+    """Not by the temporary file that was to become it."""
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(OSError) as raised:
+        write_json(tmp_path / "a.json", {})
+    assert raised.value.filename == str(tmp_path / "a.json")
+
+
 def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
     """Of a file's name that is not UTF-8; readers that are strict take it."""
     write_json(tmp_path / "a.json", {"unreadable": ["\udcff\\.png \U0001f600"]})
