@@ -9,7 +9,7 @@ from elfatt_sd.evaluation.intervals import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row
 from elfatt_sd.evaluation.report.summary import headline, limits
-from elfatt_sd.evaluation.report.text import TIMES, decimals_for, fixed
+from elfatt_sd.evaluation.report.text import TIMES, decimals_for, fixed, shown
 
 _VERDICTS = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "none shown", TOO_FEW: "not judged"}
 _GAP, _LEAST = 2, 12  # characters between columns, and of a row's name
@@ -19,7 +19,7 @@ def terminal_summary(results: Results, width: int = 80) -> str:
     """Write the headline and a table in lines of at most so many characters."""
     paragraphs = [headline(results), *([words] if (words := limits(results)) else [])]
     lines = [line for text in paragraphs for line in textwrap.wrap(text, width)]
-    return "\n".join([*lines, "", *_table(results, width)])
+    return shown("\n".join([*lines, "", *_table(results, width)]))
 
 
 def _table(results: Results, width: int) -> list[str]:

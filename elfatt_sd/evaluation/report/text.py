@@ -10,7 +10,8 @@ from statistics import median
 from elfatt_sd.evaluation.report.values import Estimate
 
 MISSING = "not measured"
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+_REORDERING = r"\u202a-\u202e\u2066-\u2069"  # signs by which a text shows other words than it holds
+_CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f{_REORDERING}\ud800-\udfff\ufffe\uffff]")
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 MINUS, TIMES, TO = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 
@@ -86,7 +87,10 @@ def span(value: Estimate, decimals: int) -> str:
 
 
 def shown(text: str) -> str:
-    """Put a sign for each control character but tabs and ends of lines: pages and tables must not hold them."""
+    """Put a sign for each control character but tabs and ends of lines: pages and tables must not hold them.
+
+    So do signs that turn the order of letters around.
+    """
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

@@ -151,6 +151,7 @@ def _csv_cell(value: Any) -> Any:
     """Return a value as a cell; a text that a spreadsheet would compute gets an apostrophe before it."""
     if not isinstance(value, str):
         return "" if value is None else value
+    value = shown("\n".join(value.splitlines()))  # a bare carriage return would end the row
     return f"'{value}" if _FORMULA.match(value) and not _NUMBER.fullmatch(value) else value
 
 

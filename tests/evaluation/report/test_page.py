@@ -12,6 +12,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report import load_results, write_report
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.summary import headline
+from elfatt_sd.evaluation.report.terminal import terminal_summary
 from elfatt_sd.evaluation.run import RunFailure, clear_disk_errors
 
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> $\\frac{ & | _x % {{ 7 * 7 }} \N{SNOWMAN}"
@@ -192,15 +193,18 @@ def test_a_folder_that_cannot_be_written_gives_one_clear_line(tmp_path, results)
 @pytest.mark.usefixtures("one_plot")
 def test_pages_and_tables_hold_no_control_characters(tmp_path):
     results = build_run(tmp_path, images=1, size=16)
-    odd = "a\x00b\x1bc\x7fd\ufffe"
+    odd = "a\x00b\x1bc\x7fd\ufffee\u202ef\u2066"
     results |= {"name": odd, "description": odd, "environment": {"device": odd}}
     for row in results["rows"]:
         row |= {"label": f"{row['label']} {odd}", "settings": {**row["settings"], odd: odd}}
     save(tmp_path, results)
     write_report(load_results(tmp_path))
-    for name in ("index.html", "table.md", "table.tex"):
-        content = (tmp_path / "report" / name).read_text(encoding="utf-8")
-        assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe]", content), name
+    found = {
+        name: (tmp_path / "report" / name).read_text(encoding="utf-8")
+        for name in ("index.html", "table.md", "table.tex", "table.csv")
+    }
+    for name, content in {**found, "terminal": terminal_summary(load_results(tmp_path))}.items():
+        assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\u202e\u2066]", content), name
 
 
 @pytest.mark.usefixtures("one_plot")

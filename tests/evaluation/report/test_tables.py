@@ -244,14 +244,16 @@ def test_a_slope_from_fewer_batches_says_why(results):
     ("text", "safe"),
     [
         ("=1+1", "'=1+1"), ("+cmd|x", "'+cmd|x"), ("-2+3", "'-2+3"), ("@SUM(A1)", "'@SUM(A1)"), (" =1", "' =1"),
-        ("\uff1d1", "'\uff1d1"), ("\t=1", "'\t=1"), ("-0.5", "-0.5"), ("1e-5", "1e-5"), ("ratio=0.5", "ratio=0.5"),
+        ("\uff1d1", "'\uff1d1"), ("\t=1", "'\t=1"), ("\r=1", "'\n=1"), ("a\r\nb", "a\nb"),
+        ("a\x00\u202eb", "a\ufffd\ufffdb"), ("-0.5", "-0.5"), ("1e-5", "1e-5"), ("ratio=0.5", "ratio=0.5"),
     ],
 )  # fmt: skip
 def test_no_cell_of_the_csv_is_a_formula(results, text, safe):
     results["rows"][0] |= {"label": text, "settings": {text: text}}
     cells = list(csv.reader(io.StringIO(to_csv(Results(results)))))
     assert cells[1][cells[0].index("label")] == safe
-    assert cells[1][cells[0].index(f"setting_{text}")] == safe
+    assert cells[1].count(safe) == 2
+    assert len({len(row) for row in cells}) == 1
 
 
 @pytest.mark.parametrize(
