@@ -28,7 +28,7 @@ from elfatt_sd.evaluation.pairs import cosines, most_changed, pair_changes, pair
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference, pictures_left
+from elfatt_sd.evaluation.reference import Reference, Wanted, build_reference, check_reference, pictures_left
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
 from elfatt_sd.evaluation.statistics import batches, read_array
@@ -144,8 +144,8 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[st
     """
     check_feature_metrics(protocol.metrics, extractors)
     metrics = load_metrics(protocol.metrics, network_device(protocol))
-    source, settings = protocol.reference.source, _reference_settings(protocol)
-    found = {each.distance_name: check_reference(source, each, **settings) for each in extractors}
+    wanted = wanted_reference(protocol)
+    found = {each.distance_name: check_reference(wanted, each) for each in extractors}
     return found | {f"metric {each.name}": each.identity for each in metrics}
 
 
@@ -155,33 +155,21 @@ def reference_left(protocol: Protocol, extractor: Extractor) -> int:
     Raises:
         ElfattError: the reference is missing, or the number of images is another.
     """
-    settings = _reference_settings(protocol)
-    return pictures_left(protocol.reference.source, extractor, cache_dir=cache_folder(), **settings)
+    return pictures_left(wanted_reference(protocol), extractor, cache_folder())
 
 
 def _reference(protocol: Protocol, extractor: Extractor, batch_size: int, progress: Progress | None) -> Reference:
-    place = cache_folder()
+    wanted, place = wanted_reference(protocol), cache_folder()
     with clear_disk_errors(place):
-        return build_reference(
-            protocol.reference.source,
-            extractor,
-            cache_dir=place,
-            batch_size=batch_size,
-            progress=progress,
-            **_reference_settings(protocol),
-        )
+        return build_reference(wanted, extractor, cache_dir=place, batch_size=batch_size, progress=progress)
 
 
-def _reference_settings(protocol: Protocol) -> dict[str, Any]:
-    """Return what decides a reference beside its source and the extractor, as `build_reference` takes it."""
-    wanted = protocol.reference
-    return {
-        "preprocessing": Preprocessing(wanted.size, wanted.resize, wanted.filter),
-        "expected": wanted.count,
-        "allow_count": wanted.allow_count,
-        "per_class": wanted.per_class,
-        "classes": [prompt.class_index for prompt in run_prompts(protocol)] if protocol.of_toy else (),
-    }
+def wanted_reference(protocol: Protocol) -> Wanted:
+    """Return which reference a protocol asks for."""
+    given = protocol.reference
+    preprocessing = Preprocessing(given.size, given.resize, given.filter)
+    classes = [prompt.class_index for prompt in run_prompts(protocol)] if protocol.of_toy else ()
+    return Wanted(given.source, preprocessing, given.count, given.allow_count, given.per_class, classes)
 
 
 class Scale:

@@ -10,12 +10,11 @@ import pytest
 import torch
 from extractors import regions
 from PIL import Image
-from reference_files import COUNT, FILES, build, encoded, expected_statistics, flat, picture
+from reference_files import FILES, build, encoded, expected_statistics, flat, picture
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, reference
 from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures, extract
-from elfatt_sd.evaluation.reference import build_reference
 from elfatt_sd.evaluation.sources import decode, open_source
 
 
@@ -114,7 +113,7 @@ def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.Monk
     assert lines == ["measuring: regions, 11 of 12 pictures done, about 0:00:20 left"]
     lines.clear()
     extractor.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 200))
-    build_reference(tmp_path / "flat", extractor, cache_dir=tmp_path, expected=COUNT, batch_size=6, progress=progress)
+    build(tmp_path / "flat", tmp_path, extractor, batch_size=6, progress=progress)
     assert lines[0].startswith("measuring: reference, regions, ")
 
 

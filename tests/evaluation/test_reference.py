@@ -22,7 +22,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, reference
 from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures, extract
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.reference import Reference, build_reference
+from elfatt_sd.evaluation.reference import Reference
 from elfatt_sd.evaluation.renders import Renders
 from elfatt_sd.evaluation.sources import open_source
 
@@ -32,7 +32,7 @@ def test_cache_is_used_until_files_or_preprocessing_change(tmp_path: Path) -> No
 
     def calls(**options: Any) -> int:
         extractor = regions()
-        build_reference(source, extractor, cache_dir=cache, expected=COUNT, **options)
+        build(source, cache, extractor, **options)
         return int(extractor.network.calls)  # type: ignore[arg-type]
 
     assert calls() == COUNT
@@ -81,7 +81,7 @@ def test_a_killed_computation_goes_on_and_gives_the_same_bits(tmp_path: Path, mo
             build(source, tmp_path / "cache", batch_size=2, progress=kill)
     assert list((tmp_path / "cache").rglob("chunk-*.npz"))
     extractor = regions()
-    resumed = build_reference(source, extractor, cache_dir=tmp_path / "cache", expected=COUNT, batch_size=2)
+    resumed = build(source, tmp_path / "cache", extractor, batch_size=2)
     assert 0 < int(extractor.network.calls) < COUNT  # type: ignore[arg-type]
     assert torch.equal(resumed.statistics.mean, whole.statistics.mean)
     assert torch.equal(resumed.statistics.covariance, whole.statistics.covariance)
@@ -95,7 +95,7 @@ def test_two_runs_share_one_reference(tmp_path: Path) -> None:
     extractors = [regions(), regions()]
 
     def work(extractor: Extractor) -> Reference:
-        return build_reference(source, extractor, cache_dir=tmp_path / "cache", expected=COUNT)
+        return build(source, tmp_path / "cache", extractor)
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(work, extractors))
@@ -122,9 +122,9 @@ LAUNCHED = """
 import json, os, sys
 from pathlib import Path
 from extractors import regions
+from reference_files import build
 from elfatt_sd.evaluation import extraction
 from elfatt_sd.evaluation.processes import leave_processes, process_state
-from elfatt_sd.evaluation.reference import build_reference
 
 process_state("cpu")
 extraction.CHUNK = 5
@@ -132,7 +132,7 @@ place, rank = Path(sys.argv[1]), os.environ["RANK"]
 
 def attempt(source, cache, extractor=None):
     try:
-        found = build_reference(place / source, extractor or regions(), cache_dir=place / cache, expected=12)
+        found = build(place / source, place / cache, extractor)
         return found.statistics.mean.tolist()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
