@@ -76,7 +76,7 @@ class Wanted:
     """
 
     source: str
-    preprocessing: Preprocessing = Preprocessing()
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
     expected: int = FULL_COUNT
     allow_count: bool = False
     per_class: int = 0
@@ -308,9 +308,9 @@ def _load(folder: Path, dimension: int, wanted: Wanted) -> Reference:
     if count != wanted.expected and not wanted.allow_count and unreadable:
         listed = "" if len(unreadable) == 1 else f", all in {folder / 'reference.json'}"
         raise ElfattError(
-            f"reference {wanted.source}: {len(unreadable)} pictures cannot be read, first {unreadable[0]}{listed}; replace "
-            f"what cannot be read, or give --allow-count to go on with the other {count}, which the metric's name will "
-            "then say."
+            f"reference {wanted.source}: {len(unreadable)} pictures cannot be read, first {unreadable[0]}{listed}; "
+            f"replace what cannot be read, or give --allow-count to go on with the other {count}, which the metric's "
+            "name will then say."
         )
     wanted.check_count(count)
     description = {key: value for key, value in data.items() if key != "format"}

@@ -14,8 +14,9 @@ from reference_files import FILES, build, encoded, expected_statistics, flat, pi
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, reference
+from elfatt_sd.evaluation.decoding import decode
 from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures, extract
-from elfatt_sd.evaluation.sources import decode, open_source
+from elfatt_sd.evaluation.sources import open_source
 
 
 def test_resize_is_shorter_side_and_centre() -> None:
