@@ -239,8 +239,8 @@ def _distance_columns(results: Results, name: str) -> list[tuple[str, _Maker]]:
 
 
 def _accuracy_difference(results: Results) -> list[tuple[str, _Maker]]:
-    difference = difference_maker(results, lambda row: row.accuracy_difference("mean"))
-    verdict = verdict_maker(lambda row: row.accuracy_verdict("mean"))
+    difference = difference_maker(results, lambda row: row.difference("mean", "accuracy"))
+    verdict = verdict_maker(lambda row: row.verdict("mean", "accuracy"))
     return [("Accuracy difference", difference), ("Accuracy verdict", verdict)]
 
 
@@ -290,7 +290,7 @@ def _accuracy_maker(results: Results) -> _Maker:
     plain = estimate_maker(results, lambda row: row.accuracy("mean"))
 
     def make(row: Row) -> Entry:
-        verdict = row.accuracy_verdict("mean")
+        verdict = row.verdict("mean", "accuracy")
         return replace(plain(row), remark=verdict) if verdict in (BETTER, WORSE) else plain(row)
 
     return make
