@@ -9,7 +9,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +25,7 @@ from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.measuring.clock import Stopwatch, ratios
 from elfatt_sd.measuring.memory import PeakMeter
-from elfatt_sd.patch import apply_patch, remove_patch
+from elfatt_sd.patch import apply_patch, restored
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.request import SCHEDULERS, Request, scheduler_class
 from elfatt_sd.running import (
@@ -188,23 +188,18 @@ class Studio:
         request = self.request
         if request.compare:
             self._warm_up_both()
-        else:
-            apply_patch(self.pipe, request.config, autotune=request.autotune)
-        try:
+        draw = self._compare if request.compare else self._single
+        with nullcontext() if request.compare else self.patched():
             for prompt in request.prompts:
                 for seed in range(request.seed, request.seed + request.num_images):
-                    yield self._compare(prompt, seed) if request.compare else self._single(prompt, seed)
-        finally:
-            remove_patch(self.pipe)
+                    yield draw(prompt, seed)
 
     @contextmanager
     def patched(self) -> Iterator[None]:
         """Have the pipeline patched within a `with` block."""
-        apply_patch(self.pipe, self.request.config, autotune=self.request.autotune)
-        try:
+        with restored(self.pipe):
+            apply_patch(self.pipe, self.request.config, autotune=self.request.autotune)
             yield
-        finally:
-            remove_patch(self.pipe)
 
     def warm_up(self) -> None:
         """Run the pipeline as it is for two steps, so that what comes next does not pay for a first call."""
