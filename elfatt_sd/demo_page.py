@@ -53,14 +53,16 @@ def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", st
                 model = gradio.Dropdown(list(models), value=models[0], label="Model", allow_custom_value=True)
                 names = [name for name in METHODS if name != UNTOUCHED]
                 chosen = gradio.Dropdown(names, value=method, label="Method")
-                file = gradio.File(label="or a saved configuration (JSON)", file_types=[".json"], height=90)
+                file = gradio.File(label="or a saved configuration (JSON)", file_types=[".json"], height=140)
                 count = gradio.Slider(1, STEPS, value=steps, step=1, label="Steps")
                 seed = gradio.Number(0, label="Seed", precision=0, minimum=0)
                 button = gradio.Button("Draw", variant="primary", elem_id="draw")
             with gradio.Column(scale=2):
                 images = gradio.ImageSlider(label="untouched | patched", type="pil", elem_id="images", height=560)
-                figures = gradio.Textbox(label="Speed and closeness", elem_id="figures", interactive=False)
+                figures = gradio.Textbox(label="Speed and closeness", elem_id="figures", interactive=False, lines=2)
                 with gradio.Accordion("What is patched", open=False):
-                    planned = gradio.Code(label="plan", language=None, interactive=False)
+                    planned = gradio.Code(
+                        label="plan", language=None, interactive=False, wrap_lines=True, show_line_numbers=False
+                    )
         button.click(draw, [model, prompt, chosen, file, count, seed], [images, figures, planned])
     return page.queue(default_concurrency_limit=1)
