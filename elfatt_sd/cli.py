@@ -14,14 +14,10 @@ from elfatt_sd.allocation import keep_freed_memory
 from elfatt_sd.cli_options import (
     MODELS,
     STEPS,
-    AllowPickle,
-    Device,
-    Dtype,
     Height,
     Json,
     Model,
     Source,
-    Variant,
     Width,
     takes_drawing,
     takes_source,
@@ -93,7 +89,7 @@ def _root(
 
 @app.command()
 @takes_patch
-@takes_source
+@takes_source()
 @takes_drawing
 def generate(
     chosen: Chosen,
@@ -164,7 +160,7 @@ def _explain(studio: Studio, results: list[Result], asked: Asked) -> None:
 
 
 @app.command(name="try")
-@takes_source
+@takes_source()
 @takes_drawing
 def try_methods(
     drawing: dict[str, Any],
@@ -218,7 +214,7 @@ def sheet(
 ) -> None:
     """Draw some prompts with the embedded pipelines: untouched, the fastest method and the closest one."""
     check_writable(out)
-    sources = {model: Source(model, "auto", "auto", False, None) for model in models or EMBEDDED}
+    sources = {model: Source(model) for model in models or EMBEDDED}
     for each in sources.values():
         each.check()
 
@@ -234,8 +230,10 @@ def sheet(
 
 @app.command()
 @takes_patch
+@takes_source("cpu")
 def patch(
     chosen: Chosen,
+    source: Any,
     model: Annotated[
         str,
         typer.Argument(help=f"{MODELS}; {', '.join(SHAPE_NAMES)} load nothing."),
@@ -245,10 +243,6 @@ def patch(
     as_json: Json = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the configuration as JSON.")] = None,
     force: Annotated[bool, typer.Option("--force", help="--autotune: also what may not fit into memory.")] = False,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    allow_pickle: AllowPickle = False,
-    variant: Variant = None,
 ) -> None:
     """Show what would be patched, layer by layer, and the Python lines that do it."""
     from elfatt_sd.preflight import check_sizes_fit
@@ -258,15 +252,15 @@ def patch(
         if save.exists():
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
-    loaded_from = Source(model, device, dtype, allow_pickle, variant)
+    from_where: Source = source(model)
     known = model in SHAPE_NAMES
     if force and not chosen.autotune:
         complain("force has no effect without autotune", "warning")
     if not known:
-        loaded_from.check()
+        from_where.check()
         if chosen.autotune and not force:
-            check_sizes_fit(model, device, dtype, [(height, width)], batch=2, images=0)
-    pipe = _sketch(loaded_from, chosen.autotune) if known else loaded_from.load()
+            check_sizes_fit(model, from_where.device, from_where.dtype, [(height, width)], batch=2, images=0)
+    pipe = _sketch(from_where, chosen.autotune) if known else from_where.load()
     if chosen.autotune and not force:
         from elfatt_sd.budget import check_fits
 
@@ -278,9 +272,9 @@ def patch(
     if save is not None:
         chosen.config.save(save)
     saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
-    source = json.dumps("path/or/hub-id" if known else model) + ", allow_pickle=True" * allow_pickle
-    source += f", variant={json.dumps(variant)}" if variant else ""
-    lines = python_lines(source, saved or chosen.arguments)
+    model_words = json.dumps("path/or/hub-id" if known else model) + ", allow_pickle=True" * from_where.allow_pickle
+    model_words += f", variant={json.dumps(from_where.variant)}" if from_where.variant else ""
+    lines = python_lines(model_words, saved or chosen.arguments)
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
         return

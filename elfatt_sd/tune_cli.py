@@ -13,16 +13,13 @@ from elfatt_sd.cli_options import (
     GUIDANCE,
     MODELS,
     STEPS,
-    AllowPickle,
-    Device,
-    Dtype,
     Force,
     Height,
     Json,
     NegativePrompt,
     Source,
-    Variant,
     Width,
+    takes_source,
 )
 from elfatt_sd.console import complain
 from elfatt_sd.files import check_writable
@@ -35,7 +32,9 @@ if TYPE_CHECKING:
     from elfatt_sd.tuning.tuned import Tuned
 
 
+@takes_source()
 def tune(
+    source: Any,
     model: Annotated[str, typer.Argument(help=f"{MODELS}.")] = "toy",
     closeness: Annotated[
         float | None, typer.Option(help="To the untouched images: dB PSNR at least, or what --metric gives.")
@@ -62,10 +61,6 @@ def tune(
     negative_prompt: NegativePrompt = None,
     force: Force = False,
     as_json: Json = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    allow_pickle: AllowPickle = False,
-    variant: Variant = None,
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and prove them."""
     Budget(closeness, speed, memory)
@@ -77,13 +72,13 @@ def tune(
     if out is not None:
         check_writable(out)
         _check_page()
-    source = Source(model, device, dtype, allow_pickle, variant)
-    source.check()
+    from_where: Source = source(model)
+    from_where.check()
     check_steps(model, steps)
     rows = 1 if guidance is not None and guidance <= 1 else 2
     if not force:
-        check_sizes_fit(model, device, dtype, [(height, width)], rows)
-    pipe = source.load()
+        check_sizes_fit(model, from_where.device, from_where.dtype, [(height, width)], rows)
+    pipe = from_where.load()
     pipe.set_progress_bar_config(disable=True)
     if not force:
         _check_fits(pipe, (height, width), steps, rows, images)
