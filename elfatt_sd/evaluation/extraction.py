@@ -30,7 +30,7 @@ from elfatt_sd.evaluation.decoding import decode, pixels_of
 from elfatt_sd.evaluation.entries import Entry, Source
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import atomic_file, write_file
 from elfatt_sd.progress import Lines, Progress
 
 LARGE = 1 << 25  # pixels of an image of which one at a time is held: 100 MB of them, and several times that to decode
@@ -280,5 +280,4 @@ def _read_chunk(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list
 def _write_chunk(path: Path, features: np.ndarray[Any, Any], unreadable: list[str]) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, features=features, unreadable=np.array(json.dumps(unreadable)))
-    with atomic_file(path) as file:
-        file.write(buffer.getvalue())
+    write_file(path, buffer.getvalue())

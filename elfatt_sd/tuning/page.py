@@ -11,7 +11,7 @@ from PIL import Image
 
 from elfatt_sd.evaluation.report.page import STYLE, flatten, page_template
 from elfatt_sd.evaluation.report.plots import drawing, to_png
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import write_file
 from elfatt_sd.optional import need
 from elfatt_sd.pictures import side_by_side
 from elfatt_sd.tuning import charts
@@ -54,8 +54,7 @@ def write_page(tuned: Tuned, folder: Path) -> Path:
     )
     files = {f"{name}.png": data for name, data in plots.items()} | {"index.html": page.encode("utf-8")}
     for name, data in files.items():
-        with atomic_file(folder / name) as file:
-            file.write(data)
+        write_file(folder / name, data)
     return folder / "index.html"
 
 
