@@ -125,7 +125,7 @@ class Wanted:
 
 
 def build_reference(
-    wanted: Wanted, extractor: Extractor, *, cache_dir: Path, batch_size: int = 32, progress: Progress | None = None
+    wanted: Wanted, extractor: Extractor, *, cache_dir: Path, progress: Progress | None = None
 ) -> Reference:
     """Compute the statistics of a reference, or take them from the cache.
 
@@ -136,7 +136,6 @@ def build_reference(
         wanted: which one.
         extractor: the network.
         cache_dir: where results are kept, under a hash of files, preprocessing and extractor.
-        batch_size: images per pass through the network.
         progress: called with what is looked at, the number of images done, and their total.
 
     Raises:
@@ -151,9 +150,7 @@ def build_reference(
     folder = _place(cache_dir, extractor, identity)
     with _one_launch_at_a_time(folder):
         if not by_first(lambda: _parts(folder, extractor.dimension) is not None):
-            chunks = extract(
-                pictures, extractor, folder / "chunks", batch_size=batch_size, progress=progress, name="reference"
-            )
+            chunks = extract(pictures, extractor, folder / "chunks", progress=progress, name="reference")
             description = {"source": wanted.source, "identity": identity, **dataclasses.asdict(wanted.preprocessing)}
             by_first(lambda: _finish(folder, chunks, extractor, description))
     found = _load(folder, extractor.dimension, wanted)

@@ -40,7 +40,7 @@ class Scale:
         self._known: dict[str, dict[str, Distance]] = {}
         self._right: dict[str, dict[str, Tensor]] = {}
 
-    def extract(self, images: Images, batch_size: int, progress: Progress | None = None) -> None:
+    def extract(self, images: Images, progress: Progress | None = None) -> None:
         """Compute the features of a row unless they are there.
 
         Raises:
@@ -50,8 +50,7 @@ class Scale:
         if by_first(lambda: self._read(images) is not None):
             return
         parts = path.with_suffix(".parts")
-        options: dict[str, Any] = {"batch_size": batch_size, "progress": progress, "name": images.name}
-        chunks = extract(images.pictures(), self.extractor, parts, **options)
+        chunks = extract(images.pictures(), self.extractor, parts, progress=progress, name=images.name)
 
         def join() -> None:
             chunks.join(path)

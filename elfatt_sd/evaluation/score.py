@@ -41,7 +41,6 @@ def score_run(
     extractors: Sequence[Extractor] | None = None,
     *,
     folder: Path | None = None,
-    batch_size: int = 32,
     progress: Progress | None = None,
 ) -> None:
     """Score all finished rows of a run and write `scores.json`.
@@ -52,7 +51,6 @@ def score_run(
         run: its baseline is generated.
         extractors: those of its protocol; None loads them.
         folder: where `scores.json` and what it was computed from go; the run's own by default.
-        batch_size: images per pass through an extractor.
         progress: called with what is looked at, the number of images done, and their total.
 
     Raises:
@@ -64,12 +62,12 @@ def score_run(
     place = folder or run.folder
     rows = {row.name: Images.of_row(row, run.protocol.frames, len(run.prompts)) for row in run.finished}
     scales = [
-        Scale(extractor, _reference(run.protocol, extractor, batch_size, progress), place / "scores")
+        Scale(extractor, _reference(run.protocol, extractor, progress), place / "scores")
         for extractor in (load_extractors(run.protocol) if extractors is None else extractors)
     ]
     for scale in scales:
         for images in rows.values():
-            scale.extract(images, batch_size, progress)
+            scale.extract(images, progress)
 
     def finish() -> None:
         cache, toy, baseline = place / "scores", run.protocol.of_toy, rows[run.baseline.name]
@@ -117,13 +115,13 @@ def network_device(protocol: Protocol) -> str:
     return str(state.device) if several else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def build_references(protocol: Protocol, *, batch_size: int = 32, progress: Progress | None = None) -> list[Reference]:
+def build_references(protocol: Protocol, *, progress: Progress | None = None) -> list[Reference]:
     """Compute a protocol's reference for each extractor, or take it from the cache.
 
     Raises:
         ElfattError: reference or extractor are missing, or the number of images is another.
     """
-    return [_reference(protocol, extractor, batch_size, progress) for extractor in load_extractors(protocol)]
+    return [_reference(protocol, extractor, progress) for extractor in load_extractors(protocol)]
 
 
 def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
@@ -152,10 +150,10 @@ def reference_left(protocol: Protocol, extractor: Extractor) -> int:
     return pictures_left(wanted_reference(protocol), extractor, cache_folder())
 
 
-def _reference(protocol: Protocol, extractor: Extractor, batch_size: int, progress: Progress | None) -> Reference:
+def _reference(protocol: Protocol, extractor: Extractor, progress: Progress | None) -> Reference:
     wanted, place = wanted_reference(protocol), cache_folder()
     with clear_disk_errors(place):
-        return build_reference(wanted, extractor, cache_dir=place, batch_size=batch_size, progress=progress)
+        return build_reference(wanted, extractor, cache_dir=place, progress=progress)
 
 
 def wanted_reference(protocol: Protocol) -> Wanted:

@@ -131,12 +131,11 @@ def build(
     source: Path | str,
     cache: Path,
     extractor: Extractor | None = None,
-    batch_size: int = 5,
     progress: Progress | None = None,
     **wanted: Any,
 ) -> Reference:
     asked = Wanted(str(source), **{"expected": COUNT, **wanted})
-    return build_reference(asked, extractor or regions(), cache_dir=cache, batch_size=batch_size, progress=progress)
+    return build_reference(asked, extractor or regions(), cache_dir=cache, progress=progress)
 
 
 def expected_statistics(contents: dict[str, bytes] = FILES) -> FeatureStatistics:
