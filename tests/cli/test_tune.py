@@ -12,10 +12,7 @@ from elfatt_sd.config import PatchConfig
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> None:
