@@ -129,10 +129,10 @@ def generate(
 
     results = []
     studio = Studio(pipe, request, out)
-    with progress(request.num_images * len(prompts)) as (studio.on_step, on_picture):
+    with progress(request.num_images * len(prompts)) as (studio.on_step, on_image):
         for result in studio.results():
             results.append(result)
-            on_picture(result)
+            on_image(result)
     print_summary(results)
     if explain:
         _explain(studio, results, looking)
@@ -192,10 +192,10 @@ def try_methods(
 
     trial = Trial(pipe, request, chosen, rounds)
     interrupted = False
-    with progress(trial.images) as (on_step, on_picture):
+    with progress(trial.images) as (on_step, on_image):
         try:
             for shot in trial.run(on_step):
-                on_picture(shot)
+                on_image(shot)
         except KeyboardInterrupt:
             interrupted = True
     if trial.rows:
@@ -221,9 +221,9 @@ def sheet(
     from elfatt_sd.sheet import PROMPTS, Sheet
 
     drawn = Sheet(lambda model: sources[model].load(), list(sources), prompts or PROMPTS, steps, seed)
-    with progress(drawn.images) as (on_step, on_picture):
+    with progress(drawn.images) as (on_step, on_image):
         for image in drawn.run(on_step):
-            on_picture(image)
+            on_image(image)
     print("\n".join(drawn.summary()))
     print(drawn.write(out))
 

@@ -33,7 +33,7 @@ def progress(images: int) -> Iterator[tuple[Callable[[int, int], None], Callable
     """Show how far the steps of all images are, and print each image."""
     finished = 0
 
-    def on_picture(result: Drawn) -> None:
+    def on_image(result: Drawn) -> None:
         nonlocal finished
         finished += 1
         print_result(result)
@@ -42,7 +42,7 @@ def progress(images: int) -> Iterator[tuple[Callable[[int, int], None], Callable
         tell(f"image {finished + 1} of {images}", finished * steps + step, images * steps)
 
     with progress_of("steps", at_once=False) as tell:
-        yield on_step, on_picture
+        yield on_step, on_image
 
 
 def print_result(result: Drawn) -> None:

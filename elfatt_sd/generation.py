@@ -214,7 +214,7 @@ class Studio:
 
     def _single(self, prompt: str, seed: int) -> Result:
         shot = self.draw(prompt, seed)
-        path = write_picture(free_name(self.folder, prompt), shot.picture, self._record(prompt, seed, shot))
+        path = write_image(free_name(self.folder, prompt), shot.picture, self._record(prompt, seed, shot))
         return Result(path, shot.picture, shot.seconds, shot.memory)
 
     def _compare(self, prompt: str, seed: int) -> Result:
@@ -237,7 +237,7 @@ class Studio:
             "identical": not math.isfinite(decibel),
             "timing": "one run each, in turn, after a warm-up of two steps",
         }
-        path = write_picture(free_name(self.folder, prompt), sheet, record)
+        path = write_image(free_name(self.folder, prompt), sheet, record)
         return Result(path, after.picture, after.seconds, after.memory, before.seconds, decibel, unchanged)
 
     def draw(self, prompt: str, seed: int, steps: int | None = None) -> Shot:
@@ -285,7 +285,7 @@ class Studio:
         return self.record(prompt, seed, shot.picture) | measured
 
 
-def write_picture(path: Path, picture: Image.Image, record: dict[str, Any]) -> Path:
+def write_image(path: Path, picture: Image.Image, record: dict[str, Any]) -> Path:
     """Write a PNG with a record inside, and the record as JSON beside it; both or none."""
     info = PngInfo()
     info.add_text("Software", f"elfatt-sd {elfatt_sd.__version__}")

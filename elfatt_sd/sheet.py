@@ -15,7 +15,7 @@ from PIL import Image
 from elfatt_sd.choosing import fits
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import find_denoisers
-from elfatt_sd.generation import OnStep, free_name, write_picture
+from elfatt_sd.generation import OnStep, free_name, write_image
 from elfatt_sd.measuring.clock import Spread
 from elfatt_sd.pictures import side_by_side
 from elfatt_sd.presets import METHODS
@@ -96,7 +96,7 @@ class Sheet:
         images = [blank if row is None else row.picture.resize(size) for _, row in cells]
         captions = [("", "") if row is None else caption(line, row) for line, row in cells]
         sheet = side_by_side(images, captions, TITLE, columns)
-        return write_picture(free_name(folder, "demo sheet"), sheet, {"trials": self._records, "timing": TIMING})
+        return write_image(free_name(folder, "demo sheet"), sheet, {"trials": self._records, "timing": TIMING})
 
     def summary(self) -> Iterator[str]:
         """Yield a line for each method of each pipeline: how many times as fast, and how close."""

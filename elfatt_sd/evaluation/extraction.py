@@ -106,7 +106,7 @@ class Pictures(Protocol):
         """Yield the images of a range in order, with bounded look-ahead."""
 
 
-class SourcePictures:
+class SourceImages:
     """Images of a source, decoded by a few threads."""
 
     def __init__(self, source: Source, preprocessing: Preprocessing, threads: int = 4) -> None:

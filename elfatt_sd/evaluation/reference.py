@@ -18,7 +18,7 @@ import torch
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.decoding import DECODING
-from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, SourcePictures, extract
+from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, SourceImages, extract
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.kernel import KERNEL_SAMPLE
 from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
@@ -167,7 +167,7 @@ def check_reference(wanted: Wanted, extractor: Extractor) -> str:
     return _from_moments(wanted, extractor).identity if wanted.moments else _pictures(wanted, extractor)[1]
 
 
-def pictures_left(wanted: Wanted, extractor: Extractor, cache_dir: Path) -> int:
+def images_left(wanted: Wanted, extractor: Extractor, cache_dir: Path) -> int:
     """Return how many images `build_reference` would put through an extractor; none where they are cached.
 
     Raises:
@@ -217,11 +217,11 @@ def _one_launch_at_a_time(folder: Path) -> Iterator[None]:
         yield
 
 
-def _pictures(wanted: Wanted, extractor: Extractor) -> tuple[SourcePictures | Renders, str]:
+def _pictures(wanted: Wanted, extractor: Extractor) -> tuple[SourceImages | Renders, str]:
     """The images, of which there are as many as there must be, and the identity of the reference that they make."""
     wanted.check_given()
     source, preprocessing = wanted.source, wanted.preprocessing
-    pictures: SourcePictures | Renders
+    pictures: SourceImages | Renders
     if wanted.rendered:
         number = source.partition(":")[2]
         if number and not (re.fullmatch(r"[0-9]{1,8}", number) and 1 < int(number) <= MOST_IMAGES):
@@ -231,7 +231,7 @@ def _pictures(wanted: Wanted, extractor: Extractor) -> tuple[SourcePictures | Re
         fingerprint = pictures.fingerprint
     else:
         found = open_source(source, wanted.per_class)
-        pictures, plain = SourcePictures(found, preprocessing), dataclasses.asdict(preprocessing)
+        pictures, plain = SourceImages(found, preprocessing), dataclasses.asdict(preprocessing)
         fingerprint = [found.fingerprint, wanted.per_class, plain, _pillow_version(), DECODING]
     wanted.check_count(len(pictures), pictures.left_out)
     version = torch.__version__.partition("+")[0]

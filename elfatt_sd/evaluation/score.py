@@ -24,7 +24,7 @@ from elfatt_sd.evaluation.pairs import cosines, most_changed, pair_changes, pair
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.reference import Reference, Wanted, build_reference, check_reference, pictures_left
+from elfatt_sd.evaluation.reference import Reference, Wanted, build_reference, check_reference, images_left
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
 from elfatt_sd.evaluation.scales import Distance, Scale
@@ -147,7 +147,7 @@ def reference_left(protocol: Protocol, extractor: Extractor) -> int:
     Raises:
         ElfattError: the reference is missing, or the number of images is another.
     """
-    return pictures_left(wanted_reference(protocol), extractor, cache_folder())
+    return images_left(wanted_reference(protocol), extractor, cache_folder())
 
 
 def _reference(protocol: Protocol, extractor: Extractor, progress: Progress | None) -> Reference:

@@ -15,7 +15,7 @@ from reference_files import FILES, build, encoded, expected_statistics, flat, pi
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, reference
 from elfatt_sd.evaluation.decoding import decode
-from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures, extract
+from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages, extract
 from elfatt_sd.evaluation.sources import open_source
 
 
@@ -99,7 +99,7 @@ def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(extraction, "CHUNK", 4)
     monkeypatch.setattr(extraction, "BATCH", 1)
     progress, extractor, slow = extraction.every_minute(lines.append), regions(), regions()
-    pictures = SourcePictures(open_source(flat(tmp_path)), Preprocessing())
+    pictures = SourceImages(open_source(flat(tmp_path)), Preprocessing())
     slow.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 20))
     extract(pictures, slow, tmp_path / "rows", progress=progress)
     assert lines == [

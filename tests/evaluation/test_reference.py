@@ -20,7 +20,7 @@ from reference_files import COUNT, build, encoded, expected_statistics, flat, pi
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, reference
-from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures, extract
+from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages, extract
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.reference import Reference
 from elfatt_sd.evaluation.renders import Renders
@@ -107,7 +107,7 @@ def test_two_runs_share_one_reference(tmp_path: Path) -> None:
 def test_processes_share_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extraction, "CHUNK", 5)
     monkeypatch.setattr(extraction, "BATCH", 2)
-    pictures = SourcePictures(open_source(flat(tmp_path)), Preprocessing())
+    pictures = SourceImages(open_source(flat(tmp_path)), Preprocessing())
     alone = extract(pictures, regions(), tmp_path / "alone")
     calls = []
     for rank in (1, 0):  # in a launch they run at once, and wait for each other at the end
@@ -217,7 +217,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path, name: str, content: bytes)
 def test_a_damaged_chunk_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extraction, "CHUNK", 5)
     monkeypatch.setattr(extraction, "BATCH", 2)
-    pictures = SourcePictures(open_source(flat(tmp_path)), Preprocessing())
+    pictures = SourceImages(open_source(flat(tmp_path)), Preprocessing())
     before = [features for features, _ in extract(pictures, regions(), tmp_path / "c")]
     for number, content in enumerate((b"", b"PK\x03\x04 no zip")):
         (tmp_path / "c" / f"chunk-{number:05d}.npz").write_bytes(content)

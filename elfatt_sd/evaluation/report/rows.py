@@ -137,7 +137,7 @@ class Row:
         return [number(value) for value in values] if isinstance(values, list) else []
 
     @property
-    def picture_classes(self) -> list[int]:
+    def image_classes(self) -> list[int]:
         """The class of every image; empty where it was not kept."""
         return [int(index) for index in numbers(self.data, "paired", "classes")]
 

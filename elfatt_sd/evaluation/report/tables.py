@@ -27,7 +27,7 @@ DASH = "—"
 EXTRAPOLATED = ", extrapolated"  # of a difference with infinitely many images
 REFERENCE = "reference"
 THIS_RUN = "This run"
-OTHER_PICTURE = 20  # dB: below, little is left of the untouched image; unrelated ones have 10 to 20
+OTHER_IMAGE = 20  # dB: below, little is left of the untouched image; unrelated ones have 10 to 20
 _VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 
 
@@ -328,8 +328,8 @@ def _lowest_column(results: Results) -> list[tuple[str, _Maker]]:
         found = row.lowest("psnr")
         if found is None:
             return Entry("identical") if row.identical else no_pair(row)
-        others = sum(value is not None and value < OTHER_PICTURE for value in row.each("psnr"))
-        return Entry(fixed(found, 1), f"({others} below {OTHER_PICTURE})" if others else "")
+        others = sum(value is not None and value < OTHER_IMAGE for value in row.each("psnr"))
+        return Entry(fixed(found, 1), f"({others} below {OTHER_IMAGE})" if others else "")
 
     kept = any(row.lowest("psnr") is not None for row in results.rows)
     return [("Lowest PSNR, dB", make)] if kept else []
