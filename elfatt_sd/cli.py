@@ -245,26 +245,18 @@ def patch(
     force: Annotated[bool, typer.Option("--force", help="--autotune: also what may not fit into memory.")] = False,
 ) -> None:
     """Show what would be patched, layer by layer, and the Python lines that do it."""
-    from elfatt_sd.preflight import check_sizes_fit
-
     check_sizes(height, width)
     if save is not None:
         if save.exists():
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
     from_where: Source = source(model)
-    known = model in SHAPE_NAMES
     if force and not chosen.autotune:
         complain("force has no effect without autotune", "warning")
-    if not known:
-        from_where.check()
-        if chosen.autotune and not force:
-            check_sizes_fit(model, from_where.device, from_where.dtype, [(height, width)], batch=2, images=0)
-    pipe = _sketch(from_where, chosen.autotune) if known else from_where.load()
-    if chosen.autotune and not force:
-        from elfatt_sd.budget import check_fits
-
-        check_fits(pipe, height, width, steps=MEASURED_CALLS, images=1, rows=2)
+    if model in SHAPE_NAMES:
+        pipe = _sketch(from_where, chosen.autotune)
+    else:
+        pipe = _checked(from_where, (height, width), measured=chosen.autotune and not force)
 
     from elfatt_sd.patch import plan
 
@@ -272,9 +264,7 @@ def patch(
     if save is not None:
         chosen.config.save(save)
     saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
-    model_words = json.dumps("path/or/hub-id" if known else model) + ", allow_pickle=True" * from_where.allow_pickle
-    model_words += f", variant={json.dumps(from_where.variant)}" if from_where.variant else ""
-    lines = python_lines(model_words, saved or chosen.arguments)
+    lines = python_lines(from_where, saved or chosen.arguments)
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
         return
@@ -328,6 +318,21 @@ def doctor(as_json: Json = False) -> None:
         print_findings(sections)
     if not healthy(sections):
         raise typer.Exit(1)
+
+
+def _checked(source: Source, size: tuple[int | None, int | None], measured: bool) -> Any:
+    """Load a pipeline; where it is to be measured, only if its images fit into memory."""
+    from elfatt_sd.preflight import check_sizes_fit
+
+    source.check()
+    if measured:
+        check_sizes_fit(source.model, source.device, source.dtype, [size], batch=2, images=0)
+    pipe = source.load()
+    if measured:
+        from elfatt_sd.budget import check_fits
+
+        check_fits(pipe, *size, steps=MEASURED_CALLS, images=1, rows=2)
+    return pipe
 
 
 def _sketch(source: Source, autotune: bool) -> Any:
