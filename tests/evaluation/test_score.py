@@ -132,7 +132,7 @@ def test_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
     scale = Scale(extractor, reference, scored / "scores")
     untouched = Images.of_row(row_of(scored, CELLS[0]))
     twin = dataclasses.replace(untouched, name="twin")
-    scale.extract(twin, 8)
+    scale.extract(twin)
     row = score.score_cell(twin, untouched, Scorer((), (), [scale], scored / "scores"))
     nothing = dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
     assert row["paired"]["psnr"] == {**nothing, "unit": "dB", "identical": COUNT, "pictures": [None] * COUNT}
