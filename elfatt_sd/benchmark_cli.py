@@ -255,6 +255,19 @@ def orders(
     _run("orders", session, model=model, device=device, **options, **_given(prompts=prompts, variant=variant))
 
 
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What a benchmark or a suite wrote.")],
+) -> None:
+    """Tables and plots of results, beside their file: of a benchmark, or of all parts of benchmarks/gpu_suite.py."""
+    need("elfatt-sd bench", "matplotlib")
+    from elfatt_sd.benchmarking.report import write_report
+
+    for file in files:
+        for made in write_report(file):
+            print(made)
+
+
 def _given(**settings: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 

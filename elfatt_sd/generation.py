@@ -22,6 +22,7 @@ from PIL.PngImagePlugin import PngInfo
 import elfatt_sd
 from elfatt_sd.budget import check_fits, dimensions_of
 from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.devices import memory_counters
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.measuring.clock import Stopwatch, ratios
 from elfatt_sd.measuring.memory import PeakMeter
@@ -305,8 +306,8 @@ def write_image(path: Path, picture: Image.Image, record: dict[str, Any]) -> Pat
 
 def peak_in_words(device: torch.device) -> str:
     """Return what `PeakMeter` counts while an image is drawn."""
-    if device.type == "cuda":
-        return "peak memory allocated by PyTorch on CUDA"
+    if memory_counters(device) is not None:
+        return f"peak memory allocated by PyTorch on {device.type.upper()}"
     return "peak memory of the whole process since its start" if device.type == "cpu" else "peak memory"
 
 

@@ -94,7 +94,9 @@ def row_patch(pipe: Any, cell: Cell, seed: int = 0) -> Iterator[None]:
 def _seeded(pipe: Any, seed: int) -> Iterator[None]:
     """Seed the global generators, and put them back afterwards; tomesd forks its own from them at the first call."""
     own = random.getstate()
-    with torch.random.fork_rng(devices=[pipe.device] if pipe.device.type == "cuda" else []):
+    kind = pipe.device.type
+    forks = hasattr(getattr(torch, kind, None), "get_rng_state_all")  # CUDA, ROCm, XPU
+    with torch.random.fork_rng([pipe.device] if forks else [], device_type=kind if forks else "cuda"):
         torch.manual_seed(seed)
         random.seed(seed)
         try:

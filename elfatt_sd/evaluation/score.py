@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import accelerators
 from elfatt_sd.evaluation.extraction import Preprocessing
 from elfatt_sd.evaluation.features import Extractor, load_extractor
 from elfatt_sd.evaluation.frechet import FrechetFigures
@@ -112,7 +113,7 @@ def network_device(protocol: Protocol) -> str:
         return wanted
     state = process_state(wanted)
     several = state.num_processes > 1
-    return str(state.device) if several else "cuda" if torch.cuda.is_available() else "cpu"
+    return str(state.device) if several else "cuda" if "cuda" in accelerators() else "cpu"
 
 
 def build_references(protocol: Protocol, *, progress: Progress | None = None) -> list[Reference]:
