@@ -43,7 +43,7 @@ from elfatt_sd.console import (
 from elfatt_sd.files import check_writable
 from elfatt_sd.optional import need
 from elfatt_sd.presets import METHODS, known_method
-from elfatt_sd.request import Request, check_quoted, check_sizes, read_prompts
+from elfatt_sd.request import Request, check_quoted, check_run, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
 from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.tune_cli import tune
@@ -131,7 +131,7 @@ def generate(
     studio = Studio(pipe, request, out)
     with progress(request.num_images * len(prompts)) as (studio.on_step, on_image):
         for result in studio.results():
-            results.append(result)
+            results.append(result.without_picture())  # there may be more than memory holds
             on_image(result)
     print_summary(results)
     if explain:
@@ -213,6 +213,7 @@ def sheet(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the sheet and its JSON.")] = Path("outputs"),
 ) -> None:
     """Draw some prompts with the embedded pipelines: untouched, the fastest method and the closest one."""
+    check_run(steps, None, seed, None, None)
     check_writable(out)
     sources = {model: Source(model) for model in models or EMBEDDED}
     for each in sources.values():

@@ -14,8 +14,8 @@ from elfatt_sd.console import adds_options, complain, optional
 from elfatt_sd.files import check_writable
 from elfatt_sd.preflight import check_sizes_fit, check_steps
 from elfatt_sd.progress import progress_of
-from elfatt_sd.request import check_sizes, read_prompts
-from elfatt_sd.tuning.asked import METRICS, Budget
+from elfatt_sd.request import check_run, read_prompts
+from elfatt_sd.tuning.asked import METRICS, Budget, check_images
 
 if TYPE_CHECKING:
     from elfatt_sd.tuning.tuned import Tuned
@@ -55,8 +55,9 @@ def tune(
     Budget(closeness, speed, memory)
     checks.choice("metric", asked["metric"], METRICS)
     size, steps, guidance = (asked["height"], asked["width"]), asked["steps"], asked["guidance"]
-    check_sizes(*size)
+    check_run(steps, guidance, asked["seed"], *size)
     lines = None if prompts is None else read_prompts(prompts)
+    check_images(lines, asked["images"], asked["frames"])
     if save is not None:
         check_writable(save.parent, f"save={str(save)!r}")
     if out is not None:
@@ -71,7 +72,7 @@ def tune(
     pipe = from_where.load()
     pipe.set_progress_bar_config(disable=True)
     if not force:
-        _check_fits(pipe, size, steps, rows, asked["images"])
+        _check_fits(pipe, size, steps, rows, asked["images"], asked["frames"])
 
     from elfatt_sd.tuning import tune as tune_pipeline
 
@@ -85,14 +86,15 @@ def tune(
     _print(found, as_json, save, page)
 
 
-def _check_fits(pipe: Any, size: tuple[int | None, int | None], steps: int | None, rows: int, images: int) -> None:
-    """Refuse images that do not fit into memory; clips are not estimated."""
+def _check_fits(
+    pipe: Any, size: tuple[int | None, int | None], steps: int | None, rows: int, images: int, frames: int | None
+) -> None:
+    """Refuse images that do not fit into memory."""
     from elfatt_sd.budget import check_fits
     from elfatt_sd.running import taken
 
-    if "num_frames" not in taken(pipe):
-        own = taken(pipe)["num_inference_steps"].default
-        check_fits(pipe, *size, steps=own if steps is None else steps, images=images, rows=rows)
+    own = taken(pipe)["num_inference_steps"].default
+    check_fits(pipe, *size, steps=own if steps is None else steps, images=images, rows=rows, frames=frames)
 
 
 def _check_page() -> None:

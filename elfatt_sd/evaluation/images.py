@@ -18,7 +18,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
 from elfatt_sd.planning import input_grid
-from elfatt_sd.running import check_steps, exact_size, guidance_options, rows_of, taken
+from elfatt_sd.running import check_steps, dimensions_of, exact_size, guidance_options, rows_of, taken
 
 
 class BadImage(ElfattError):
@@ -173,7 +173,7 @@ def check_batch_fits(pipe: Any, protocol: Protocol) -> None:
     Raises:
         ElfattError: it is refused, or the model cannot draw its size.
     """
-    from elfatt_sd.budget import check_fits, dimensions_of
+    from elfatt_sd.budget import check_fits
 
     dimensions_of(pipe).check(protocol.height, protocol.width)
     if makes_clips(pipe):
@@ -181,7 +181,7 @@ def check_batch_fits(pipe: Any, protocol: Protocol) -> None:
     elif protocol.frames > 1:
         raise ElfattError(f"frames={protocol.frames} is not accepted; {type(pipe).__name__} makes images, of 1 frame.")
     rows = rows_of(pipe, protocol.guidance)
-    work = {"steps": protocol.steps, "images": 0}  # a dry run tells the time
+    work = {"steps": protocol.steps, "images": 0, "frames": protocol.frames}  # a dry run tells the time
     check_fits(pipe, protocol.height, protocol.width, **work, rows=rows, batch=protocol.batch)
 
 
