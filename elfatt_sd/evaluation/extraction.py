@@ -12,8 +12,6 @@ import io
 import json
 import math
 import warnings
-import zipfile
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +28,7 @@ from elfatt_sd.evaluation.decoding import decode, pixels_of
 from elfatt_sd.evaluation.entries import Entry, Source
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
+from elfatt_sd.evaluation.statistics import DAMAGED
 from elfatt_sd.files import atomic_file, write_file
 from elfatt_sd.progress import Lines, Progress
 
@@ -270,9 +269,10 @@ def _read_chunk(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list
     try:
         with np.load(path, allow_pickle=False) as data:
             features, unreadable = data["features"], json.loads(str(data["unreadable"]))
-    except (OSError, EOFError, KeyError, ValueError, SyntaxError, zipfile.BadZipFile, zlib.error):
+    except DAMAGED:
         return None
-    return (features, unreadable) if features.ndim == 2 and features.dtype == np.float32 else None
+    named = isinstance(unreadable, list) and all(isinstance(name, str) for name in unreadable)
+    return (features, unreadable) if features.ndim == 2 and features.dtype == np.float32 and named else None
 
 
 def _write_chunk(path: Path, features: np.ndarray[Any, Any], unreadable: list[str]) -> None:
