@@ -88,6 +88,12 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file atomically."""
+    with atomic_file(path) as file:
+        file.write(content)
+
+
 def write_json(path: Path, data: Any) -> None:
     """Write plain data atomically, keys in the order given, lists of numbers on one line, without NaN or infinity.
 
@@ -96,8 +102,7 @@ def write_json(path: Path, data: Any) -> None:
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     text = _PLAIN_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     text = _SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text)
-    with atomic_file(path) as file:
-        file.write(text.encode() + b"\n")
+    write_file(path, text.encode() + b"\n")
 
 
 def sha256_of_file(path: Path) -> str:
