@@ -50,7 +50,9 @@ def md_escape(text: str) -> str:
     return shown(" ".join(text.split()))
 
 
-_FORMULA = re.compile("\\s*[=+\\-@\t\r\uff1d\uff0b\uff0d\uff20]")  # the last four are wide forms of the first
+_FORMULA = re.compile(
+    "[\\s\ufeff\u200b]*[=+\\-@\t\r\uff1d\uff0b\uff0d\uff20]"
+)  # the last four are wide forms of the first
 _NUMBER = re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?")
 _TEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",

@@ -244,7 +244,7 @@ def test_a_slope_from_fewer_batches_says_why(results):
     ("text", "safe"),
     [
         ("=1+1", "'=1+1"), ("+cmd|x", "'+cmd|x"), ("-2+3", "'-2+3"), ("@SUM(A1)", "'@SUM(A1)"), (" =1", "' =1"),
-        ("\uff1d1", "'\uff1d1"), ("\t=1", "'\t=1"), ("\r=1", "'\n=1"), ("a\r\nb", "a\nb"),
+        ("\uff1d1", "'\uff1d1"), ("\t=1", "'\t=1"), ("\ufeff=1", "'\ufeff=1"), ("\r=1", "'\n=1"), ("a\r\nb", "a\nb"),
         ("a\x00\u202eb", "a\ufffd\ufffdb"), ("-0.5", "-0.5"), ("1e-5", "1e-5"), ("ratio=0.5", "ratio=0.5"),
     ],
 )  # fmt: skip
