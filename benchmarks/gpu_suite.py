@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_suite.py --out benchmarks/results
 
-Needs torch, diffusers, tomesd and this repository; downloads nothing. `gpu_suite.json` is written anew after every
+Needs torch, diffusers, tomesd and this repository; downloads nothing. `gpu_suite.json` is written again after every
 part, and when the suite is stopped, with the whole rounds of the part that was going on. After `--seconds` no part is
-begun, and soon after that it stops by itself. `--only` adds parts to those that are there, or measures them anew.
+begun, and soon after that it stops by itself. `--only` adds parts to those that are there, or measures them again.
 `--tiny` tries all parts on any machine with small models.
 """
 
@@ -199,15 +199,15 @@ class Suite:
         attention_backend: str = "auto",
         **options: Any,
     ) -> Results:
-        """Time the UNet with guidance: twice as many rows as pictures.
+        """Time the UNet with guidance: twice as many rows as images.
 
         Args:
             name: of the model.
-            size: of the pictures.
+            size: of the images.
             pictures: at a time.
             seconds: start no further round past this time.
             few: leave out most methods.
-            batches: pictures at which the peak memory is measured; those that are timed by default.
+            batches: images at which the peak memory is measured; those that are timed by default.
             attention_backend: of all methods.
             **options: of `unet`.
         """
@@ -307,13 +307,13 @@ class Suite:
         print("\n## Greatest peak of our methods as a share of the untouched call's")
         for name, peak in self.results["peaks"].items():
             print(f"{name}: {peak['share']:.3f} ({peak['method']})")
-        print("\n## Peak memory of one more picture in the batch, GB")
+        print("\n## Peak memory of one more image in the batch, GB")
         for name, slopes in self.results["memory_slope"].items():
             print(f"{name}: " + ", ".join(f"{method} {slope:.3f}" for method, slope in slopes.items()))
         print(f"\nerrors: {self.results['errors'] or 'none'}; {self.results['seconds']['all']:.0f} s; {self.path}")
 
     def memory_slopes(self) -> dict[str, dict[str, float]]:
-        """Work out, from the largest and the least batch of a size, the peak memory of one more picture in GB."""
+        """Work out, from the largest and the least batch of a size, the peak memory of one more image in GB."""
         peaks: dict[str, dict[str, dict[int, int]]] = {}
         slopes: dict[str, dict[str, float]] = {}
         for name, part in self.results["parts"].items():

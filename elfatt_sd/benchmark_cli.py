@@ -51,7 +51,7 @@ Repeats = Annotated[int, typer.Option(help="Rounds that count.")]
 MaxSeconds = Annotated[float, typer.Option(help="Leave out what is expected to take longer for one call.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
-Variant = Annotated[str | None, typer.Option(help="Of a model's weights: fp16 loads *.fp16.safetensors.")]
+Variant = Annotated[str | None, typer.Option(help="Variant of a model's weights: fp16 loads *.fp16.safetensors.")]
 Force = Annotated[bool, typer.Option("--force", help="Time even what is estimated not to fit into memory.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Time all but other packages through torch.compile too.")]
 Autotune = Annotated[
@@ -60,7 +60,9 @@ Autotune = Annotated[
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Also measure the peak memory.")]
 MemoryBatch = Annotated[
     list[int] | None,
-    typer.Option(help="Rows at which the peak is measured; two such batches give the growth. --batch and twice that."),
+    typer.Option(
+        help="Rows at which the peak is measured, two such batches for the growth; if not given --batch and twice that."
+    ),
 ]
 
 
@@ -79,9 +81,9 @@ SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
-    "name": (Annotated[str | None, typer.Option(help="Of those files, if not the benchmark's.")], None),
+    "name": (Annotated[str | None, typer.Option(help="Name of those files; the benchmark's if not given.")], None),
     "as_markdown": (
-        Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown, as it stands in the file.")],
+        Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown, as in the file.")],
         False,
     ),
     "again": (Annotated[bool, typer.Option("--again", help="Start over where the folder has such files.")], False),
@@ -217,7 +219,7 @@ def merging(
     device: Device = "auto",
     dtypes: Annotated[list[str], typer.Option("--dtype", help="May be given several times.")] = ["float32", "bfloat16"],  # noqa: B006
 ) -> None:
-    """Matching, merge and unmerge beside tomesd's."""
+    """Matching, merge and unmerge, compared with tomesd's."""
     options = {"tokens": tokens, "ratio": ratio, "batch": batch, "repeats": repeats}
     _run("merging", session, device=device, dtypes=dtypes, **options)
 
@@ -248,7 +250,7 @@ def orders(
     steps: Steps = 25,
     record_at: RecordAt = [2, 6, 12, 18, 23],  # noqa: B006
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; the model's own if not given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the first image.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first image.")] = 0,
     draws: Annotated[int, typer.Option(help="How often what is random is drawn.")] = 4,
     device: Device = "auto",
     variant: Variant = None,
@@ -376,7 +378,7 @@ def _parts(text: str) -> tuple[str, str]:
 
 
 def _show(session: Session) -> None:
-    """Print the rows that there are and what they say, and write table and plot beside the JSON file."""
+    """Print the rows that there are and what they say, and write table and plot next to the JSON file."""
     from elfatt_sd.benchmarking.plots import save
     from elfatt_sd.benchmarking.tables import markdown
     from elfatt_sd.benchmarking.terminal import show

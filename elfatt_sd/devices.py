@@ -55,7 +55,7 @@ def proc_value(file: str, key: str) -> str | None:
 
 
 def accelerators() -> dict[str, int]:
-    """Return the kinds of devices that are there beside the CPU, the one to be taken first, and the number of each."""
+    """Return the kinds of devices that are there besides the CPU, the one to take first, and the number of each."""
     found = {}
     for kind in ("cuda", "xpu", "mps"):
         module = getattr(torch, kind, None)

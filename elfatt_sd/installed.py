@@ -220,14 +220,14 @@ class Patch:
         """
         if is_captured(device):
             raise ElfattError(
-                "a CUDA graph of a patched model would replay one step's phase and random draws for ever; use "
+                "a CUDA graph of a patched model would replay one step's phase and random draws in every step; use "
                 "torch.compile(mode='reduce-overhead'), or call elfatt_sd.remove_patch(pipe) first."
             )
         exporting = getattr(torch.compiler, "is_exporting", bool)
         proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # of make_fx
         if torch._C._is_tracing() or exporting() or proxies is not None:
             raise ElfattError(
-                "a trace or an export of a patched model would hold one step's phase and random draws for ever; "
+                "a trace or an export of a patched model would hold one step's phase and random draws; "
                 "call elfatt_sd.remove_patch(pipe) first, or use torch.compile."
             )
 

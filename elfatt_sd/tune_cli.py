@@ -38,24 +38,24 @@ if TYPE_CHECKING:
 def tune(
     model: Annotated[str, typer.Argument(help=f"{MODELS}.")] = "toy",
     closeness: Annotated[
-        float | None, typer.Option(help="To the untouched images: dB PSNR at least, or what --metric gives.")
+        float | None, typer.Option(help="Closeness to the untouched images, at least: PSNR in dB, or --metric.")
     ] = None,
-    speed: Annotated[float | None, typer.Option(help="Times as fast as untouched, at least.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GiB at the peak, at most.")] = None,
+    speed: Annotated[float | None, typer.Option(help="Speed, at least: times as fast as untouched.")] = None,
+    memory: Annotated[float | None, typer.Option(help="Peak memory in GiB, at most.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts such as yours, one a line, two at least.")
     ] = None,
     metric: Annotated[str, typer.Option(help=f"{', '.join(METRICS)}.")] = "psnr",
     weights: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of the network of lpips and dists, torchvision's file.")
+        Path | None, typer.Option(metavar="FILE", help="Torchvision's weights of the network in lpips and dists.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
     guidance: Annotated[float | None, typer.Option(help=GUIDANCE)] = None,
     height: Height = None,
     width: Width = None,
-    frames: Annotated[int | None, typer.Option(help="Of a clip; the model's own if not given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the first image; the next ones count up.")] = 0,
-    images: Annotated[int, typer.Option(help="Drawn for the search and the proof together.")] = 8,
+    frames: Annotated[int | None, typer.Option(help="Frames of a clip; the model's own if not given.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first image; the next ones count up.")] = 0,
+    images: Annotated[int, typer.Option(help="Images drawn for the search and the proof together.")] = 8,
     presets: Annotated[bool, typer.Option("--presets/--no-presets", help="Run the presets, too.")] = True,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the settings as JSON, for --config.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a page with the curve and images.")] = None,

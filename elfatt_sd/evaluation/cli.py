@@ -48,7 +48,10 @@ PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "model": (Annotated[str | None, typer.Option(help="In place of the protocol's model.")], None),
-    "variant": (Annotated[str | None, typer.Option(help="Of its weights: fp16 loads *.fp16.safetensors.")], None),
+    "variant": (
+        Annotated[str | None, typer.Option(help="Variant of its weights: fp16 loads *.fp16.safetensors.")],
+        None,
+    ),
     "device": (Annotated[str | None, typer.Option(help="In place of the protocol's device.")], None),
     "dtype": (Annotated[str | None, typer.Option(help="In place of the protocol's dtype.")], None),
     "prompts": (

@@ -133,7 +133,7 @@ def build_references(protocol: Protocol, *, batch_size: int = 32, progress: Prog
 
 
 def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
-    """Return what scores depend on beside the images: hashes of extractors with their references, and of metrics.
+    """Return what scores depend on besides the images: hashes of extractors with their references, and of metrics.
 
     Args:
         protocol: of the run.
@@ -173,7 +173,7 @@ def _reference(protocol: Protocol, extractor: Extractor, batch_size: int, progre
 
 
 def _reference_settings(protocol: Protocol) -> dict[str, Any]:
-    """Return what decides a reference beside its source and the extractor, as `build_reference` takes it."""
+    """Return what decides a reference besides its source and the extractor, as `build_reference` takes it."""
     wanted = protocol.reference
     return {
         "preprocessing": Preprocessing(wanted.size, wanted.resize, wanted.filter),
@@ -225,7 +225,7 @@ class Scale:
         if found is None:
             raise ElfattError(f"{self._path(images)} is damaged; delete it, and score the run again.")
         if len(found) != wanted:
-            raise ElfattError(f"row {images.name!r}: {wanted - len(found)} pictures cannot be read.")
+            raise ElfattError(f"row {images.name!r}: {wanted - len(found)} images cannot be read.")
         return found
 
     def _read(self, images: Images) -> Array | None:
@@ -345,7 +345,7 @@ def _paired(images: Images, baseline: Images, changes: Tensor, scales: Sequence[
 
 
 def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any] | None:
-    """Share of images that show what their prompt says, per attribute and as the mean of all."""
+    """Fraction of images that show what their prompt says, per attribute and as the mean of all."""
     scale = next((scale for scale in scales if scale.right(images)), None)
     if scale is None:
         return None

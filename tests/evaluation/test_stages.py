@@ -29,10 +29,10 @@ def test_unreadable_reference_pictures_are_named(full_protocol: Protocol, finish
     (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
     lines: list[str] = []
     stages.score(Run(tmp_path / "run", full_protocol), lines.append)
-    assert lines == ["score: done before", "score: reference picture not readable: a.JPEG (truncated)"]
+    assert lines == ["score: done before", "score: reference image not readable: a.JPEG (truncated)"]
     stages.write_page(Run.open(tmp_path / "run"), lines.append)
     page = (tmp_path / "run" / "report" / "index.html").read_text()
-    assert "1 reference picture could not be read: a.JPEG (truncated)." in page
+    assert "1 reference image could not be read: a.JPEG (truncated)." in page
 
 
 def test_reasons_of_several_stages_are_joined() -> None:
@@ -215,7 +215,7 @@ def test_a_changed_reference_is_scored_anew(
         ('extractors=["incepton"]', "'incepton' is not known"),
         ("labels=/nowhere.txt", "nowhere.txt"),
         ("limit=1", "1 image a row has no distance; give at least 2"),
-        ("reference.count=13", "has 12 pictures; accepted are 13"),
+        ("reference.count=13", "has 12 images; accepted are 13"),
         ("reference.source=/nowhere/statistics.npz", "/nowhere/statistics.npz does not exist"),
         ("reference.resize=cropp", "resize='cropp' is not known"),
         ("reference.resize=crop", "size=0 with resize='crop'"),
@@ -250,7 +250,7 @@ def test_a_reference_is_checked_in_all_before_any_work(
     with open(tmp_path / "five.NPZ", "wb") as file:
         np.savez(file, mu=np.zeros(dimension), sigma=np.eye(dimension), count=np.int64(5))
     overrides += [f"reference.source={tmp_path / 'five.NPZ'}"]
-    with pytest.raises(ElfattError, match=r"five\.NPZ has 5 pictures; accepted are 12, or give --allow-count"):
+    with pytest.raises(ElfattError, match=r"five\.NPZ has 5 images; accepted are 12, or give --allow-count"):
         stages.check_inputs(small_run.small_protocol(tmp_path, workplace / "sd15", *overrides))
     overrides += ["reference.allow_count=true"]
     stages.check_inputs(small_run.small_protocol(tmp_path, workplace / "sd15", *overrides))

@@ -76,7 +76,7 @@ def _section(path: Path, start: Path, methods: Sequence[str]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found = read_typed(path, dict[str, Any], "`elfatt-sd bench` makes it anew")
+    found = read_typed(path, dict[str, Any], "`elfatt-sd bench` makes it again")
     return {} if found is None else found
 
 
@@ -98,7 +98,7 @@ def _concluded(suite: Results) -> str:
         lines.append("")
     if slopes := suite.get("memory_slope"):
         methods = list(dict.fromkeys(method for known in slopes.values() for method in known))
-        lines += ["### GB for +1 picture", "", f"| method | {' | '.join(slopes)} |", "|---" * (len(slopes) + 1) + "|"]
+        lines += ["### GB for +1 image", "", f"| method | {' | '.join(slopes)} |", "|---" * (len(slopes) + 1) + "|"]
         for method in methods:
             cells = [f"{known[method]:.3f}" if method in known else "" for known in slopes.values()]
             lines.append(f"| {method} | {' | '.join(cells)} |")
