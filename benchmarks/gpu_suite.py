@@ -1,11 +1,16 @@
-"""All methods on one GPU in less than ten minutes: SD 1.5 and SDXL shapes with random weights, float16.
+"""All methods on one GPU in less than ten minutes: shapes of UNets and transformers with random weights, float16.
 
     python benchmarks/gpu_suite.py --out benchmarks/results
+    elfatt-sd bench report benchmarks/results/gpu_suite.json
 
-Needs torch, diffusers, tomesd and this repository; downloads nothing. `gpu_suite.json` is written again after every
-part, and when the suite is stopped, with the whole rounds of the part that was going on. After `--seconds` no part is
-begun, and soon after that it stops by itself. `--only` adds parts to those that are there, or measures them again.
-`--tiny` tries all parts on any machine with small models.
+Needs torch with Triton, diffusers, tomesd and this repository; downloads nothing. Exact attention through flash-attn 2
+(wheel `flash-attn`), flash-attn 3 (`flash-attn-3`) and SageAttention (`sageattention`) is a competitor where these
+are installed; what is not there is named. First comes what is unknown: whether methods compute on this GPU what they
+compute on a CPU, then speed where their host's work hides it least, then the rest. `gpu_suite.json` is written
+after every part, and when the suite is stopped, with the whole rounds of the part that was going on. After `--seconds`
+no part is begun, and soon after that it stops by itself. A part that fails, or a method in one, is named and costs
+nothing else. `--only` adds parts to those that are there, or measures them again. `--tiny` tries all parts on any
+machine with small models, and without CUDA in place of graphs plain calls.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,18 +31,25 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from elfatt_sd.attention import make_ready, softmax_attention
+from elfatt_sd.benchmarking.correctness import correctness
 from elfatt_sd.benchmarking.layer import growth
 from elfatt_sd.benchmarking.merging import merging
-from elfatt_sd.benchmarking.models import Model, make_model, random_unet
+from elfatt_sd.benchmarking.models import Model, fill, make_model, random_unet
+from elfatt_sd.benchmarking.profile import profile
 from elfatt_sd.benchmarking.record import Record, Session, code_hash
+from elfatt_sd.benchmarking.report import verdict
 from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.suite import all_goals, greatest_peaks, memory_slopes
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.unet import unet
-from elfatt_sd.benchmarking.variants import resolve_methods
+from elfatt_sd.config import ElfattError
 from elfatt_sd.files import write_json
+from elfatt_sd.measuring.graphs import replayed
 from elfatt_sd.measuring.machine import describe_machine
 from elfatt_sd.pipelines import pick_device, pick_dtype
-from tools.pages.goals import greatest_peak, verdict
+from elfatt_sd.settings import Backend
+from elfatt_sd.shapes import Transformer, empty_transformer
 
 TINY = {
     "block_out_channels": (32, 64, 64),
@@ -47,13 +60,18 @@ TINY = {
     "norm_num_groups": 8,
     "layers_per_block": 1,
 }
+TINY_FLUX = Transformer(
+    "FluxTransformer2DModel",
+    {"num_attention_heads": 2, "attention_head_dim": 32, "axes_dims_rope": (8, 12, 12), "joint_attention_dim": 32}
+    | {"pooled_projection_dim": 16, "num_layers": 1, "num_single_layers": 1, "guidance_embeds": True},
+    {},
+)
+# Small enough for a CPU, with the head sizes of Stable Diffusion 1.5's two finest levels.
+CHECKED = {**TINY, "block_out_channels": (160, 320, 320), "norm_num_groups": 32}
+COMPETITORS: tuple[Backend, ...] = ("_native_cudnn", "flash", "_flash_3", "sage")
+FEW = ("tome", "elfatt", "elfatt-fast")
+KERNELS = [(2, 8, 4096, 40), (2, 10, 4096, 64), (2, 8, 16384, 40), (1, 24, 4608, 128), (64, 8, 128, 40)]
 GRACE = 70  # seconds that the last part may take
-GOALS = [  # method, model, size, least gain over a run of 50 steps
-    ("elfatt", "sd15", 512, 1.09),
-    ("elfatt-fast", "sd15", 512, 1.25),
-    ("elfatt-fast", "sd15", 1024, 1.8),
-    ("elfatt-fast", "sd15", 2048, 3.0),
-]
 
 
 def main() -> None:
@@ -119,30 +137,54 @@ class Suite:
             self.results = self.earlier()
         self.models: dict[str, Model] = {}
         self.session = Session()  # of the part that is going on
+        self.competitors, self.results["missing"] = self.there()
+        graph = {"graphs": self.device.type == "cuda"}
         self.parts: dict[str, Callable[[], Results]] = {
+            "correctness": self.correctness,
+            "sd15 512 batch 1 graph": lambda: self.unet("sd15", 512, 1, 20, **graph),
+            "sd15 1024 batch 1 graph": lambda: self.unet("sd15", 1024, 1, 20, **graph),
+            "sd15 768 batch 1 graph": lambda: self.unet("sd15", 768, 1, 15, few=True, **graph),
+            "sd15 512 batch 1 host": lambda: self.profile("sd15", 512),
             "sd15 512 batch 1": lambda: self.unet("sd15", 512, 1, 15),
-            "sd15 512 batch 8": lambda: self.unet("sd15", 512, 8, 20),
-            "sd15 512 batch 48": lambda: self.unet("sd15", 512, 48, 35),
             "sd15 1024 batch 1": lambda: self.unet("sd15", 1024, 1, 20),
-            "sd15 1024 batch 8": lambda: self.unet("sd15", 1024, 8, 35),
+            "sd15 1024 batch 1 triton": lambda: self.unet("sd15", 1024, 1, 15, few=True, backend="triton"),
+            "sd15 512 batch 8": lambda: self.unet("sd15", 512, 8, 20),
             "sd15 2048 batch 1": lambda: self.unet("sd15", 2048, 1, 35, batches=(1, 2)),
+            "sdxl 1024 batch 1 graph": lambda: self.unet("sdxl", 1024, 1, 20, **graph),
+            "sdxl 1024 batch 1 host": lambda: self.profile("sdxl", 1024),
+            "sdxl 1024 batch 1": lambda: self.unet("sdxl", 1024, 1, 25),
+            "sdxl 2048 batch 1": lambda: self.unet("sdxl", 2048, 1, 35, batches=(1, 2)),
+            "kernels": self.kernels,
+            "flux 1024 batch 1": lambda: self.unet("flux", 1024, 1, 15, guided=False),
+            "flux 2048 batch 1": lambda: self.unet("flux", 2048, 1, 15, guided=False),
+            "sd3.5-medium 1024 batch 1": lambda: self.unet("sd3.5-medium", 1024, 1, 15),
+            "qwen-image 1024 batch 1": lambda: self.unet("qwen-image", 1024, 1, 15),
             "merging": self.merging,
             "growth": self.growth,
-            "backends": self.backends,
-            "sd15 1024 batch 1 flash": lambda: self.unet("sd15", 1024, 1, 10, few=True, attention_backend="flash"),
-            "sd15 512 batch 1 graph": lambda: self.unet("sd15", 512, 1, 10, graphs=True),
-            "sdxl 1024 batch 1": lambda: self.unet("sdxl", 1024, 1, 25),
-            "sdxl 1024 batch 8": lambda: self.unet("sdxl", 1024, 8, 35),
-            "sdxl 2048 batch 1": lambda: self.unet("sdxl", 2048, 1, 35, batches=(1, 2)),
-            "sdxl 1024 batch 1 graph": lambda: self.unet("sdxl", 1024, 1, 10, graphs=True),
-            "sdxl 512 batch 48": lambda: self.unet("sdxl", 512, 48, 20, few=True, batches=(48, 24)),
-            "sdxl 1024 batch 48": lambda: self.unet("sdxl", 1024, 48, 20, few=True),
-            "sd15 1024 batch 48": lambda: self.unet("sd15", 1024, 48, 20, few=True),
+            "sd15 1024 batch 1 channels_last": lambda: self.unet("sd15 channels_last", 1024, 1, 10, few=True),
+            "sd15 512 batch 48": lambda: self.unet("sd15", 512, 48, 35, few=True),
+            "sd15 1024 batch 8": lambda: self.unet("sd15", 1024, 8, 35, few=True),
+            "sdxl 1024 batch 8": lambda: self.unet("sdxl", 1024, 8, 35, few=True),
         }
         self.extra: dict[str, Callable[[], Results]] = {
+            "sd15 1024 batch 48": lambda: self.unet("sd15", 1024, 48, 20, few=True),
+            "sdxl 512 batch 48": lambda: self.unet("sdxl", 512, 48, 20, few=True, batches=(48, 24)),
+            "sdxl 1024 batch 48": lambda: self.unet("sdxl", 1024, 48, 20, few=True),
             "sd15 512 batch 1 compiled": lambda: self.unet("sd15", 512, 1, 30, few=True, compile=True),
             "sd15 1024 batch 8 compiled": lambda: self.unet("sd15", 1024, 8, 30, few=True, compile=True),
         }
+
+    def there(self) -> tuple[list[Backend], dict[str, str]]:
+        """Return the competitors whose packages are there, and for the others how to install them."""
+        found: list[Backend] = []
+        missing: dict[str, str] = {}
+        for name in COMPETITORS:
+            try:
+                make_ready(name)
+                found.append(name)
+            except ElfattError as error:
+                missing[name] = str(error)
+        return found, missing
 
     def earlier(self) -> dict[str, Any]:
         """Return the results that are there, to which single parts are added, or whose place they take."""
@@ -164,7 +206,7 @@ class Suite:
             self.results["errors"][name] = "no time left"
             return
         print(f"\n## {name} ({begun - self.start:.0f} s)", flush=True)
-        self.session = Session()
+        self.session = Session(keep_going=True)
         try:
             part()
         except BaseException as error:
@@ -195,53 +237,91 @@ class Suite:
         seconds: float,
         *,
         few: bool = False,
+        guided: bool = True,
         batches: Sequence[int] = (),
-        attention_backend: str = "auto",
+        backend: Backend = "auto",
         **options: Any,
     ) -> Results:
-        """Time the UNet with guidance: twice as many rows as images.
+        """Time a denoiser.
 
         Args:
             name: of the model.
             size: of the images.
-            pictures: at a time.
+            pictures: images at a time.
             seconds: start no further round past this time.
-            few: leave out most methods.
+            few: leave out most methods, and competitors.
+            guided: with two rows for each image.
             batches: images at which the peak memory is measured; those that are timed by default.
-            attention_backend: of all methods.
+            backend: of all methods.
             **options: of `unet`.
         """
-        if name not in self.models:
-            self.models.clear()
-            self.models[name] = self.make(name)
-        methods = resolve_methods(
-            ("tome", "elfatt", "elfatt-fast") if few else None, attention_backend=attention_backend
-        )
+        rows = 1 + guided
         if self.tiny:
             size, pictures = size // 8, min(pictures, 3)
             batches = (pictures, pictures % 2 + 1)[: len(batches)]
         return unet(
-            self.models[name],
+            self.model(name),
             sizes=[size],
-            methods=methods,
-            batch=2 * pictures,
+            methods=FEW if few else None,
+            attention_backend=backend,
+            competitors=() if few else self.competitors,
+            batch=rows * pictures,
             repeats=1 if self.tiny else 7,
             seconds=seconds,
             device=str(self.device),
-            memory=[2 * batch for batch in batches or (pictures,)],
+            memory=[rows * batch for batch in batches or (pictures,)],
             session=self.session,
             **options,
         )
 
-    def make(self, name: str) -> Model:
+    def model(self, name: str) -> Model:
+        """Return a model, whose copies later parts use again; one at a time is kept."""
+        if name not in self.models:
+            self.models.clear()
+            self.models[name] = self.make(name, self.device, pick_dtype("auto", self.device))
+        return self.models[name]
+
+    def make(self, name: str, device: torch.device, dtype: torch.dtype) -> Model:
         """Build a model with random weights."""
-        dtype = pick_dtype("auto", self.device)
-        if self.tiny:
-            return Model(random_unet(TINY, self.device, dtype), 8)
-        return make_model(name, self.device, dtype)
+        shape, _, layout = name.partition(" ")
+        if not self.tiny:
+            made = make_model(shape, device, dtype)
+        elif shape.startswith("sd") and shape != "sd3.5-medium":
+            made = Model(random_unet(TINY, device, dtype), 8)
+        else:
+            made = Model(fill(empty_transformer(TINY_FLUX), device, dtype).eval(), 8)
+        if layout:
+            made.unet.to(memory_format=getattr(torch, layout))
+        return Model(made.unet, made.scale, copies={})
+
+    def correctness(self) -> Results:
+        """Compare methods on this device with a CPU in float32: small models, all presets, also in Triton's kernels."""
+        cpu = torch.device("cpu")
+        unet = Model(random_unet(TINY if self.tiny else CHECKED, cpu, torch.float32), 8)
+        flux = Model(fill(empty_transformer(TINY_FLUX), cpu, torch.float32).eval(), 8)
+        return correctness(
+            {"UNet": unet, "Flux": flux},
+            size=64 if self.tiny else 256,
+            device=self.device,
+            dtypes=[torch.float32, torch.bfloat16 if self.device.type == "cpu" else pick_dtype("auto", self.device)],
+            backends=["auto", *(["triton"] if self.device.type == "cuda" else [])],
+            session=self.session,
+        )
+
+    def profile(self, name: str, size: int) -> Results:
+        """Take the time on the host and on the device, and the kernels."""
+        return profile(
+            self.model(name),
+            size=size // 8 if self.tiny else size,
+            batch=2,
+            device=self.device,
+            methods=FEW,
+            competitors=self.competitors,
+            session=self.session,
+        )
 
     def merging(self) -> Results:
-        """Time matching, merge and unmerge beside tomesd's."""
+        """Time matching, merge and unmerge, and tomesd's."""
         sizes, dtypes = ([256], ["float32"]) if self.tiny else ([4096, 16384], ["float32", "float16"])
         return merging(tokens=sizes, dtypes=dtypes, device=str(self.device), session=self.session)
 
@@ -250,91 +330,56 @@ class Suite:
         sizes = [256, 1024] if self.tiny else [4096, 9216, 16384, 36864, 65536]
         return growth(tokens=sizes, device=str(self.device), session=self.session)
 
-    def backends(self) -> Results:
-        """Time PyTorch's fused attention kernels on whole sequences and on blocks."""
+    def kernels(self) -> Results:
+        """Time PyTorch's fused attention kernels and the competitors' on whole sequences and on blocks."""
         dtype = pick_dtype("auto", self.device)
         settings = {"dtype": str(dtype).removeprefix("torch.")}
         record = Record(self.session, "kernels", self.device, settings, bases=["default"])
-        for batch, heads, tokens, size in [(2, 8, 4096, 40), (2, 10, 4096, 64), (2, 8, 16384, 40), (64, 8, 128, 40)]:
+        for batch, heads, tokens, size in KERNELS:
             tokens = tokens // 16 if self.tiny else tokens
             key = {"tokens": tokens, "batch": batch, "part": f"{heads} heads of {size}"}
-            record.time(key, self.kernels(dtype, batch, heads, tokens, size), 5)
+            record.time(key, self.attentions(dtype, batch, heads, tokens, size), 5)
         return record.results
 
-    def kernels(
+    def attentions(
         self, dtype: torch.dtype, batch: int, heads: int, tokens: int, size: int
     ) -> dict[str, Callable[[], Any]]:
-        """Return a call for every kernel that takes this shape."""
+        """Return a call for every kernel; those that do not take a shape fail as they warm up, and are lost."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        q, k, v = torch.randn(3, batch, tokens, heads, size, device=self.device, dtype=dtype).transpose(2, 3)
+        q, k, v = torch.randn(3, batch, tokens, heads, size, device=self.device, dtype=dtype)
 
-        def attend(*kernels: SDPBackend) -> None:
-            if not kernels:
-                torch.nn.functional.scaled_dot_product_attention(q, k, v)
-                return
-            with sdpa_kernel(list(kernels)):
-                torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        def fused(*kernels: SDPBackend) -> None:
+            with sdpa_kernel(list(kernels)) if kernels else nullcontext():
+                softmax_attention(q, k, v)
 
-        calls: dict[str, Callable[[], Any]] = {"default": attend}
-        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-            try:
-                attend(kernel)
-            except RuntimeError:  # not for this device or shape
-                continue
-            calls[kernel.name.removesuffix("_ATTENTION").lower()] = lambda kernel=kernel: attend(kernel)
-        return calls
+        kinds = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+        calls: dict[str, Callable[[], Any]] = {"default": fused}
+        calls |= {f"native {kind.name.split('_')[0].lower()}": partial(fused, kind) for kind in kinds}
+        packages = [name for name in self.competitors if name != "_native_cudnn"]
+        calls |= {name: partial(softmax_attention, q, k, v, backend=name) for name in packages}
+        return {name: replayed(call, self.device) for name, call in calls.items()}
 
     def conclude(self) -> None:
         """Print the goals, the greatest peaks and the memory slopes."""
-        self.results["goals"] = [
-            {"part": name, "method": method, "gain": row["speed"]["untouched"]["median"], "goal": least}
-            | {"rounds": row["rounds"]}
-            for method, model, size, least in GOALS
-            for name, part in self.results["parts"].items()
-            if name.startswith(f"{model} {size} batch")
-            for row in part["rows"]
-            if row["method"] == method and "untouched" in row["speed"]
-        ]
-        self.results["memory_slope"] = self.memory_slopes()
-        self.results["peaks"] = self.peaks()
+        parts = self.results["parts"]
+        self.results["goals"] = all_goals(parts)
+        self.results["memory_slope"], self.results["peaks"] = memory_slopes(parts), greatest_peaks(parts)
         self.results["seconds"]["all"] = time.monotonic() - self.start
         self.write()
-        print("\n## Goals over a run of 50 steps")
+        print("\n## Goals")
         for goal in self.results["goals"]:
             said = verdict(goal["gain"] >= goal["goal"], goal["rounds"])
-            print(f"{goal['part']}, {goal['method']}: {goal['gain']:.2f}, goal {goal['goal']}: {said}")
-        print("\n## Greatest peak of our methods as a share of the untouched call's")
+            print(f"{goal['part']}, {goal['method']}, {goal['what']}: {goal['gain']:.2f}, goal {goal['goal']}: {said}")
+        print("\n## Greatest peak of our methods as a fraction of the untouched call's")
         for name, peak in self.results["peaks"].items():
             print(f"{name}: {peak['share']:.3f} ({peak['method']})")
         print("\n## Peak memory of one more image in the batch, GB")
         for name, slopes in self.results["memory_slope"].items():
             print(f"{name}: " + ", ".join(f"{method} {slope:.3f}" for method, slope in slopes.items()))
+        for name, why in self.results["missing"].items():
+            print(f"\nnot there: {name}: {why}")
         print(f"\nerrors: {self.results['errors'] or 'none'}; {self.results['seconds']['all']:.0f} s; {self.path}")
-
-    def memory_slopes(self) -> dict[str, dict[str, float]]:
-        """Work out, from the largest and the least batch of a size, the peak memory of one more image in GB."""
-        peaks: dict[str, dict[str, dict[int, int]]] = {}
-        slopes: dict[str, dict[str, float]] = {}
-        for name, part in self.results["parts"].items():
-            shape = " ".join(name.split()[:2])
-            for row in part["rows"] if name.split()[-1].isdigit() else ():
-                if row["bytes_per_picture"] is not None:
-                    slopes.setdefault(shape, {})[row["method"]] = row["bytes_per_picture"] / 1e9
-                elif row["peak_bytes"] is not None:
-                    known = peaks.setdefault(shape, {}).setdefault(row["method"], {})
-                    known[row["batch"] // 2] = row["peak_bytes"]
-        for shape, methods in peaks.items():
-            for method, known in methods.items():
-                if len(known) > 1:
-                    growth = (known[max(known)] - known[min(known)]) / (max(known) - min(known))
-                    slopes.setdefault(shape, {})[method] = growth / 1e9
-        return slopes
-
-    def peaks(self) -> dict[str, dict[str, Any]]:
-        """Return, for each part with peaks, which of our methods has the greatest, and its share of untouched's."""
-        found = {name: greatest_peak(part) for name, part in self.results["parts"].items() if "runs" in part}
-        return {name: {"method": method, "share": share} for name, (method, share) in found.items() if share}
 
 
 if __name__ == "__main__":

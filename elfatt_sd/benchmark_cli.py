@@ -21,15 +21,17 @@ from elfatt_sd.console import FAILURE, adds_options, complain, name_and_value, o
 from elfatt_sd.optional import need
 from elfatt_sd.peers import PEERS
 from elfatt_sd.pipelines import check_model, check_names
-from elfatt_sd.preflight import check_device, check_layers_fit, check_sizes_fit
+from elfatt_sd.preflight import check_device, check_layers_fit, check_sizes_fit, check_steps
 from elfatt_sd.presets import METHODS, complaints_anywhere
 from elfatt_sd.progress import progress_of
+from elfatt_sd.request import check_run
 from elfatt_sd.sizes import SHAPE_NAMES, UNET_NAMES
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
 
 app = typer.Typer(no_args_is_help=True)
+LARGEST_SIZE, LARGEST_BATCH = 16384, 1024  # of tensors that have no memory, whose sizes have to be numbers still
 FORECAST_FROM = 10.0  # seconds that are worth saying
 
 Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
@@ -168,13 +170,13 @@ def denoiser(
     force: Force = False,
 ) -> None:
     """One call of a UNet or transformer in every phase of every method, added up over a run."""
-    _check(model, variant, device, dtype, [] if force else sizes, batch, images=0)
+    most = max(batch, *(memory_batch or [0]))
+    _check(model, variant, device, dtype, [] if force else sizes, most, images=0)
     if memory_batch and not memory:
         raise ElfattError("--memory-batch is not accepted with --no-memory; leave one of them out.")
     if compile and autotune:
         raise ElfattError("--autotune is not accepted with --compile; compiled layers cannot be measured.")
-    if min(memory_batch or [1]) < 1:
-        raise ElfattError(f"memory_batch={min(memory_batch or ())} is not accepted; give a whole number of at least 1.")
+    checks.whole("memory_batch", min(memory_batch or [1]), 1)
     options = {"batch": batch, "repeats": repeats, "seconds": seconds, **_given(ratio=ratio, variant=variant)}
     options |= {"model": model, "sizes": sizes, "methods": methods, "memory": memory_batch if memory else []}
     options |= {"compile": compile, "autotune": autotune}
@@ -202,6 +204,7 @@ def pipeline(
     force: Force = False,
 ) -> None:
     """A whole pipeline with guidance, from prompt to image."""
+    check_steps(model, steps)
     _check(model, variant, device, dtype, [] if force else sizes or [None], 2 * batch, images=batch)
     options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory}
     options |= _given(ratio=ratio, variant=variant)
@@ -237,7 +240,9 @@ def host(
     """What methods cost the host: operations that a device is given, and time before the first, without a device."""
     checks.choice("model", model, UNET_NAMES)
     checks.whole("steps", steps, 1, 1000)
+    checks.whole("batch", batch, 1, LARGEST_BATCH)
     _check_sizes(sizes)
+    checks.whole("size", max(sizes), 8, LARGEST_SIZE)
     _run("host", session, model=model, sizes=sizes, methods=methods, batch=batch, steps=steps)
 
 
@@ -258,11 +263,26 @@ def orders(
     """The error of every block order, size and attention on a pipeline's own activations."""
     if model in SHAPE_NAMES:
         raise ElfattError(f"model={model!r} has random weights, which say nothing about errors; give a real model.")
+    check_run(steps, guidance, seed, None, None)
+    check_steps(model, steps)
     _check(model, variant, device)
     if not all(0 <= call < 2 * steps for call in record_at):  # some schedulers take two calls for a step
         raise ElfattError(f"record_at={record_at} is not accepted with steps={steps}; give indices of its calls.")
     options = {"steps": steps, "record_at": record_at, "guidance": guidance, "seed": seed, "draws": draws}
     _run("orders", session, model=model, device=device, **options, **_given(prompts=prompts, variant=variant))
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What a benchmark or a suite wrote.")],
+) -> None:
+    """Tables and plots of results, next to their file: of a benchmark, or of all parts of benchmarks/gpu_suite.py."""
+    need("elfatt-sd bench", "matplotlib")
+    from elfatt_sd.benchmarking.report import write_report
+
+    for file in files:
+        for made in write_report(file):
+            print(made)
 
 
 def _given(**settings: Any) -> dict[str, Any]:
@@ -300,8 +320,7 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
     """Run a benchmark, and show what it has, also when it is stopped."""
     need("elfatt-sd bench", "matplotlib", "tomesd")
     for option in ("batch", "repeats", "steps", "draws"):
-        if options.get(option, 1) < 1:
-            raise ElfattError(f"{option}={options[option]} is not accepted; give a whole number of at least 1.")
+        checks.whole(option, options.get(option, 1), 1)
     for option in ("seconds", "max_seconds"):
         if not options.get(option, 1.0) > 0:
             raise ElfattError(f"{option}={options[option]:g} is not accepted; give a number above 0.")

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from elfatt_sd.devices import memory_of
-from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, find_layers, main_denoiser, unwrap
 from elfatt_sd.measuring.clock import timed
 from elfatt_sd.methods import Grid
-from elfatt_sd.running import taken
+from elfatt_sd.planning import frames_to_one
+from elfatt_sd.running import dimensions_of, taken
 from elfatt_sd.sizes import Dimensions, in_words, refuse_if_beyond
 
 LONG = 30 * 60  # seconds that are worth a warning
 _WORTH_TIMING = 1e13  # multiply-adds; fewer than that are not long on any machine
+_FRAME_BYTES = 3 * 4  # of a pixel of a clip that is decoded
 _REACHED = 0.3  # fraction of a matrix product's rate that a whole run reaches
 
 
@@ -39,23 +40,32 @@ class Need:
 
 
 def check_fits(
-    pipe: Any, height: int | None, width: int | None, *, steps: int, images: int, rows: int, batch: int = 1
+    pipe: Any,
+    height: int | None,
+    width: int | None,
+    *,
+    steps: int,
+    images: int,
+    rows: int,
+    batch: int = 1,
+    frames: int | None = None,
 ) -> None:
-    """Refuse an image that cannot fit into the memory of its device; warn when it is near, or takes very long.
+    """Refuse an image or clip that cannot fit into the memory of its device; warn when it is near, or takes very long.
 
     Args:
-        pipe: a text-to-image pipeline, loaded.
+        pipe: a text-to-image or text-to-video pipeline, loaded.
         height: in pixels; None is the model's own.
         width: in pixels; None is the model's own.
         steps: denoising steps.
         images: how many are drawn, for their time.
         rows: of the denoiser's batch for one image, two with guidance.
         batch: images that are drawn at once.
+        frames: of a clip; None is the model's own.
 
     Raises:
         ElfattError: the estimate is above all that the machine has.
     """
-    need = estimate(pipe, height, width, steps=steps, rows=rows, batch=batch)
+    need = estimate(pipe, height, width, steps=steps, rows=rows, batch=batch, frames=frames)
     device = torch.device(pipe.device)
     memory, size = memory_of(device), dimensions_of(pipe).size(height, width)
     refuse_if_beyond(size, need.memory, device.type, memory, batch)
@@ -67,64 +77,59 @@ def check_fits(
             warnings.warn(f"this run takes about {_duration(seconds)} on {device.type} (estimated).", stacklevel=3)
 
 
-def estimate(pipe: Any, height: int | None, width: int | None, *, steps: int, rows: int = 2, batch: int = 1) -> Need:
+def estimate(
+    pipe: Any,
+    height: int | None,
+    width: int | None,
+    *,
+    steps: int,
+    rows: int = 2,
+    batch: int = 1,
+    frames: int | None = None,
+) -> Need:
     """Estimate what an image, or a batch at once, takes; arguments as for `check_fits`."""
-    dimensions = dimensions_of(pipe)
+    dimensions, denoiser = dimensions_of(pipe), unwrap(main_denoiser(pipe))
     size = dimensions.size(height, width)
-    pixels = size[0] * size[1]
+    pixels, clip = size[0] * size[1], _frames(pipe, frames)
     vae: Any = getattr(pipe, "vae", None)
     decoded, decoder_work = 0.0, 0.0
     if dimensions.decoder_channels:
         decoded = _decoded_at_once(vae, pixels) * (4 if hasattr(pipe, "upcast_vae") else pipe.dtype.itemsize)
-        decoder_work = _convolved(reversed(vae.decoder.up_blocks), pixels)
-    call = _call(unwrap(main_denoiser(pipe)), dimensions, size)
-    memory = dimensions.memory(size, rows * batch, pipe.dtype.itemsize, decoded, batch)
-    return Need(memory, call * rows * steps + decoder_work)
+        decoder_work = clip * _convolved(reversed(vae.decoder.up_blocks), pixels)
+    length = (clip - 1) // frames_to_one(pipe) + 1  # of the latent
+    call = _call(denoiser, dimensions, size, length)
+    memory = dimensions.memory(size, rows * batch * length, pipe.dtype.itemsize, decoded, batch)
+    return Need(max(memory, _FRAME_BYTES * pixels * clip * batch), call * rows * steps + decoder_work)
 
 
-def _call(denoiser: Any, dimensions: Dimensions, size: tuple[int, int]) -> float:
-    """Return the multiply-adds of a denoiser's call for one row."""
+def _frames(pipe: Any, frames: int | None) -> int:
+    """Return the frames of a clip: as they were given, or the pipeline's own; 1 of a pipeline that draws images."""
+    takes = taken(pipe)
+    if "num_frames" not in takes:
+        return 1
+    own = takes["num_frames"].default
+    return frames or (own if isinstance(own, int) else 1)
+
+
+def _call(denoiser: Any, dimensions: Dimensions, size: tuple[int, int], frames: int) -> float:
+    """Return the multiply-adds of a denoiser's call for one row; a UNet attends within each frame."""
     rows, columns = size[0] // dimensions.factor, size[1] // dimensions.factor
-    layers, given = find_layers(denoiser), family_of(denoiser).grid(denoiser, Grid.image(rows, columns))
+    of_unet = hasattr(denoiser, "down_blocks")
+    given = family_of(denoiser).grid(denoiser, Grid(1 if of_unet else frames, rows, columns))
+    layers = find_layers(denoiser)
     tokens = [layer.grid(given).tokens for layer in layers]
-    if hasattr(denoiser, "down_blocks"):
+    if of_unet:
         weights = sum(_convolved(blocks, rows * columns) for blocks in (denoiser.down_blocks, denoiser.up_blocks[::-1]))
     else:  # every weight acts on every token
         weights = max(tokens) * _count(denoiser)
-    return float(weights + sum(2 * count**2 * layer.channels for count, layer in zip(tokens, layers, strict=True)))
+    attention = sum(2 * count**2 * layer.channels for count, layer in zip(tokens, layers, strict=True))
+    return float(weights + attention) * (frames if of_unet else 1)
 
 
 def _decoded_at_once(vae: Any, pixels: int) -> int:
     """Return the pixels that a decoder works on at once: those of a tile, where it works by tiles."""
     tile = getattr(vae, "tile_sample_min_size", None) or getattr(vae, "tile_sample_min_height", None)
     return min(pixels, tile**2) if tile and getattr(vae, "use_tiling", False) else pixels
-
-
-def dimensions_of(pipe: Any) -> Dimensions:
-    """Return the dimensions of a pipeline's images.
-
-    Raises:
-        ElfattError: the denoiser's configuration does not tell them.
-    """
-    denoiser: Any = unwrap(main_denoiser(pipe))
-    vae: Any = getattr(pipe, "vae", None)
-    decoder = vae.config if hasattr(vae, "decoder") else None
-    factor = int(getattr(pipe, "vae_scale_factor", 0) or getattr(pipe, "vae_scale_factor_spatial", 8))
-    try:
-        return Dimensions.of(denoiser.config, decoder, factor, _own_size(pipe, factor))
-    except LookupError as error:
-        raise ElfattError(
-            f"the configuration of a {type(denoiser).__name__} does not tell the size of its images ({error})."
-        ) from error
-
-
-def _own_size(pipe: Any, factor: int) -> tuple[int, int] | None:
-    """Return height and width that a pipeline draws by default, where not its denoiser's configuration tells them."""
-    side = getattr(pipe, "default_sample_size", None)
-    if isinstance(side, int):
-        return side * factor, side * factor
-    height, width = (getattr(taken(pipe).get(name), "default", None) for name in ("height", "width"))
-    return (height, width) if isinstance(height, int) and isinstance(width, int) else None
 
 
 def _convolved(blocks: Any, positions: int) -> float:

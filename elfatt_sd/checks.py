@@ -26,7 +26,7 @@ def whole(name: str, value: object, low: int, high: int | None = None) -> None:
     """
     valid = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
     if not valid:
-        span = f"at least {low}" if high is None else f"from {low} to {high}"
+        span = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ElfattError(f"{name}={value!r} is not accepted; give a whole number {span}.")
 
 

@@ -47,7 +47,7 @@ from elfatt_sd.console import (
 from elfatt_sd.files import check_writable
 from elfatt_sd.optional import need
 from elfatt_sd.presets import METHODS, known_method
-from elfatt_sd.request import Request, check_quoted, check_sizes, read_prompts
+from elfatt_sd.request import Request, check_quoted, check_run, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
 from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.tune_cli import tune
@@ -139,7 +139,7 @@ def generate(
     studio = Studio(pipe, request, out)
     with progress(request.num_images * len(prompts)) as (studio.on_step, on_picture):
         for result in studio.results():
-            results.append(result)
+            results.append(result.without_picture())  # there may be more than memory holds
             on_picture(result)
     print_summary(results)
     if explain:
@@ -223,6 +223,7 @@ def sheet(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the sheet and its JSON.")] = Path("outputs"),
 ) -> None:
     """Draw some prompts with the embedded pipelines: untouched, the fastest method and the closest one."""
+    check_run(steps, None, seed, None, None)
     check_writable(out)
     sources = {model: Source(model, "auto", "auto", False, None) for model in models or EMBEDDED}
     for each in sources.values():

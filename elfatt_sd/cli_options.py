@@ -110,8 +110,9 @@ def tell_unknown_words(prompts: list[str]) -> None:
 
     unknown = sorted({word for prompt in prompts for word in unknown_words(prompt)})
     if unknown:
+        named = ", ".join(map(repr, unknown[:10])) + f" and {len(unknown) - 10} more words" * (len(unknown) > 10)
         complain(
-            f"the toy does not know {', '.join(map(repr, unknown))}; it draws one of {', '.join(SHAPES)} in "
+            f"the toy does not know {named}; it draws one of {', '.join(SHAPES)} in "
             f"{', '.join(COLORS)} on a {', '.join(PATTERNS)} background. For anything else give a real model: "
             "--model DIRECTORY, HUB-ID or FILE.safetensors",
             "note",

@@ -76,6 +76,28 @@ def synchronize(device: torch.device) -> None:
         wait()
 
 
+def empty_caches() -> None:
+    """Give back what PyTorch keeps of freed memory, on all accelerators."""
+    for kind in accelerators():
+        getattr(torch, kind).empty_cache()
+
+
+@functools.cache
+def has_float64(device: torch.device) -> bool:
+    """Tell whether a device computes in float64, as MPS does not."""
+    try:
+        torch.zeros(1, device=device).double()
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def memory_counters(device: torch.device) -> Any:
+    """Return PyTorch's module for a device that counts its allocations (CUDA, ROCm, XPU); None for any other."""
+    module = _of(device)
+    return module if device.type != "cpu" and hasattr(module, "max_memory_allocated") else None
+
+
 def in_optimized_module() -> bool:
     """Tell whether a call comes from what `torch.compile(module)` returned."""
     frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this

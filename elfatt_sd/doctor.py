@@ -78,11 +78,12 @@ def _machine() -> Iterator[Finding]:
     yield Finding("Python", f"{here['python']} ({sys.executable})")
     yield Finding("CPU", f"{here['cpu']}, {here['cpu_cores']} cores, threads used: {here['cpu_threads']}")
     yield Finding("memory", f"{here['ram_gib']:.1f} GiB" if here["ram_gib"] else "not known")
-    for index in range(torch.cuda.device_count()):
+    for index in range(accelerators().get("cuda", 0)):
         device = torch.device("cuda", index)
         cuda = describe_machine(device)["cuda"]
+        runtime = f"{'CUDA ' * (torch.version.hip is None)}{cuda['runtime']}"
         details = f"{cuda['memory_gib']:.0f} GiB, compute capability {cuda['capability']}, driver {cuda['driver']}"
-        yield Finding(str(device), f"{device_name(device)}, {details}, CUDA {cuda['runtime']}", "ok")
+        yield Finding(str(device), f"{device_name(device)}, {details}, {runtime}", "ok")
     for kind in accelerators().keys() - {"cuda"}:
         yield Finding(kind, device_name(torch.device(kind)), "ok")
     if not accelerators():
@@ -179,9 +180,9 @@ def _takes_files(folder: Path) -> bool:
 
 
 def _self_check() -> Iterator[Finding]:
-    import torch
+    from elfatt_sd.devices import accelerators
 
-    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+    for device in ["cpu", *accelerators()]:
         error = attention_error(device)
         good = error <= TOLERANCE
         value = f"ELFATT attention is within {error:.1e} of its formula in float64 (accepted: {TOLERANCE:g})"
@@ -201,7 +202,7 @@ def attention_error(device: str) -> float:
     tokens, agents, block, width = 62, 6, 16, 8
     drawn: Any = torch.randn(3, 2, tokens, 4, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, k, v = drawn.float().to(device)
-    got = elfatt_attention(q, k, v, agents=agents, block_size=block, backend="native").double().cpu()
+    got = elfatt_attention(q, k, v, agents=agents, block_size=block, backend="native").cpu().double()
     q, k, v = drawn.transpose(2, 3)  # [batch, heads, tokens, width]
     pooled = torch.stack([part.mean(dim=2) for part in q[:, :2].tensor_split(agents, dim=2)], dim=2)
     gathered = _softmax_attention(pooled, k[:, :2], v[:, :2])

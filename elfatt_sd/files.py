@@ -29,6 +29,22 @@ def is_plain_name(name: str) -> bool:
     return fits and bool(_NAME.fullmatch(name)) and not _RESERVED.fullmatch(name)
 
 
+def place_of(folder: Path, name: str, ending: str = "") -> Path:
+    """Return the place in a folder that a name stands for, which a page or a file gives.
+
+    Raises:
+        ElfattError: the name would lead elsewhere.
+    """
+    if not is_plain_name(name):
+        raise ElfattError(f"name {name!r} is not accepted for a place in {folder}; accepted: a plain file name.")
+    return folder / f"{name}{ending}"
+
+
+def link(path: Path, start: Path) -> str:
+    """Return the address of a file on a page that lies in the folder `start`."""
+    return Path(os.path.relpath(path, start)).as_posix()
+
+
 def read_plain(path: Path) -> bytes:
     """Return the content of a file; a folder, a pipe or a device is none, and might never end.
 

@@ -10,7 +10,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,8 +20,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import elfatt_sd
-from elfatt_sd.budget import check_fits, dimensions_of
+from elfatt_sd.budget import check_fits
 from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.devices import memory_counters
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.measuring.clock import Stopwatch, ratios
 from elfatt_sd.measuring.memory import PeakMeter
@@ -31,6 +32,7 @@ from elfatt_sd.request import SCHEDULERS, Request, scheduler_class
 from elfatt_sd.running import (
     check_steps,
     check_text_to_image,
+    dimensions_of,
     exact_size,
     guidance_options,
     guides,
@@ -42,6 +44,7 @@ from elfatt_sd.running import (
 )
 
 OnStep = Callable[[int, int], None]
+NAMED = 5  # prompts that are cut off, each in a line of its own
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,10 @@ class Result:
             f"PSNR {self.psnr_db:.1f} dB"
         )
 
+    def without_picture(self) -> Result:
+        """Return its like that holds no image."""
+        return replace(self, picture=Image.new("RGB", (1, 1)))
+
     @property
     def speed_ratio(self) -> float | None:
         """How many times as fast as the untouched pipeline."""
@@ -161,7 +168,6 @@ class Studio:
         elif request.guidance is not None and not guides(self.pipe):
             text = f"guidance={request.guidance:g} has no effect on this model without a negative_prompt."
             warnings.warn(text, stacklevel=3)
-        self._warn_of_cut_prompts()
         dimensions = dimensions_of(self.pipe)
         dimensions.check(request.height, request.width)
         if text := dimensions.small(request.height, request.width):
@@ -170,6 +176,7 @@ class Studio:
             images = len(request.prompts) * request.num_images * (1 + request.compare)
             rows = rows_of(self.pipe, self.guidance)
             check_fits(self.pipe, request.height, request.width, steps=self.steps, images=images, rows=rows)
+        self._warn_of_cut_prompts()
         self.pipe.set_progress_bar_config(disable=True)
 
     def _check_negative_prompt(self) -> None:
@@ -179,9 +186,12 @@ class Studio:
             warnings.warn(f"negative_prompt has no effect with guidance={self.guidance:g}.", stacklevel=3)
 
     def _warn_of_cut_prompts(self) -> None:
-        for prompt in (*self.request.prompts, self.request.negative_prompt or ""):
-            if text := cut_off(self.pipe, prompt):
-                warnings.warn(text, stacklevel=4)
+        prompts = dict.fromkeys((*self.request.prompts, self.request.negative_prompt or ""))
+        cut = [text for prompt in prompts if (text := cut_off(self.pipe, prompt))]
+        for text in cut[:NAMED]:
+            warnings.warn(text, stacklevel=4)
+        if len(cut) > NAMED:
+            warnings.warn(f"{len(cut) - NAMED} more prompts are cut off", stacklevel=4)
 
     def results(self) -> Iterator[Result]:
         """Draw, write and yield one image after the other; what is written stays, whatever happens later."""
@@ -310,8 +320,8 @@ def write_picture(path: Path, picture: Image.Image, record: dict[str, Any]) -> P
 
 def peak_in_words(device: torch.device) -> str:
     """Return what `PeakMeter` counts while an image is drawn."""
-    if device.type == "cuda":
-        return "peak memory allocated by PyTorch on CUDA"
+    if memory_counters(device) is not None:
+        return f"peak memory allocated by PyTorch on {device.type.upper()}"
     return "peak memory of the whole process since its start" if device.type == "cpu" else "peak memory"
 
 

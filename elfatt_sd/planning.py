@@ -73,7 +73,7 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
     family = family_of(module)
     own = family.latent(module)
     scale = _factor(pipe, "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor")
-    time = _factor(pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+    time = frames_to_one(pipe)
     sides = []
     for side, name, pixels in ((own.rows, "height", height), (own.columns, "width", width)):
         if pixels is not None and (not isinstance(pixels, numbers.Integral) or pixels <= 0 or pixels % scale):
@@ -85,6 +85,11 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
             raise ElfattError(f"frames={frames!r} is not accepted; give a multiple of {time}, and 1 more.")
         length = (frames - 1) // time + 1
     return family.grid(module, Grid(length, *sides))
+
+
+def frames_to_one(pipe: Any) -> int:
+    """Return how many frames of a clip, past its first one, are one of the latent."""
+    return _factor(pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 
 
 def _factor(pipe: Any, *names: str) -> int:

@@ -16,6 +16,7 @@ from elfatt_sd.sizes import (
     SHAPE_VAE,
     SHAPE_WEIGHTS,
     SHAPES,
+    TRANSFORMER_NAMES,
     Dimensions,
     dimensions_in,
     memory_of_cpu,
@@ -77,9 +78,10 @@ def check_sizes_fit(
     batch: int,
     images: int = 1,
 ) -> None:
-    """Refuse images of sizes that are too small for a model or too large for the CPU's memory, without PyTorch.
+    """Refuse images of sizes that are too small for a model or too large for the CPU's memory.
 
-    Only directories and shapes tell their sizes; what else there is, is seen when the model is loaded.
+    Only directories and shapes tell their sizes, those of transformers alone by PyTorch; what else there is, is seen
+    when the model is loaded.
 
     Args:
         model: as for `load_pipeline`, or one of `SHAPES`.
@@ -93,11 +95,7 @@ def check_sizes_fit(
         ElfattError: a size is refused.
     """
     name = str(model)
-    known = (
-        Dimensions.of(SHAPES[name], SHAPE_VAE)
-        if name in SHAPES
-        else dimensions_in(EMBEDDED[name].folder if name in EMBEDDED else Path(model))
-    )
+    known = _dimensions(name)
     if known is None:
         return
     on_cpu = device == "cpu" or (device == "auto" and lacks_cuda() and sys.platform != "darwin")
@@ -108,6 +106,17 @@ def check_sizes_fit(
             size = known.size(height, width)
             need = known.memory(size, batch, each, images=images) + SHAPE_WEIGHTS.get(name, 0) * each
             refuse_if_beyond(size, need, "cpu", memory_of_cpu(), max(images, batch // 2))
+
+
+def _dimensions(name: str) -> Dimensions | None:
+    """Return the dimensions of a shape, an embedded pipeline or a directory; None where it does not tell them."""
+    if name in SHAPES:
+        return Dimensions.of(SHAPES[name], SHAPE_VAE)
+    if name in TRANSFORMER_NAMES:
+        from elfatt_sd.shapes import dimensions_of_transformer
+
+        return dimensions_of_transformer(name)
+    return dimensions_in(EMBEDDED[name].folder if name in EMBEDDED else Path(name))
 
 
 def check_layers_fit(sides: Iterable[int], batch: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elfatt_sd import checks
 from elfatt_sd.config import ElfattError, PatchConfig
 
 SCHEDULERS = {
@@ -25,6 +26,7 @@ SCHEDULERS = {
     "lcm": "LCMScheduler",
     "tcd": "TCDScheduler",
 }
+LARGEST_FILE = 2**26  # bytes of a file of prompts
 
 
 @dataclass(frozen=True)
@@ -71,18 +73,27 @@ class Request:
         """
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
             raise ElfattError("there is an empty prompt, or none; give at least one, such as 'a red star'.")
-        for name in ("steps", "num_images"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ElfattError(f"{name}={value} is not accepted; give a whole number of at least 1.")
-        if not 0 <= self.seed < 2**63:
-            raise ElfattError(f"seed={self.seed} is not accepted; give a whole number from 0 to 2^63 - 1.")
-        if self.guidance is not None and not 0 <= self.guidance < math.inf:
-            raise ElfattError(f"guidance={self.guidance} is not accepted; give a number of at least 0.")
-        check_sizes(self.height, self.width)
+        checks.whole("num_images", self.num_images, 1)
+        check_run(self.steps, self.guidance, self.seed, self.height, self.width)
         if self.scheduler is not None:
             scheduler_class(self.scheduler)
         if self.compare and not self.config.active:
             raise ElfattError(f"method={self.config.method!r} changes nothing to compare with; give another method.")
+
+
+def check_run(steps: int | None, guidance: float | None, seed: int, height: int | None, width: int | None) -> None:
+    """Check what a run of a pipeline is given; None is the model's own.
+
+    Raises:
+        ElfattError: a value is out of range.
+    """
+    if steps is not None:
+        checks.whole("steps", steps, 1)
+    if not (isinstance(seed, int) and 0 <= seed < 2**63):
+        raise ElfattError(f"seed={seed!r} is not accepted; give a whole number from 0 to 2^63 - 1.")
+    if guidance is not None and not (isinstance(guidance, int | float) and 0 <= guidance < math.inf):
+        raise ElfattError(f"guidance={guidance!r} is not accepted; give a number of at least 0.")
+    check_sizes(height, width)
 
 
 def check_sizes(height: int | None, width: int | None) -> None:
@@ -92,8 +103,8 @@ def check_sizes(height: int | None, width: int | None) -> None:
         ElfattError: one is not a positive multiple of 8.
     """
     for name, pixels in (("height", height), ("width", width)):
-        if pixels is not None and (pixels <= 0 or pixels % 8):
-            raise ElfattError(f"{name}={pixels} is not accepted; give a positive multiple of 8.")
+        if pixels is not None and (not isinstance(pixels, int) or pixels <= 0 or pixels % 8):
+            raise ElfattError(f"{name}={pixels!r} is not accepted; give a positive multiple of 8.")
 
 
 def scheduler_class(name: str) -> str:
@@ -131,13 +142,18 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     """Read prompts from a text file, one a line; blank lines do not count.
 
     Raises:
-        ElfattError: the file cannot be read, or holds no prompt.
+        ElfattError: the file cannot be read, is too large (as a device that never ends), or holds no prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+        lines = content.decode("utf-8-sig").splitlines()  # editors on Windows put a BOM first
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ElfattError(f"prompt_file={str(path)!r} cannot be read ({reason}); give a text file.") from error
+    if len(content) > LARGEST_FILE:
+        size = f"{LARGEST_FILE // 2**20} MiB"
+        raise ElfattError(f"prompt_file={str(path)!r} is larger than {size}; give a text file with one prompt a line.")
     prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
         raise ElfattError(f"prompt_file={str(path)!r} is empty; give a text file with one prompt a line.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, main_denoiser, unwrap
+from elfatt_sd.sizes import Dimensions
 from elfatt_sd.toy import EMBEDDED
 
 _OTHER_INPUTS = {"control_image", "mask_image"}
@@ -28,10 +29,39 @@ def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, An
         height: in pixels; None is the model's own.
         width: in pixels; None is the model's own.
     """
+    if (height is None) != (width is None):  # some pipelines draw their own size then
+        height, width = dimensions_of(pipe).size(height, width)
     given: dict[str, Any] = {"height": height, "width": width, "use_resolution_binning": False}
     if height is not None and width is not None:
         given["max_area"] = height * width
     return {name: value for name, value in given.items() if value is not None and name in taken(pipe)}
+
+
+def dimensions_of(pipe: Any) -> Dimensions:
+    """Return the dimensions of a pipeline's images.
+
+    Raises:
+        ElfattError: the denoiser's configuration does not tell them.
+    """
+    denoiser: Any = unwrap(main_denoiser(pipe))
+    vae: Any = getattr(pipe, "vae", None)
+    decoder = vae.config if hasattr(vae, "decoder") else None
+    factor = int(getattr(pipe, "vae_scale_factor", 0) or getattr(pipe, "vae_scale_factor_spatial", 8))
+    try:
+        return Dimensions.of(denoiser.config, decoder, factor, _own_size(pipe, factor))
+    except LookupError as error:
+        raise ElfattError(
+            f"the configuration of a {type(denoiser).__name__} does not tell the size of its images ({error})."
+        ) from error
+
+
+def _own_size(pipe: Any, factor: int) -> tuple[int, int] | None:
+    """Return height and width that a pipeline draws by default, where not its denoiser's configuration tells them."""
+    side = getattr(pipe, "default_sample_size", None)
+    if isinstance(side, int):
+        return side * factor, side * factor
+    height, width = (getattr(taken(pipe).get(name), "default", None) for name in ("height", "width"))
+    return (height, width) if isinstance(height, int) and isinstance(width, int) else None
 
 
 def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import warnings
@@ -18,7 +19,9 @@ from elfatt_sd.families import family_of, unwrap
 from elfatt_sd.families.base import Fill
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
-from elfatt_sd.sizes import SHAPES
+from elfatt_sd.sizes import SHAPES, Dimensions
+
+LATENT_CHANNELS = 16  # of the VAEs of all `TRANSFORMERS`
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,19 @@ def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:
     with torch.device("meta"):
         transformer: nn.Module = make(**{**shape.config, **(shape.few if few else {})})
     return transformer
+
+
+def dimensions_of_transformer(name: str) -> Dimensions:
+    """Return the dimensions of a shape of `TRANSFORMERS`; of a video, all frames of its usual length are held.
+
+    Raises:
+        ElfattError: the installed diffusers has no such model.
+    """
+    module: Any = empty_transformer(TRANSFORMERS[name], few=True)
+    latent = family_of(module).latent(module)
+    own = latent.rows * SCALE, latent.columns * SCALE
+    one = Dimensions.of(module.config, {"latent_channels": LATENT_CHANNELS}, SCALE, own)
+    return dataclasses.replace(one, held=one.held * latent.frames)
 
 
 def empty_unet(shape: Mapping[str, Any]) -> nn.Module:

@@ -28,8 +28,8 @@ from elfatt_sd.console import complain
 from elfatt_sd.files import check_writable
 from elfatt_sd.preflight import check_sizes_fit, check_steps
 from elfatt_sd.progress import progress_of
-from elfatt_sd.request import check_sizes, read_prompts
-from elfatt_sd.tuning.asked import METRICS, Budget
+from elfatt_sd.request import check_run, read_prompts
+from elfatt_sd.tuning.asked import METRICS, Budget, check_images
 
 if TYPE_CHECKING:
     from elfatt_sd.tuning.tuned import Tuned
@@ -70,8 +70,9 @@ def tune(
     """Find the settings that a model can take on this machine, by closeness or by speed, and prove them."""
     Budget(closeness, speed, memory)
     checks.choice("metric", metric, METRICS)
-    check_sizes(height, width)
+    check_run(steps, guidance, seed, height, width)
     lines = None if prompts is None else read_prompts(prompts)
+    check_images(lines, images, frames)
     if save is not None:
         check_writable(save.parent, f"save={str(save)!r}")
     if out is not None:
@@ -86,7 +87,7 @@ def tune(
     pipe = source.load()
     pipe.set_progress_bar_config(disable=True)
     if not force:
-        _check_fits(pipe, (height, width), steps, rows, images)
+        _check_fits(pipe, (height, width), steps, rows, images, frames)
 
     from elfatt_sd.tuning import tune as tune_pipeline
 
@@ -116,14 +117,15 @@ def tune(
     _print(found, as_json, save, page)
 
 
-def _check_fits(pipe: Any, size: tuple[int | None, int | None], steps: int | None, rows: int, images: int) -> None:
-    """Refuse images that do not fit into memory; clips are not estimated."""
+def _check_fits(
+    pipe: Any, size: tuple[int | None, int | None], steps: int | None, rows: int, images: int, frames: int | None
+) -> None:
+    """Refuse images that do not fit into memory."""
     from elfatt_sd.budget import check_fits
     from elfatt_sd.running import taken
 
-    if "num_frames" not in taken(pipe):
-        own = taken(pipe)["num_inference_steps"].default
-        check_fits(pipe, *size, steps=own if steps is None else steps, images=images, rows=rows)
+    own = taken(pipe)["num_inference_steps"].default
+    check_fits(pipe, *size, steps=own if steps is None else steps, images=images, rows=rows, frames=frames)
 
 
 def _check_page() -> None:

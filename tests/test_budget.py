@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
+import tiny_joint
+import tiny_pipelines
 import torch
 
 from elfatt_sd import budget
@@ -58,3 +62,26 @@ def test_the_estimate_grows_as_it_should(pipe: Any) -> None:
 def test_the_memory_of_this_machine() -> None:
     total, free = budget.memory_of(torch.device("cpu"))
     assert 0 < free <= total
+
+
+def test_clips_are_estimated_by_their_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(diffusers, "WanPipeline"):
+        pytest.skip("this diffusers does not have it")
+    pipe, _ = tiny_joint.wan()
+    pipe.vae = None
+    short, long = (budget.estimate(pipe, 96, 64, steps=4, frames=frames) for frames in (41, 81))
+    assert long.memory == pytest.approx(2 * short.memory, rel=0.1)
+    assert 2 * short.multiply_adds < long.multiply_adds < 4 * short.multiply_adds
+    assert budget.estimate(pipe, 96, 64, steps=4) == long, "81 frames are the pipeline's own"
+    machine(monkeypatch, 2 * GIB, 1 * GIB)
+    with pytest.raises(ElfattError, match=r"needs about .* GiB of memory"):
+        budget.check_fits(pipe, 480, 832, **RUN, frames=1_000_001)
+
+
+def test_clips_of_a_unet_are_estimated_by_their_frames(tmp_path: Path) -> None:
+    parts = tiny_pipelines.sd15(tmp_path).components
+    kept = {name: parts[name] for name in ("unet", "vae", "text_encoder", "tokenizer", "scheduler")}
+    pipe = diffusers.AnimateDiffPipeline(**kept, motion_adapter=tiny_pipelines.motion_adapter())
+    short, long = (budget.estimate(pipe, 64, 64, steps=4, frames=frames) for frames in (8, 16))
+    assert long.memory == pytest.approx(2 * short.memory, rel=0.1)
+    assert long.multiply_adds == pytest.approx(2 * short.multiply_adds)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 
 from elfatt_sd import preflight
 from elfatt_sd.config import ElfattError
 from elfatt_sd.preflight import check_steps
+from elfatt_sd.shapes import TRANSFORMERS
+from elfatt_sd.sizes import TRANSFORMER_NAMES
 
 
 def test_a_machine_that_surely_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +36,17 @@ def test_a_machine_that_surely_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(preflight.ctypes, "CDLL", load)  # type: ignore[attr-defined]
     for there in (True, False):
         assert preflight.lacks_cuda() is not there
+
+
+@pytest.mark.parametrize("name", TRANSFORMER_NAMES)
+def test_sizes_are_checked_against_the_shape_of_a_transformer(name: str, library_chatter: None) -> None:
+    if not hasattr(diffusers, TRANSFORMERS[name].kind):
+        pytest.skip("this diffusers does not have it")
+    preflight.check_sizes_fit(name, "cpu", "bfloat16", [(256, 256)], batch=1, images=0)
+    with pytest.raises(ElfattError, match=r"a batch of 8 at 65536x65536 needs about [\d,]+ GiB"):
+        preflight.check_sizes_fit(name, "cpu", "float32", [(65536, 65536)], batch=16, images=0)
+    with pytest.raises(ElfattError, match="height=4 is not accepted"):
+        preflight.check_sizes_fit(name, "cpu", "float32", [(4, 256)], batch=1, images=0)
 
 
 def test_sizes_are_checked_against_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import diffusers
 import pytest
 import tiny_flux
+import tiny_pipelines
 import tiny_pixart
 import tiny_transformers
 from checks import like
@@ -19,7 +20,7 @@ from checks import like
 from elfatt_sd import ElfattError, PatchConfig, budget
 from elfatt_sd.generation import Studio, cut_off
 from elfatt_sd.request import Request
-from elfatt_sd.running import check_text_to_image, guidance_options, rows_of, taken, watched
+from elfatt_sd.running import check_text_to_image, dimensions_of, guidance_options, rows_of, taken, watched
 from elfatt_sd.trial import try_methods
 
 
@@ -50,11 +51,23 @@ def test_flux_is_drawn_at_the_size_that_is_asked_for(tmp_path: Path, kind: str) 
     request = Request(("a b",), config, steps=2, height=128, width=160, negative_prompt=negative)
     (result,) = Studio(pipe, request, tmp_path).results()
     assert result.picture.size == (160, 128)
-    assert budget.dimensions_of(pipe).multiple == 4
+    assert dimensions_of(pipe).multiple == 4
     with pytest.raises(ElfattError, match=r"scheduler='euler' does not fit .*FlowMatchEuler.*; leave it out"):
         Studio(pipe, dataclasses.replace(request, scheduler="euler"), tmp_path)
     with pytest.raises(ElfattError, match=r"Img2ImgPipeline needs more than a prompt \(image\)"):
         check_text_to_image(like(diffusers.FluxImg2ImgPipeline, pipe))
+
+
+@pytest.mark.parametrize("side", ["height", "width"])
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "pixart", "flux"])
+def test_one_side_alone_is_kept_to(tmp_path: Path, name: str, side: str, library_chatter: None) -> None:
+    """Stable Diffusion's pipeline draws its own size where it is given one side."""
+    makers = {"sd15": tiny_pipelines.sd15, "sdxl": tiny_pipelines.sdxl, "pixart": tiny_pixart.pixart}
+    pipe = makers[name](tmp_path) if name in makers else tiny_transformers.flux(tmp_path, vae=tiny_flux.vae())
+    own = dimensions_of(pipe).own
+    other = dataclasses.replace(Request(("a b",), PatchConfig.preset("sd"), steps=2), **{side: 2 * own[0]})
+    (result,) = Studio(pipe, other, tmp_path / "out").results()
+    assert result.picture.size == ((own[1], 2 * own[0]) if side == "height" else (2 * own[0], own[0]))
 
 
 def test_every_method_is_tried_on_pixart(pixart: Any, library_chatter: None) -> None:
@@ -83,7 +96,7 @@ def test_a_failing_run_leaves_the_scheduler_as_it_was(pipe: Any) -> None:
 def test_sides_that_the_patches_cannot_tile_are_refused(pixart: Any, tmp_path: Path) -> None:
     request = Request(("a b",), PatchConfig.preset("sd"), height=64, width=64)
     Studio(pixart, request, tmp_path)
-    dimensions = budget.dimensions_of(pixart)
+    dimensions = dimensions_of(pixart)
     assert (dimensions.own, dimensions.factor, dimensions.multiple) == ((64, 64), 2, 4)
     with pytest.raises(ElfattError, match="height=66 is not accepted; this model needs a multiple of 4"):
         dimensions.check(66, 64)

@@ -34,10 +34,13 @@ class Model:
     Attributes:
         unet: the denoiser, a UNet or a transformer of a known family.
         scale: pixels of the image to one of the latent, on each side.
+        copies: where copies that share its weights are kept, by what was made of them, for benchmarks that follow; None
+            makes them for each.
     """
 
     unet: nn.Module
     scale: int
+    copies: dict[Any, Any] | None = None
 
     @property
     def least_size(self) -> int:

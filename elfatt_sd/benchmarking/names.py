@@ -9,7 +9,7 @@ from elfatt_sd.benchmarking.presets import EXPLAINED
 from elfatt_sd.methods import Softmax
 from elfatt_sd.peers import PEERS
 
-UNPATCHED, PEER, FLOOR = "untouched", "tomesd", "floor"
+UNPATCHED, PEER, FLOOR, EXACT_THROUGH = "untouched", "tomesd", "floor", "exact, "
 COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  # at the end of a name
 
 
@@ -19,9 +19,9 @@ def plain_name(name: str) -> str:
 
 
 def is_reference(name: str) -> bool:
-    """Tell whether a row is there to compare with: untouched, the peer, or a floor."""
+    """Tell whether a row is there to compare with: untouched, the peer, exact attention, or a floor."""
     plain = plain_name(name)
-    return plain == UNPATCHED or is_peer(plain) or plain.startswith(FLOOR)
+    return plain == UNPATCHED or is_peer(plain) or plain.startswith((FLOOR, EXACT_THROUGH))
 
 
 def is_peer(name: str) -> bool:
@@ -40,6 +40,7 @@ _LEGEND = {  # by the names that it explains
     f"{PEER}.*": "`tomesd` is the package",
     **{f"{name}(:.*)?": f"`{name}` is that of {PEERS[name].package or 'diffusers'}" for name in PEERS if name != PEER},
     FLOOR: "`floor` leaves out the self-attention layers of the finest level",
+    f"{EXACT_THROUGH}.*": "`exact, BACKEND` attends exactly in every self-attention layer, through that backend",
     "floor of .*": "`floor of N levels` leaves out those of the N finest levels",
     "floor: .*": "`floor: similarities` is the product that finds the most similar tokens, and nothing else",
     r"[\w-]+:.*=.*": "`METHOD:SETTING=VALUE` is a method with a setting changed; `ratio=0` merges nothing",

@@ -47,7 +47,18 @@ def _figure(results: Results) -> Any:
         _draw_means(means, rows)
         return figure
     if results["kind"] == "host":
-        return _host_figure(rows)
+        names = [f"{row['method']}, {row['what']}, {row['size']}" for row in rows]
+        operations = "device operations more in each layer", [row["operations"] for row in rows]
+        times = "microseconds of the host for each layer and step", [1e6 * row["seconds"] for row in rows]
+        return _bars(names, operations, times)
+    if results["kind"] == "profile":
+        names = [f"{row['method']}, {row['size']}" for row in rows]
+        sides = ((f"milliseconds of the {side}", [1e3 * row[side] for row in rows]) for side in ("host", "device"))
+        return _bars(names, *sides)
+    if results["kind"] == "correctness":
+        names = [" ".join(str(row[key]) for key in ("model", "method", "dtype", "backend")) for row in rows]
+        errors = [0.0 if row["error"] is None else row["error"] / row["limit"] for row in rows]
+        return _bars(names, ("difference to a CPU in float32, as a fraction of what is accepted", errors))
     if results["kind"] in ("layer", "growth"):
         return _growth_figure(rows)
     panels = groups(rows)
@@ -67,19 +78,16 @@ def _figure(results: Results) -> Any:
     return figure
 
 
-def _host_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Draw the operations and the host's time of a layer, by method and phase."""
+def _bars(names: Sequence[str], *sides: tuple[str, Sequence[float]]) -> Any:
+    """Draw bars with the same names side by side, each with a title."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 1.2 + 0.4 * len(rows)), layout="constrained")
-    names = [f"{row['method']}, {row['what']}, {row['size']}" for row in rows]
-    values = [[row["operations"] for row in rows], [1e6 * row["seconds"] for row in rows]]
-    titles = ("device operations more in each layer", "microseconds of the host for each layer and step")
-    both = figure.subplots(1, 2, sharey=True)
-    for axes, own, title in zip(both, values, titles, strict=True):
-        axes.barh(names, own)
+    figure = Figure(figsize=(11, 1.2 + 0.4 * len(names)), layout="constrained")
+    panels = figure.subplots(1, len(sides), sharey=True, squeeze=False)[0]
+    for axes, (title, values) in zip(panels, sides, strict=True):
+        axes.barh(names, values)
         axes.set_xlabel(title)
-    both[0].invert_yaxis()
+    panels[0].invert_yaxis()
     return figure
 
 

@@ -20,6 +20,7 @@ import elfatt_sd
 from elfatt_sd.benchmarking.rows import Results, make_exponents, make_rows
 from elfatt_sd.benchmarking.timing import Watch, time_in_turns
 from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.files import write_json
 from elfatt_sd.measuring.clock import Call, now
 from elfatt_sd.measuring.machine import Bystanders, describe_machine
@@ -37,7 +38,9 @@ _NOT_TIMED = (  # files and folders of the package
     "pictures",
     "plots",
     "progress",
+    "report",
     "rows",
+    "suite",
     "tables",
     "terminal",
     "toy",
@@ -56,6 +59,7 @@ class Session:
         command: the words that were typed, for the record.
         markdown: whether the table is printed as Markdown.
         progress: called with a group's name, the number of all calls done, and of all that are known to come.
+        keep_going: leave out a variant that fails, and keep the reason; otherwise only what does not fit into memory.
         results: of the benchmark that began last.
     """
 
@@ -65,6 +69,7 @@ class Session:
     command: str = ""
     markdown: bool = False
     progress: Progress = lambda name, done, total: None
+    keep_going: bool = False
     results: Results | None = None
 
     def path(self, kind: str) -> Path | None:
@@ -118,7 +123,7 @@ class Record:
         seconds: float = math.inf,
         warm_up: Mapping[str, Call] | None = None,
     ) -> dict[str, list[float]]:
-        """Time calls interleaved, and keep each whole round and what did not fit into memory; see `time_in_turns`.
+        """Time calls interleaved, and keep each whole round and what was lost; see `time_in_turns`.
 
         Args:
             key: what tells this group from the others.
@@ -129,11 +134,6 @@ class Record:
         """
         group = self.group(key)
 
-        def lose(name: str) -> None:
-            group["lost"].append(name)
-            group["times"][name].clear()  # of earlier sittings, with which no more rounds can be compared
-            self.save()
-
         self._ahead = max(0, self._ahead - repeats * len(calls))
         turns = [0]
 
@@ -141,9 +141,9 @@ class Record:
             turns.append(done)
             self.tell(title(key), done, total)
 
-        watch = Watch(turn, self.sitting(group), lose)
-        calls = {name: call for name, call in calls.items() if name not in group["lost"]}
-        warm_up = warm_up and {name: call for name, call in warm_up.items() if name not in group["lost"]}
+        watch = Watch(turn, self.sitting(group), lambda name, error: self.lose(key, name, error))
+        calls = {name: call for name, call in calls.items() if not _is_lost(group, name)}
+        warm_up = warm_up and {name: call for name, call in warm_up.items() if not _is_lost(group, name)}
         missing = repeats - min(map(len, group["times"].values()), default=0)
         if missing > 0:
             self.tell(title(key), 0, missing * len(calls) + len(calls if warm_up is None else warm_up))
@@ -151,6 +151,22 @@ class Record:
         times = time_in_turns(calls, repeats, self._device, **options)
         self._done += turns[-1]
         return times
+
+    def lose(self, key: Mapping[str, Any], variant: str, error: Exception) -> None:
+        """Leave a variant out: it does not fit into memory or, where the session keeps going, failed otherwise.
+
+        Raises:
+            Exception: the error, where it is no reason to leave the variant out.
+        """
+        group = self.group(key)
+        if is_out_of_memory(error):
+            group["lost"].append(variant)
+        elif self._session.keep_going:
+            group.setdefault("failed", {})[variant] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        else:
+            raise error
+        group["times"].get(variant, []).clear()  # of earlier sittings, with which no more rounds can be compared
+        self.save()
 
     def sitting(self, group: dict[str, Any]) -> Callable[[], None]:
         """Begin a sitting of a group, and return what writes everything after each of its rounds."""
@@ -169,12 +185,16 @@ class Record:
     def keep_peak(self, key: Mapping[str, Any], variant: str, batch: int, measure: Callable[[], int | None]) -> None:
         """Measure the peak memory of a variant, unless it is known or the variant did not fit into memory."""
         self._ahead = max(0, self._ahead - 1)
-        if variant in self.group(key)["lost"]:
+        if _is_lost(self.group(key), variant):
             return
         known = self.group(key)["peaks"].setdefault(variant, {})
         if str(batch) not in known:
             self.tell(f"{title(key)}, memory at batch {batch}", 0, 1)
-            known[str(batch)] = measure()
+            known[str(batch)] = None
+            try:
+                known[str(batch)] = measure()
+            except Exception as error:
+                self.lose(key, f"{variant}, memory at batch {batch}", error)
             self.save()
             self._done += 1
             self.tell(f"{title(key)}, memory at batch {batch}", 0, 0)
@@ -223,6 +243,10 @@ class Record:
         self.results["rows"] = make_rows(self.results)
         if self.results["kind"] == "growth":
             self.results["exponents"] = make_exponents(self.results["groups"])
+
+
+def _is_lost(group: Mapping[str, Any], variant: str) -> bool:
+    return variant in group["lost"] or variant in group.get("failed", ())
 
 
 def title(key: Mapping[str, Any]) -> str:

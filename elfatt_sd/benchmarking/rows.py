@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elfatt_sd.benchmarking.names import plain_name
+from elfatt_sd.benchmarking.names import UNPATCHED, is_reference, plain_name
 from elfatt_sd.measuring.clock import Spread, ratios
 
 Results = dict[str, Any]
 Times = Mapping[str, Sequence[float]]
+KEPT = RESIDUALS, MATCHINGS = "residual_steps", "reuse_steps"  # settings that keep something for other steps
 
 
 def make_rows(results: Results) -> list[dict[str, Any]]:
@@ -86,6 +87,31 @@ def beats_its_floor(row: Mapping[str, Any]) -> bool:
     """Tell whether a row or a part of one is faster than its floor, which nothing can be: it is noise."""
     floor = row.get("floor")
     return floor is not None and round(floor["median"], 3) < 1
+
+
+def greatest_peak(results: Results, kept: str = "") -> tuple[str, float | None]:
+    """Return which of our methods has the greatest peak, and that as a fraction of the untouched call's.
+
+    Args:
+        results: of UNet calls.
+        kept: the setting by which methods keep something for other steps; empty for those that do not.
+    """
+    known = {row["method"]: row["peak_bytes"] for row in results.get("rows", ()) if row["peak_bytes"]}
+    fitting = {row["method"] for row in results.get("rows", ()) if _kept(results, row) == kept}
+    ours = [method for method in known if not is_reference(method) and method in fitting]
+    if not ours or UNPATCHED not in known:
+        return "", None
+    greatest = max(ours, key=known.__getitem__)
+    return greatest, known[greatest] / known[UNPATCHED]
+
+
+def _kept(results: Results, row: Mapping[str, Any]) -> str:
+    """Name the setting by which a method keeps the difference to exact attention, or a matching, for other steps."""
+    named = results["settings"]["variants"]
+    configs = [named[part["variant"]]["config"] for part in row.get("parts", ())]
+    if any(phase["residual_steps"] > 1 for config in configs for phase in config["phases"]):
+        return RESIDUALS
+    return MATCHINGS if any(config["reuse_steps"] > 1 for config in configs) else ""
 
 
 def _total(parts: Sequence[tuple[str, int]], times: Times) -> list[float]:

@@ -19,9 +19,12 @@ def markdown(results: Results) -> str:
     rows = results["rows"]
     if results["kind"] == "orders":
         return error_table(rows)
-    if results["kind"] == "host":
-        head, *cells = host_cells(rows)
-        return "".join(f"{line}\n" for line in (*_start(head), *map(_line, cells)))
+    if results["kind"] in CELLS:
+        head, *cells = CELLS[results["kind"]](rows)
+        lines = [*_start(head), *map(_line, cells)]
+        for line in lost(results):
+            lines += ["", line]
+        return "".join(f"{line}\n" for line in lines)
     lines = _table(rows, results["bases"]) if rows else []
     if named := legend({row["method"] for row in rows}):
         lines += ["", named]
@@ -41,12 +44,14 @@ def markdown(results: Results) -> str:
 
 
 def lost(results: Results) -> list[str]:
-    """Say for each group what did not fit into memory."""
-    return [
-        f"Did not fit into memory ({title(group['key'])}): {', '.join(group['lost'])}."
-        for group in results["groups"]
-        if group.get("lost")
-    ]
+    """Say for each group what did not fit into memory, and what failed otherwise."""
+    said = []
+    for group in results["groups"]:
+        where = title(group["key"])
+        if group.get("lost"):
+            said.append(f"Did not fit into memory ({where}): {', '.join(group['lost'])}.")
+        said += [f"Failed ({where}): {name}: {why}" for name, why in group.get("failed", {}).items()]
+    return said
 
 
 def groups(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -67,6 +72,33 @@ def host_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             [str(row["size"]), row["method"], row["what"], str(row["layers"]), f"{row['operations']:.1f}", *times]
         )
     return [head, *lines]
+
+
+def correctness_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the cells of a table on what methods compute, its head first."""
+    head = ["model", "method", "dtype", "backend", "relative L2 difference to a CPU in float32", "at most", ""]
+    lines = []
+    for row in rows:
+        said = "right" if row["right"] else f"**wrong**{': ' * bool(row['failed'])}{row['failed'] or ''}"
+        error = "" if row["error"] is None else f"{row['error']:.2g}"
+        lines.append([*(row[name] for name in head[:4]), error, f"{row['limit']:.2g}", said])
+    return [head, *lines]
+
+
+def profile_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the cells of a table on host and device, its head first."""
+    head = ["pixels", "batch", "method", "host", "device", "both", "kernels", "attention through", "longest kernels"]
+    lines = []
+    for row in rows:
+        times = [clock(row[name]) for name in ("host", "device", "wall")]
+        longest = [f"`{name[:60]}` {clock(seconds)}" for name, seconds, _ in row["longest"][:3]]
+        attention = [f"`{name[:60]}`" for name in row["attention"]]
+        cells = [str(row["size"]), str(row["batch"]), row["method"], *times, str(row["kernels"])]
+        lines.append([*cells, ", ".join(attention), ", ".join(longest)])
+    return [head, *lines]
+
+
+CELLS = {"host": host_cells, "correctness": correctness_cells, "profile": profile_cells}
 
 
 def error_table(rows: Sequence[Mapping[str, Any]]) -> str:

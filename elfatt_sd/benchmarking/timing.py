@@ -22,12 +22,19 @@ class Watch:
     Attributes:
         turn: called after every call that counts or warms up, with the number of them so far and in all.
         round: called after every whole round.
-        lost: called with the name of what does not fit into memory.
+        lost: called with the name of a call that failed as it warmed up, and with what it raised; it is then left out,
+            unless this raises.
     """
 
     turn: Callable[[int, int], None] = lambda done, total: None
     round: Callable[[], None] = lambda: None
-    lost: Callable[[str], None] = lambda name: None
+    lost: Callable[[str, Exception], None] = lambda name, error: _only_memory(error)
+
+
+def _only_memory(error: Exception) -> None:
+    """Raise what is no lack of memory."""
+    if not is_out_of_memory(error):
+        raise error
 
 
 def time_in_turns(
@@ -40,7 +47,7 @@ def time_in_turns(
     times: dict[str, list[float]] | None = None,
     watch: Watch | None = None,
 ) -> dict[str, list[float]]:
-    """Time functions interleaved, after a warm-up round that does not count; what runs out of memory there is left out.
+    """Time functions interleaved, after a warm-up round that does not count; what fails there, the watch may leave out.
 
     Args:
         calls: what to time, by name.
@@ -63,9 +70,9 @@ def time_in_turns(
     told = _Told(watch or Watch(), len(warm) + (repeats - first) * len(calls))
 
     def lose(turn: Turn, error: Exception) -> None:
-        if turn.name not in calls or not is_out_of_memory(error):
+        if turn.name not in calls:
             raise error
-        told.lose(turn.name, repeats - first)
+        told.lose(turn.name, error, repeats - first)
 
     lasted = _warm_up(calls, warm, device, lose, told)
     names = [name for name in calls if name in lasted or name not in warm]
@@ -94,10 +101,10 @@ class _Told:
         self._done += 1
         self.watch.turn(self._done, self._total)
 
-    def lose(self, name: str, turns: int) -> None:
-        """Leave out the further turns of what does not fit into memory."""
+    def lose(self, name: str, error: Exception, turns: int) -> None:
+        """Leave out the further turns of what failed."""
+        self.watch.lost(name, error)
         self._total -= turns
-        self.watch.lost(name)
         self.turn()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ from elfatt_sd.benchmarking.variants import (
     resolve_methods,
     with_autotuned,
     with_compiled,
+    with_exact,
 )
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.devices import synchronize
 from elfatt_sd.families import copy_structure
 from elfatt_sd.measuring.clock import Call
-from elfatt_sd.measuring.memory import peak_memory
+from elfatt_sd.measuring.memory import little_garbage, peak_memory
 from elfatt_sd.pipelines import pick_device, pick_dtype
+from elfatt_sd.settings import Backend
 
 
 def unet(
@@ -46,6 +49,7 @@ def unet(
     compile: bool = False,
     autotune: bool = False,
     graphs: bool = False,
+    competitors: Sequence[Backend] = (),
     memory: Sequence[int] | None = None,
     seconds: float = math.inf,
     variant: str | None = None,
@@ -66,6 +70,7 @@ def unet(
         autotune: time every method also where only the layers that it makes faster are patched; which these are, is
             measured before, or known from before.
         graphs: replay CUDA graphs, so that the time to launch kernels does not hide what the device needs.
+        competitors: backends of exact attention that are rows of their own.
         memory: batches at which the peak memory is measured, of every variant but the floors; by default `batch` and
             twice that, which gives the growth for one more image.
         seconds: for each size, start no further round past this time.
@@ -85,8 +90,7 @@ def unet(
     made = model if isinstance(model, Model) else make_model(model, place, precision, variant)
     lineup = by_phase(fitted_methods(chosen, made.unet, named=methods is not None))
     lineup = with_compiled(lineup) if compile else with_autotuned(lineup) if autotune else lineup
-    lineup = fitting(lineup, made.unet)
-    units = _units(made, lineup.variants)
+    lineup = fitting(with_exact(lineup, competitors), made.unet)
     asked: dict[str, Any] = {
         "model": model if isinstance(model, str) else "given",
         "dtype": str(precision).removeprefix("torch."),
@@ -97,18 +101,26 @@ def unet(
     details = lineup.details((UNPATCHED, PEER, UNPATCHED + COMPILED))
     record = Record(session, "unet", place, asked, **details)
     keys = [{"size": size, "batch": batch} for size in sizes]
-    measured = [name for name, variant in lineup.variants.items() if variant.kind != FLOOR]
+
+    def lose(name: str, error: Exception) -> None:
+        for key in keys:
+            record.lose(key, name, error)
+
+    units = units_of(made, lineup.variants, lose)
+    measured = [name for name, variant in lineup.variants.items() if name in units and variant.kind != FLOOR]
     record.announce(len(keys) * (repeats * len(units) + len(measured) * len(batches)))
     for key in keys:
         inputs, make = made.inputs(key["size"], batch), _graphed_call if graphs else _plain_call
         calls = {name: make(unit, inputs, lineup.variants[name]) for name, unit in units.items()}
         small = made.inputs(min(key["size"], made.least_size), batch)
-        warm_up = _warm_up(units, lineup.variants, calls, small) if place.type == "cpu" else None
+        shrinks = place.type == "cpu" and not (session and session.keep_going)  # then what fails is told by its name
+        warm_up = _warm_up(units, lineup.variants, calls, small) if shrinks else None
         record.time(key, calls, repeats, seconds=seconds, warm_up=warm_up)
-    for key, name, rows in itertools.product(keys, measured, batches):
-        call = unet_call(units[name], made.inputs(key["size"], rows))
-        measure = functools.partial(_peak, units[name], call, lineup.variants[name], place)
-        record.keep_peak(key, name, rows, measure)
+    with little_garbage():
+        for key, name, rows in itertools.product(keys, measured, batches):
+            call = unet_call(units[name], made.inputs(key["size"], rows))
+            measure = functools.partial(_peak, units[name], call, lineup.variants[name], place)
+            record.keep_peak(key, name, rows, measure)
     return record.results
 
 
@@ -122,9 +134,17 @@ def _check(place: torch.device, batches: Sequence[int], *, graphs: bool, compile
         raise ElfattError(f"{given} is not accepted; give batches of at least 1.")
 
 
-def _units(made: Model, variants: Mapping[str, Variant]) -> dict[str, Any]:
-    """Put every variant on its own copy of the model."""
-    units = {name: variant.install(copy_structure(made.unet)) for name, variant in variants.items()}
+def units_of(made: Model, variants: Mapping[str, Variant], lose: Callable[[str, Exception], object]) -> dict[str, Any]:
+    """Put every variant on its own copy of the model; what cannot be put there is lost."""
+    units: dict[str, Any] = {}
+    kept = {} if made.copies is None else made.copies
+    for name, variant in variants.items():
+        try:
+            if variant not in kept:
+                kept[variant] = variant.install(copy_structure(made.unet))
+            units[name] = kept[variant]
+        except Exception as error:
+            lose(name, error)
     if any(variant.compiled for variant in variants.values()):
         _let_compile(len(units))
     return {
@@ -177,21 +197,32 @@ def _graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Cal
 
     @functools.cache
     def capture() -> torch.cuda.CUDAGraph:
-        if hasattr(unet, "_tome_info"):
-            unet._tome_info["args"]["use_rand"] = False  # tomesd's own generator cannot be captured
-        call()
-        call()
-        synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        if variant.config.reuse_steps == 1:
-            forget_matchings(unet)  # as the hook before a call does
-        if variant.measures:
-            forget_residuals(unet)
-        try:
-            with repeated_call(unet), torch.inference_mode(), torch.cuda.device(device), torch.cuda.graph(graph):
-                unet.forward(**inputs)
-        except RuntimeError as error:  # the end of a capture fails, too, and hides what failed inside
-            raise error.__context__ or error from None
+        with _without_generator(unet):
+            call()
+            call()
+            synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            if variant.config.reuse_steps == 1:
+                forget_matchings(unet)  # as the hook before a call does
+            if variant.measures:
+                forget_residuals(unet)
+            try:
+                with repeated_call(unet), torch.inference_mode(), torch.cuda.device(device), torch.cuda.graph(graph):
+                    unet.forward(**inputs)
+            except RuntimeError as error:  # the end of a capture fails, too, and hides what failed inside
+                raise error.__context__ or error from None
         return graph
 
     return lambda: capture().replay()
+
+
+@contextmanager
+def _without_generator(unet: Any) -> Iterator[None]:
+    """Let tomesd draw nothing inside: its own generator cannot be captured."""
+    settings = getattr(unet, "_tome_info", {"args": {}})["args"]
+    before = dict(settings)
+    settings.update(dict.fromkeys(before.keys() & {"use_rand"}, False))
+    try:
+        yield
+    finally:
+        settings.update(before)

@@ -9,19 +9,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from elfatt_sd.benchmarking.floors import leave_out
 from elfatt_sd.benchmarking.lineup import named, peer_settings, varied
-from elfatt_sd.benchmarking.names import AUTOTUNED, COMPILED, FLOOR, PEER, UNPATCHED, differs_by_step, is_peer
+from elfatt_sd.benchmarking.names import (
+    AUTOTUNED,
+    COMPILED,
+    EXACT_THROUGH,
+    FLOOR,
+    PEER,
+    UNPATCHED,
+    differs_by_step,
+    is_peer,
+)
 from elfatt_sd.benchmarking.presets import MERGING, VARIATIONS
 from elfatt_sd.calls import STATE, Call
 from elfatt_sd.choosing import fitted
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.families import family_of, find_layers, levels_of, main_denoiser, select_layers
-from elfatt_sd.families.joint import with_attention
 from elfatt_sd.families.unet import UNet
-from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
 from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.peers import running
@@ -29,29 +36,10 @@ from elfatt_sd.phases import EXACT
 from elfatt_sd.planning import describe
 from elfatt_sd.presets import METHODS
 from elfatt_sd.processor import PatchedLayer
+from elfatt_sd.settings import Backend
 
+ALL_LEVELS = 100
 STEPS = 50  # of the run that the phases of a method are added up to
-
-
-class NoAttention:
-    """A processor that leaves the layer out: what no attention can beat."""
-
-    def __call__(self, attn: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return zeros."""
-        return torch.zeros_like(hidden_states)
-
-
-def no_joint_attention(original: Any) -> JointProcessor:
-    """Return a processor whose attention gives zeros, for layers that project text and image before it."""
-    kind: Any = type(original)
-    processor = joint_processor_for(kind)(original)
-    zeros = with_attention(kind, _zeros)
-    processor.apply = lambda attn, *args, **kwargs: zeros(original, attn, *args, **kwargs)  # type: ignore[method-assign]
-    return processor
-
-
-def _zeros(exact: Any, query: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.zeros_like(query)
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,7 @@ class Variant:
             target._elfatt_sd_peer = on  # for as long as the pipeline lives
         elif self.kind == FLOOR:
             for layer in chosen:
-                layer.attention.set_processor(no_joint_attention(layer.processor) if layer.joint else NoAttention())
+                leave_out(layer)
         return target
 
     @property
@@ -290,6 +278,14 @@ def fitting(lineup: Lineup, denoiser: nn.Module) -> Lineup:
     variants = {name: variant for name, variant in lineup.variants.items() if variant.kind != PEER}
     runs = {row: run for row, run in lineup.runs.items() if all(name in variants for name, _ in run.parts)}
     return Lineup(variants, runs)
+
+
+def with_exact(lineup: Lineup, backends: Iterable[Backend]) -> Lineup:
+    """Add exact attention in all layers through other backends."""
+    for backend in backends:
+        name = EXACT_THROUGH + backend
+        lineup.add(name, Variant("patch", PatchConfig(name, levels=ALL_LEVELS, attention_backend=backend)))
+    return lineup
 
 
 def with_autotuned(lineup: Lineup) -> Lineup:

@@ -18,7 +18,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
 from elfatt_sd.planning import input_grid
-from elfatt_sd.running import check_steps, exact_size, guidance_options, rows_of, taken
+from elfatt_sd.running import check_steps, dimensions_of, exact_size, guidance_options, rows_of, taken
 
 
 class BadImage(ElfattError):
@@ -94,7 +94,9 @@ def row_patch(pipe: Any, cell: Cell, seed: int = 0) -> Iterator[None]:
 def _seeded(pipe: Any, seed: int) -> Iterator[None]:
     """Seed the global generators, and put them back afterwards; tomesd forks its own from them at the first call."""
     own = random.getstate()
-    with torch.random.fork_rng(devices=[pipe.device] if pipe.device.type == "cuda" else []):
+    kind = pipe.device.type
+    forks = hasattr(getattr(torch, kind, None), "get_rng_state_all")  # CUDA, ROCm, XPU
+    with torch.random.fork_rng([pipe.device] if forks else [], device_type=kind if forks else "cuda"):
         torch.manual_seed(seed)
         random.seed(seed)
         try:
@@ -171,7 +173,7 @@ def check_batch_fits(pipe: Any, protocol: Protocol) -> None:
     Raises:
         ElfattError: it is refused, or the model cannot draw its size.
     """
-    from elfatt_sd.budget import check_fits, dimensions_of
+    from elfatt_sd.budget import check_fits
 
     dimensions_of(pipe).check(protocol.height, protocol.width)
     if makes_clips(pipe):
@@ -179,7 +181,7 @@ def check_batch_fits(pipe: Any, protocol: Protocol) -> None:
     elif protocol.frames > 1:
         raise ElfattError(f"frames={protocol.frames} is not accepted; {type(pipe).__name__} makes images, of 1 frame.")
     rows = rows_of(pipe, protocol.guidance)
-    work = {"steps": protocol.steps, "images": 0}  # a dry run tells the time
+    work = {"steps": protocol.steps, "images": 0, "frames": protocol.frames}  # a dry run tells the time
     check_fits(pipe, protocol.height, protocol.width, **work, rows=rows, batch=protocol.batch)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.devices import empty_caches, is_out_of_memory
 from elfatt_sd.evaluation.environment import attention_kernels
 from elfatt_sd.evaluation.images import denoiser, image_seed, load_protocol_pipeline, make_images, row_patch, to_uint8
 from elfatt_sd.evaluation.prompts import run_prompts
@@ -174,5 +174,4 @@ def cycled_prompts(protocol: Protocol, count: int) -> list[str]:
 def free_memory() -> None:
     """Give back what is no longer used, so that what comes next finds the device empty."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    empty_caches()

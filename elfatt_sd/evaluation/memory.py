@@ -150,7 +150,7 @@ def summarize_memory(
         summary["stages"] = {stage: _line(batches, [result["peaks"][stage] for result in results]) for stage in STAGES}
     if all("reserved" in result for result in results):
         reserved = _line(batches, [_whole(result["reserved"]) for result in results])
-        summary["reserved"] = {"kind": "CUDA reserved", **reserved}
+        summary["reserved"] = {"kind": kind.replace("allocated", "reserved"), **reserved}
     return summary
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elfatt_sd.devices import has_float64
 from elfatt_sd.evaluation.extraction import quiet_pillow
 from elfatt_sd.evaluation.intervals import Estimate
 from elfatt_sd.evaluation.row_images import Images
@@ -37,7 +38,7 @@ def pair_changes(
         images: a row's images.
         baseline: the untouched pipeline's.
         cache: folder for what was computed.
-        device: where to compute, in float64.
+        device: where to compute, in float64; the CPU where it has none.
         progress: called with what is looked at, the number of images compared, and their total.
     """
     path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
@@ -54,7 +55,7 @@ def pair_changes(
 def _changes(images: Images, baseline: Images, device: torch.device, progress: Progress | None) -> Iterator[Tensor]:
     from torchmetrics.functional.image import peak_signal_noise_ratio
 
-    count = len(images.paths)
+    count, device = len(images.paths), device if has_float64(device) else torch.device("cpu")
     ours, theirs = (side.stacks() for side in (images, baseline))
     for start in range(0, count, PAIR_BATCH):
         size = min(PAIR_BATCH, count - start)

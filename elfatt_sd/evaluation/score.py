@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import accelerators
 from elfatt_sd.evaluation.extraction import Preprocessing, extract
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
@@ -120,7 +121,7 @@ def network_device(protocol: Protocol) -> str:
         return wanted
     state = process_state(wanted)
     several = state.num_processes > 1
-    return str(state.device) if several else "cuda" if torch.cuda.is_available() else "cpu"
+    return str(state.device) if several else "cuda" if "cuda" in accelerators() else "cpu"
 
 
 def build_references(protocol: Protocol, *, batch_size: int = 32, progress: Progress | None = None) -> list[Reference]:

@@ -26,11 +26,11 @@ def check_there() -> None:
     Raises:
         ElfattError: Triton is not installed, or there is no GPU that it knows.
     """
-    import torch
+    from elfatt_sd.devices import accelerators
 
     if importlib.util.find_spec("triton") is None:
         raise ElfattError("attention_backend='triton' needs triton, which is not installed: pip install triton.")
-    if not (torch.cuda.is_available() or interpreted()):
+    if not (interpreted() or "cuda" in accelerators()):
         raise ElfattError("attention_backend='triton' needs a GPU with CUDA; leave it out, or give 'native'.")
 
 

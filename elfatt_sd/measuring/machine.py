@@ -69,10 +69,10 @@ def read_clocks(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"cpu_mhz": _cpu_mhz()}
     fields = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
-    card = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # its index would ignore CUDA_VISIBLE_DEVICES
-    query = _first_line(
-        "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", f"--id={card}"
-    )
+    card = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    by_number = f"--id=GPU-{card}"  # its index would ignore CUDA_VISIBLE_DEVICES
+    asked = f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", by_number
+    query = None if card is None or torch.version.hip else _first_line("nvidia-smi", *asked)
     return dict(zip(fields, (value.strip() for value in query.split(",")), strict=False)) if query else {}
 
 
@@ -145,7 +145,7 @@ def _cuda(device: torch.device) -> dict[str, Any]:
     cudnn: Any = torch.backends.cudnn
     properties = torch.cuda.get_device_properties(device)
     return {
-        "runtime": torch.version.cuda,
+        "runtime": torch.version.cuda or f"ROCm {torch.version.hip}",
         "cudnn": cudnn.version(),
         "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "memory_gib": properties.total_memory / 2**30,

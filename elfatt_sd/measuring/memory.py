@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from elfatt_sd.devices import is_out_of_memory, proc_value, synchronize
+from elfatt_sd.devices import is_out_of_memory, memory_counters, proc_value, synchronize
 from elfatt_sd.measuring.clock import Call
 
 _PROCESS_KINDS = {"linux": "VmHWM", "win32": "peak working set", "darwin": "maximum resident set"}
@@ -40,27 +42,28 @@ def _resident_on_macos() -> int | None:
 
 
 class PeakMeter:
-    """Reads the highest memory use of a device: PyTorch's on CUDA, on a CPU that of the process.
+    """Reads the highest memory use of a device: PyTorch's on CUDA, ROCm and XPU, on a CPU that of the process.
 
     Attributes:
         kind: what is counted; None where it cannot be measured.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Take the device; on CUDA the peak starts again."""
+        """Take the device; where PyTorch counts, the peak starts again."""
         self.device = device
         self.kind: str | None = None
-        if device.type == "cuda":
-            self.kind = "CUDA allocated"
+        self._counters = memory_counters(device)
+        if self._counters is not None:
+            self.kind = f"{device.type.upper()} allocated"
             self.restart()
         elif device.type == "cpu" and process_peak() is not None:
             self.kind = _PROCESS_KINDS.get(sys.platform, sys.platform)
 
     def restart(self) -> bool:
         """Start again from the present use; tell whether that was possible."""
-        if self.device.type == "cuda":
+        if self._counters is not None:
             synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+            self._counters.reset_peak_memory_stats(self.device)
             return True
         try:
             Path("/proc/self/clear_refs").write_text("5")
@@ -71,13 +74,24 @@ class PeakMeter:
     def read(self) -> int | None:
         """Wait for the device, and return the highest use in bytes; None where it cannot be measured."""
         synchronize(self.device)
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+        if self._counters is not None:
+            return int(self._counters.max_memory_allocated(self.device))
         return process_peak() if self.device.type == "cpu" else None
 
     def read_reserved(self) -> int | None:
-        """Return the same of what CUDA's allocator holds; None on another device."""
-        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
+        """Return the same of what the device's allocator holds; None where there is none that counts."""
+        return None if self._counters is None else int(self._counters.max_memory_reserved(self.device))
+
+
+@contextmanager
+def little_garbage() -> Iterator[None]:
+    """Look for garbage once, and pass over what is there: copies of a model take seconds at every `gc.collect`."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def peak_memory(call: Call, device: torch.device) -> int | None:
@@ -93,19 +107,20 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
     Returns:
         None where the device does not tell, or where there is not as much memory.
     """
-    if device.type not in ("cpu", "cuda"):
+    counters = memory_counters(device)
+    if counters is None and device.type != "cpu":
         return None
     gc.collect()
     try:
-        return _tensors_on_cuda(call, device) if device.type == "cuda" else _tensors_on_cpu(call)
+        return _tensors_on_cpu(call) if counters is None else _tensors_on_gpu(call, device, counters)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return None
 
 
-def _tensors_on_cuda(call: Call, device: torch.device) -> int:
-    meter, before = PeakMeter(device), torch.cuda.memory_allocated(device)
+def _tensors_on_gpu(call: Call, device: torch.device, counters: Any) -> int:
+    meter, before = PeakMeter(device), int(counters.memory_allocated(device))
     call()
     return (meter.read() or 0) - before
 

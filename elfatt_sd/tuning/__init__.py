@@ -78,10 +78,14 @@ def tune(
         ElfattFailure: a speed that no choice has, or none that is as close as asked.
     """
     from elfatt_sd.patch import remove_patch
-    from elfatt_sd.tuning.asked import Budget, measure_named
+    from elfatt_sd.request import check_run
+    from elfatt_sd.running import check_steps
+    from elfatt_sd.tuning.asked import Budget, check_images, measure_named
     from elfatt_sd.tuning.runs import Runs, Settings
 
     budget = Budget(closeness, speed, memory)
+    check_run(steps, guidance, seed, height, width)
+    check_images(prompts, images, frames)
     measure = measure_named(metric, weights, str(getattr(pipe, "device", "cpu")))
     own_steps, own_guidance, own_prompts = _own(pipe)
     samples = _samples(own_prompts if prompts is None else prompts, images, seed)
@@ -94,6 +98,8 @@ def tune(
         negative_prompt,
         inputs or {},
     )
+    check_steps(pipe, settings.steps)
+    settings.check(pipe)
     before = _patches_of(pipe)
     remove_patch(pipe)
     runs = Runs(pipe, settings)
@@ -197,17 +203,9 @@ def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
 
 
 def _samples(prompts: Sequence[str], images: int, seed: int) -> list[Any]:
-    """Return what is drawn: the prompts in turn, each time with another seed.
-
-    Raises:
-        ElfattError: there are fewer than two prompts, or one that is empty.
-    """
+    """Return what is drawn: the prompts in turn, each time with another seed."""
     from elfatt_sd.tuning.runs import Sample
 
-    if isinstance(prompts, str) or len(set(prompts)) < 2 or not all(map(str.strip, prompts)):
-        raise ElfattError("prompts: give two or more different ones: the first serve the search, the others the proof.")
-    if images < 2:
-        raise ElfattError(f"images={images} is not accepted; give a whole number of at least 2.")
     return [Sample(prompts[number % len(prompts)], seed + number) for number in range(images)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,21 @@ class Budget:
         if self.memory is not None:
             parts.append(f"{self.memory:g} GiB at most")
         return ", ".join(parts)
+
+
+def check_images(prompts: Sequence[str] | None, images: int, frames: int | None) -> None:
+    """Check what the images of tuning are; None is the model's own.
+
+    Raises:
+        ElfattError: there are fewer than two prompts or images, a prompt is empty, or a clip has no frame.
+    """
+    words = () if isinstance(prompts, str) else (prompts or ())
+    whole = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
+    if prompts is not None and (not whole or len(set(words)) < 2):
+        raise ElfattError("prompts: give two or more different ones: the first serve the search, the others the proof.")
+    checks.whole("images", images, 2)
+    if frames is not None:
+        checks.whole("frames", frames, 1)
 
 
 @dataclass(frozen=True)

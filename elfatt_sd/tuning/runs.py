@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from elfatt_sd.families import main_denoiser
 from elfatt_sd.measuring.clock import Stopwatch
 from elfatt_sd.measuring.memory import PeakMeter
 from elfatt_sd.patch import apply_patch, remove_patch
-from elfatt_sd.running import exact_size, guidance_options, taken, watched
+from elfatt_sd.planning import input_grid
+from elfatt_sd.running import dimensions_of, exact_size, guidance_options, taken, watched
 from elfatt_sd.tuning.asked import Measure
 
 OnStep = Callable[[int, int], None]
@@ -59,6 +61,20 @@ class Settings:
     frames: int | None = None
     negative_prompt: str | None = None
     inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self, pipe: Any) -> None:
+        """Refuse a size that a pipeline cannot draw; warn of frames where it makes no clips.
+
+        Raises:
+            ElfattError: a side or the number of frames does not fit its model.
+        """
+        if self.height is not None or self.width is not None:
+            dimensions_of(pipe).check(self.height, self.width)
+        if "num_frames" in taken(pipe):
+            input_grid(pipe, self.height, self.width, self.frames)
+        elif self.frames is not None:
+            text = f"elfatt-sd: frames={self.frames} has no effect on a {type(pipe).__name__}, which makes no clips."
+            warnings.warn(text, stacklevel=3)
 
     def arguments(self, pipe: Any) -> dict[str, Any]:
         """Return the arguments of a pipeline's call."""

@@ -140,8 +140,9 @@ def errors(given: Tensor, exact: Tensor) -> tuple[Weights, float]:
     Returns:
         `error` and `relative_error` of `Look`.
     """
-    difference = (given - exact).double().norm(dim=-1).cpu().numpy()
-    scale = float(exact.double().norm()) or 1.0
+    given, exact = (each.cpu().double() for each in (given, exact))  # MPS has no float64
+    difference = (given - exact).norm(dim=-1).numpy()
+    scale = float(exact.norm()) or 1.0
     return difference * len(difference) ** 0.5 / scale, float(np.linalg.norm(difference)) / scale
 
 
@@ -161,7 +162,7 @@ def exact_weights(q: Tensor, k: Tensor, context: Keys | None = None) -> tuple[We
     if context is not None and context.mask is not None:
         mask = context.mask[:1]
         logits[:, len(k) :] += mask.to(q.dtype).log() if mask.dtype == torch.bool else mask
-    weights = logits.double().softmax(-1).cpu().numpy()
+    weights = logits.cpu().double().softmax(-1).numpy()
     return weights[:, : len(k)], weights[:, len(k) :].sum(-1)
 
 
@@ -187,7 +188,7 @@ def weights_of(attend: Attend, q: Tensor, k: Tensor, v: Tensor, context: Keys | 
             return np.zeros((q.shape[2], q.shape[1])), np.zeros(q.shape[2])
         wanted = [values, *([text.v] if text is not None else [])]
         found = torch.autograd.grad(mixed, wanted, allow_unused=True)
-    image, *beside = [None if part is None else part[0].double().mean(-1).T.cpu().numpy() for part in found]
+    image, *beside = [None if part is None else part[0].cpu().double().mean(-1).T.numpy() for part in found]
     none = np.zeros((q.shape[2], q.shape[1]))
     on_text = [part.sum(-1) for part in beside if part is not None]
     return none if image is None else image, on_text[0] if on_text else np.zeros(q.shape[2])
@@ -212,7 +213,7 @@ def same_keys(attend: Attend, shape: Sequence[int], context: Keys | None, like: 
     with torch.no_grad():
         own = attend(zeros, zeros, torch.ones_like(zeros), ones) - 1  # values that are added to their token's output
         means = attend(zeros, zeros, random, text) - own * random
-    return [_alike(means[0, :, head].double().cpu().numpy()) for head in range(means.shape[2])]
+    return [_alike(means[0, :, head].cpu().double().numpy()) for head in range(means.shape[2])]
 
 
 def _alike(rows: Weights) -> Labels | None:

@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_left_out(cpu: torch.device) -> None:
         seen.append("x")
         raise error
 
-    watch = Watch(turn=lambda done, total: heard.append((done, total)), lost=lost.append)
+    watch = Watch(turn=lambda done, total: heard.append((done, total)), lost=lambda name, _: lost.append(name))
     full = {**calls("ab", seen), "x": lambda: fail(torch.OutOfMemoryError("CUDA out of memory"))}
     times = time_in_turns(full, 2, cpu, watch=watch)
     assert (lost, seen.count("x"), heard[-1]) == (["x"], 1, (7, 7))

@@ -89,6 +89,8 @@ def test_no_prompt_and_an_empty_file(model: Path, tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     result = call("generate", "--prompt-file", tmp_path / "latin.txt", "--model", model, "--out", tmp_path / "out")
     check_error(result, "not UTF-8 text")
+    result = call("generate", "--prompt-file", "/dev/zero", "--model", model, "--out", tmp_path / "out")
+    check_error(result, "prompt_file='/dev/zero' is larger than 64 MiB")
     assert not (tmp_path / "out").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import elfatt_sd
 from elfatt_sd import generation
 from elfatt_sd.autotune import Decision, Tuner
 from elfatt_sd.calls import LayerState
-from elfatt_sd.generation import Studio, free_name
+from elfatt_sd.generation import Shot, Studio, free_name
 from elfatt_sd.request import Request
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
@@ -143,6 +144,33 @@ def test_a_terminal_shows_progress(model: Path, tmp_path: Path, monkeypatch: Any
     shown = draw(model, tmp_path, "--num-images", 2).stderr
     assert "image 2 of 2" in shown
     assert "4/4 steps" in shown
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_long_list_of_prompts_is_told_of_in_a_few_lines(model: Path, tmp_path: Path) -> None:
+    words = ["abcdefgh"[number] * 90 for number in range(8)]
+    (tmp_path / "prompts.txt").write_text("\n".join([*words, *words]), encoding="utf-8-sig")
+    shown = draw(model, tmp_path / "out", "--prompt-file", tmp_path / "prompts.txt", "--steps", 1).stderr
+    assert shown.count("cut off:") == 5
+    assert "3 more prompts are cut off" in shown
+    assert metadata(sorted((tmp_path / "out").glob("*.png"))[1])["prompt"] == words[0]
+
+
+def test_images_that_are_written_are_let_go(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """There may be more of them than memory holds."""
+    alive: list[int] = []
+    made: list[weakref.ref[Image.Image]] = []
+    draw_one = Studio.draw
+
+    def counting(studio: Studio, *given: Any) -> Shot:
+        alive.append(sum(picture() is not None for picture in made))
+        shot = draw_one(studio, *given)
+        made.append(weakref.ref(shot.picture))
+        return shot
+
+    monkeypatch.setattr(Studio, "draw", counting)
+    draw(model, tmp_path, "--num-images", 5, "--steps", 1)
+    assert alive[-1] <= 1
 
 
 def test_prompts_come_from_words_and_from_a_file(model: Path, tmp_path: Path) -> None:

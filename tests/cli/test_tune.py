@@ -42,6 +42,11 @@ def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> N
         (["--closeness", 30, "--save", "pyproject.toml/x.json"], "save="),
         (["--closeness", 30, "--steps", 5000], "steps=5000 is not accepted; give a whole number from 1 to 1000"),
         (["--closeness", 30, "--height", 65536, "--width", 65536], "an image of 65536x65536 needs about"),
+        (["--closeness", 30, "--steps", 0], "steps=0 is not accepted; give a whole number of at least 1"),
+        (["--closeness", 30, "--guidance", "nan"], "guidance=nan is not accepted"),
+        (["--closeness", 30, "--seed", -1], "seed=-1 is not accepted"),
+        (["--closeness", 30, "--images", 0], "images=0 is not accepted; give a whole number of at least 2"),
+        (["--closeness", 30, "--frames", 0], "frames=0 is not accepted"),
         (["--closeness", 30, "--metric", "fid"], "metric='fid' is not known"),
     ],
 )

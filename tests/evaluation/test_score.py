@@ -125,6 +125,15 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
     assert low < tome["cosine"]["mean"] < high
 
 
+def test_pairs_are_compared_on_the_cpu_where_a_device_has_no_float64(
+    scored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, baseline = (Images.of_row(row_of(scored, cell)) for cell in (CELLS[2], CELLS[0]))
+    changes = score.pair_changes(row, baseline, scored / "on a CPU", torch.device("cpu"))
+    monkeypatch.setattr(pairs, "has_float64", lambda device: False)
+    assert torch.equal(score.pair_changes(row, baseline, scored / "elsewhere", torch.device("meta")), changes)
+
+
 def test_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
     (extractor,), (reference,) = score.load_extractors(protocol()), build_references(protocol())
     scale = score.Scale(extractor, reference, scored / "scores")

@@ -15,11 +15,15 @@ from fake import GPU, Machine, fake_machine
 from torch.nn import functional
 
 import elfatt_sd
-from elfatt_sd import ElfattError, attention, autotune, devices, merging
+from elfatt_sd import ElfattError, attention, autotune, devices, doctor, merging
 from elfatt_sd.attention import make_ready, softmax_attention
 from elfatt_sd.families.plain import PlainProjections
+from elfatt_sd.generation import peak_in_words
+from elfatt_sd.measuring import machine as machines
+from elfatt_sd.measuring.memory import PeakMeter, peak_memory
 from elfatt_sd.merging import match_tokens
 from elfatt_sd.pipelines import pick_device
+from elfatt_sd.visualize import looks
 
 
 @pytest.fixture
@@ -212,6 +216,12 @@ def test_without_any_name_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         elfatt_sd.apply_patch(unet, method, fp32_logits=True)
         with torch.no_grad():
             assert unet(sample, 999, text).sample.isfinite().all()
+    with pytest.raises(ElfattError, match="attention_backend=.triton. needs"):
+        make_ready("triton")
+    assert [finding.status for finding in doctor._self_check()] == ["ok"]
+    assert "CPU" in [finding.name for finding in doctor._machine()]
+    assert PeakMeter(torch.device("cpu")).restart() in (True, False)
+    devices.empty_caches()
 
 
 @pytest.mark.parametrize("kind", ["xpu", "mps"])
@@ -222,10 +232,13 @@ def test_other_accelerators(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     if kind == "xpu":
         names |= {"synchronize": lambda device=None: waited.append(device), "get_device_name": lambda device: "Arc"}
         names |= {"mem_get_info": lambda device: (6, 10), "memory_reserved": lambda device: 3}
-        names |= {"memory_allocated": lambda device: 2}
+        names |= {"memory_allocated": lambda device: 2, "max_memory_allocated": lambda device: 9}
+        names |= {"max_memory_reserved": lambda device: 10, "reset_peak_memory_stats": waited.append}
     else:
         names |= {"synchronize": lambda: waited.append(None), "recommended_max_memory": lambda: 10}
         names |= {"driver_allocated_memory": lambda: 3}
+    names["empty_cache"] = lambda: emptied.append(kind)
+    emptied: list[str] = []
     monkeypatch.setattr(torch, kind, SimpleNamespace(**names))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     device = torch.device(kind)
@@ -235,3 +248,47 @@ def test_other_accelerators(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     assert devices.device_name(device).startswith("Arc" if kind == "xpu" else "mps of ")
     devices.synchronize(device)
     assert waited == [device if kind == "xpu" else None]
+    devices.empty_caches()
+    assert emptied == [kind]
+    meter = PeakMeter(device)
+    told = (meter.kind, meter.read(), meter.read_reserved(), peak_memory(lambda: None, device))
+    assert told == (("XPU allocated", 9, 10, 7) if kind == "xpu" else (None, None, None, None))
+    assert peak_in_words(device) == "peak memory" + " allocated by PyTorch on XPU" * (kind == "xpu")
+
+
+def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MPS: what is to be exact is moved to the CPU first."""
+    to_cpu, double = torch.Tensor.cpu, torch.Tensor.double
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved: Any = to_cpu(tensor).clone()
+        moved.on_cpu = True
+        return moved
+
+    def convert(tensor: Any) -> torch.Tensor:
+        if not getattr(tensor, "on_cpu", False):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return double(tensor)
+
+    q, k, v = heads(2, batch=1)
+    monkeypatch.setattr(torch.Tensor, "cpu", move)
+    monkeypatch.setattr(torch.Tensor, "double", convert)
+    devices.has_float64.cache_clear()
+    assert not devices.has_float64(torch.device("cpu"))
+    devices.has_float64.cache_clear()
+    assert doctor.attention_error("cpu") < 1e-5
+    looks.exact_weights(q[0, 0], k[0])
+    attend = lambda q, k, v, _: softmax_attention(q, k, v)  # noqa: E731
+    looks.weights_of(attend, q, k, v, None, 0)
+    assert looks.same_keys(attend, q.shape, None, q)[0] is not None
+    looks.errors(q[0, 0], k[0, 0])
+
+
+def test_rocm_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its devices have that name, but not CUDA's version, nor in older versions of PyTorch a number."""
+    card = SimpleNamespace(total_memory=2**34, major=9, minor=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert machines._cuda(GPU)["runtime"] == "ROCm 6.3"
+    assert machines.read_clocks(GPU) == {}

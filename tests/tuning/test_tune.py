@@ -224,7 +224,14 @@ def test_transformers(make: Any, folder: Path, asked: dict[str, Any]) -> None:
         ({"speed": 0.5}, "speed=0.5 is not accepted"),
         ({"metric": "fid"}, "metric='fid' is not known"),
         ({"metric": "lpips"}, "needs weights"),
+        ({"prompts": ["a cat", None]}, "give two or more"),
         ({"height": 63}, "height"),
+        ({"height": "64"}, "height='64' is not accepted"),
+        ({"steps": 0}, "steps=0 is not accepted"),
+        ({"steps": 1001}, "steps=1001 is not accepted; give a whole number from 1 to 1000"),
+        ({"guidance": float("nan")}, "guidance=nan is not accepted"),
+        ({"seed": 2**63}, "seed=9223372036854775808 is not accepted"),
+        ({"frames": 0}, "frames=0 is not accepted"),
     ],
 )
 def test_bad_input_is_one_line(pipe: Any, asked: dict[str, Any], changes: dict[str, Any], says: str) -> None:
@@ -232,6 +239,11 @@ def test_bad_input_is_one_line(pipe: Any, asked: dict[str, Any], changes: dict[s
         tune(pipe, **{"closeness": 30, **asked, **changes})
     assert "\n" not in str(caught.value)
     assert not elfatt_sd.is_patched(pipe)
+
+
+def test_frames_of_an_image_have_no_effect(pipe: Any, asked: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="frames=9 has no effect on a StableDiffusionPipeline, which makes no clips"):
+        tune(pipe, closeness=30, frames=9, **asked)
 
 
 @pytest.mark.parametrize(("name", "settings"), [("deepcache", {"cache_interval": 2}), ("taylorseer", {})])

@@ -7,29 +7,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.files import is_plain_name
-
-
-def place_of(folder: Path, name: str, ending: str = "") -> Path:
-    """Return the place in a folder that a name stands for, which a page or a file gives.
-
-    Raises:
-        ElfattError: the name would lead elsewhere.
-    """
-    if not is_plain_name(name):
-        raise ElfattError(f"name {name!r} is not accepted for a place in {folder}; accepted: a plain file name.")
-    return folder / f"{name}{ending}"
-
-
-def link(path: Path, start: Path) -> str:
-    """Return the address of a file on a page that lies in the folder `start`."""
-    return Path(os.path.relpath(path, start)).as_posix()
 
 
 def check_results(folder: Path) -> None:

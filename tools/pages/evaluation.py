@@ -18,8 +18,9 @@ from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.evaluation.report.tables import study_table
 from elfatt_sd.evaluation.report.text import plural
 from elfatt_sd.evaluation.report.writers import to_markdown
+from elfatt_sd.files import link, place_of
 from elfatt_sd.measuring.machine import short_commit
-from tools.pages.blocks import check_markers, check_results, fill_blocks, link, place_of
+from tools.pages.blocks import check_markers, check_results, fill_blocks
 from tools.pages.compare import compare_rows
 from tools.pages.short import short_study
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.benchmarking.names import PEER, UNPATCHED, is_reference
-from elfatt_sd.benchmarking.rows import Results, own_part
+from elfatt_sd.benchmarking.names import PEER, UNPATCHED
+from elfatt_sd.benchmarking.report import few_rounds, verdict
+from elfatt_sd.benchmarking.rows import KEPT, Results, greatest_peak, own_part
 from elfatt_sd.benchmarking.tables import spread
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.typed import read_typed
@@ -18,7 +19,6 @@ BUSY = 0.05  # fraction of the processors' time that other processes may take
 POSITIONS = 1.005  # the indices of the tokens that a method merges or samples
 MERGING = 0.6  # of tomesd's time
 NOISE = 0.97  # of its floor's time: no call is faster, so a round below was disturbed
-KEPT = RESIDUALS, MATCHINGS = "residual_steps", "reuse_steps"
 CALLS = {  # results of UNet calls
     "unet-512": "512x512",
     "unet-1024": "1024x1024",
@@ -70,16 +70,6 @@ def goals_table(folder: Path) -> str:
     """
     lines = ["| goal | asked | measured | row | |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *map(str, _goals(folder))]) + "\n"
-
-
-def verdict(met: bool, rounds: int = FEW_REPEATS) -> str:
-    """Say whether a goal is met, or that too few rounds were run to tell."""
-    return few_rounds(rounds) or ("met" if met else "**missed**")
-
-
-def few_rounds(rounds: int) -> str:
-    """Say that there are too few rounds, or nothing."""
-    return f"only {rounds} round{'s' * (rounds > 1)}" if rounds < FEW_REPEATS else ""
 
 
 def _goals(folder: Path) -> Iterator[Goal]:
@@ -146,31 +136,6 @@ def _doubt(results: Results, rows: Sequence[Row]) -> str:
     groups = [group for group in results.get("groups", ()) if any(group["key"].items() <= row.items() for row in rows)]
     busy = max((sitting["bystanders"] or 0.0 for group in groups for sitting in group["sittings"]), default=0.0)
     return ", ".join(filter(None, (few_rounds(rounds), f"machine busy ({busy:.0%})" * (busy > BUSY))))
-
-
-def greatest_peak(results: Results, kept: str = "") -> tuple[str, float | None]:
-    """Return which of our methods has the greatest peak, and that as a fraction of the untouched call's.
-
-    Args:
-        results: of UNet calls.
-        kept: the setting by which methods keep something for other steps; empty for those that do not.
-    """
-    known = {row["method"]: row["peak_bytes"] for row in results.get("rows", ()) if row["peak_bytes"]}
-    fitting = {row["method"] for row in results.get("rows", ()) if _kept(results, row) == kept}
-    ours = [method for method in known if not is_reference(method) and method in fitting]
-    if not ours or UNPATCHED not in known:
-        return "", None
-    greatest = max(ours, key=known.__getitem__)
-    return greatest, known[greatest] / known[UNPATCHED]
-
-
-def _kept(results: Results, row: Row) -> str:
-    """Name the setting by which a method keeps the difference to exact attention, or a matching, for other steps."""
-    named = results["settings"]["variants"]
-    configs = [named[part["variant"]]["config"] for part in row.get("parts", ())]
-    if any(phase["residual_steps"] > 1 for config in configs for phase in config["phases"]):
-        return RESIDUALS
-    return MATCHINGS if any(config["reuse_steps"] > 1 for config in configs) else ""
 
 
 def _share(rows: Sequence[Row], base: str) -> dict[str, float] | None:
