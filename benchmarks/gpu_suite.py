@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from elfatt_sd.attention import make_ready, softmax_attention
 from elfatt_sd.benchmarking.correctness import correctness
-from elfatt_sd.benchmarking.layer import growth
+from elfatt_sd.benchmarking.layer import layer
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, fill, make_model, random_unet
 from elfatt_sd.benchmarking.profile import profile
@@ -328,7 +328,7 @@ class Suite:
     def growth(self) -> Results:
         """Time a layer from 4,096 to 65,536 tokens."""
         sizes = [256, 1024] if self.tiny else [4096, 9216, 16384, 36864, 65536]
-        return growth(tokens=sizes, device=str(self.device), session=self.session)
+        return layer(tokens=sizes, kind="growth", device=str(self.device), session=self.session)
 
     def kernels(self) -> Results:
         """Time PyTorch's fused attention kernels and the competitors' on whole sequences and on blocks."""

@@ -100,7 +100,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, **kernel: 
     blocks, _, _ = partition(q.shape[1], block_size)
     if blocks == 1:
         return softmax_attention(q, k, v, **kernel)
-    parts = _equal_parts(q.shape[1], blocks)
+    parts = equal_parts(q.shape[1], blocks)
     return _join([_equal_blocks(q[:, part], k[:, part], v[:, part], size, kernel) for part, size in parts], dim=1)
 
 
@@ -117,7 +117,7 @@ def pool_agents(q: Tensor, agents: int) -> Tensor:
     tokens = q.shape[1]
     if agents >= tokens:
         return q
-    parts = _equal_parts(tokens, agents)
+    parts = equal_parts(tokens, agents)
     means = [q[:, part].reshape(q.shape[0], -1, size, *q.shape[2:]).mean(dim=2) for part, size in parts]
     return _join(means, dim=1)
 
@@ -208,7 +208,7 @@ def elfatt_attention(
     return _join(done, dim)
 
 
-def _equal_parts(tokens: int, count: int) -> list[tuple[slice, int]]:
+def equal_parts(tokens: int, count: int) -> list[tuple[slice, int]]:
     """Cut a sequence in `count` runs as `partition` does: where the runs of one size lie, and that size."""
     base, larger = tokens // count, tokens % count
     cut = larger * (base + 1)

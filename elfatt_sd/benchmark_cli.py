@@ -16,8 +16,9 @@ from elfatt_sd import checks
 from elfatt_sd.benchmarking.lineup import check_method, grid_side, merges, named, varied
 from elfatt_sd.benchmarking.names import differs_by_step
 from elfatt_sd.benchmarking.presets import ALONE
+from elfatt_sd.cli_options import Device, Dtype
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.console import FAILURE, adds_options, complain, name_and_value, output, quiet_libraries
+from elfatt_sd.console import FAILURE, adds_options, complain, name_and_value, optional, output, quiet_libraries
 from elfatt_sd.optional import need
 from elfatt_sd.peers import PEERS
 from elfatt_sd.pipelines import check_model, check_names
@@ -51,9 +52,7 @@ Batch = Annotated[int, typer.Option(help="Images at a time.")]
 Rows = Annotated[int, typer.Option("--batch", help="Rows of a UNet's batch: two for each image with guidance.")]
 Repeats = Annotated[int, typer.Option(help="Rounds that count.")]
 MaxSeconds = Annotated[float, typer.Option(help="Leave out what is expected to take longer for one call.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
-Variant = Annotated[str | None, typer.Option(help="Variant of a model's weights: fp16 loads *.fp16.safetensors.")]
+Variant = Annotated[str | None, typer.Option(help="Of a model's weights: fp16 loads *.fp16.safetensors.")]
 Force = Annotated[bool, typer.Option("--force", help="Time even what is estimated not to fit into memory.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Time all but other packages through torch.compile too.")]
 Autotune = Annotated[
@@ -66,33 +65,25 @@ MemoryBatch = Annotated[
         help="Rows at which the peak is measured, two such batches for the growth; if not given --batch and twice that."
     ),
 ]
-
-
 Seconds = Annotated[float, typer.Option(help="Start no further round past this time, for each size.")]
 RecordAt = Annotated[list[int], typer.Option(help="Index of a UNet call to compare in; may be given several times.")]
 Steps = Annotated[int, typer.Option(help="Denoising steps.")]
 SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "out": (
-        Annotated[
-            Path | None,
-            typer.Option(
-                metavar="DIR",
-                help="Folder for JSON, written after every round, a Markdown table and a plot. The same command goes "
-                "on where it stopped.",
-            ),
-        ],
-        None,
+    "out": optional(
+        Path,
+        metavar="DIR",
+        help="Folder for JSON, written after every round, a Markdown table and a plot. The same command goes on where "
+        "it stopped.",
     ),
-    "name": (Annotated[str | None, typer.Option(help="Name of those files; the benchmark's if not given.")], None),
-    "as_markdown": (
-        Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown, as in the file.")],
-        False,
-    ),
-    "again": (Annotated[bool, typer.Option("--again", help="Start over where the folder has such files.")], False),
+    "name": optional(str, help="Of those files, if not the benchmark's."),
+    "as_markdown": optional(bool, "--markdown", help="Print the table as Markdown, as it stands in the file."),
+    "again": optional(bool, "--again", help="Start over where the folder has such files."),
 }
 
 
-def build_session(out: Path | None, name: str | None, as_markdown: bool, again: bool) -> Callable[[], Session]:
+def build_session(
+    out: Path | None, name: str | None, as_markdown: bool | None, again: bool | None
+) -> Callable[[], Session]:
     """Check the folder, and return what makes the place where results go, which needs PyTorch.
 
     Raises:
@@ -110,7 +101,8 @@ def build_session(out: Path | None, name: str | None, as_markdown: bool, again: 
     def make() -> Session:
         from elfatt_sd.benchmarking.record import Session
 
-        return Session(out, name, again, markdown=as_markdown, command=shlex.join(["elfatt-sd", *sys.argv[1:]]))
+        command = shlex.join(["elfatt-sd", *sys.argv[1:]])
+        return Session(out, name, bool(again), command, markdown=bool(as_markdown))
 
     return make
 

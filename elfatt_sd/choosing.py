@@ -81,6 +81,15 @@ def fitted(config: PatchConfig, denoisers: dict[str, nn.Module]) -> PatchConfig:
     return config
 
 
+def fits(config: PatchConfig, denoisers: dict[str, nn.Module]) -> bool:
+    """Tell whether a method goes with a family of denoisers; see `fitted`."""
+    try:
+        fitted(config, denoisers)
+    except ElfattError:
+        return False
+    return True
+
+
 def choose_layers(
     denoisers: dict[str, nn.Module], config: PatchConfig, take_over: Sequence[str] = ()
 ) -> dict[str, Layers]:

@@ -14,14 +14,10 @@ from elfatt_sd.allocation import keep_freed_memory
 from elfatt_sd.cli_options import (
     MODELS,
     STEPS,
-    AllowPickle,
-    Device,
-    Dtype,
     Height,
     Json,
     Model,
     Source,
-    Variant,
     Width,
     takes_drawing,
     takes_source,
@@ -93,7 +89,7 @@ def _root(
 
 @app.command()
 @takes_patch
-@takes_source
+@takes_source()
 @takes_drawing
 def generate(
     chosen: Chosen,
@@ -137,10 +133,10 @@ def generate(
 
     results = []
     studio = Studio(pipe, request, out)
-    with progress(request.num_images * len(prompts)) as (studio.on_step, on_picture):
+    with progress(request.num_images * len(prompts)) as (studio.on_step, on_image):
         for result in studio.results():
             results.append(result.without_picture())  # there may be more than memory holds
-            on_picture(result)
+            on_image(result)
     print_summary(results)
     if explain:
         _explain(studio, results, looking)
@@ -168,7 +164,7 @@ def _explain(studio: Studio, results: list[Result], asked: Asked) -> None:
 
 
 @app.command(name="try")
-@takes_source
+@takes_source()
 @takes_drawing
 def try_methods(
     drawing: dict[str, Any],
@@ -200,10 +196,10 @@ def try_methods(
 
     trial = Trial(pipe, request, chosen, rounds)
     interrupted = False
-    with progress(trial.images) as (on_step, on_picture):
+    with progress(trial.images) as (on_step, on_image):
         try:
             for shot in trial.run(on_step):
-                on_picture(shot)
+                on_image(shot)
         except KeyboardInterrupt:
             interrupted = True
     if trial.rows:
@@ -225,24 +221,26 @@ def sheet(
     """Draw some prompts with the embedded pipelines: untouched, the fastest method and the closest one."""
     check_run(steps, None, seed, None, None)
     check_writable(out)
-    sources = {model: Source(model, "auto", "auto", False, None) for model in models or EMBEDDED}
+    sources = {model: Source(model) for model in models or EMBEDDED}
     for each in sources.values():
         each.check()
 
     from elfatt_sd.sheet import PROMPTS, Sheet
 
     drawn = Sheet(lambda model: sources[model].load(), list(sources), prompts or PROMPTS, steps, seed)
-    with progress(drawn.images) as (on_step, on_picture):
+    with progress(drawn.images) as (on_step, on_image):
         for image in drawn.run(on_step):
-            on_picture(image)
+            on_image(image)
     print("\n".join(drawn.summary()))
     print(drawn.write(out))
 
 
 @app.command()
 @takes_patch
+@takes_source("cpu")
 def patch(
     chosen: Chosen,
+    source: Any,
     model: Annotated[
         str,
         typer.Argument(help=f"{MODELS}; {', '.join(SHAPE_NAMES)} load nothing."),
@@ -251,35 +249,21 @@ def patch(
     width: Width = None,
     as_json: Json = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the configuration as JSON.")] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="--autotune: measure even what may not fit into memory.")
-    ] = False,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    allow_pickle: AllowPickle = False,
-    variant: Variant = None,
+    force: Annotated[bool, typer.Option("--force", help="--autotune: also what may not fit into memory.")] = False,
 ) -> None:
     """Show what would be patched, layer by layer, and the Python lines that do it."""
-    from elfatt_sd.preflight import check_sizes_fit
-
     check_sizes(height, width)
     if save is not None:
         if save.exists():
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
-    loaded_from = Source(model, device, dtype, allow_pickle, variant)
-    known = model in SHAPE_NAMES
+    from_where: Source = source(model)
     if force and not chosen.autotune:
         complain("force has no effect without autotune", "warning")
-    if not known:
-        loaded_from.check()
-        if chosen.autotune and not force:
-            check_sizes_fit(model, device, dtype, [(height, width)], batch=2, images=0)
-    pipe = _sketch(loaded_from, chosen.autotune) if known else loaded_from.load()
-    if chosen.autotune and not force:
-        from elfatt_sd.budget import check_fits
-
-        check_fits(pipe, height, width, steps=MEASURED_CALLS, images=1, rows=2)
+    if model in SHAPE_NAMES:
+        pipe = _sketch(from_where, chosen.autotune)
+    else:
+        pipe = _checked(from_where, (height, width), measured=chosen.autotune and not force)
 
     from elfatt_sd.patch import plan
 
@@ -287,9 +271,7 @@ def patch(
     if save is not None:
         chosen.config.save(save)
     saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
-    source = json.dumps("path/or/hub-id" if known else model) + ", allow_pickle=True" * allow_pickle
-    source += f", variant={json.dumps(variant)}" if variant else ""
-    lines = python_lines(source, saved or chosen.arguments)
+    lines = python_lines(from_where, saved or chosen.arguments)
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
         return
@@ -345,6 +327,21 @@ def doctor(as_json: Json = False) -> None:
         print_findings(sections)
     if not healthy(sections):
         raise typer.Exit(1)
+
+
+def _checked(source: Source, size: tuple[int | None, int | None], measured: bool) -> Any:
+    """Load a pipeline; where it is to be measured, only if its images fit into memory."""
+    from elfatt_sd.preflight import check_sizes_fit
+
+    source.check()
+    if measured:
+        check_sizes_fit(source.model, source.device, source.dtype, [size], batch=2, images=0)
+    pipe = source.load()
+    if measured:
+        from elfatt_sd.budget import check_fits
+
+        check_fits(pipe, *size, steps=MEASURED_CALLS, images=1, rows=2)
+    return pipe
 
 
 def _sketch(source: Source, autotune: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -57,10 +58,10 @@ class Source:
     """A model and how it is loaded; see `load_pipeline`."""
 
     model: str
-    device: str
-    dtype: str
-    allow_pickle: bool
-    variant: str | None
+    device: str = "auto"
+    dtype: str = "auto"
+    allow_pickle: bool = False
+    variant: str | None = None
 
     def check(self) -> None:
         """Check what can be checked without PyTorch."""
@@ -78,13 +79,8 @@ class Source:
         check_steps(self.model, request.steps)
         if not request.force:
             sizes = [(request.height, request.width)]
-            check_sizes_fit(
-                self.model,
-                self.device,
-                self.dtype,
-                sizes,
-                batch=2 if request.guidance is None else 1 + (request.guidance > 1),
-            )
+            rows = 2 if request.guidance is None else 1 + (request.guidance > 1)
+            check_sizes_fit(self.model, self.device, self.dtype, sizes, rows)
 
     def load_for(self, request: Request) -> Any:
         """Check all that can be checked, and load the pipeline for what is to be drawn."""
@@ -120,4 +116,9 @@ def tell_unknown_words(prompts: list[str]) -> None:
 
 
 takes_drawing = adds_options("drawing", DRAWING_OPTIONS, dict)
-takes_source = adds_options("source", SOURCE_OPTIONS, lambda **given: functools.partial(Source, **given))
+
+
+def takes_source(device: str = "auto") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that gives a command the options of how a model is loaded, with a device of its own."""
+    options = {**SOURCE_OPTIONS, "device": (Device, device)}
+    return adds_options("source", options, lambda **given: functools.partial(Source, **given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +14,12 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from elfatt_sd.console import (
-    complain,
-    output,
-)
+from elfatt_sd.console import complain, output
 from elfatt_sd.progress import progress_of
+from elfatt_sd.sizes import SHAPE_NAMES
 
 if TYPE_CHECKING:
+    from elfatt_sd.cli_options import Source
     from elfatt_sd.generation import Drawn, Result
     from elfatt_sd.plans import Plan
     from elfatt_sd.trial import Trial
@@ -33,7 +33,7 @@ def progress(images: int) -> Iterator[tuple[Callable[[int, int], None], Callable
     """Show how far the steps of all images are, and print each image."""
     finished = 0
 
-    def on_picture(result: Drawn) -> None:
+    def on_image(result: Drawn) -> None:
         nonlocal finished
         finished += 1
         print_result(result)
@@ -42,7 +42,7 @@ def progress(images: int) -> Iterator[tuple[Callable[[int, int], None], Callable
         tell(f"image {finished + 1} of {images}", finished * steps + step, images * steps)
 
     with progress_of("steps", at_once=False) as tell:
-        yield on_step, on_picture
+        yield on_step, on_image
 
 
 def print_result(result: Drawn) -> None:
@@ -74,9 +74,12 @@ def print_summary(results: list[Result]) -> None:
     print(f"{len(results)} written; {seconds:.2f} s from prompt to image (median); {results[-1].memory}")
 
 
-def python_lines(source: str, arguments: str) -> list[str]:
+def python_lines(source: Source, arguments: str) -> list[str]:
     """Return the lines of Python that load a model and patch it."""
-    load, apply = f"pipe = elfatt_sd.load_pipeline({source})", f"elfatt_sd.apply_patch(pipe, {arguments})"
+    given = json.dumps("path/or/hub-id" if source.model in SHAPE_NAMES else source.model)
+    given += ", allow_pickle=True" * source.allow_pickle
+    given += f", variant={json.dumps(source.variant)}" if source.variant else ""
+    load, apply = f"pipe = elfatt_sd.load_pipeline({given})", f"elfatt_sd.apply_patch(pipe, {arguments})"
     return ["import elfatt_sd", "", load, apply]
 
 

@@ -28,8 +28,12 @@ from elfatt_sd.tiling import BLOCK_ORDERS
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
-def _option(kind: Any, *names: str, **details: Any) -> tuple[Any, None]:
-    return Annotated[kind | None, typer.Option(*names, rich_help_panel="The patch", **details)], None
+def optional(kind: Any, *names: str, **details: Any) -> tuple[Any, None]:
+    """Return annotation and default of an option that need not be given, as `adds_options` takes them."""
+    return Annotated[kind | None, typer.Option(*names, **details)], None
+
+
+_option = functools.partial(optional, rich_help_panel="The patch")
 
 
 PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {

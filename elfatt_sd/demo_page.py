@@ -27,17 +27,7 @@ def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", st
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     import gradio
 
-    def draw(model: str, prompt: str, method: str, file: str | None, steps: float, seed: float, bar: Any) -> Any:
-        def tell(step: int, of: int) -> None:
-            bar((step, of), desc="drawing", unit="steps")
-
-        try:
-            pair = demo.draw(model, prompt, method, file or None, int(steps), int(seed), tell)
-        except ElfattError as error:
-            raise gradio.Error(str(error), duration=None, print_exception=False) from error
-        return (pair.untouched, pair.patched), pair.figures, pair.plan
-
-    def on_click(
+    def draw(
         model: str,
         prompt: str,
         method: str,
@@ -46,7 +36,14 @@ def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", st
         seed: float,
         bar: Any = gradio.Progress(),  # noqa: B008  # how Gradio hands a bar over
     ) -> Any:
-        return draw(model, prompt, method, file, steps, seed, bar)
+        def tell(step: int, of: int) -> None:
+            bar((step, of), desc="drawing", unit="steps")
+
+        try:
+            pair = demo.draw(model, prompt, method, file or None, int(steps), int(seed), tell)
+        except ElfattError as error:
+            raise gradio.Error(str(error), duration=None, print_exception=False) from error
+        return (pair.untouched, pair.patched), pair.figures, pair.plan
 
     with gradio.Blocks(title=TITLE, analytics_enabled=False) as page:
         gradio.Markdown(f"# {TITLE}\nLeft of the slider untouched, right of it patched: the same prompt and seed.")
@@ -67,5 +64,5 @@ def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", st
                     planned = gradio.Code(
                         label="plan", language=None, interactive=False, wrap_lines=True, show_line_numbers=False
                     )
-        button.click(on_click, [model, prompt, chosen, file, count, seed], [images, figures, planned])
+        button.click(draw, [model, prompt, chosen, file, count, seed], [images, figures, planned])
     return page.queue(default_concurrency_limit=1)

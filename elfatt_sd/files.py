@@ -21,6 +21,7 @@ _NAME = re.compile(r"[\w=+-][\w.=+-]*(?<!\.)")
 _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE)  # on Windows, whatever the suffix
 _LONGEST_NAME = 160  # bytes; file systems take 255, and names get endings
 _PLAIN_LIST = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s+\]")  # of numbers; a line break stands in no JSON string
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def is_plain_name(name: str) -> bool:
@@ -86,12 +87,21 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file atomically."""
+    with atomic_file(path) as file:
+        file.write(content)
+
+
 def write_json(path: Path, data: Any) -> None:
-    """Write plain data atomically, keys in the order given, lists of numbers on one line, without NaN or infinity."""
+    """Write plain data atomically, keys in the order given, lists of numbers on one line, without NaN or infinity.
+
+    Bytes of file names that are not UTF-8 are written as their escapes, which stay text when they are read back.
+    """
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     text = _PLAIN_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
-    with atomic_file(path) as file:
-        file.write(text.encode() + b"\n")
+    text = _SURROGATE.sub(lambda found: f"\\\\u{ord(found[0]):04x}", text)
+    write_file(path, text.encode() + b"\n")
 
 
 def sha256_of_file(path: Path) -> str:

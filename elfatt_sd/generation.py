@@ -9,7 +9,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +26,7 @@ from elfatt_sd.devices import memory_counters
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.measuring.clock import Stopwatch, ratios
 from elfatt_sd.measuring.memory import PeakMeter
-from elfatt_sd.patch import apply_patch, remove_patch
+from elfatt_sd.patch import apply_patch, restored
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.request import SCHEDULERS, Request, scheduler_class
 from elfatt_sd.running import (
@@ -198,23 +198,18 @@ class Studio:
         request = self.request
         if request.compare:
             self._warm_up_both()
-        else:
-            apply_patch(self.pipe, request.config, autotune=request.autotune)
-        try:
+        draw = self._compare if request.compare else self._single
+        with nullcontext() if request.compare else self.patched():
             for prompt in request.prompts:
                 for seed in range(request.seed, request.seed + request.num_images):
-                    yield self._compare(prompt, seed) if request.compare else self._single(prompt, seed)
-        finally:
-            remove_patch(self.pipe)
+                    yield draw(prompt, seed)
 
     @contextmanager
     def patched(self) -> Iterator[None]:
         """Have the pipeline patched within a `with` block."""
-        apply_patch(self.pipe, self.request.config, autotune=self.request.autotune)
-        try:
+        with restored(self.pipe):
+            apply_patch(self.pipe, self.request.config, autotune=self.request.autotune)
             yield
-        finally:
-            remove_patch(self.pipe)
 
     def warm_up(self) -> None:
         """Run the pipeline as it is for two steps, so that what comes next does not pay for a first call."""
@@ -229,7 +224,7 @@ class Studio:
 
     def _single(self, prompt: str, seed: int) -> Result:
         shot = self.draw(prompt, seed)
-        path = write_picture(free_name(self.folder, prompt), shot.picture, self._record(prompt, seed, shot))
+        path = write_image(free_name(self.folder, prompt), shot.picture, self._record(prompt, seed, shot))
         return Result(path, shot.picture, shot.seconds, shot.memory)
 
     def _compare(self, prompt: str, seed: int) -> Result:
@@ -252,7 +247,7 @@ class Studio:
             "identical": not math.isfinite(decibel),
             "timing": "one run each, in turn, after a warm-up of two steps",
         }
-        path = write_picture(free_name(self.folder, prompt), sheet, record)
+        path = write_image(free_name(self.folder, prompt), sheet, record)
         return Result(path, after.picture, after.seconds, after.memory, before.seconds, decibel, unchanged)
 
     def draw(self, prompt: str, seed: int, steps: int | None = None) -> Shot:
@@ -300,8 +295,8 @@ class Studio:
         return self.record(prompt, seed, shot.picture) | measured
 
 
-def write_picture(path: Path, picture: Image.Image, record: dict[str, Any]) -> Path:
-    """Write a PNG with a record inside, and the record as JSON next to it; both or none."""
+def write_image(path: Path, picture: Image.Image, record: dict[str, Any]) -> Path:
+    """Write a PNG with a record inside, and the record as JSON beside it; both or none."""
     info = PngInfo()
     info.add_text("Software", f"elfatt-sd {elfatt_sd.__version__}")
     for name, value in record.items():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from elfatt_sd.attention import pool_agents
+from elfatt_sd.attention import equal_parts, pool_agents
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.log_sum_exp import Part, attend, excluded, key_bias
 from elfatt_sd.tiling import partition
@@ -43,18 +43,17 @@ class Keys(NamedTuple):
     stands_for: float = 1.0
 
 
-def exact_attention(q: Tensor, parts: Sequence[Keys], *, scale: float | None = None) -> Tensor:
+def exact_attention(q: Tensor, parts: Sequence[Keys]) -> Tensor:
     """Attend to several segments of keys as if they were one sequence, without joining them in memory.
 
     Args:
         q: queries, those of the context for instance.
         parts: at least one; they have keys that count.
-        scale: of the logits; None is `head_dim ** -0.5`.
 
     Returns:
         As the queries.
     """
-    return functools.reduce(Part.joined, (_seen(q, part, scale) for part in parts)).mixed
+    return functools.reduce(Part.joined, (_seen(q, part) for part in parts)).mixed
 
 
 def sampled_joint_attention(
@@ -65,7 +64,6 @@ def sampled_joint_attention(
     *,
     stands_for: float = 1.0,
     context: Keys | None = None,
-    scale: float | None = None,
 ) -> Tensor:
     """Attend to a sample of the image and to the whole context: `softmax(q_n [K_g + log w; K_T]^T) [V_g; V_T]`.
 
@@ -79,7 +77,6 @@ def sampled_joint_attention(
         groups: divides the keys.
         stands_for: tokens that a sampled key stands for (w), `N / samples`; 1 gives it no weight.
         context: exact keys.
-        scale: of the logits; None is `head_dim ** -0.5`.
 
     Returns:
         As the queries.
@@ -88,9 +85,9 @@ def sampled_joint_attention(
     missing = -tokens % groups
     padded = functional.pad(q, (0, 0, 0, 0, 0, missing)) if missing else q
     grouped = (batch, -1, groups * heads, size)  # groups are heads of their own
-    sampled = attend(*(x.reshape(grouped) for x in (padded, k, v)), scale=scale).view(padded.shape)
+    sampled = attend(*(x.reshape(grouped) for x in (padded, k, v))).view(padded.shape)
     image = Part(sampled.mixed[:, :tokens], sampled.total[:, :tokens])
-    return _with_context(q, image.weighted(math.log(stands_for)), context, scale)
+    return _with_context(q, image.weighted(math.log(stands_for)), context)
 
 
 def cell_joint_attention(
@@ -102,7 +99,6 @@ def cell_joint_attention(
     *,
     weighted: bool = True,
     context: Keys | None = None,
-    scale: float | None = None,
     fp32_logits: bool = False,
 ) -> Tensor:
     """Attend to the own cell, to the own group's tokens of all other cells, and to the whole context.
@@ -118,7 +114,6 @@ def cell_joint_attention(
         groups: number of groups; divides `N // cells`.
         weighted: whether sampled keys have weights.
         context: exact keys.
-        scale: of the logits; None is `head_dim ** -0.5`.
         fp32_logits: compute in float32 and round the result alone.
 
     Returns:
@@ -132,14 +127,14 @@ def cell_joint_attention(
         q, k, v = (_at_least_float32(x) for x in (q, k, v))
         context = context and context._replace(k=_at_least_float32(context.k), v=_at_least_float32(context.v))
         with torch.autocast(q.device.type, enabled=False):
-            out = cell_joint_attention(q, k, v, cells, groups, weighted=weighted, context=context, scale=scale)
+            out = cell_joint_attention(q, k, v, cells, groups, weighted=weighted, context=context)
         return out.to(dtype)
     _check_cells(q.shape[1], cells, groups)
     if 1 in (cells, groups):
-        image = attend(q, k, v, scale=scale)
+        image = attend(q, k, v)
     else:
-        image = near_cells(q, k, v, cells, scale).joined(_far(q, k, v, cells, groups, weighted, scale))
-    return _with_context(q, image, context, scale)
+        image = near_cells(q, k, v, cells).joined(_far(q, k, v, cells, groups, weighted))
+    return _with_context(q, image, context)
 
 
 def elfatt_joint_attention(
@@ -153,7 +148,6 @@ def elfatt_joint_attention(
     query_scale: float | None = None,
     value_shortcut: float = 0.0,
     context: Keys | None = None,
-    scale: float | None = None,
 ) -> Tensor:
     """ELFATT with exact keys: the first heads attend through agents, the others inside blocks, all to the context.
 
@@ -174,7 +168,6 @@ def elfatt_joint_attention(
         query_scale: scale `s2` of the queries' softmax over agents; None is the same as the first one.
         value_shortcut: fraction of the values that is added in the heads with agents.
         context: exact keys.
-        scale: of the logits (s); None is `head_dim ** -0.5`.
 
     Returns:
         As the queries.
@@ -186,11 +179,11 @@ def elfatt_joint_attention(
         qh, kh, vh = (x[:, :, heads] for x in (q, k, v))
         own = None if context is None else context._replace(k=context.k[:, :, heads], v=context.v[:, :, heads])
         if heads.start == 0 and agent_heads:
-            part = _through_agents(qh, kh, vh, agents, scale, query_scale)
-            mixed = _with_context(qh, part, own, scale)
+            part = _through_agents(qh, kh, vh, agents, query_scale)
+            mixed = _with_context(qh, part, own)
             done.append(torch.add(mixed, vh, alpha=value_shortcut) if value_shortcut else mixed)
         else:
-            done.append(_with_context(qh, _in_blocks(qh, kh, vh, block_size, scale), own, scale))
+            done.append(_with_context(qh, _in_blocks(qh, kh, vh, block_size), own))
     return done[0] if len(done) == 1 else torch.cat(done, dim=2)
 
 
@@ -214,13 +207,13 @@ def run_agents(q: Tensor, agents: int) -> Tensor:
     return (functional.normalize(mean, dim=3, eps=torch.finfo(precision).tiny) * lengths).to(q.dtype)
 
 
-def _seen(q: Tensor, keys: Keys, scale: float | None) -> Part:
-    part = attend(q, keys.k, keys.v, scale=scale, bias=key_bias(keys.mask, q.dtype))
+def _seen(q: Tensor, keys: Keys) -> Part:
+    part = attend(q, keys.k, keys.v, bias=key_bias(keys.mask, q.dtype))
     return part.weighted(math.log(keys.stands_for))
 
 
-def _with_context(q: Tensor, image: Part, context: Keys | None, scale: float | None) -> Tensor:
-    return (image if context is None else image.joined(_seen(q, context, scale))).mixed
+def _with_context(q: Tensor, image: Part, context: Keys | None) -> Tensor:
+    return (image if context is None else image.joined(_seen(q, context))).mixed
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
@@ -236,49 +229,44 @@ def _check_cells(tokens: int, cells: int, groups: int) -> None:
         )
 
 
-def _through_agents(
-    q: Tensor, k: Tensor, v: Tensor, count: int, scale: float | None, query_scale: float | None
-) -> Part:
+def _through_agents(q: Tensor, k: Tensor, v: Tensor, count: int, query_scale: float | None) -> Part:
     """Attend through agents; the weight is what the agent of the own run measures."""
     agents = run_agents(q, count)
-    summaries = attend(agents, k, v, scale=scale)
-    mixed = attend(q, agents, summaries.mixed, scale=scale if query_scale is None else query_scale).mixed
+    summaries = attend(agents, k, v)
+    mixed = attend(q, agents, summaries.mixed, scale=query_scale).mixed
     base, larger = q.shape[1] // agents.shape[1], q.shape[1] % agents.shape[1]
     own = [summaries.total[:, :larger].repeat_interleave(base + 1, 1)] if larger else []
     return Part(mixed, torch.cat([*own, summaries.total[:, larger:].repeat_interleave(base, 1)], 1))
 
 
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int, scale: float | None) -> Part:
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> Part:
     """Attend inside each block of consecutive tokens; the blocks tile the sequence (`tiling.partition`)."""
-    blocks, base, larger = partition(q.shape[1], block_size)
-    cut = larger * (base + 1)
+    blocks, _, _ = partition(q.shape[1], block_size)
     parts = []
-    for piece, size in ((slice(0, cut), base + 1), (slice(cut, None), base)):
-        if size * blocks and (piece.start != piece.stop):
-            own = [x[:, piece] for x in (q, k, v)]
-            shape = own[0].shape
-            parts.append(attend(*(x.reshape(-1, size, *x.shape[2:]) for x in own), scale=scale).view(shape))
+    for piece, size in equal_parts(q.shape[1], blocks):
+        own = (x[:, piece].reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
+        parts.append(attend(*own).view(q[:, piece].shape))
     return functools.reduce(_concatenated, parts)
 
 
-def near_cells(q: Tensor, k: Tensor, v: Tensor, cells: int, scale: float | None) -> Part:
+def near_cells(q: Tensor, k: Tensor, v: Tensor, cells: int) -> Part:
     """Attend inside each cell: cells are heads of their own, which needs no copy where they divide the tokens."""
     batch, tokens, heads, size = q.shape
     places, larger = tokens // cells, tokens % cells
     if not larger:
         as_cells = (batch, places, cells * heads, size)
-        return attend(*(x.reshape(as_cells) for x in (q, k, v)), scale=scale).view(q.shape)
+        return attend(*(x.reshape(as_cells) for x in (q, k, v))).view(q.shape)
     whole = [x[:, : places * cells].reshape(batch, places, cells * heads, size) for x in (q, k, v)]
     cut = larger * heads
     rest = [x[:, places * cells :].reshape(batch, 1, cut, size) for x in (q, k, v)]
-    first = attend(*(torch.cat([x[:, :, :cut], y], 1) for x, y in zip(whole, rest, strict=True)), scale=scale)
-    others = attend(*(x[:, :, cut:] for x in whole), scale=scale)
+    first = attend(*(torch.cat([x[:, :, :cut], y], 1) for x, y in zip(whole, rest, strict=True)))
+    others = attend(*(x[:, :, cut:] for x in whole))
     matrix, left = ((batch, places * cells, heads, size), (batch, larger, heads, size))
     joined = [torch.cat([x[:, :places], y], 2) for x, y in zip(first, others, strict=True)]
     return _concatenated(Part(*joined).view(matrix), Part(*(x[:, places:] for x in first)).view(left))
 
 
-def _far(q: Tensor, k: Tensor, v: Tensor, cells: int, groups: int, weighted: bool, scale: float | None) -> Part:
+def _far(q: Tensor, k: Tensor, v: Tensor, cells: int, groups: int, weighted: bool) -> Part:
     """Attend to the tokens of the own group in all other cells."""
     batch, tokens, heads, size = q.shape
     places, larger = tokens // cells, tokens % cells
@@ -286,9 +274,9 @@ def _far(q: Tensor, k: Tensor, v: Tensor, cells: int, groups: int, weighted: boo
     bias = _far_bias(keys, cells, places, larger if weighted else 0, q)
     as_groups = (batch * groups, keys, heads, size)
     matrix = [x[:, : places * cells].reshape(as_groups) for x in (q, k, v)]
-    part = attend(*matrix, scale=scale, bias=bias).view((batch, places * cells, heads, size))
+    part = attend(*matrix, bias=bias).view((batch, places * cells, heads, size))
     if larger:  # the tokens left over see what the first group sees
-        left = attend(q[:, places * cells :], k[:, :keys], v[:, :keys], scale=scale, bias=bias[:, :, :larger])
+        left = attend(q[:, places * cells :], k[:, :keys], v[:, :keys], bias=bias[:, :, :larger])
         part = _concatenated(part, left)
     return part.weighted(math.log(groups)) if weighted else part
 

@@ -123,11 +123,19 @@ def patched(
     Raises:
         ElfattError: as `apply_patch`.
     """
-    before, config = patches_of(pipe), resolve(method, settings)
-    apply_patch(pipe, config, autotune=autotune, take_over=take_over)
-    try:
+    config = resolve(method, settings)
+    with restored(pipe):
+        apply_patch(pipe, config, autotune=autotune, take_over=take_over)
         make = functools.partial(_plan, pipe, config, (None, None, None), autotune, take_over, tell=False)
         yield cast(Plan, PlanOnDemand(make)) if autotune else make()
+
+
+@contextmanager
+def restored(pipe: Any) -> Iterator[None]:
+    """Patch again what was patched before, and nothing else, after a `with` block; also after an exception."""
+    before = patches_of(pipe)
+    try:
+        yield
     finally:
         remove_patch(pipe)
         for patch in before.values():

@@ -12,19 +12,18 @@ from typing import Any
 
 from PIL import Image
 
-from elfatt_sd.choosing import fitted
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.choosing import fits
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import find_denoisers
-from elfatt_sd.generation import free_name, write_picture
+from elfatt_sd.generation import OnStep, free_name, write_image
 from elfatt_sd.measuring.clock import Spread
 from elfatt_sd.pictures import side_by_side
-from elfatt_sd.presets import METHODS, known_method
+from elfatt_sd.presets import METHODS
 from elfatt_sd.request import Request
 from elfatt_sd.trial import UNTOUCHED, Drawn, Row, Trial
 
 PROMPTS = ("a red star on a striped blue background", "a yellow circle on a checkered purple background")
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
-OnStep = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,8 @@ class Sheet:
         """
         for model in self._models:
             pipe = self._load(model)
-            methods: list[str] = [method for method in METHODS if _goes(method, pipe)]
+            denoisers = find_denoisers(pipe)  # tokens of transformers cannot be merged
+            methods: list[str] = [method for method in METHODS if fits(PatchConfig.preset(method), denoisers)]
             for prompt in self._prompts:
                 request = Request((prompt,), PatchConfig.preset("sd"), model=model, steps=self._steps, seed=self._seed)
                 trial = Trial(pipe, request, methods, rounds=1)
@@ -96,7 +96,7 @@ class Sheet:
         images = [blank if row is None else row.picture.resize(size) for _, row in cells]
         captions = [("", "") if row is None else caption(line, row) for line, row in cells]
         sheet = side_by_side(images, captions, TITLE, columns)
-        return write_picture(free_name(folder, "demo sheet"), sheet, {"trials": self._records, "timing": TIMING})
+        return write_image(free_name(folder, "demo sheet"), sheet, {"trials": self._records, "timing": TIMING})
 
     def summary(self) -> Iterator[str]:
         """Yield a line for each method of each pipeline: how many times as fast, and how close."""
@@ -108,15 +108,6 @@ class Sheet:
                 close = [row.psnr_db for row in rows if math.isfinite(row.psnr_db)]
                 psnr = f"PSNR {median(close):.1f} dB" if close else "identical"
                 yield f"{model}, {method}: {speed} times as fast, {psnr} (median of {len(rows)} prompts)"
-
-
-def _goes(method: str, pipe: Any) -> bool:
-    """Tell whether a method goes with a pipeline; tokens of transformers cannot be merged."""
-    try:
-        fitted(PatchConfig.preset(known_method(method)), find_denoisers(pipe))
-    except ElfattError:
-        return False
-    return True
 
 
 TIMING = "one image each, in turn, after a warm-up of two steps"

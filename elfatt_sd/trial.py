@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.generation import OnStep, Shot, Studio, free_name, why_unchanged, write_picture
+from elfatt_sd.generation import OnStep, Shot, Studio, free_name, why_unchanged, write_image
 from elfatt_sd.measuring.clock import Spread, Turn, interleave, ratios
 from elfatt_sd.patch import patched, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
@@ -192,7 +192,7 @@ class Trial:
         """Write the strip as PNG, and a JSON file next to it, and return the path of the strip."""
         rows, prompt = self.rows, self.request.prompts[0]
         strip = side_by_side([row.picture for row in rows], [row.caption() for row in rows], prompt, COLUMNS)
-        return write_picture(free_name(folder, prompt), strip, self.to_dict())
+        return write_image(free_name(folder, prompt), strip, self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""

@@ -9,22 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elfatt_sd import checks
-from elfatt_sd.cli_options import (
-    GUIDANCE,
-    MODELS,
-    STEPS,
-    AllowPickle,
-    Device,
-    Dtype,
-    Force,
-    Height,
-    Json,
-    NegativePrompt,
-    Source,
-    Variant,
-    Width,
-)
-from elfatt_sd.console import complain
+from elfatt_sd.cli_options import DRAWING_OPTIONS, MODELS, Force, Json, Source, takes_source
+from elfatt_sd.console import adds_options, complain, optional
 from elfatt_sd.files import check_writable
 from elfatt_sd.preflight import check_sizes_fit, check_steps
 from elfatt_sd.progress import progress_of
@@ -35,7 +21,22 @@ if TYPE_CHECKING:
     from elfatt_sd.tuning.tuned import Tuned
 
 
+OPTIONS: dict[str, tuple[Any, Any]] = {  # that go on as they are
+    "metric": (Annotated[str, typer.Option(help=f"{', '.join(METRICS)}.")], "psnr"),
+    "weights": optional(Path, metavar="FILE", help="Of the network of lpips and dists, torchvision's file."),
+    **{name: DRAWING_OPTIONS[name] for name in ("steps", "guidance", "height", "width", "negative_prompt")},
+    "frames": optional(int, help="Of a clip; the model's own if not given."),
+    "seed": (Annotated[int, typer.Option(help="Of the first image; the next ones count up.")], 0),
+    "images": (Annotated[int, typer.Option(help="Drawn for the search and the proof together.")], 8),
+    "presets": (Annotated[bool, typer.Option("--presets/--no-presets", help="Run the presets, too.")], True),
+}
+
+
+@takes_source()
+@adds_options("asked", OPTIONS, dict)
 def tune(
+    source: Any,
+    asked: dict[str, Any],
     model: Annotated[str, typer.Argument(help=f"{MODELS}.")] = "toy",
     closeness: Annotated[
         float | None, typer.Option(help="Closeness to the untouched images, at least: PSNR in dB, or --metric.")
@@ -45,71 +46,39 @@ def tune(
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts such as yours, one a line, two at least.")
     ] = None,
-    metric: Annotated[str, typer.Option(help=f"{', '.join(METRICS)}.")] = "psnr",
-    weights: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Torchvision's weights of the network in lpips and dists.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
-    guidance: Annotated[float | None, typer.Option(help=GUIDANCE)] = None,
-    height: Height = None,
-    width: Width = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of a clip; the model's own if not given.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first image; the next ones count up.")] = 0,
-    images: Annotated[int, typer.Option(help="Images drawn for the search and the proof together.")] = 8,
-    presets: Annotated[bool, typer.Option("--presets/--no-presets", help="Run the presets, too.")] = True,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the settings as JSON, for --config.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a page with the curve and images.")] = None,
-    negative_prompt: NegativePrompt = None,
     force: Force = False,
     as_json: Json = False,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    allow_pickle: AllowPickle = False,
-    variant: Variant = None,
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and prove them."""
     Budget(closeness, speed, memory)
-    checks.choice("metric", metric, METRICS)
-    check_run(steps, guidance, seed, height, width)
+    checks.choice("metric", asked["metric"], METRICS)
+    size, steps, guidance = (asked["height"], asked["width"]), asked["steps"], asked["guidance"]
+    check_run(steps, guidance, asked["seed"], *size)
     lines = None if prompts is None else read_prompts(prompts)
-    check_images(lines, images, frames)
+    check_images(lines, asked["images"], asked["frames"])
     if save is not None:
         check_writable(save.parent, f"save={str(save)!r}")
     if out is not None:
         check_writable(out)
         _check_page()
-    source = Source(model, device, dtype, allow_pickle, variant)
-    source.check()
+    from_where: Source = source(model)
+    from_where.check()
     check_steps(model, steps)
     rows = 1 if guidance is not None and guidance <= 1 else 2
     if not force:
-        check_sizes_fit(model, device, dtype, [(height, width)], rows)
-    pipe = source.load()
+        check_sizes_fit(model, from_where.device, from_where.dtype, [size], rows)
+    pipe = from_where.load()
     pipe.set_progress_bar_config(disable=True)
     if not force:
-        _check_fits(pipe, (height, width), steps, rows, images, frames)
+        _check_fits(pipe, size, steps, rows, asked["images"], asked["frames"])
 
     from elfatt_sd.tuning import tune as tune_pipeline
 
     with progress_of("steps") as tell:
         found = tune_pipeline(
-            pipe,
-            closeness=closeness,
-            speed=speed,
-            memory=memory,
-            prompts=lines,
-            metric=metric,
-            weights=weights,
-            steps=steps,
-            guidance=guidance,
-            height=height,
-            width=width,
-            frames=frames,
-            negative_prompt=negative_prompt,
-            seed=seed,
-            images=images,
-            presets=presets,
-            progress=tell,
+            pipe, closeness=closeness, speed=speed, memory=memory, prompts=lines, progress=tell, **asked
         )
     if save is not None:
         found.save(save)

@@ -74,6 +74,20 @@ def pipe(shared_pipe: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own."""
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def library_chatter() -> Iterator[None]:
     """The command line silences libraries for its process; other tests get their messages back."""
     levels = [(module, module.get_verbosity()) for module in (diffusers_logging, transformers_logging)]

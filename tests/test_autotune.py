@@ -22,11 +22,7 @@ from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families import find_layers
 from elfatt_sd.methods import Draws
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "autotune.json"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_a_shape_too_small_to_pay_is_left_alone(pipe: Any, own_cache: Path) -> None:
@@ -35,7 +31,7 @@ def test_a_shape_too_small_to_pay_is_left_alone(pipe: Any, own_cache: Path) -> N
     untouched = runner(pipe, height=16, width=16)()
     elfatt_sd.apply_patch(pipe, config, autotune=True)
     assert torch.equal(runner(pipe, height=16, width=16)(), untouched)
-    known = json.loads(own_cache.read_text())
+    known = json.loads((own_cache / "autotune.json").read_text())
     assert len(known) == 1  # the three layers have one shape
     assert next(iter(known.values()))["ratio"] > 1
     assert "2x8x8x16, 2 heads, torch.float32" in next(iter(known))
@@ -163,7 +159,7 @@ def test_what_stays_undecided_is_left_alone(pipe: Any, own_cache: Path, monkeypa
     untouched = runner(pipe)()
     elfatt_sd.apply_patch(pipe, config, autotune=True)
     assert torch.equal(runner(pipe)(), untouched)
-    assert not own_cache.exists()
+    assert not (own_cache / "autotune.json").exists()
     reason = elfatt_sd.plan(pipe, config, autotune=True).layers[0].reason
     assert reason.endswith("left alone: 0.87 (0.12 to 9.63) of the untouched time, measured here, undecided")
 
@@ -314,7 +310,7 @@ def test_out_of_memory_counts_as_not_paying(
     with pytest.warns(UserWarning, match="is left alone: memory ran out in the measurement"):
         assert torch.equal(runner(pipe)(), untouched)
     assert len(tried) == 1
-    assert not own_cache.exists()
+    assert not (own_cache / "autotune.json").exists()
     reason = elfatt_sd.plan(pipe, "tome", autotune=True).layers[0].reason
     assert reason.endswith("left alone: memory ran out in the measurement")
 

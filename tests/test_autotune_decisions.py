@@ -19,11 +19,7 @@ from elfatt_sd import autotune
 from elfatt_sd.autotune import Decision, Decisions, decision_key
 from elfatt_sd.config import PatchConfig, Phase
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "autotune.json"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 KEY_CHANGES: dict[str, Any] = {

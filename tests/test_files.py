@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.typed import read_json
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -19,6 +20,12 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert path.read_text() == '{\n "a": 1\n}\n'
     assert [entry.name for entry in path.parent.iterdir()] == ["a.json"]
+
+
+def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
+    """Of a file's name that is not UTF-8; readers that are strict take it."""
+    write_json(tmp_path / "a.json", {"unreadable": ["\udcff\\.png \U0001f600"]})
+    assert read_json(tmp_path / "a.json", "") == {"unreadable": ["\\udcff\\.png \U0001f600"]}
 
 
 def test_numbers_share_a_line(tmp_path: Path) -> None:

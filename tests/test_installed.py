@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import tiny_pipelines as tiny
 import torch
-from checks import processors
+from checks import processors, recorded
 from diffusers.models.attention_processor import AttnProcessor2_0
 from patch_checks import ACTIVE, elfatt_processors, picture
 
@@ -93,13 +93,22 @@ def test_displaced_processors_are_reported_once(pipe: Any) -> None:
     plain = dict(pipe.unet.attn_processors)
     assert [type(processor) for processor in plain.values()] == [type(processor) for processor in before.values()]
     pipe.unet.set_attn_processor(Other())
-    with pytest.warns(UserWarning, match="3 patched layers now have another attention processor"):
-        picture(pipe)
-    picture(pipe)  # no second warning: warnings are errors here
-    pipe.unet.set_attn_processor(plain)
+    said = r"3 patched layers now have another attention processor \(Other\), the first is down_blocks\.0.*attn1;"
+    with pytest.warns(UserWarning, match=said), recorded() as calls:
+        displaced = picture(pipe)
+    assert not calls
+    assert torch.equal(picture(pipe), displaced)  # no second warning: warnings are errors here
+    pipe.unet.set_attn_processor(dict(plain))
     assert torch.equal(picture(pipe), patched), "plain attention is back, and the method with it"
     elfatt_sd.remove_patch(pipe)
     assert all(processors(pipe)[name] is old for name, old in before.items())
+    torch.testing.assert_close(picture(pipe), displaced, atol=1e-3, rtol=0)
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    pipe.unet.set_attn_processor(Other())
+    others = processors(pipe)
+    elfatt_sd.remove_patch(pipe)
+    assert all(processors(pipe)[name] is found for name, found in others.items()), "not what was there before"
+    pipe.unet.set_attn_processor(dict(plain))
 
 
 @pytest.mark.parametrize("method", ACTIVE)

@@ -48,14 +48,14 @@ def moved(keys: Keys, *where: Any) -> Keys:
     )
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, context: Keys | None, scale: float | None = None) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, context: Keys | None) -> Tensor:
     """Softmax over all image keys, with a bias `[N, K]`, and over the context's keys that count."""
     if context is not None:
         k, v = torch.cat([k, context.k], 1), torch.cat([v, context.v], 1)
         mask = torch.ones(context.k.shape[:2], dtype=torch.bool) if context.mask is None else context.mask
         more = torch.zeros(mask.shape).double().masked_fill(~mask, -math.inf)[:, None]
         bias = torch.cat([bias.expand(len(q), -1, -1), more.expand(-1, q.shape[1], -1)], 2)
-    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * (q.shape[3] ** -0.5 if scale is None else scale)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * q.shape[3] ** -0.5
     logits = logits + (bias[:, None] if bias.ndim == 3 else bias)
     return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.double())
 
@@ -80,8 +80,8 @@ def cell_bias(tokens: int, cells: int, groups: int, weighted: bool = True) -> Te
 @pytest.mark.parametrize("context", [None, text(), text(masked=False)])
 def test_cells(tokens: int, cells: int, groups: int, weighted: bool, context: Keys | None) -> None:
     q, k, v = image(tokens)
-    out = cell_joint_attention(q, k, v, cells, groups, weighted=weighted, context=context, scale=0.5)
-    wanted = dense(q, k, v, cell_bias(tokens, cells, groups, weighted), context, 0.5)
+    out = cell_joint_attention(q, k, v, cells, groups, weighted=weighted, context=context)
+    wanted = dense(q, k, v, cell_bias(tokens, cells, groups, weighted), context)
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
 
 
@@ -94,8 +94,8 @@ def test_samples(tokens: int, samples: int, groups: int, weighted: bool, context
     stands_for = tokens / samples if weighted else 1.0
     own = torch.arange(tokens)[:, None] % groups == torch.arange(samples * groups) % groups
     bias = torch.where(own, math.log(stands_for), -math.inf).double()
-    out = sampled_joint_attention(q, k, v, groups, stands_for=stands_for, context=context, scale=0.5)
-    torch.testing.assert_close(out.double(), dense(q, k, v, bias, context, 0.5), atol=1e-5, rtol=0)
+    out = sampled_joint_attention(q, k, v, groups, stands_for=stands_for, context=context)
+    torch.testing.assert_close(out.double(), dense(q, k, v, bias, context), atol=1e-5, rtol=0)
 
 
 def runs(tokens: int, count: int) -> Tensor:
@@ -160,10 +160,10 @@ def test_segments_are_seen_as_one_sequence(masked: bool) -> None:
     """What queries of the context do: all image keys, the text's that count, and references."""
     q, k, v = image(30)
     words, reference = text(masked=masked), Keys(*image(7)[:2])
-    out = exact_attention(q[:, :5], [Keys(k, v), words, reference], scale=0.5)
+    out = exact_attention(q[:, :5], [Keys(k, v), words, reference])
     keys, values = torch.cat([k, reference.k], 1), torch.cat([v, reference.v], 1)
     torch.testing.assert_close(
-        out.double(), dense(q[:, :5], keys, values, torch.zeros(5, 37).double(), words, 0.5), atol=1e-5, rtol=0
+        out.double(), dense(q[:, :5], keys, values, torch.zeros(5, 37).double(), words), atol=1e-5, rtol=0
     )
 
 

@@ -91,7 +91,11 @@ def test_orders_that_leave_the_tokens_where_they_are(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("grid", "size", "box"),
-    [(Grid(8, 16, 32), 64, (4, 4, 4)), (Grid(16, 32, 48), 256, (4, 8, 8)), (Grid(4, 8, 8), 8, (2, 2, 2))],
+    [
+        *((Grid(8, 16, 32), 64, (4, 4, 4)), (Grid(16, 32, 48), 256, (4, 8, 8)), (Grid(4, 8, 8), 8, (2, 2, 2))),
+        *((Grid.image(64, 64), 256, (1, 16, 16)), (Grid.image(64, 64), 128, (1, 16, 8))),
+        *((Grid.image(32, 48), 64, (1, 8, 8)), (Grid.image(12, 20), 30, (1, 6, 5))),
+    ],
 )
 @pytest.mark.parametrize("name", ["windows", "cells"])
 def test_cells_are_boxes_where_the_numbers_divide(grid: Grid, size: int, box: tuple[int, ...], name: str) -> None:
@@ -121,9 +125,14 @@ def test_curve_goes_from_neighbour_to_neighbour(grid: Grid, size: int) -> None:
     assert (steps.sum(1) > 2).sum() < grid.frames
 
 
-@pytest.mark.parametrize("grid", [Grid(4, 8, 8), Grid(6, 9, 10), Grid(7, 9, 13)])
-def test_spread_takes_one_token_of_each_cell(grid: Grid) -> None:
-    blocks = blocks_of(order("spread", grid, 32), 32)
+SPREAD = [(Grid(4, 8, 8), 32), (Grid(6, 9, 10), 32), (Grid(7, 9, 13), 32), (Grid.image(32, 32), 64)]
+SPREAD += [(Grid.image(24, 40), 96), (Grid.image(33, 25), 128), (Grid.image(65, 49), 227)]
+
+
+@pytest.mark.parametrize(("grid", "block_size"), SPREAD)
+def test_spread_takes_one_token_of_each_cell(grid: Grid, block_size: int) -> None:
+    """Each block has at most one token of any cell of as many tokens as there are blocks, wherever the cells lie."""
+    blocks = blocks_of(order("spread", grid, block_size), block_size)
     cells = compact_path(grid, len(blocks), CPU)
     cell_of = inverse_permutation(cells) // len(blocks)
     for block in blocks:
@@ -248,19 +257,6 @@ def test_curve_is_connected(height: int, width: int) -> None:
     assert diagonal.sum() <= (height % 2 or width % 2)
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "block_size", "tile"),
-    [(64, 64, 256, (16, 16)), (64, 64, 128, (8, 16)), (32, 48, 64, (8, 8)), (12, 20, 30, (6, 5))],
-)
-def test_windows_are_rectangles_where_the_numbers_divide(
-    height: int, width: int, block_size: int, tile: tuple[int, int]
-) -> None:
-    for block in blocks_of(order("windows", Grid.image(height, width), block_size), block_size):
-        rows, columns = block // width, block % width
-        sides = (int(rows.max() - rows.min()) + 1, int(columns.max() - columns.min()) + 1)
-        assert sorted(sides) == sorted(tile)
-
-
 @pytest.mark.parametrize("name", ["windows", "curve"])
 def test_compact_blocks_are_compact(name: str) -> None:
     """On any grid a block spans much less than the picture."""
@@ -279,17 +275,6 @@ def test_strided_takes_one_of_each_run(height: int, width: int, block_size: int)
     for index, block in enumerate(blocks):
         whole = block[: partition(height * width, block_size)[1]]
         assert torch.equal(whole, torch.arange(len(whole)) * len(blocks) + index)
-
-
-@pytest.mark.parametrize(("height", "width", "block_size"), [(32, 32, 64), (24, 40, 96), (33, 25, 128), (65, 49, 227)])
-def test_spread_takes_one_token_of_each_cell_of_an_image(height: int, width: int, block_size: int) -> None:
-    """Each block has at most one token of any cell of as many tokens as there are blocks, wherever the cells lie."""
-    blocks = blocks_of(order("spread", Grid.image(height, width), block_size), block_size)
-    cells = order("windows", Grid.image(height, width), len(blocks))  # the same cells, by another name
-    cell_of = torch.empty_like(cells)
-    cell_of[cells] = torch.arange(len(cells)) // len(blocks)
-    for block in blocks:
-        assert len(cell_of[block].unique()) == len(block)
 
 
 def test_spread_cells_are_compact() -> None:

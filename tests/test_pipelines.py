@@ -229,13 +229,14 @@ def header(content: bytes) -> bytes:
         (b"GGUF\3\0\0\0", "a GGUF file"),
         (b"PK\3\4" + bytes(40), "a pickle or a zip archive"),
         (b"", "its header is damaged"),
+        (b"not at all", "its header is damaged"),
         (header(b"[]"), "its header is damaged"),
         (header(b'{"a": 5}'), "its header is damaged"),
         (header(b'{"a": {"shape": "x", "data_offsets": [0, 0]}}'), "its header is damaged"),
         (header(b"[" * 100_000), "its header is damaged"),
         (header(b'{"\xff": {}}'), "its header is damaged"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_files_without_weights_are_told_what_they_are(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -393,15 +394,9 @@ def test_the_configuration_that_a_single_file_needs_is_named(checkpoint: Path, m
     )
 
 
-def test_single_files_that_are_no_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"not at all")
-    refused(path, r"is not a readable \.safetensors file")
-    save_file({"lora.up": torch.zeros(1)}, path)
-    refused(path, "is not a Stable Diffusion checkpoint")
-    other = tmp_path / "model.txt"
-    other.write_text("hello")
-    refused(other, r"model\.txt' is not a checkpoint; give a \.safetensors")
+def test_files_of_other_kinds(tmp_path: Path) -> None:
+    (tmp_path / "model.txt").write_text("hello")
+    refused(tmp_path / "model.txt", r"model\.txt' is not a checkpoint; give a \.safetensors")
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "", "cpu:3", "cuda:99", "meta", "xla"])
@@ -421,12 +416,16 @@ def test_defaults() -> None:
     assert pick_device("auto").type in ("cpu", "cuda", "mps")
 
 
-def test_a_hub_id_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(name: str, **options: Any) -> Any:
+def hub_says(monkeypatch: pytest.MonkeyPatch, text: str, cause: Exception | None = None) -> None:
+    def load(name: str, **options: Any) -> Any:
         assert options["use_safetensors"] is True
-        raise OSError(f"cannot reach the hub for {name}\nmore lines")
+        raise OSError(text) from cause
 
-    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", unreachable)
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", load)
+
+
+def test_a_hub_id_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_says(monkeypatch, "cannot reach the hub for it\nmore lines")
     refused("owner/name", "model='owner/name' could not be loaded from the hub, and .* here: cannot reach the hub")
 
 
@@ -436,28 +435,18 @@ def test_a_hub_id_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hub_that_cannot_be_reached_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, error: Exception, failure: bool
 ) -> None:
-    def unreachable(name: str, **options: Any) -> Any:
-        raise OSError("look above") from error
-
-    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", unreachable)
+    hub_says(monkeypatch, "look above", error)
     with pytest.raises(ElfattError) as caught:
         elfatt_sd.load_pipeline("owner/name", device="cpu")
     assert isinstance(caught.value, ElfattFailure) is failure
 
 
 def test_the_variant_is_the_remedy_for_the_hub_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_there(name: str, **options: Any) -> Any:
-        raise OSError("Error no file named diffusion_pytorch_model.safetensors found")
-
-    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", not_there)
+    hub_says(monkeypatch, "Error no file named diffusion_pytorch_model.safetensors found")
     refused("owner/name", r"give variant='fp16' \(--variant fp16\)")
 
 
 def test_the_cause_of_a_failed_download_is_named_in_one_bearable_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(name: str, **options: Any) -> Any:
-        raise OSError("look at the stacktrace above") from ConnectionError(
-            "404\n\nRepository Not Found " + "for a while " * 99
-        )
-
-    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", unreachable)
+    cause = ConnectionError("404\n\nRepository Not Found " + "for a while " * 99)
+    hub_says(monkeypatch, "look at the stacktrace above", cause)
     refused("owner/name", r"here: 404 Repository Not Found for a while .{100,200} \.\.\.$")

@@ -42,14 +42,13 @@ def controlnet(**changes: Any) -> Any:
     return net
 
 
-def chroma(folder: Path, kind: Any = None, **parts: Any) -> Any:
-    """A Chroma pipeline, or one of its kinds."""
-    from diffusers import ChromaPipeline, ChromaTransformer2DModel
+def chroma_transformer() -> Any:
+    from diffusers import ChromaTransformer2DModel
 
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # diffusers' own import
-        transformer = ChromaTransformer2DModel(
+        return ChromaTransformer2DModel(
             **_BLOCKS,
             joint_attention_dim=tiny_pixart.TEXT_WIDTH,
             axes_dims_rope=(4, 6, 6),
@@ -57,12 +56,18 @@ def chroma(folder: Path, kind: Any = None, **parts: Any) -> Any:
             approximator_hidden_dim=16,
             approximator_layers=1,
         ).eval()
+
+
+def chroma(folder: Path, kind: Any = None, **parts: Any) -> Any:
+    """A Chroma pipeline, or one of its kinds."""
+    from diffusers import ChromaPipeline
+
     given = {
         "scheduler": transformers.flow_scheduler(),
         "vae": vae(),
         "text_encoder": tiny_pixart.text_encoder(),
         "tokenizer": tiny_pixart.tokenizer(folder / "tokenizer"),
-        "transformer": transformer,
+        "transformer": chroma_transformer(),
     }
     return tiny.quiet((kind or ChromaPipeline)(**{**given, **parts}))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from elfatt_sd.evaluation.report.palette import BASE, INK, METHODS, PAPER, RULE
 from elfatt_sd.evaluation.report.plots import drawing, to_png
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import write_file
 from elfatt_sd.phases import Phase
 from elfatt_sd.presets import PRESETS
 
@@ -88,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = parser.parse_args(arguments).folder
     with drawing():
         for name, draw in {"phases": draw_phases, "layer": draw_layer}.items():
-            with atomic_file(folder / f"{name}.png") as file:
-                file.write(to_png(draw()))
+            write_file(folder / f"{name}.png", to_png(draw()))
 
 
 if __name__ == "__main__":

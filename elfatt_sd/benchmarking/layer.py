@@ -106,19 +106,6 @@ def layer(
     return record.results
 
 
-def growth(*, tokens: Sequence[int] = (4096, 9216, 16384, 36864, 65536), **options: Any) -> Results:
-    """Time a layer over sizes and fit the exponent of its growth with the tokens.
-
-    Args:
-        tokens: sizes of square grids.
-        **options: of `layer`.
-
-    Returns:
-        As `layer`, and `exponents` by part and variant.
-    """
-    return layer(tokens=tokens, kind="growth", **options)
-
-
 def _expected(rows: Sequence[dict[str, Any]], name: str, tokens: int) -> float:
     """Expect a call's time from the last size, as if its cost were quadratic."""
     own = [row for row in rows if row["method"] == name]

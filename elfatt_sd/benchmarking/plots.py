@@ -12,7 +12,7 @@ from typing import Any
 from elfatt_sd.benchmarking.names import is_reference
 from elfatt_sd.benchmarking.rows import Results, own_part
 from elfatt_sd.benchmarking.tables import groups, markdown
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import atomic_file, write_file
 from elfatt_sd.optional import need
 
 
@@ -29,8 +29,7 @@ def plot(results: Results) -> Any:
 def save(results: Results, path: Path) -> list[Path]:
     """Write a Markdown table and a plot next to the JSON file of results; return the paths of the three."""
     table, picture = path.with_suffix(".md"), path.with_suffix(".png")
-    with atomic_file(table) as file:
-        file.write(markdown(results).encode())
+    write_file(table, markdown(results).encode())
     with atomic_file(picture) as file:
         plot(results).savefig(file, format="png", dpi=150)
     return [path, table, picture]

@@ -25,7 +25,7 @@ from elfatt_sd.benchmarking.names import (
 )
 from elfatt_sd.benchmarking.presets import MERGING, VARIATIONS
 from elfatt_sd.calls import STATE, Call
-from elfatt_sd.choosing import fitted
+from elfatt_sd.choosing import fits, fitted
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.families import family_of, find_layers, levels_of, main_denoiser, select_layers
 from elfatt_sd.families.unet import UNet
@@ -261,14 +261,8 @@ def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named
     Raises:
         ElfattError: a named method does not go with the denoiser.
     """
-    found = []
-    for config in configs:
-        try:
-            found.append(fitted(config, {"denoiser": denoiser}))
-        except ElfattError:
-            if named:
-                raise
-    return found
+    denoisers = {"denoiser": denoiser}
+    return [fitted(config, denoisers) for config in configs if named or fits(config, denoisers)]
 
 
 def fitting(lineup: Lineup, denoiser: nn.Module) -> Lineup:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.decoding import decode as decode
 from elfatt_sd.evaluation.entries import Entry, Source, key, parent, sorted_out, stamp
 from elfatt_sd.optional import need
 

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from elfatt_sd.cli_options import Force
 from elfatt_sd.config import ElfattError
-from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, output, quiet_libraries
+from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, optional, output, quiet_libraries
 from elfatt_sd.evaluation.prompt_files import read_prompts
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import Protocol, check_protocol_fits
@@ -27,7 +28,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
-Force = Annotated[bool, typer.Option("--force", help="Draw even what is estimated not to fit into memory.")]
 Reuse = Annotated[
     list[Path] | None,
     typer.Option(metavar="RUN", help="Another run, whose rows are copied where they are the same; several times."),
@@ -37,45 +37,18 @@ PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[str, typer.Argument(metavar="PROTOCOL", help="A TOML file, or the name of one under eval/.")],
         inspect.Parameter.empty,
     ),
-    "set": (
-        Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Change a value, as in time.repeats=10.")],
-        None,
+    "set": optional(list[str], metavar="KEY=VALUE", help="Change a value, as in time.repeats=10."),
+    "limit": optional(int, min=1, help="A quick look: so many images a row, and short timing and memory."),
+    "model": optional(str, help="In place of the protocol's model."),
+    "variant": optional(str, help="Of its weights: fp16 loads *.fp16.safetensors."),
+    "device": optional(str, help="In place of the protocol's device."),
+    "dtype": optional(str, help="In place of the protocol's dtype."),
+    "prompts": optional(str, metavar="FILE", help="Prompts: one a line, .csv, .tsv or .jsonl; in place of labels."),
+    "reference": optional(str, metavar="SOURCE", help="Folder, tar, zip, shards, parquet, .npz, or toy."),
+    "allow_count": optional(
+        bool, "--allow-count", help="Take a reference of another size; the metric's name then says so."
     ),
-    "limit": (
-        Annotated[
-            int | None, typer.Option(min=1, help="A quick look: so many images a row, and short timing and memory.")
-        ],
-        None,
-    ),
-    "model": (Annotated[str | None, typer.Option(help="In place of the protocol's model.")], None),
-    "variant": (
-        Annotated[str | None, typer.Option(help="Variant of its weights: fp16 loads *.fp16.safetensors.")],
-        None,
-    ),
-    "device": (Annotated[str | None, typer.Option(help="In place of the protocol's device.")], None),
-    "dtype": (Annotated[str | None, typer.Option(help="In place of the protocol's dtype.")], None),
-    "prompts": (
-        Annotated[
-            str | None,
-            typer.Option(metavar="FILE", help="Prompts: one a line, .csv, .tsv or .jsonl; in place of labels."),
-        ],
-        None,
-    ),
-    "reference": (
-        Annotated[str | None, typer.Option(metavar="SOURCE", help="Folder, tar, zip, shards, parquet, .npz, or toy.")],
-        None,
-    ),
-    "allow_count": (
-        Annotated[
-            bool | None,
-            typer.Option("--allow-count", help="Take a reference of another size; the metric's name then says so."),
-        ],
-        None,
-    ),
-    "inception_weights": (
-        Annotated[str | None, typer.Option(metavar="FILE", help="Inception's weights, for use offline.")],
-        None,
-    ),
+    "inception_weights": optional(str, metavar="FILE", help="Inception's weights, for use offline."),
 }
 _KEYS = {"prompts": "prompts.file", "reference": "reference.source", "allow_count": "reference.allow_count"}
 

@@ -187,10 +187,12 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
         reuse: folders of other runs.
     """
     from elfatt_sd.evaluation.metrics.scores import check_feature_metrics, load_metrics
-    from elfatt_sd.evaluation.reference import check_source
+    from elfatt_sd.evaluation.reference import Wanted
     from elfatt_sd.evaluation.score import load_extractors, network_device, score_inputs
 
     protocol = runnable = run.protocol
+    given = protocol.reference
+    reference = Wanted(given.source, expected=given.count, allow_count=given.allow_count, per_class=given.per_class)
     if _reason_against(lambda: check_device(protocol)):
         runnable = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
 
@@ -207,7 +209,7 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
         run.check,
         *(functools.partial(Run.open, other) for other in reuse),
         *first_checks(protocol),
-        *([lambda: check_source(protocol.reference)] if protocol.extractors else []),
+        *([reference.check] if protocol.extractors else []),
         *(functools.partial(each_extractor, spec) for spec in protocol.extractors),
         lambda: load_extractors(runnable),
         *(functools.partial(each_metric, choice) for choice in protocol.metrics),

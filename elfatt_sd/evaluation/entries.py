@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
-from elfatt_sd.evaluation.decoding import decode as decode
 from elfatt_sd.evaluation.decoding import is_image
 
 # Of what is meant as an image, whether it can be read or not; of what never is one; and what systems leave behind.

@@ -12,8 +12,6 @@ import io
 import json
 import math
 import warnings
-import zipfile
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,11 +28,13 @@ from elfatt_sd.evaluation.decoding import decode, pixels_of
 from elfatt_sd.evaluation.entries import Entry, Source
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
-from elfatt_sd.files import atomic_file
+from elfatt_sd.evaluation.statistics import DAMAGED
+from elfatt_sd.files import atomic_file, write_file
 from elfatt_sd.progress import Lines, Progress
 
 LARGE = 1 << 25  # pixels of an image of which one at a time is held: 100 MB of them, and several times that to decode
 CHUNK = 1024  # images that are committed together
+BATCH = 32  # images that go through the network together
 Decoded = np.ndarray[Any, np.dtype[np.uint8]] | str  # an image `[h, w, 3]`, or its name and what is wrong
 FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
 RESIZES = ("none", "crop", "stretch")
@@ -105,7 +105,7 @@ class Pictures(Protocol):
         """Yield the images of a range in order, with bounded look-ahead."""
 
 
-class SourcePictures:
+class SourceImages:
     """Images of a source, decoded by a few threads."""
 
     def __init__(self, source: Source, preprocessing: Preprocessing, threads: int = 4) -> None:
@@ -198,7 +198,6 @@ def extract(
     extractor: Extractor,
     folder: Path,
     *,
-    batch_size: int,
     progress: Progress | None = None,
     name: str = "",
 ) -> Extracted:
@@ -210,7 +209,6 @@ def extract(
         pictures: what to look at.
         extractor: the network.
         folder: where the chunks go; its name must tell images and extractor, and all processes must see it.
-        batch_size: images per pass through the network.
         progress: called with what is looked at, the number of images done, and their total.
         name: what the images are called there, in addition to the extractor.
 
@@ -226,7 +224,7 @@ def extract(
         for number in range(state.process_index, len(paths), state.num_processes):
             if _read_chunk(paths[number]) is None:
                 start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
-                _write_chunk(paths[number], *_extract_range(pictures, extractor, start, stop, batch_size, tell))
+                _write_chunk(paths[number], *_extract_range(pictures, extractor, start, stop, tell))
 
     with quiet_pillow():
         together(write_share)
@@ -238,7 +236,6 @@ def _extract_range(
     extractor: Extractor,
     start: int,
     stop: int,
-    batch_size: int,
     tell: Callable[[int, int], None] | None,
 ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]:
     features: list[Tensor] = []
@@ -249,7 +246,7 @@ def _extract_range(
             unreadable.append(picture)
         else:
             batch.append(picture)
-        whole = len(batch) == batch_size or sum(each.size for each in batch) > 3 * LARGE
+        whole = len(batch) == BATCH or sum(each.size for each in batch) > 3 * LARGE
         if whole or (done == stop and batch):
             features.append(_features(extractor, batch))
             batch = []
@@ -272,13 +269,13 @@ def _read_chunk(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list
     try:
         with np.load(path, allow_pickle=False) as data:
             features, unreadable = data["features"], json.loads(str(data["unreadable"]))
-    except (OSError, EOFError, KeyError, ValueError, SyntaxError, zipfile.BadZipFile, zlib.error):
+    except DAMAGED:
         return None
-    return (features, unreadable) if features.ndim == 2 and features.dtype == np.float32 else None
+    named = isinstance(unreadable, list) and all(isinstance(name, str) for name in unreadable)
+    return (features, unreadable) if features.ndim == 2 and features.dtype == np.float32 and named else None
 
 
 def _write_chunk(path: Path, features: np.ndarray[Any, Any], unreadable: list[str]) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, features=features, unreadable=np.array(json.dumps(unreadable)))
-    with atomic_file(path) as file:
-        file.write(buffer.getvalue())
+    write_file(path, buffer.getvalue())

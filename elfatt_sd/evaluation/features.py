@@ -10,17 +10,16 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from msgspec import Meta, Struct
 from torch import Tensor, nn
 from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation import vision
 from elfatt_sd.files import sha256_of_data, sha256_of_file
 from elfatt_sd.optional import need
-from elfatt_sd.typed import read_typed, refused
 
 EXTRACTORS = ("inception", "inception:pytorch-fid", "inception:clean-fid", "toy", "clip:DIR", "dinov2:DIR")
 # The network of the original FID, converted for PyTorch: published by pytorch-fid and torch-fidelity as the same file.
@@ -35,9 +34,6 @@ INCEPTION_WAYS = {
     "pytorch-fid": "bilinear to 299x299 between pixel centres (no antialiasing), as pytorch-fid",
     "clean-fid": "bicubic with antialiasing to 299x299, clamped to [0, 255], as clean-fid",
 }
-_SIZES = {384: "S", 768: "B", 1024: "L", 1280: "H", 1536: "g", 1664: "bigG"}  # of vision transformers, by their width
-_USUAL_EDGE, _LARGEST_EDGE = 224, 10_000
-Colour = Annotated[list[float], Meta(min_length=3, max_length=3)]  # red, green and blue
 _VISION_NAMES = {"clip": "FD-CLIP", "dinov2": "FD-DINOv2"}
 _MODEL_TYPES = {"clip": ("clip", "clip_vision_model"), "dinov2": ("dinov2", "dinov2_with_registers")}
 
@@ -108,7 +104,7 @@ class ToyExtractor(Extractor):
         super().__init__("toy", "FD-toy", 64, network, {"resize": resize, "scale": "[-1, 1]", "sha256": sha256})
 
     def _features(self, images: Tensor) -> Tensor:
-        features: Tensor = self.network(_resized(images, (TOY_SIZE, TOY_SIZE)) / 255)
+        features: Tensor = self.network(vision.resized(images, (TOY_SIZE, TOY_SIZE)) / 255)
         return features
 
     @torch.no_grad()
@@ -137,7 +133,7 @@ class InceptionExtractor(Extractor):
         if self.way == "pytorch-fid":
             pixels = 2 * functional.interpolate(pixels / 255, size=size, mode="bilinear", align_corners=False) - 1
         else:
-            pixels = (_resized(pixels, size) - 128) / 128
+            pixels = (vision.resized(pixels, size) - 128) / 128
         for name, layer in self.network.named_children():  # in the order of the pass, up to the class scores
             if name == "fc":
                 break
@@ -146,10 +142,7 @@ class InceptionExtractor(Extractor):
 
 
 class VisionExtractor(Extractor):
-    """A vision transformer from a local directory.
-
-    CLIP gets the centre of images whose shorter side is resized, DINOv2 the whole image, as in Stein et al. 2023.
-    """
+    """A vision transformer from a local directory, whose images are prepared as in Stein et al. 2023."""
 
     def __init__(self, kind: str, network: nn.Module, dimension: int, recipe: dict[str, Any]) -> None:
         """Take a model of transformers.
@@ -164,21 +157,10 @@ class VisionExtractor(Extractor):
         resize = f"bicubic with antialiasing: {part}, clamped to [0, 255]"
         distance_name = f"{_VISION_NAMES[kind]} ({recipe['model']})"
         super().__init__(kind, distance_name, dimension, network, {"resize": resize, **recipe})
-        self.mean: Tensor
-        self.std: Tensor
-        self.kind, self.edge, self.crop = kind, recipe["shortest_edge"], recipe["crop"]
-        for name in ("mean", "std"):
-            self.register_buffer(name, torch.tensor(recipe[name], dtype=torch.float32)[:, None, None], persistent=False)
+        self.kind, self.recipe = kind, recipe
 
     def _features(self, images: Tensor) -> Tensor:
-        if self.kind == "clip":
-            height, width = images.shape[2:]
-            ratio = self.edge / min(height, width)
-            pixels = _centre_crop(_resized(images, (round(height * ratio), round(width * ratio))), self.crop)
-        else:
-            pixels = _resized(images, (self.crop, self.crop))
-        pixels = (pixels / 255 - self.mean) / self.std
-        output = self.network(pixel_values=pixels)
+        output = self.network(pixel_values=vision.to_input(images, self.kind, self.recipe))
         features: Tensor = output.image_embeds if self.kind == "clip" else output.last_hidden_state[:, 0]
         return features
 
@@ -258,95 +240,17 @@ def _load_toy() -> Extractor:
 
 
 def _load_vision(kind: str, folder: Path) -> Extractor:
-    if not os.path.isfile(folder / "config.json"):
-        accepted = "give a local directory of a transformers model"
-        raise ElfattError(f"extractor {kind}:{folder} has no config.json; {accepted}.")
-    from transformers import AutoConfig, AutoModel, CLIPVisionModelWithProjection
+    from transformers import AutoModel, CLIPVisionModelWithProjection
 
-    loader: Any = CLIPVisionModelWithProjection if kind == "clip" else AutoModel
-    options: dict[str, Any] = {"local_files_only": True, "torch_dtype": torch.float32, "output_loading_info": True}
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        if config.model_type not in _MODEL_TYPES[kind]:
-            accepted = ", ".join(_MODEL_TYPES[kind])
-            raise ElfattError(f"extractor {kind}:{folder} is of type {config.model_type}; accepted: {accepted}.")
-        if config.model_type == "clip":  # text and images, which share the size of the projection
-            config.vision_config.projection_dim = config.projection_dim
-            config = config.vision_config
-        network, report = loader.from_pretrained(folder, config=config, **options)
-    except ElfattError:
-        raise
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise ElfattError(f"extractor {kind}:{folder} cannot be loaded ({str(error).splitlines()[0]}).") from error
-    missing = sorted(report["missing_keys"])  # which transformers fills with random numbers
-    if missing:
-        raise ElfattError(f"extractor {kind}:{folder} lacks {len(missing)} of its weights, first {missing[0]}.")
+    who = f"extractor {kind}:{folder}"
+    config = vision.read_config(folder, who, _MODEL_TYPES[kind], "a local directory of a transformers model")
+    if config.model_type == "clip":  # text and images, which share the size of the projection
+        config.vision_config.projection_dim = config.projection_dim
+        config = config.vision_config
+    network = vision.read_model(folder, who, CLIPVisionModelWithProjection if kind == "clip" else AutoModel, config)
     dimension = config.projection_dim if kind == "clip" else config.hidden_size
-    recipe = _vision_recipe(kind, folder, config.image_size)
-    return VisionExtractor(kind, network, dimension, {"model": _model_title(config, recipe["crop"]), **recipe})
-
-
-def _model_title(config: Any, edge: int) -> str:
-    """Name a vision transformer as its makers do: `ViT-L/14`, and `@336` where its images are not of 224 pixels."""
-    size = _SIZES.get(config.hidden_size)
-    base = f"ViT-{size}/{config.patch_size}" if size else f"ViT of width {config.hidden_size}/{config.patch_size}"
-    registers = "-reg" if getattr(config, "num_register_tokens", 0) else ""
-    return base + registers + (f"@{edge}" if edge != _USUAL_EDGE else "")
-
-
-class _Processor(Struct, frozen=True):
-    """What `preprocessor_config.json` of transformers says."""
-
-    crop_size: Any = None
-    size: Any = None
-    image_mean: Colour | None = None
-    image_std: Colour | None = None
-
-
-def _vision_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
-    """The directory's own preprocessing; the model's usual one where it has none."""
-    path = folder / "preprocessor_config.json"
-    stored = read_typed(path, _Processor, "download the model again") or _Processor()
-    if kind == "dinov2":
-        image_size = min(image_size, _USUAL_EDGE)  # the model takes larger ones, the metric does not
-    clip = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
-    mean, std = clip if kind == "clip" else ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    crop = _edge(path, stored.crop_size, image_size)
-    return {
-        "crop": crop,
-        "shortest_edge": max(crop, _edge(path, stored.size, crop)),
-        "mean": stored.image_mean or mean,
-        "std": stored.image_std or std,
-        "sha256": sha256_of_data({file.name: sha256_of_file(file) for file in _model_files(folder)}),
-    }
-
-
-def _edge(path: Path, size: Any, default: int) -> int:
-    """A side in pixels from the forms in which transformers stores it."""
-    if isinstance(size, dict):
-        size = size.get("shortest_edge", size.get("height"))
-    if size is None:
-        return default
-    if not isinstance(size, int) or not 0 < size <= _LARGEST_EDGE:
-        raise refused(f"{path}: a size of {size!r}", f"pixels from 1 to {_LARGEST_EDGE}")
-    return size
-
-
-def _model_files(folder: Path) -> list[Path]:
-    kinds = {".json", ".safetensors", ".bin"}
-    return [path for path in sorted(folder.iterdir()) if path.suffix in kinds and path.is_file()]
-
-
-def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Float images in [0, 255] of the given height and width; untouched where they have it."""
-    if tuple(images.shape[2:]) == size:
-        return images.float()
-    return functional.interpolate(images.float(), size=size, mode="bicubic", antialias=True).clamp(0, 255)
-
-
-def _centre_crop(images: Tensor, side: int) -> Tensor:
-    top, left = ((length - side) // 2 for length in images.shape[2:])
-    return images[:, :, top : top + side, left : left + side]
+    recipe = vision.read_recipe(kind, folder, config.image_size)
+    return VisionExtractor(kind, network, dimension, {"model": vision.model_title(config, recipe["crop"]), **recipe})
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from elfatt_sd.evaluation.images import denoiser
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import write_file
 
 
 def exact_calls(cell: Cell, steps: int) -> int:
@@ -94,5 +94,4 @@ def first_steps(pipe: Any, path: Path, calls: int) -> Iterator[None]:
     if len(outputs) > len(known):
         content = io.BytesIO()  # of a disk that is full, torch.save itself tells in words of its own
         torch.save(outputs, content)
-        with atomic_file(path) as file:
-            file.write(content.getbuffer())
+        write_file(path, content.getvalue())

@@ -41,7 +41,7 @@ from elfatt_sd.evaluation.provenance import image_environment
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.reuse import take_over
 from elfatt_sd.evaluation.run import Row, Run
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import write_file
 from elfatt_sd.optional import need
 from elfatt_sd.peers import packages_of
 
@@ -173,8 +173,7 @@ def _write_png(path: Path, pixels: Tensor) -> str:
     pixels = pixels.reshape(-1, *pixels.shape[-2:])
     buffer = io.BytesIO()
     Image.fromarray(pixels.numpy()).save(buffer, format="PNG")
-    with atomic_file(path) as file:
-        file.write(buffer.getvalue())
+    write_file(path, buffer.getvalue())
     return hashlib.sha256(buffer.getvalue()).hexdigest()
 
 

@@ -18,12 +18,11 @@ import torch
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.decoding import DECODING
-from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, SourcePictures, extract
+from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, SourceImages, extract
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.kernel import KERNEL_SAMPLE
 from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
 from elfatt_sd.evaluation.prompts import MOST_IMAGES
-from elfatt_sd.evaluation.protocols import Reference as Settings
 from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.renders import Renders
 from elfatt_sd.evaluation.sources import left_out_words, open_source
@@ -62,18 +61,71 @@ class Reference:
     description: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Which reference there must be.
+
+    Attributes:
+        source: images (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT`
+            (`toy` for `expected` ones): held-out images of the toy's renderer.
+        preprocessing: what happens before the extractor.
+        expected: the number of images that there must be.
+        allow_count: accept another number.
+        per_class: take only the first so many images of each class; 0 takes all.
+        classes: for renders, classes of the toy's list in proportion to which they are drawn; all by default.
+    """
+
+    source: str
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    expected: int = FULL_COUNT
+    allow_count: bool = False
+    per_class: int = 0
+    classes: Sequence[int] = ()
+
+    @property
+    def moments(self) -> bool:
+        """Whether it is a file of moments, of this or another tool."""
+        return Path(self.source).suffix.lower() == ".npz"
+
+    @property
+    def rendered(self) -> bool:
+        """Whether its images are renders."""
+        return self.source == "toy" or self.source.partition(":")[0] == "renders"
+
+    def check_given(self) -> None:
+        """Refuse a reference that is not named.
+
+        Raises:
+            ElfattError: it is not.
+        """
+        if not self.source:
+            accepted = "a folder, tar, zip, shards, parquet or .npz"
+            raise ElfattError(f"reference.source is missing; give --reference with {accepted}.")
+
+    def check(self) -> None:
+        """Check what can be checked without an extractor.
+
+        Raises:
+            ElfattError: it is missing or of another kind, or the number of images is not the expected one.
+        """
+        self.check_given()
+        if self.moments:
+            _check_moments(Path(self.source))
+        elif not self.rendered:
+            found = open_source(self.source, self.per_class)
+            self.check_count(len(found.entries), found.left_out)
+
+    def check_count(self, count: int, left_out: Sequence[str] = ()) -> None:
+        """Refuse another number of images than the expected one, unless that is allowed."""
+        if count != self.expected and not self.allow_count:
+            remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
+            words = left_out_words(left_out)
+            said = f"{count} pictures{words and f' ({words})'}"
+            raise ElfattError(f"reference {self.source} has {said}; accepted are {self.expected}, or {remedy}.")
+
+
 def build_reference(
-    source: str | Path,
-    extractor: Extractor,
-    *,
-    cache_dir: Path,
-    preprocessing: Preprocessing | None = None,
-    expected: int = FULL_COUNT,
-    allow_count: bool = False,
-    per_class: int = 0,
-    classes: Sequence[int] = (),
-    batch_size: int = 32,
-    progress: Progress | None = None,
+    wanted: Wanted, extractor: Extractor, *, cache_dir: Path, progress: Progress | None = None
 ) -> Reference:
     """Compute the statistics of a reference, or take them from the cache.
 
@@ -81,113 +133,55 @@ def build_reference(
     work, and the first one decides; two runs that need the same reference wait for each other.
 
     Args:
-        source: images (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT`
-            (`toy` for `expected` ones): held-out images of the toy's renderer.
+        wanted: which one.
         extractor: the network.
         cache_dir: where results are kept, under a hash of files, preprocessing and extractor.
-        preprocessing: what happens before the extractor; by default nothing.
-        expected: the number of images that there must be.
-        allow_count: accept another number.
-        per_class: take only the first so many images of each class; 0 takes all.
-        classes: for renders, classes of the toy's list in proportion to which they are drawn; all by default.
-        batch_size: images per pass through the network.
         progress: called with what is looked at, the number of images done, and their total.
 
     Raises:
         ElfattError: the source is missing or of another kind, the number of images is not the expected one, or the
             processes of a launch do not see the same cache and the same images.
     """
-    if _is_moments(source):
-        return together(lambda: _from_moments(Path(source), extractor, expected, allow_count))
-    pictures, identity = together(
-        lambda: _pictures(str(source), extractor, preprocessing, expected, allow_count, per_class, classes)
-    )
-    _check_same(str(source), identity)
+    if wanted.moments:
+        return together(lambda: _from_moments(wanted, extractor))
+    pictures, identity = together(lambda: _pictures(wanted, extractor))
+    _check_same(wanted.source, identity)
     check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
     folder = _place(cache_dir, extractor, identity)
     with _one_launch_at_a_time(folder):
         if not by_first(lambda: _parts(folder, extractor.dimension) is not None):
-            chunks = extract(
-                pictures, extractor, folder / "chunks", batch_size=batch_size, progress=progress, name="reference"
-            )
-            description = {"source": str(source), "identity": identity, **_plain(preprocessing)}
+            chunks = extract(pictures, extractor, folder / "chunks", progress=progress, name="reference")
+            description = {"source": wanted.source, "identity": identity, **dataclasses.asdict(wanted.preprocessing)}
             by_first(lambda: _finish(folder, chunks, extractor, description))
-    found = _load(folder, extractor.dimension, str(source), expected, allow_count)
+    found = _load(folder, extractor.dimension, wanted)
     words = left_out_words(pictures.left_out)  # not in the cache: these files are no part of the identity
     return dataclasses.replace(found, description={**found.description, "left_out": words}) if words else found
 
 
-def check_reference(
-    source: str | Path,
-    extractor: Extractor,
-    *,
-    preprocessing: Preprocessing | None = None,
-    expected: int = FULL_COUNT,
-    allow_count: bool = False,
-    per_class: int = 0,
-    classes: Sequence[int] = (),
-) -> str:
+def check_reference(wanted: Wanted, extractor: Extractor) -> str:
     """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives.
-
-    Args:
-        source: as for `build_reference`, as are the other arguments.
-        extractor: the network.
-        preprocessing: what happens before the extractor.
-        expected: the number of images that there must be.
-        allow_count: accept another number.
-        per_class: take only the first so many images of each class.
-        classes: for renders.
 
     Raises:
         ElfattError: the source is missing or of another kind, or the number of images is not the expected one.
     """
-    if _is_moments(source):
-        return _from_moments(Path(source), extractor, expected, allow_count).identity
-    return _pictures(str(source), extractor, preprocessing, expected, allow_count, per_class, classes)[1]
+    return _from_moments(wanted, extractor).identity if wanted.moments else _pictures(wanted, extractor)[1]
 
 
-def pictures_left(source: str | Path, extractor: Extractor, *, cache_dir: Path, **settings: Any) -> int:
+def images_left(wanted: Wanted, extractor: Extractor, cache_dir: Path) -> int:
     """Return how many images `build_reference` would put through an extractor; none where they are cached.
 
     Raises:
         ElfattError: as for `check_reference`.
     """
-    if _is_moments(source):
+    if wanted.moments:
         return 0
-    defaults: dict[str, Any] = {"expected": FULL_COUNT, "allow_count": False, "per_class": 0, "classes": ()}
-    given = {**defaults, "preprocessing": None, **settings}
-    pictures, identity = _pictures(str(source), extractor, **given)
+    pictures, identity = _pictures(wanted, extractor)
     known = _parts(_place(cache_dir, extractor, identity), extractor.dimension) is not None
     return 0 if known else len(pictures)
 
 
 def _place(cache_dir: Path, extractor: Extractor, identity: str) -> Path:
     return cache_dir / f"reference-{extractor.name}-{identity[:16]}"
-
-
-def check_given(source: str | Path) -> None:
-    """Refuse a reference that is not named.
-
-    Raises:
-        ElfattError: it is not.
-    """
-    if not str(source):
-        accepted = "a folder, tar, zip, shards, parquet or .npz"
-        raise ElfattError(f"reference.source is missing; give --reference with {accepted}.")
-
-
-def check_source(wanted: Settings) -> None:
-    """Check what of a reference can be checked without an extractor.
-
-    Raises:
-        ElfattError: it is missing or of another kind, or the number of images is not the expected one.
-    """
-    check_given(wanted.source)
-    if _is_moments(wanted.source):
-        _check_moments(Path(wanted.source))
-    elif not _is_rendered(wanted.source):
-        found = open_source(wanted.source, wanted.per_class)
-        _check_count(wanted.source, len(found.entries), wanted.count, wanted.allow_count, found.left_out)
 
 
 def _check_moments(path: Path) -> None:
@@ -223,58 +217,31 @@ def _one_launch_at_a_time(folder: Path) -> Iterator[None]:
         yield
 
 
-def _plain(preprocessing: Preprocessing | None) -> dict[str, Any]:
-    return dataclasses.asdict(preprocessing or Preprocessing())
-
-
-def _pictures(
-    source: str,
-    extractor: Extractor,
-    preprocessing: Preprocessing | None,
-    expected: int,
-    allow_count: bool,
-    per_class: int,
-    classes: Sequence[int],
-) -> tuple[SourcePictures | Renders, str]:
+def _pictures(wanted: Wanted, extractor: Extractor) -> tuple[SourceImages | Renders, str]:
     """The images, of which there are as many as there must be, and the identity of the reference that they make."""
-    check_given(source)
-    pictures: SourcePictures | Renders
-    if _is_rendered(source):
+    wanted.check_given()
+    source, preprocessing = wanted.source, wanted.preprocessing
+    pictures: SourceImages | Renders
+    if wanted.rendered:
         number = source.partition(":")[2]
         if number and not (re.fullmatch(r"[0-9]{1,8}", number) and 1 < int(number) <= MOST_IMAGES):
             accepted = f"give renders:COUNT with a whole number from 2 to {MOST_IMAGES}"
             raise ElfattError(f"reference {source!r} is not accepted; {accepted}.")
-        pictures = Renders(int(number) if number else expected, classes)
+        pictures = Renders(int(number) if number else wanted.expected, wanted.classes)
         fingerprint = pictures.fingerprint
     else:
-        found = open_source(source, per_class)
-        pictures = SourcePictures(found, preprocessing or Preprocessing())
-        fingerprint = [found.fingerprint, per_class, _plain(preprocessing), _pillow_version(), DECODING]
-    _check_count(source, len(pictures), expected, allow_count, pictures.left_out)
+        found = open_source(source, wanted.per_class)
+        pictures, plain = SourceImages(found, preprocessing), dataclasses.asdict(preprocessing)
+        fingerprint = [found.fingerprint, wanted.per_class, plain, _pillow_version(), DECODING]
+    wanted.check_count(len(pictures), pictures.left_out)
     version = torch.__version__.partition("+")[0]
     return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
-
-
-def _is_moments(source: str | Path) -> bool:
-    return Path(source).suffix.lower() == ".npz"
-
-
-def _is_rendered(source: str) -> bool:
-    return source == "toy" or source.partition(":")[0] == "renders"
 
 
 def _pillow_version() -> str:
     import PIL
 
     return PIL.__version__
-
-
-def _check_count(source: str, count: int, expected: int, allow_count: bool, left_out: Sequence[str] = ()) -> None:
-    if count != expected and not allow_count:
-        remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
-        words = left_out_words(left_out)
-        said = f"{count} images{words and f' ({words})'}"
-        raise ElfattError(f"reference {source} has {said}; accepted are {expected}, or {remedy}.")
 
 
 def _suffix(count: int, resize: str = "none", size: int = 0, full: int = FULL_COUNT) -> str:
@@ -329,28 +296,29 @@ def _parts(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatist
     return data, statistics, sample
 
 
-def _load(folder: Path, dimension: int, source: str, expected: int, allow_count: bool) -> Reference:
+def _load(folder: Path, dimension: int, wanted: Wanted) -> Reference:
     found = _parts(folder, dimension)
     if found is None:
         raise ElfattError(f"cache {folder} is damaged; give the same command to compute it again.")
     data, statistics, sample = found
     count, unreadable, identity = data["count"], data["unreadable"], data["identity"]
-    if count != expected and not allow_count and unreadable:
+    if count != wanted.expected and not wanted.allow_count and unreadable:
         listed = "" if len(unreadable) == 1 else f", all in {folder / 'reference.json'}"
         raise ElfattError(
-            f"reference {source}: {len(unreadable)} images cannot be read, first {unreadable[0]}{listed}; replace "
-            f"what cannot be read, or give --allow-count to go on with the other {count}, which the metric's name will "
-            "then say."
+            f"reference {wanted.source}: {len(unreadable)} pictures cannot be read, first {unreadable[0]}{listed}; "
+            f"replace what cannot be read, or give --allow-count to go on with the other {count}, which the metric's "
+            "name will then say."
         )
-    _check_count(source, count, expected, allow_count)
+    wanted.check_count(count)
     description = {key: value for key, value in data.items() if key != "format"}
-    full = expected if _is_rendered(source) else FULL_COUNT
+    full = wanted.expected if wanted.rendered else FULL_COUNT
     suffix = _suffix(count, data.get("resize", "none"), data.get("size", 0), full)
     return Reference(statistics, sample, count, unreadable, identity, suffix, description)
 
 
-def _from_moments(path: Path, extractor: Extractor, expected: int, allow_count: bool) -> Reference:
+def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
     """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
+    path = Path(wanted.source)
     _check_moments(path)
     mean, covariance, count = load_moments(path)
     if len(mean) != extractor.dimension:
@@ -358,17 +326,12 @@ def _from_moments(path: Path, extractor: Extractor, expected: int, allow_count: 
             f"reference {path} has {len(mean)} features; extractor {extractor.name} needs {extractor.dimension}."
         )
     if count is not None:
-        _check_count(str(path), count, expected, allow_count)
+        wanted.check_count(count)
     suffix = f" (statistics of {path.name})" if count is None else _suffix(count)
     covariance = check_covariance(path, covariance)
     statistics = FeatureStatistics.from_moments(mean, covariance, count or UNKNOWN_COUNT)
     digest = sha256_of_file(path)
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])
-    description: dict[str, Any] = {
-        "source": str(path),
-        "sha256": digest,
-        "count": count,
-        "identity": identity,
-        "unreadable": [],
-    }
+    description: dict[str, Any] = {"source": str(path), "sha256": digest, "count": count, "identity": identity}
+    description["unreadable"] = []
     return Reference(statistics, None, count, [], identity, suffix, description)

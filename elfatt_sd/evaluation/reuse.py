@@ -11,7 +11,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.environment import same_images
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.run import Row, Run
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import write_file
 
 _DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "frames", "negative_prompt", "dtype", "batch", "seed")
 
@@ -68,6 +68,5 @@ def _copy_row(source: Row, row: Row) -> None:
             ) from error
         if hashlib.sha256(content).hexdigest() != made.sha256:
             raise ElfattError(f"{path} is not the image that was generated; row {row.name!r} cannot be reused.")
-        with atomic_file(row.image_file(made.index)) as file:
-            file.write(content)
+        write_file(row.image_file(made.index), content)
     row.finish(source.manifest.read_bytes())

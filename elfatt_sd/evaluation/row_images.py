@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.entries import Entry, Source
-from elfatt_sd.evaluation.extraction import Pictures, Preprocessing, SourcePictures
+from elfatt_sd.evaluation.extraction import Pictures, Preprocessing, SourceImages
 from elfatt_sd.evaluation.run import Row
 from elfatt_sd.files import sha256_of_data
 
@@ -87,7 +87,7 @@ class Images:
     def pictures(self) -> Pictures:
         """All frames, decoded; each file is checked against its hash when it is read."""
         entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
-        files = SourcePictures(Source(entries, self.identity, _read_checked), Preprocessing(), threads=2)
+        files = SourceImages(Source(entries, self.identity, _read_checked), Preprocessing(), threads=2)
         return files if self.frames == 1 else Frames(files, self.frames)
 
 

@@ -21,7 +21,7 @@ from elfatt_sd.evaluation.processes import process_state
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, differences
 from elfatt_sd.evaluation.records import Environment, Failure, MadeImage, RunRecord
-from elfatt_sd.files import atomic_file, nearest_existing, read_plain, write_json
+from elfatt_sd.files import nearest_existing, read_plain, write_file, write_json
 from elfatt_sd.locks import HOLDER_FILE, LOCK_FILE, folder_lock
 from elfatt_sd.typed import check_file, parse_json, read_typed
 
@@ -138,14 +138,12 @@ class Row(RowFolder):
     def add_batch(self, number: int, made: Sequence[MadeImage]) -> None:
         """Commit a batch, whose images are in their places."""
         lines = [json.dumps(msgspec.structs.asdict(each), ensure_ascii=False) + "\n" for each in made]
-        with atomic_file(self.batch_file(number)) as file:
-            file.write("".join(lines).encode())
+        write_file(self.batch_file(number), "".join(lines).encode())
 
     def finish(self, manifest: bytes) -> None:
         """Write the manifest, whose images are in their places."""
         self.failure_file.unlink(missing_ok=True)  # first: no finished row is ever said to have failed
-        with atomic_file(self.manifest) as file:
-            file.write(manifest)
+        write_file(self.manifest, manifest)
         shutil.rmtree(self.batches_folder, ignore_errors=True)
 
     def fail(self, reason: str) -> None:

@@ -6,41 +6,35 @@ was computed once is kept under `RUN/scores`, named by the hash of what it was c
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import accelerators
-from elfatt_sd.evaluation.extraction import Preprocessing, extract
-from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
-from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
+from elfatt_sd.evaluation.extraction import Preprocessing
+from elfatt_sd.evaluation.features import Extractor, load_extractor
+from elfatt_sd.evaluation.frechet import FrechetFigures
 from elfatt_sd.evaluation.intervals import Estimate, Interval, as_list, figure_as_dict, share_interval, verdict
-from elfatt_sd.evaluation.kernel import kernel_distance, kernel_within
 from elfatt_sd.evaluation.metrics.scores import Scorer, check_feature_metrics, load_metrics
 from elfatt_sd.evaluation.pairs import cosines, most_changed, pair_changes, paired
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference, pictures_left
+from elfatt_sd.evaluation.reference import Reference, Wanted, build_reference, check_reference, images_left
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
-from elfatt_sd.evaluation.statistics import batches, read_array
-from elfatt_sd.files import cache_folder, sha256_of_data, write_json
+from elfatt_sd.evaluation.scales import Distance, Scale
+from elfatt_sd.evaluation.statistics import batches
+from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.optional import need
 from elfatt_sd.progress import Progress
 
 FORMAT = 5
-
-Array = np.ndarray[Any, Any]
-Distance = FrechetFigures | Estimate  # of Frechet, or of a kernel
 
 
 def score_run(
@@ -48,7 +42,6 @@ def score_run(
     extractors: Sequence[Extractor] | None = None,
     *,
     folder: Path | None = None,
-    batch_size: int = 32,
     progress: Progress | None = None,
 ) -> None:
     """Score all finished rows of a run and write `scores.json`.
@@ -59,7 +52,6 @@ def score_run(
         run: its baseline is generated.
         extractors: those of its protocol; None loads them.
         folder: where `scores.json` and what it was computed from go; the run's own by default.
-        batch_size: images per pass through an extractor.
         progress: called with what is looked at, the number of images done, and their total.
 
     Raises:
@@ -71,12 +63,12 @@ def score_run(
     place = folder or run.folder
     rows = {row.name: Images.of_row(row, run.protocol.frames, len(run.prompts)) for row in run.finished}
     scales = [
-        Scale(extractor, _reference(run.protocol, extractor, batch_size, progress), place / "scores")
+        Scale(extractor, _reference(run.protocol, extractor, progress), place / "scores")
         for extractor in (load_extractors(run.protocol) if extractors is None else extractors)
     ]
     for scale in scales:
         for images in rows.values():
-            scale.extract(images, batch_size, progress)
+            scale.extract(images, progress)
 
     def finish() -> None:
         cache, toy, baseline = place / "scores", run.protocol.of_toy, rows[run.baseline.name]
@@ -124,13 +116,13 @@ def network_device(protocol: Protocol) -> str:
     return str(state.device) if several else "cuda" if "cuda" in accelerators() else "cpu"
 
 
-def build_references(protocol: Protocol, *, batch_size: int = 32, progress: Progress | None = None) -> list[Reference]:
+def build_references(protocol: Protocol, *, progress: Progress | None = None) -> list[Reference]:
     """Compute a protocol's reference for each extractor, or take it from the cache.
 
     Raises:
         ElfattError: reference or extractor are missing, or the number of images is another.
     """
-    return [_reference(protocol, extractor, batch_size, progress) for extractor in load_extractors(protocol)]
+    return [_reference(protocol, extractor, progress) for extractor in load_extractors(protocol)]
 
 
 def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
@@ -145,8 +137,8 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[st
     """
     check_feature_metrics(protocol.metrics, extractors)
     metrics = load_metrics(protocol.metrics, network_device(protocol))
-    source, settings = protocol.reference.source, _reference_settings(protocol)
-    found = {each.distance_name: check_reference(source, each, **settings) for each in extractors}
+    wanted = wanted_reference(protocol)
+    found = {each.distance_name: check_reference(wanted, each) for each in extractors}
     return found | {f"metric {each.name}": each.identity for each in metrics}
 
 
@@ -156,118 +148,24 @@ def reference_left(protocol: Protocol, extractor: Extractor) -> int:
     Raises:
         ElfattError: the reference is missing, or the number of images is another.
     """
-    settings = _reference_settings(protocol)
-    return pictures_left(protocol.reference.source, extractor, cache_dir=cache_folder(), **settings)
+    return images_left(wanted_reference(protocol), extractor, cache_folder())
 
 
-def _reference(protocol: Protocol, extractor: Extractor, batch_size: int, progress: Progress | None) -> Reference:
-    place = cache_folder()
+def _reference(protocol: Protocol, extractor: Extractor, progress: Progress | None) -> Reference:
+    wanted, place = wanted_reference(protocol), cache_folder()
     with clear_disk_errors(place):
-        return build_reference(
-            protocol.reference.source,
-            extractor,
-            cache_dir=place,
-            batch_size=batch_size,
-            progress=progress,
-            **_reference_settings(protocol),
-        )
+        return build_reference(wanted, extractor, cache_dir=place, progress=progress)
 
 
-def _reference_settings(protocol: Protocol) -> dict[str, Any]:
-    """Return what decides a reference besides its source and the extractor, as `build_reference` takes it."""
-    wanted = protocol.reference
-    return {
-        "preprocessing": Preprocessing(wanted.size, wanted.resize, wanted.filter),
-        "expected": wanted.count,
-        "allow_count": wanted.allow_count,
-        "per_class": wanted.per_class,
-        "classes": [prompt.class_index for prompt in run_prompts(protocol)] if protocol.of_toy else (),
-    }
+def wanted_reference(protocol: Protocol) -> Wanted:
+    """Return which reference a protocol asks for."""
+    given = protocol.reference
+    preprocessing = Preprocessing(given.size, given.resize, given.filter)
+    classes = [prompt.class_index for prompt in run_prompts(protocol)] if protocol.of_toy else ()
+    return Wanted(given.source, preprocessing, given.count, given.allow_count, given.per_class, classes)
 
 
-class Scale:
-    """An extractor with its reference: what rows are measured on."""
-
-    def __init__(self, extractor: Extractor, reference: Reference, cache: Path) -> None:
-        """Take both, and the folder for features."""
-        self.extractor, self.reference, self.cache = extractor, reference, cache
-        self.distance_name = extractor.distance_name + reference.metric_suffix
-        self.kernel_name = extractor.kernel_name + reference.metric_suffix
-        self.sample = reference.sample
-        self._known: dict[str, dict[str, Distance]] = {}
-        self._right: dict[str, dict[str, Tensor]] = {}
-
-    def extract(self, images: Images, batch_size: int, progress: Progress | None = None) -> None:
-        """Compute the features of a row unless they are there.
-
-        Raises:
-            ElfattError: an image was deleted or altered after it was generated.
-        """
-        path = self._path(images)
-        if by_first(lambda: self._read(images) is not None):
-            return
-        parts = path.with_suffix(".parts")
-        options: dict[str, Any] = {"batch_size": batch_size, "progress": progress, "name": images.name}
-        chunks = extract(images.pictures(), self.extractor, parts, **options)
-
-        def join() -> None:
-            chunks.join(path)
-            shutil.rmtree(parts, ignore_errors=True)  # with what a killed process left half-written there
-
-        by_first(join)
-
-    def features(self, images: Images) -> Array:
-        """Features `[n * frames, d]` of a row, memory-mapped float32.
-
-        Raises:
-            ElfattError: an image cannot be read.
-        """
-        found, wanted = self._read(images), len(images.frame_classes)
-        if found is None:
-            raise ElfattError(f"{self._path(images)} is damaged; delete it, and score the run again.")
-        if len(found) != wanted:
-            raise ElfattError(f"row {images.name!r}: {wanted - len(found)} images cannot be read.")
-        return found
-
-    def _read(self, images: Images) -> Array | None:
-        found = read_array(self._path(images), self.extractor.dimension)
-        return None if found is None or len(found) > len(images.frame_classes) else found
-
-    def _path(self, images: Images) -> Path:
-        key = sha256_of_data([images.identity, self.extractor.identity])
-        return self.cache / f"{images.name}-{self.extractor.name}-{key[:16]}.npy"
-
-    def distances(self, images: Images) -> dict[str, Distance]:
-        """The Frechet distance and, where the reference has features, the kernel distance; computed once per row."""
-        if images.name not in self._known:
-            features = self.features(images)
-            classes = images.frame_classes
-            self._known[images.name] = {self.distance_name: frechet_figures(features, self._target, classes)}
-            if self.reference.sample is not None:
-                self._known[images.name][self.kernel_name] = kernel_distance(
-                    features, self.reference.sample, classes, within=self._within
-                )
-        return self._known[images.name]
-
-    @cached_property
-    def _target(self) -> Target:
-        return Target(self.reference.statistics.mean, self.reference.statistics.covariance)
-
-    @cached_property
-    def _within(self) -> float | None:
-        return None if self.reference.sample is None else kernel_within(self.reference.sample)
-
-    def right(self, images: Images) -> dict[str, Tensor]:
-        """Whether each image shows its prompt's attributes: `[n]` of 0 or 1, per attribute; computed once per row.
-
-        Empty where the extractor does not read attributes.
-        """
-        if images.name not in self._right and isinstance(self.extractor, ToyExtractor):
-            self._right[images.name] = _right(self.extractor, self.features(images), images.classes)
-        return self._right.get(images.name, {})
-
-
-def score_cell(images: Images, baseline: Images, scorer: Scorer[Scale], toy: bool = False) -> dict[str, Any]:
+def score_cell(images: Images, baseline: Images, scorer: Scorer, toy: bool = False) -> dict[str, Any]:
     """Score one row.
 
     Args:
@@ -362,11 +260,3 @@ def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) 
             before = Estimate.mean(known, images.classes)
             rows[name]["difference"] = _difference(figure, before, figure.classes, lower_is_better=False)
     return rows
-
-
-def _right(extractor: ToyExtractor, features: Array, classes: Sequence[int]) -> dict[str, Tensor]:
-    from elfatt_sd.toy.renderer import CLASSES, class_labels
-
-    seen = extractor.classify(torch.from_numpy(np.array(features)))
-    wanted = class_labels([CLASSES[number] for number in classes])
-    return {name: (found == wanted[:, place]).to(torch.float64) for place, (name, found) in enumerate(seen.items())}

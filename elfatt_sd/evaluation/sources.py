@@ -16,7 +16,6 @@ from pathlib import Path
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.archives import tables, tars, zips
-from elfatt_sd.evaluation.decoding import decode as decode
 from elfatt_sd.evaluation.entries import BESIDE, Entry, Source, ends, is_litter, parent, sorted_out, stamp
 from elfatt_sd.files import read_plain
 

@@ -106,14 +106,14 @@ def check_inputs(protocol: Protocol) -> None:
 
 def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
     """Return what is to be tried before an extractor is fetched; each raises an `ElfattError`."""
-    from elfatt_sd.evaluation.reference import check_given
+    from elfatt_sd.evaluation.reference import Wanted
 
     checks = [
         lambda: need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers)),
         lambda: check_device(protocol),
         lambda: _check_prompts(protocol),
     ]
-    return [*checks, lambda: check_given(protocol.reference.source)] if protocol.extractors else checks
+    return [*checks, Wanted(protocol.reference.source).check_given] if protocol.extractors else checks
 
 
 def check_device(protocol: Protocol) -> None:

@@ -5,6 +5,8 @@ Legend for shapes: n images, d features.
 
 from __future__ import annotations
 
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -20,6 +22,22 @@ from elfatt_sd.files import atomic_file
 
 Features = Tensor | np.ndarray[Any, Any]  # in memory, or memory-mapped
 COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
+DAMAGED = (  # what NumPy's readers raise for a file that is not whole: of zip, of zlib, of headers that are no Python
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 ROWS = 4096  # rows of a feature file that are in memory at once
 
 
@@ -102,11 +120,9 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
         if isinstance(data, np.ndarray):
             raise ValueError("it holds a single array")
         with data:
-            mean, covariance = (torch.from_numpy(np.asarray(data[key], dtype=np.float64)) for key in ("mu", "sigma"))
+            mean, covariance = (_numbers(key, data[key]) for key in ("mu", "sigma"))
             given = data.get("count")
-    except (OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, SyntaxError) as error:
-        raise ElfattError(f"{path} cannot be read ({error}); {accepted}.") from error
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+    except DAMAGED as error:
         raise ElfattError(f"{path} cannot be read ({error}); {accepted}.") from error
     count = None if given is None else _count(path, given)
     if mean.dim() != 1 or covariance.shape != (len(mean), len(mean)):
@@ -114,7 +130,15 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
         raise ElfattError(f"{path} has {shapes}; accepted are [d] and [d, d].")
     if not (mean.isfinite().all() and covariance.isfinite().all()):
         raise ElfattError(f"{path} holds NaN or infinity; accepted are finite mu and sigma.")
+    if not (mean.square().sum() + covariance.abs().sum()).isfinite():
+        raise ElfattError(f"{path} holds numbers too large for a distance; accepted are means and covariances.")
     return mean, covariance, count
+
+
+def _numbers(name: str, array: np.ndarray[Any, Any]) -> Tensor:
+    if array.dtype.kind not in "iuf":  # a conversion would take texts, dates and the real parts of complex numbers
+        raise TypeError(f"{name} holds {array.dtype}, no real numbers")
+    return torch.from_numpy(array.astype(np.float64))
 
 
 def _count(path: Path, given: np.ndarray[Any, Any]) -> int:
@@ -143,8 +167,9 @@ def check_covariance(path: Path, covariance: Tensor) -> Tensor:
 def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[Any, Any] | None:
     """Return an array `[n, *shape]` of a `.npy` file, memory-mapped; None where there is none that is whole."""
     try:
-        found: np.ndarray[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, SyntaxError):
+        with np.errstate(over="raise"):  # of a shape that lies, whose size would wrap around
+            found: np.ndarray[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except DAMAGED:
         return None
     whole = isinstance(found, np.ndarray) and found.dtype == dtype and found.ndim and found.shape[1:] == shape
     return found if whole else None

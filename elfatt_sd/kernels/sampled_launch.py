@@ -36,7 +36,6 @@ def attend(
     seen: Part | None = None,
     context: Keys | None = None,
     log_context: float = 0.0,
-    scale: float | None = None,
 ) -> Tensor:
     """Attend from each group of queries to its own keys, to what was seen already, and to the context.
 
@@ -50,7 +49,6 @@ def attend(
         seen: what the queries have gathered before, contiguous.
         context: exact keys.
         log_context: added to their logits.
-        scale: of the logits; None is `head_dim ** -0.5`.
 
     Returns:
         As the queries, in their places.
@@ -68,7 +66,7 @@ def attend(
     texts = 0 if context is None else text_k.shape[1]
     numbers: tuple[int, ...] = (arranged.queries, arranged.keys, texts, heads, arranged.group, arranged.step)
     numbers += (arranged.key_group, arranged.step, tokens, max(arranged.cells, 1), arranged.larger)
-    logits = (head_size**-0.5 if scale is None else scale, log_weight, log_context, arranged.log_larger)
+    logits = (head_size**-0.5, log_weight, log_context, arranged.log_larger)
     blocks, options = sizes(head_size)
     flags = {"ORDERED": order is not None, "SEEN": seen is not None, "TEXT": context is not None}
     flags |= {"BIAS": bias is not None, "CELLS": arranged.cells > 0}
@@ -123,7 +121,6 @@ def cells(
     *,
     weighted: bool = True,
     context: Keys | None = None,
-    scale: float | None = None,
 ) -> Tensor:
     """Do what `joint.cell_joint_attention` does; the own cell is seen first, through PyTorch's kernel.
 
@@ -135,7 +132,6 @@ def cells(
         groups: number of groups, more than one.
         weighted: whether sampled keys have weights.
         context: exact keys.
-        scale: of the logits; None is `head_dim ** -0.5`.
 
     Returns:
         As the queries.
@@ -144,8 +140,8 @@ def cells(
     arranged = Arrangement.cells_of(tokens, count, groups, weighted)
     log_weight = math.log(groups) if weighted else 0.0
     log_context = 0.0 if context is None else math.log(context.stands_for)
-    near = near_cells(q, k, v, count, scale)
-    given: dict[str, Any] = {"log_weight": log_weight, "context": context, "log_context": log_context, "scale": scale}
+    near = near_cells(q, k, v, count)
+    given: dict[str, Any] = {"log_weight": log_weight, "context": context, "log_context": log_context}
     matrix = tokens - arranged.larger
     parts = [slice(0, matrix)] + [slice(matrix, None)] * bool(arranged.larger)
     done = []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.config import ElfattError, PatchConfig
 
 if TYPE_CHECKING:
     from elfatt_sd.tuning.tuned import Tuned
@@ -77,11 +77,14 @@ def tune(
         ElfattError: a budget that makes no sense, fewer than two prompts, or a pipeline that cannot be tuned.
         ElfattFailure: a speed that no choice has, or none that is as close as asked.
     """
-    from elfatt_sd.patch import remove_patch
+    from elfatt_sd.patch import patches_of, remove_patch, restored
+    from elfatt_sd.presets import method_named
     from elfatt_sd.request import check_run
     from elfatt_sd.running import check_steps
     from elfatt_sd.tuning.asked import Budget, check_images, measure_named
     from elfatt_sd.tuning.runs import Runs, Settings
+    from elfatt_sd.tuning.search import Search
+    from elfatt_sd.tuning.store import Store
 
     budget = Budget(closeness, speed, memory)
     check_run(steps, guidance, seed, height, width)
@@ -100,49 +103,42 @@ def tune(
     )
     check_steps(pipe, settings.steps)
     settings.check(pipe)
-    before = _patches_of(pipe)
-    remove_patch(pipe)
-    runs = Runs(pipe, settings)
     searched = max(1, len(samples) * SEARCHED // (SEARCHED + HELD_OUT))
-    try:
-        return _tuned(runs, samples, searched, budget, measure, presets, before, progress)
-    finally:
+    with restored(pipe):
+        known = [(name, method_named(name)) for name in PRESETS if presets]
+        known += [("as it was", patch.config) for patch in patches_of(pipe).values()]
         remove_patch(pipe)
-        for patch in before.values():
-            patch.renewed().install()
+        runs = Runs(pipe, settings)
+        record = _record(runs)
+        store = Store(record | {"samples": samples})
+        search = Search(runs, samples, searched, budget, measure, store, _teller(runs, progress))
+        return _tuned(search, known, record)
 
 
-def _tuned(
-    runs: Any,
-    samples: Sequence[Any],
-    searched: int,
-    budget: Any,
-    measure: Any,
-    presets: bool,
-    before: Mapping[str, Any],
-    progress: Tell | None,
-) -> Tuned:
-    from elfatt_sd.tuning.search import Search
-    from elfatt_sd.tuning.store import Store
+def _tuned(search: Any, known: Sequence[tuple[str, PatchConfig]], record: dict[str, Any]) -> Tuned:
+    """Search, and prove what was found.
+
+    Args:
+        search: of which nothing is measured yet.
+        known: what is run for the curve: presets, and the settings that the pipeline was patched with.
+        record: what measurements depend on.
+    """
     from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
-    record = _record(runs)
     start = time.monotonic()
-    store = Store(record | {"samples": samples})
-    search = Search(runs, samples, searched, budget, measure, store, _teller(runs, progress))
     search.measure_untouched()
     search.measure_layers()
     search.check_reachable()
-    for name in (*PRESETS, *before) if presets else before:
-        _run_known(search, name, before)
+    for name, config in known:
+        _run_known(search, name, config)
     choice = search.settle()
     proof = search.prove(choice)
     search.check_proved(proof)
     seconds = search.seconds
     return Tuned(
         UNTOUCHED if proof is None else proof.point.config,
-        budget,
-        measure,
+        search.budget,
+        search.measure,
         proof,
         tuple(search.points),
         tuple(search.curve),
@@ -154,21 +150,12 @@ def _tuned(
     )
 
 
-def _run_known(search: Any, name: str, before: Mapping[str, Any]) -> None:
-    """Run what is known already: a preset, or the settings that the pipeline was patched with."""
-    from elfatt_sd.presets import method_named
-
-    config = before[name].config if name in before else method_named(name)
+def _run_known(search: Any, name: str, config: PatchConfig) -> None:
+    """Run a configuration that was not chosen here."""
     try:
-        search.run_config("as it was" if name in before else name, config, _COMPARED)
+        search.run_config(name, config, _COMPARED)
     except ElfattError as error:  # it does not go with this pipeline
         warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=4)
-
-
-def _patches_of(pipe: Any) -> dict[str, Any]:
-    from elfatt_sd.patch import patches_of
-
-    return patches_of(pipe)
 
 
 def _teller(runs: Any, progress: Tell | None) -> Callable[[str, int], None]:

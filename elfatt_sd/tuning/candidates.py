@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from elfatt_sd.choosing import fitted
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.choosing import fits
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.methods import Merge, attentions
 from elfatt_sd.phases import EXACT, Phase
 
@@ -47,15 +47,7 @@ def bases(tokens: int, denoisers: Mapping[str, nn.Module]) -> list[Phase]:
             found += [Phase(1.0, kind(), merge=Merge(ratio)) for ratio in RATIOS]
         elif not kind.exact and not kind.empty:
             found += [Phase(1.0, choice) for choice in kind.choices(tokens)]
-    return [phase for phase in dict.fromkeys(found) if _goes(phase, denoisers)]
-
-
-def _goes(phase: Phase, denoisers: Mapping[str, nn.Module]) -> bool:
-    try:
-        fitted(PatchConfig("candidate", (phase,)), dict(denoisers))
-    except ElfattError:
-        return False
-    return True
+    return [phase for phase in dict.fromkeys(found) if fits(PatchConfig("candidate", (phase,)), dict(denoisers))]
 
 
 def candidates(measured: Sequence[Phase], steps: int, *, share: bool = True) -> list[Candidate]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from elfatt_sd.evaluation.report.page import flatten
+from elfatt_sd.evaluation.report.page import STYLE, flatten, page_template
 from elfatt_sd.evaluation.report.plots import drawing, to_png
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import write_file
 from elfatt_sd.optional import need
 from elfatt_sd.pictures import side_by_side
 from elfatt_sd.tuning import charts
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from elfatt_sd.tuning.tuned import Tuned
 
-_HERE = Path(__file__).parent
 _SIDE = 512  # pixels of an image on the page
 
 
@@ -33,7 +32,6 @@ def write_page(tuned: Tuned, folder: Path) -> Path:
         OSError: the folder cannot be written.
     """
     need("the page of a tuning", "jinja2", "matplotlib")
-    import jinja2
     from markupsafe import Markup
 
     with drawing():
@@ -45,27 +43,19 @@ def write_page(tuned: Tuned, folder: Path) -> Path:
         plots = {name: to_png(figure) for name, figure in drawn.items() if figure is not None}
     if tuned.proof is not None:
         plots["images"] = _png(_sheet(tuned))
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    style = (_HERE.parent / "evaluation" / "report" / "style.css").read_text(encoding="utf-8")
-    page = environment.get_template("page.html.j2").render(
+    page = page_template(Path(__file__).with_name("page.html.j2")).render(
         tuned=tuned,
         lines=tuned.lines(),
         plots={name: _uri(data) for name, data in plots.items()},
         pairs=_pairs(tuned),
         layers=charts.describe(tuned.config),
         facts=flatten(tuned.record),
-        style=Markup(style),
+        style=Markup(STYLE.read_text(encoding="utf-8")),
     )
-    for name, data in plots.items():
-        with atomic_file(folder / f"{name}.png") as file:
-            file.write(data)
-    path = folder / "index.html"
-    with atomic_file(path) as file:
-        file.write(page.encode("utf-8"))
-    return path
+    files = {f"{name}.png": data for name, data in plots.items()} | {"index.html": page.encode("utf-8")}
+    for name, data in files.items():
+        write_file(folder / name, data)
+    return folder / "index.html"
 
 
 def _pairs(tuned: Tuned) -> list[dict[str, Any]]:
@@ -73,7 +63,6 @@ def _pairs(tuned: Tuned) -> list[dict[str, Any]]:
     proof = tuned.proof
     if proof is None:
         return []
-    far = _farthest_first(tuned)
     return [
         {
             "prompt": proof.samples[number].prompt,
@@ -82,7 +71,7 @@ def _pairs(tuned: Tuned) -> list[dict[str, Any]]:
             "untouched": _uri(_small(proof.untouched[number].frames[0])),
             "tuned": _uri(_small(proof.tuned[number].frames[0])),
         }
-        for number in far
+        for number in _farthest_first(tuned)
     ]
 
 

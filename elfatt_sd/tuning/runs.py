@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.families import main_denoiser
 from elfatt_sd.measuring.clock import Stopwatch
 from elfatt_sd.measuring.memory import PeakMeter
-from elfatt_sd.patch import apply_patch, remove_patch
+from elfatt_sd.patch import apply_patch, restored
 from elfatt_sd.planning import input_grid
 from elfatt_sd.running import dimensions_of, exact_size, guidance_options, taken, watched
 from elfatt_sd.tuning.asked import Measure
@@ -106,19 +105,10 @@ class Runs:
             sample: of what.
             config: the patch; None draws with the pipeline as it is.
         """
-        with self._patched(config):
+        with restored(self.pipe):
+            if config is not None:
+                apply_patch(self.pipe, config)
             return self.draw_as_is(sample)
-
-    @contextmanager
-    def _patched(self, config: PatchConfig | None) -> Iterator[None]:
-        if config is None:
-            yield
-            return
-        apply_patch(self.pipe, config)
-        try:
-            yield
-        finally:
-            remove_patch(self.pipe)
 
     def draw_as_is(self, sample: Sample) -> Drawn:
         """Draw one image with whatever is in the pipeline."""

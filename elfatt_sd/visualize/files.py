@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from elfatt_sd.evaluation.report.plots import to_png
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import write_file
 from elfatt_sd.generation import Result, Studio
 from elfatt_sd.visualize.asked import Asked
 from elfatt_sd.visualize.drawing import draw
@@ -39,6 +39,5 @@ def explain(studio: Studio, results: Sequence[Result], asked: Asked) -> Iterator
         for look in looks:
             number = f"-layer-{layers.index(look.layer) + 1}" if len(layers) > 1 else ""
             path = result.path.with_name(f"{result.path.stem}-explained{number}-step-{look.step + 1}.png")
-            with atomic_file(path) as file:
-                file.write(to_png(draw(look, image)))
+            write_file(path, to_png(draw(look, image)))
             yield path

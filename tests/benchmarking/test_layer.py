@@ -12,7 +12,7 @@ from bench_checks import QUICK, check_saved
 
 import elfatt_sd.benchmarking.layer as layer_bench
 from elfatt_sd import calls as calls_module
-from elfatt_sd.benchmarking.layer import growth, layer
+from elfatt_sd.benchmarking.layer import layer
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.presets import layer_phases
 from elfatt_sd.benchmarking.record import Session
@@ -30,7 +30,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_growth(tmp_path: Path) -> None:
-    results = growth(tokens=[256, 64], block_size=16, **QUICK)
+    results = layer(tokens=[256, 64], block_size=16, kind="growth", **QUICK)
     assert [row["tokens"] for row in results["rows"]] == sorted(row["tokens"] for row in results["rows"])
     assert set(results["exponents"]) == {"attention", "layer"}
     for fitted in results["exponents"].values():

@@ -10,12 +10,7 @@ from cli_checks import call, check_error, files
 
 from elfatt_sd.config import PatchConfig
 
-pytestmark = pytest.mark.usefixtures("library_chatter")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("library_chatter", "own_cache")
 
 
 def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ ONE_LEVEL: dict[str, Any] = {
 }
 EXACT_FIRST = PatchConfig("exact first", (Phase(0.3), Phase(1.0, "block", block_size=16, block_order="spread")))
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 
 class Graphs:
     """A backend that counts the graphs it is given and runs them as they are."""
@@ -34,13 +35,6 @@ class Graphs:
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         self.count += 1
         return graph.forward
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def wrap(unet: Any, **options: Any) -> Any:

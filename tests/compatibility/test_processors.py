@@ -90,44 +90,6 @@ def test_what_replaces_plain_attention_by_its_like_leaves_the_patch(pipe: Any, r
     assert all(processors(pipe)[f"unet.{name}"[: -len(".processor")]] is found for name, found in others.items())
 
 
-class Mine(AttnProcessor2_0):  # type: ignore[misc]
-    """A processor of the user's own, which is called where it was put."""
-
-    seen = 0
-
-    def __call__(self, attn: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        Mine.seen += 1
-        return super().__call__(attn, hidden_states, *args, **kwargs)
-
-
-def test_what_displaces_a_patch_is_named_once(pipe: Any) -> None:
-    run = runner(pipe)
-    untouched = run()
-    elfatt_sd.apply_patch(pipe, TWO_PHASES)
-    pipe.unet.set_attn_processor(Mine())
-    others = processors(pipe)
-    first = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
-    with pytest.warns(UserWarning, match=rf"3 patched layers .*\(Mine\).*{first}"), recorded() as calls:
-        displaced = run()
-    assert not calls
-    assert torch.allclose(displaced, untouched, atol=1e-3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run()
-    elfatt_sd.remove_patch(pipe)
-    assert all(processors(pipe)[name] is found for name, found in others.items())  # not what was there before
-
-
-def test_a_processor_of_the_users_own_runs_in_exact_phases(pipe: Any) -> None:
-    pipe.unet.set_attn_processor(Mine())
-    settings: dict[str, Any] = {"block_size": 16, "active_fraction": 0.5, "levels": 1}
-    elfatt_sd.apply_patch(pipe, "elfatt-fast", take_over=["Mine"], **settings)
-    Mine.seen = 0
-    runner(pipe)()
-    everywhere, patched = len(pipe.unet.attn_processors), 3
-    assert Mine.seen == 4 * everywhere - 2 * patched
-
-
 def test_a_pipeline_without_a_unet() -> None:
     transformer = diffusers.DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=4, in_channels=4, num_layers=1, sample_size=8, norm_num_groups=4

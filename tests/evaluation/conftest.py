@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,24 @@ def finished_run(workplace: Path, full_protocol: Protocol) -> Path:
         draw_few_plots(patch)
         evaluate(Run(workplace / "run", full_protocol), lambda line: None, show_progress=False)
     return workplace / "run"
+
+
+@pytest.fixture
+def shared_cache(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache that `finished_run` has filled."""
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is measured in this process in place of fresh ones."""
+    monkeypatch.setattr(memory, "run_worker", memory.measure_peaks)
+
+
+@pytest.fixture
+def copy(finished_run: Path, shared_cache: None, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
 @pytest.fixture(scope="session")

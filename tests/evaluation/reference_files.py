@@ -14,8 +14,10 @@ import torch
 from extractors import regions
 from PIL import Image
 
-from elfatt_sd.evaluation.reference import Reference, build_reference
+from elfatt_sd.evaluation.features import Extractor
+from elfatt_sd.evaluation.reference import Reference, Wanted, build_reference
 from elfatt_sd.evaluation.statistics import FeatureStatistics
+from elfatt_sd.progress import Progress
 
 COUNT = 12
 
@@ -125,8 +127,15 @@ def parquet(folder: Path) -> Path:
 KINDS = (flat, classes, linked_classes, official_tar, zipped, shards, shard_pattern, shard_braces, parquet)
 
 
-def build(source: Path | str, cache: Path, **options: Any) -> Reference:
-    return build_reference(source, regions(), cache_dir=cache, **{"expected": COUNT, "batch_size": 5, **options})
+def build(
+    source: Path | str,
+    cache: Path,
+    extractor: Extractor | None = None,
+    progress: Progress | None = None,
+    **wanted: Any,
+) -> Reference:
+    asked = Wanted(str(source), **{"expected": COUNT, **wanted})
+    return build_reference(asked, extractor or regions(), cache_dir=cache, progress=progress)
 
 
 def expected_statistics(contents: dict[str, bytes] = FILES) -> FeatureStatistics:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import archives, extraction, sources
-from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures
+from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages
 from elfatt_sd.evaluation.sources import open_source
 
 
@@ -132,7 +132,7 @@ def test_large_pictures_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: p
         return image
 
     monkeypatch.setattr(extraction, "decode", watched)
-    pictures = SourcePictures(open_source(tmp_path), Preprocessing()).load(0, 6)
+    pictures = SourceImages(open_source(tmp_path), Preprocessing()).load(0, 6)
     first = next(pictures)
     assert held.count(64) == 1
     found = [first, *pictures]

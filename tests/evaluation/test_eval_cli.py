@@ -11,7 +11,7 @@ import small_run
 from small_run import full_overrides, row_of
 
 from elfatt_sd.cli import app
-from elfatt_sd.evaluation import generate, memory
+from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.cli import build_protocol
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.run import Run
@@ -49,9 +49,8 @@ def test_help_lists_every_command(call: Any) -> None:
 
 
 def test_run_prints_the_page_and_the_other_commands_work_on_it(
-    call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Any, workplace: Path, in_process: None, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(memory, "run_worker", memory.measure_peaks)
     protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     run_dir = tmp_path / "run"
     done = call("run", protocol, "--out", run_dir, "--limit", 3, "--quiet", *sets(full_overrides(workplace)))

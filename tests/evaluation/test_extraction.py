@@ -10,13 +10,13 @@ import pytest
 import torch
 from extractors import regions
 from PIL import Image
-from reference_files import COUNT, FILES, build, encoded, expected_statistics, flat, picture
+from reference_files import FILES, build, encoded, expected_statistics, flat, picture
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, reference
-from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures, extract
-from elfatt_sd.evaluation.reference import build_reference
-from elfatt_sd.evaluation.sources import decode, open_source
+from elfatt_sd.evaluation.decoding import decode
+from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages, extract
+from elfatt_sd.evaluation.sources import open_source
 
 
 def test_resize_is_shorter_side_and_centre() -> None:
@@ -97,10 +97,11 @@ def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.Monk
     clock, lines = [0.0], list[str]()
     monkeypatch.setattr("elfatt_sd.progress.time.monotonic", lambda: clock[0])
     monkeypatch.setattr(extraction, "CHUNK", 4)
+    monkeypatch.setattr(extraction, "BATCH", 1)
     progress, extractor, slow = extraction.every_minute(lines.append), regions(), regions()
-    pictures = SourcePictures(open_source(flat(tmp_path)), Preprocessing())
+    pictures = SourceImages(open_source(flat(tmp_path)), Preprocessing())
     slow.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 20))
-    extract(pictures, slow, tmp_path / "rows", batch_size=1, progress=progress)
+    extract(pictures, slow, tmp_path / "rows", progress=progress)
     assert lines == [
         "measuring: regions, 3 of 12 images done, about 0:03:00 left",
         "measuring: regions, 6 of 12 images done, about 0:02:00 left",
@@ -110,11 +111,11 @@ def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.Monk
     lines.clear()
     progress = extraction.every_minute(lines.append)
     (tmp_path / "rows" / "chunk-00002.npz").unlink()
-    extract(pictures, slow, tmp_path / "rows", batch_size=1, progress=progress)
-    assert lines == ["measuring: regions, 11 of 12 images done, about 0:00:20 left"]
+    extract(pictures, slow, tmp_path / "rows", progress=progress)
+    assert lines == ["measuring: regions, 11 of 12 pictures done, about 0:00:20 left"]
     lines.clear()
     extractor.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 200))
-    build_reference(tmp_path / "flat", extractor, cache_dir=tmp_path, expected=COUNT, batch_size=6, progress=progress)
+    build(tmp_path / "flat", tmp_path, extractor, progress=progress)
     assert lines[0].startswith("measuring: reference, regions, ")
 
 

@@ -118,7 +118,7 @@ def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     unet = torch.nn.Identity()
     unet.conv_in = unet.down_blocks = unet.mid_block = None
     unet.forward = lambda sample: (sample,)  # type: ignore[method-assign]
-    monkeypatch.setattr("elfatt_sd.evaluation.first_steps.atomic_file", lambda _: io.FileIO("/dev/full", "w"))
+    monkeypatch.setattr("elfatt_sd.files.atomic_file", lambda _: io.FileIO("/dev/full", "w"))
     with (
         pytest.raises(OSError, match="No space left") as told,
         first_steps(SimpleNamespace(unet=unet), tmp_path / "steps.pt", 1),

@@ -10,7 +10,6 @@ import small_run
 import tiny_pixart
 import torch
 
-from elfatt_sd.evaluation import memory
 from elfatt_sd.evaluation.generate import generate
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import Protocol
@@ -57,11 +56,9 @@ def test_a_pixart_pipeline_gets_its_images(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["unet", "pixart"])
 def test_they_go_through_every_stage(
-    family: str, module: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, module: str, workplace: Path, shared_cache: None, in_process: None, tmp_path: Path
 ) -> None:
     """Timed, measured, scored, and in the report's table under their names."""
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-    monkeypatch.setattr(memory, "run_worker", memory.measure_peaks)
     model = workplace / "sd15"
     if family == "pixart":
         model = tmp_path / "pixart"

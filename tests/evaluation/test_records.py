@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,6 @@ from elfatt_sd.evaluation.run import Row, RowFolder, Run
 from elfatt_sd.files import is_plain_name
 
 MARKS = "a\u2028b\u2029c\x85d\x0ce"  # each ends a line for `str.splitlines`
-
-
-@pytest.fixture
-def copy(finished_run: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-    shutil.copytree(finished_run, tmp_path / "run")
-    return tmp_path / "run"
 
 
 def test_marks_that_end_lines_elsewhere_stay_in_prompts(tmp_path: Path, protocol: Protocol) -> None:

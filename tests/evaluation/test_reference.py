@@ -20,9 +20,9 @@ from reference_files import COUNT, build, encoded, expected_statistics, flat, pi
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, reference
-from elfatt_sd.evaluation.extraction import Preprocessing, SourcePictures, extract
+from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages, extract
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.reference import Reference, build_reference
+from elfatt_sd.evaluation.reference import Reference
 from elfatt_sd.evaluation.renders import Renders
 from elfatt_sd.evaluation.sources import open_source
 
@@ -32,7 +32,7 @@ def test_cache_is_used_until_files_or_preprocessing_change(tmp_path: Path) -> No
 
     def calls(**options: Any) -> int:
         extractor = regions()
-        build_reference(source, extractor, cache_dir=cache, expected=COUNT, **options)
+        build(source, cache, extractor, **options)
         return int(extractor.network.calls)  # type: ignore[arg-type]
 
     assert calls() == COUNT
@@ -67,8 +67,9 @@ class Killed(BaseException):
 
 def test_a_killed_computation_goes_on_and_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extraction, "CHUNK", 5)
+    monkeypatch.setattr(extraction, "BATCH", 2)
     source = flat(tmp_path)
-    whole = build(source, tmp_path / "whole", batch_size=2)
+    whole = build(source, tmp_path / "whole")
     for limit in (1, 7, 4):  # pictures until each kill
 
         def kill(_: str, done: int, __: int, begun: list[int] = [], limit: int = limit) -> None:  # noqa: B006
@@ -78,10 +79,10 @@ def test_a_killed_computation_goes_on_and_gives_the_same_bits(tmp_path: Path, mo
                 raise Killed
 
         with pytest.raises(Killed):
-            build(source, tmp_path / "cache", batch_size=2, progress=kill)
+            build(source, tmp_path / "cache", progress=kill)
     assert list((tmp_path / "cache").rglob("chunk-*.npz"))
     extractor = regions()
-    resumed = build_reference(source, extractor, cache_dir=tmp_path / "cache", expected=COUNT, batch_size=2)
+    resumed = build(source, tmp_path / "cache", extractor)
     assert 0 < int(extractor.network.calls) < COUNT  # type: ignore[arg-type]
     assert torch.equal(resumed.statistics.mean, whole.statistics.mean)
     assert torch.equal(resumed.statistics.covariance, whole.statistics.covariance)
@@ -95,7 +96,7 @@ def test_two_runs_share_one_reference(tmp_path: Path) -> None:
     extractors = [regions(), regions()]
 
     def work(extractor: Extractor) -> Reference:
-        return build_reference(source, extractor, cache_dir=tmp_path / "cache", expected=COUNT)
+        return build(source, tmp_path / "cache", extractor)
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(work, extractors))
@@ -105,14 +106,15 @@ def test_two_runs_share_one_reference(tmp_path: Path) -> None:
 
 def test_processes_share_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extraction, "CHUNK", 5)
-    pictures = SourcePictures(open_source(flat(tmp_path)), Preprocessing())
-    alone = extract(pictures, regions(), tmp_path / "alone", batch_size=2)
+    monkeypatch.setattr(extraction, "BATCH", 2)
+    pictures = SourceImages(open_source(flat(tmp_path)), Preprocessing())
+    alone = extract(pictures, regions(), tmp_path / "alone")
     calls = []
     for rank in (1, 0):  # in a launch they run at once, and wait for each other at the end
         state = SimpleNamespace(num_processes=2, process_index=rank, wait_for_everyone=lambda: None)
         monkeypatch.setattr(extraction, "process_state", lambda state=state: state)
         extractor = regions()
-        shared = extract(pictures, extractor, tmp_path / "shared", batch_size=2)
+        shared = extract(pictures, extractor, tmp_path / "shared")
         calls.append(int(extractor.network.calls))  # type: ignore[arg-type]
     assert calls == [5, 7]
     assert [path.read_bytes() for path in shared.chunks] == [path.read_bytes() for path in alone.chunks]
@@ -122,9 +124,9 @@ LAUNCHED = """
 import json, os, sys
 from pathlib import Path
 from extractors import regions
+from reference_files import build
 from elfatt_sd.evaluation import extraction
 from elfatt_sd.evaluation.processes import leave_processes, process_state
-from elfatt_sd.evaluation.reference import build_reference
 
 process_state("cpu")
 extraction.CHUNK = 5
@@ -132,7 +134,7 @@ place, rank = Path(sys.argv[1]), os.environ["RANK"]
 
 def attempt(source, cache, extractor=None):
     try:
-        found = build_reference(place / source, extractor or regions(), cache_dir=place / cache, expected=12)
+        found = build(place / source, place / cache, extractor)
         return found.statistics.mean.tolist()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -214,11 +216,12 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path, name: str, content: bytes)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_chunk_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extraction, "CHUNK", 5)
-    pictures = SourcePictures(open_source(flat(tmp_path)), Preprocessing())
-    before = [features for features, _ in extract(pictures, regions(), tmp_path / "c", batch_size=2)]
+    monkeypatch.setattr(extraction, "BATCH", 2)
+    pictures = SourceImages(open_source(flat(tmp_path)), Preprocessing())
+    before = [features for features, _ in extract(pictures, regions(), tmp_path / "c")]
     for number, content in enumerate((b"", b"PK\x03\x04 no zip")):
         (tmp_path / "c" / f"chunk-{number:05d}.npz").write_bytes(content)
-    after = [features for features, _ in extract(pictures, regions(), tmp_path / "c", batch_size=2)]
+    after = [features for features, _ in extract(pictures, regions(), tmp_path / "c")]
     assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
 
 

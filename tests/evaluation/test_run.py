@@ -16,7 +16,7 @@ import tiny_pipelines as tiny
 from small_run import row_of
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import generate, memory, stages
+from elfatt_sd.evaluation import generate, stages
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run
@@ -25,10 +25,8 @@ from elfatt_sd.files import sha256_of_file
 from elfatt_sd.presets import METHODS
 
 
-def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_papers_table_runs_to_the_end(workplace: Path, own_cache: Path, in_process: None, tmp_path: Path) -> None:
     """`eval run eval/paper_table.toml` with its sizes overridden; memory in this process in place of fresh ones."""
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(memory, "run_worker", memory.measure_peaks)
     protocol = load_protocol(
         small_run.ROOT / "eval" / "paper_table.toml",
         [
@@ -57,11 +55,8 @@ def test_the_papers_table_runs_to_the_end(workplace: Path, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("name", ["sdxl", "tome2023", "block_size", "early_steps"])
-def test_the_other_protocols_run_to_the_end(
-    name: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_other_protocols_run_to_the_end(name: str, workplace: Path, own_cache: Path, tmp_path: Path) -> None:
     """On the model of their kind, against a folder with a folder for each class, resized as they say."""
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
     model = workplace / "sd15"
     if name == "sdxl":
         model = tmp_path / "sdxl"
@@ -115,10 +110,14 @@ def test_two_processes_go_through_all_stages(finished_run: Path, workplace: Path
 
 
 def test_the_same_images_with_inception_in_a_new_folder(
-    finished_run: Path, full_protocol: Protocol, inception_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished_run: Path,
+    full_protocol: Protocol,
+    inception_file: Path,
+    own_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As the message says that refuses a folder of other settings; no image is made again."""
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
     weights = {"inception_weights": str(inception_file), "inception_sha256": sha256_of_file(inception_file)}
     changes: dict[str, Any] = {"extractors": ("inception",), **weights, "time": None, "memory": None}
     protocol = dataclasses.replace(full_protocol, **changes)
@@ -138,10 +137,8 @@ def test_the_same_images_with_inception_in_a_new_folder(
     assert all(row["distances"][name]["value"] > 0 for row in rows)
 
 
-def test_the_toys_protocol_fills_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_toys_protocol_fills_every_row(own_cache: Path, in_process: None, tmp_path: Path) -> None:
     """`eval run eval/toy.toml` with everything in the package, at fewer images, steps and repeats."""
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(memory, "run_worker", memory.measure_peaks)
     few = ["limit=2", "steps=2", "height=128", "width=128", "device=cpu", "reference.count=8", "memory.batches=[1, 2]"]
     protocol = load_protocol("toy", [*few, "memory.steps=2", "time.repeats=1", "time.warmup=0"])
     assert {cell.method for cell in protocol.cells} == set(METHODS)

@@ -18,14 +18,16 @@ from small_run import row_of
 from torch import Tensor
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import pairs, score
+from elfatt_sd.evaluation import pairs, scales, score
 from elfatt_sd.evaluation.features import ToyExtractor, load_extractor
 from elfatt_sd.evaluation.frechet import frechet_distance
 from elfatt_sd.evaluation.intervals import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, student_quantile
 from elfatt_sd.evaluation.metrics.scores import Scorer
 from elfatt_sd.evaluation.protocols import Reference
+from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.run import Run
-from elfatt_sd.evaluation.score import Images, build_references, score_run
+from elfatt_sd.evaluation.scales import Scale
+from elfatt_sd.evaluation.score import build_references, score_run
 from elfatt_sd.evaluation.statistics import FeatureStatistics
 
 
@@ -136,10 +138,10 @@ def test_pairs_are_compared_on_the_cpu_where_a_device_has_no_float64(
 
 def test_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
     (extractor,), (reference,) = score.load_extractors(protocol()), build_references(protocol())
-    scale = score.Scale(extractor, reference, scored / "scores")
+    scale = Scale(extractor, reference, scored / "scores")
     untouched = Images.of_row(row_of(scored, CELLS[0]))
     twin = dataclasses.replace(untouched, name="twin")
-    scale.extract(twin, 8)
+    scale.extract(twin)
     row = score.score_cell(twin, untouched, Scorer((), (), [scale], scored / "scores"))
     nothing = dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
     assert row["paired"]["psnr"] == {**nothing, "unit": "dB", "identical": COUNT, "pictures": [None] * COUNT}
@@ -198,7 +200,7 @@ def test_few_classes_give_no_verdict_however_many_pictures(tmp_path: Path, monke
 def test_better_is_said_where_it_is_shown(scored: Path) -> None:
     """The untouched pictures against the dark ones as baseline."""
     (extractor,), (reference,) = score.load_extractors(protocol()), build_references(protocol())
-    scale = score.Scale(extractor, reference, scored / "scores")
+    scale = Scale(extractor, reference, scored / "scores")
     untouched, dark = (Images.of_row(row_of(scored, CELLS[place])) for place in (0, 3))
     row = score.score_cell(untouched, dark, Scorer((), (), [scale], scored / "scores"), toy=True)
     assert row["distances"]["FD-toy"]["difference"]["verdict"] == BETTER
@@ -210,13 +212,13 @@ def test_the_distances_of_a_row_are_computed_once(tmp_path: Path, monkeypatch: p
     counting(monkeypatch)
     calls: list[str] = []
     for name in ("frechet_figures", "kernel_distance"):
-        real = getattr(score, name)
+        real = getattr(scales, name)
 
         def noted(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
             calls.append(name)
             return real(*args, **options)
 
-        monkeypatch.setattr(score, name, noted)
+        monkeypatch.setattr(scales, name, noted)
     score_run(Run.open(write_run(tmp_path / "run", protocol())))
     assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, len(CELLS))
 

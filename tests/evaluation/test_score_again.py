@@ -34,8 +34,9 @@ class Killed(BaseException):
 def test_a_killed_scoring_goes_on_and_gives_the_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = counting(monkeypatch)
     monkeypatch.setattr(extraction, "CHUNK", 16)
+    monkeypatch.setattr(extraction, "BATCH", 8)
     run_dir = write_run(tmp_path / "run", protocol())
-    score_run(Run.open(run_dir), batch_size=8)
+    score_run(Run.open(run_dir))
     whole = (run_dir / "scores.json").read_bytes()
     for path in (run_dir / "scores").iterdir():
         path.unlink()
@@ -48,11 +49,11 @@ def test_a_killed_scoring_goes_on_and_gives_the_same_scores(tmp_path: Path, monk
             raise Killed
 
     with pytest.raises(Killed):
-        score_run(Run.open(run_dir), batch_size=8, progress=kill)
+        score_run(Run.open(run_dir), progress=kill)
     (parts,) = (run_dir / "scores").glob("*.parts")
     (parts / ".chunk-00001.npz.123.part").write_bytes(b"half")  # as SIGKILL leaves it, which no `finally` follows
     before = len(made)
-    score_run(Run.open(run_dir), batch_size=8)
+    score_run(Run.open(run_dir))
     assert 0 < int(made[before].network.calls) < 4 * COUNT  # type: ignore[arg-type]
     assert (run_dir / "scores.json").read_bytes() == whole
     assert not list((run_dir / "scores").rglob("*.part*"))

@@ -33,7 +33,8 @@ from reference_files import (
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import extraction, sources
-from elfatt_sd.evaluation.sources import decode, open_source
+from elfatt_sd.evaluation.decoding import decode
+from elfatt_sd.evaluation.sources import open_source
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,24 +15,23 @@ import small_run
 from small_run import row_of
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import generate, memory, sources, stages
+from elfatt_sd.evaluation import generate, sources, stages
 from elfatt_sd.evaluation import score as scoring
 from elfatt_sd.evaluation.features import load_extractor
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run, RunFailure
 
 
-def test_unreadable_reference_pictures_are_named(full_protocol: Protocol, finished_run: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished_run, tmp_path / "run")
-    scores = json.loads((tmp_path / "run" / "scores.json").read_text())
+def test_unreadable_reference_pictures_are_named(full_protocol: Protocol, copy: Path) -> None:
+    scores = json.loads((copy / "scores.json").read_text())
     next(iter(scores["references"].values()))["unreadable"] = ["a.JPEG (truncated)"]
-    (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
+    (copy / "scores.json").write_text(json.dumps(scores))
     lines: list[str] = []
-    stages.score(Run(tmp_path / "run", full_protocol), lines.append)
-    assert lines == ["score: done before", "score: reference image not readable: a.JPEG (truncated)"]
-    stages.write_page(Run.open(tmp_path / "run"), lines.append)
-    page = (tmp_path / "run" / "report" / "index.html").read_text()
-    assert "1 reference image could not be read: a.JPEG (truncated)." in page
+    stages.score(Run(copy, full_protocol), lines.append)
+    assert lines == ["score: done before", "score: reference picture not readable: a.JPEG (truncated)"]
+    stages.write_page(Run.open(copy), lines.append)
+    page = (copy / "report" / "index.html").read_text()
+    assert "1 reference picture could not be read: a.JPEG (truncated)." in page
 
 
 def test_reasons_of_several_stages_are_joined() -> None:
@@ -41,9 +40,8 @@ def test_reasons_of_several_stages_are_joined() -> None:
 
 
 def test_a_second_run_does_nothing_again(
-    finished_run: Path, full_protocol: Protocol, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    finished_run: Path, full_protocol: Protocol, shared_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
     before = small_run.tree(finished_run)
     lines: list[str] = []
 
@@ -58,12 +56,7 @@ def test_a_second_run_does_nothing_again(
     assert small_run.tree(finished_run) == before
 
 
-def test_a_lost_row_is_made_again_and_nothing_else(
-    finished_run: Path, full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-    copy = tmp_path / "run"
-    shutil.copytree(finished_run, copy)
+def test_a_lost_row_is_made_again_and_nothing_else(finished_run: Path, copy: Path, full_protocol: Protocol) -> None:
     shutil.rmtree(row_of(copy, full_protocol.cells[-1]).folder)
     lines: list[str] = []
     assert stages.evaluate(Run(copy, full_protocol), lines.append, show_progress=False) == {}
@@ -72,11 +65,8 @@ def test_a_lost_row_is_made_again_and_nothing_else(
 
 
 def test_other_images_are_scored_anew_but_not_timed_anew(
-    finished_run: Path, full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished_run: Path, copy: Path, full_protocol: Protocol
 ) -> None:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-    copy = tmp_path / "run"
-    shutil.copytree(finished_run, copy)
     cell = full_protocol.cells[-1]
     first, second = (row_of(copy, cell).image_file(index) for index in (0, 1))
     shutil.copy(second, first)
@@ -97,10 +87,8 @@ def test_other_images_are_scored_anew_but_not_timed_anew(
 
 
 def test_a_failed_row_is_in_the_results_with_its_reason(
-    full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    full_protocol: Protocol, shared_cache: None, in_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-    monkeypatch.setattr(memory, "run_worker", memory.measure_peaks)
     check = generate.check_images
 
     def broken(images: Any, indices: list[int]) -> None:
@@ -125,9 +113,8 @@ def test_a_failed_row_is_in_the_results_with_its_reason(
 
 
 def test_a_baseline_that_fails_ends_the_run_at_once(
-    full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    full_protocol: Protocol, shared_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
     made: list[str] = []
 
     def fail(maker: Any, row: Any, *_: Any) -> str:
@@ -142,10 +129,9 @@ def test_a_baseline_that_fails_ends_the_run_at_once(
 
 
 def test_a_torn_reference_picture_costs_no_images(
-    full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    full_protocol: Protocol, workplace: Path, own_cache: Path, tmp_path: Path
 ) -> None:
     """It is found before the first image; the option that its message names goes on in the same folder."""
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
     shutil.copytree(workplace / "val", tmp_path / "torn")
     min((tmp_path / "torn").iterdir()).write_bytes(b"\xff\xd8\xff")
     torn = dataclasses.replace(full_protocol.reference, source=str(tmp_path / "torn"), allow_count=False)
@@ -163,16 +149,8 @@ def test_a_torn_reference_picture_costs_no_images(
 
 @pytest.mark.parametrize("stage", ["time", "memory"])
 def test_a_row_that_could_not_be_measured_is_told_and_tried_again(
-    finished_run: Path,
-    full_protocol: Protocol,
-    workplace: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stage: str,
+    copy: Path, full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-    copy = tmp_path / "run"
-    shutil.copytree(finished_run, copy)
     done = json.loads((copy / stages.STAGES_FILE).read_text())
     del done[stage]
     (copy / stages.STAGES_FILE).write_text(json.dumps(done))
@@ -189,17 +167,13 @@ def test_a_row_that_could_not_be_measured_is_told_and_tried_again(
     assert f"{stage}: done before" in lines
 
 
-def test_a_changed_reference_is_scored_anew(
-    finished_run: Path, full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-    shutil.copytree(finished_run, tmp_path / "run")
+def test_a_changed_reference_is_scored_anew(copy: Path, full_protocol: Protocol, workplace: Path) -> None:
     picture = min((workplace / "val").iterdir())
     content, times = picture.read_bytes(), (picture.stat().st_atime_ns, picture.stat().st_mtime_ns)
     lines: list[str] = []
     try:
         picture.write_bytes(content + b" ")
-        stages.score(Run(tmp_path / "run", full_protocol), lines.append)
+        stages.score(Run(copy, full_protocol), lines.append)
     finally:
         picture.write_bytes(content)
         os.utime(picture, ns=times)
@@ -257,11 +231,9 @@ def test_a_reference_is_checked_in_all_before_any_work(
 
 
 def test_scoring_loads_each_extractor_once(
-    finished_run: Path, full_protocol: Protocol, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished_run: Path, copy: Path, full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-    shutil.copytree(finished_run, tmp_path / "run")
-    (tmp_path / "run" / "scores.json").unlink()
+    (copy / "scores.json").unlink()
     loaded: list[str] = []
 
     def load(spec: str, **options: Any) -> Any:
@@ -269,6 +241,6 @@ def test_scoring_loads_each_extractor_once(
         return load_extractor(spec, **options)
 
     monkeypatch.setattr(scoring, "load_extractor", load)
-    stages.score(Run(tmp_path / "run", full_protocol), lambda line: None)
+    stages.score(Run(copy, full_protocol), lambda line: None)
     assert loaded == list(full_protocol.extractors)
-    assert (tmp_path / "run" / "scores.json").read_bytes() == (finished_run / "scores.json").read_bytes()
+    assert (copy / "scores.json").read_bytes() == (finished_run / "scores.json").read_bytes()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import struct
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +14,8 @@ import torch
 from draws import normal
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.statistics import FeatureStatistics, load_moments
+from elfatt_sd.evaluation.extraction import _read_chunk
+from elfatt_sd.evaluation.statistics import FeatureStatistics, load_moments, read_array
 
 
 def test_statistics_are_mean_and_unbiased_covariance() -> None:
@@ -67,3 +72,67 @@ def test_moments_of_other_tools(tmp_path: Path) -> None:
 def test_one_picture_has_no_covariance() -> None:
     with pytest.raises(ElfattError, match="at least 2"):
         _ = FeatureStatistics.of(normal(1, 3, 0)).covariance
+
+
+def header(text: str) -> bytes:
+    """An array's file with a header that says what it likes."""
+    content = text.encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(content)) + content + b"\0" * 64
+
+
+def shaped(shape: str, kind: str = "'<f4'") -> str:
+    return f"{{'descr': {kind}, 'fortran_order': False, 'shape': {shape}}}"
+
+
+HEADERS = {
+    "never closed": "(" * 5000,
+    "nested": "-" * 9000 + "1",
+    "overflow": shaped("(4294967296, 4294967296, 4294967296)"),
+    "beyond an index": shaped(f"({2**70},)"),
+    "negative": shaped("(-1, 4)"),
+    "code": shaped("(__import__('os'),)"),
+    "kind": shaped("(4,)", "5"),
+    "text": shaped("'x'"),
+    "keys": "{}",
+    "no table": "7",
+    "nul": "\0" * 40,
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_lies_is_a_damaged_file(tmp_path: Path, name: str) -> None:
+    """Of moments it is told; chunks and features are made again."""
+    array, archive = tmp_path / "a.npy", tmp_path / "a.npz"
+    array.write_bytes(header(HEADERS[name]))
+    with zipfile.ZipFile(archive, "w") as file:
+        for member in ("mu", "sigma", "count", "features", "unreadable"):
+            file.writestr(f"{member}.npy", array.read_bytes())
+    assert read_array(array, 4) is None
+    assert _read_chunk(archive) is None
+    with pytest.raises(ElfattError, match=r"a\.npz cannot be read"):
+        load_moments(archive)
+
+
+@pytest.mark.parametrize("names", ["[" * 100000, "{}", "[1]", "null", "x"])
+def test_a_chunk_with_other_names_is_made_again(tmp_path: Path, names: str) -> None:
+    content = io.BytesIO()
+    np.savez(content, features=np.zeros((2, 3), np.float32), unreadable=np.array(names))
+    (tmp_path / "a.npz").write_bytes(content.getvalue())
+    assert _read_chunk(tmp_path / "a.npz") is None
+
+
+@pytest.mark.parametrize(
+    ("mean", "says"),
+    [
+        (np.full(2, 1j), "mu holds complex128"),
+        (np.array(["1", "2"]), "mu holds <U1"),
+        (np.zeros(2, "datetime64[D]"), "mu holds datetime64"),
+        (np.zeros(2, [("a", "f8")]), "mu holds"),
+        (np.zeros(2, bool), "mu holds bool"),
+        (np.full(2, 1e200), "numbers too large"),
+    ],
+)
+def test_what_is_no_real_number_is_refused(tmp_path: Path, mean: Any, says: str) -> None:
+    np.savez(tmp_path / "a.npz", mu=mean, sigma=np.eye(2))
+    with pytest.raises(ElfattError, match=says):
+        load_moments(tmp_path / "a.npz")

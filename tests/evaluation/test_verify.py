@@ -21,13 +21,6 @@ from elfatt_sd.evaluation.verify import unequal, verify_run
 ELFATT = "elfatt-ratio0.5-block_size16-agents8"
 
 
-@pytest.fixture
-def copy(finished_run: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-    shutil.copytree(finished_run, tmp_path / "run")
-    return tmp_path / "run"
-
-
 def test_a_finished_run_is_in_order(copy: Path) -> None:
     told: list[Any] = []
     assert verify_run(Run.open(copy), progress=lambda *seen: told.append(seen)) == []

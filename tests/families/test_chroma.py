@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,14 +10,15 @@ import diffusers
 import joint_checks as joint
 import pytest
 import tiny_flux as tiny
+import tiny_joint
 import torch
 from checks import generator, picture
 
 import elfatt_sd
-from elfatt_sd.families import find_layers
 
 pytestmark = pytest.mark.skipif(not hasattr(diffusers, "ChromaPipeline"), reason="this diffusers has no Chroma")
-SHORT: dict[str, Any] = {"height": 32, "width": 48, "num_inference_steps": 3, "max_sequence_length": 12}
+PROMPTS: dict[str, Any] = {"prompt": ["a b", "b a a b"], "negative_prompt": ["b", "a"]}
+runner = functools.partial(tiny_joint.runner, height=32, width=48, max_sequence_length=12)
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +32,9 @@ def chroma(made: Any) -> Iterator[Any]:
     elfatt_sd.remove_patch(made)
 
 
-def runner(pipe: Any, **fixed: Any) -> joint.Run:
-    def run(**options: Any) -> torch.Tensor:
-        given = {**SHORT, **fixed, **options}
-        if "prompt_embeds" not in given:
-            given |= {"prompt": ["a b", "b a a b"], "negative_prompt": ["b", "a"]}
-        made: torch.Tensor = pipe(generator=generator(), output_type="latent", **given).images
-        return made
-
-    return run
-
-
-def test_layers(chroma: Any) -> None:
-    names = [layer.name for layer in find_layers(chroma.transformer)]
-    assert names == ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
-
-
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
 def test_all_keys_are_the_original(chroma: Any, guidance: float) -> None:
-    joint.check_all_keys(chroma, runner(chroma, guidance_scale=guidance))
+    joint.check_all_keys(chroma, runner(chroma, guidance_scale=guidance, **PROMPTS))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
@@ -70,21 +56,10 @@ def test_masked_text(chroma: Any, dtype: torch.dtype) -> None:
                 torch.testing.assert_close(runner(chroma, **text(0.5))(), runner(chroma, **text(-7.0))())
 
 
-def test_methods_and_removal(chroma: Any) -> None:
-    joint.check_methods(chroma, runner(chroma))
-
-
-def test_steps(chroma: Any) -> None:
-    joint.check_steps(chroma, runner(chroma), layers=2, calls=2)
-
-
 def test_image_to_image(chroma: Any) -> None:
     pipe = diffusers.ChromaImg2ImgPipeline(**chroma.components)
     pipe.set_progress_bar_config(disable=True)
-    run = runner(pipe, image=picture(32, 48).expand(2, -1, -1, -1), strength=0.5, num_inference_steps=4)
+    image = picture(32, 48).expand(2, -1, -1, -1)
+    run = runner(pipe, image=image, strength=0.5, num_inference_steps=4, **PROMPTS)
     joint.check_all_keys(pipe, run)
     joint.check_methods(pipe, run)
-
-
-def test_plan(chroma: Any) -> None:
-    joint.check_plan(chroma, tokens=96, layers=2, height=32, width=48)

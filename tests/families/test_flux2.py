@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,12 +10,12 @@ import diffusers
 import joint_checks as joint
 import pytest
 import tiny_flux as tiny
+import tiny_joint
 import torch
 from checks import generator
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
-from elfatt_sd.families import find_layers
 from elfatt_sd.methods import Grid
 
 pytestmark = pytest.mark.skipif(
@@ -37,42 +38,17 @@ def text(batch: int, tokens: int = 12) -> torch.Tensor:
     return torch.rand(batch, tokens, 8, generator=generator())
 
 
+runner = functools.partial(tiny_joint.runner, prompt_embeds=text(1), height=32, width=48)
+
+
 def reference(height: int, width: int) -> Any:
     from PIL import Image
 
     return Image.effect_noise((width, height), 60).convert("RGB")
 
 
-def runner(pipe: Any, batch: int = 1, **fixed: Any) -> joint.Run:
-    def run(**options: Any) -> torch.Tensor:
-        given = {"height": 32, "width": 48, "num_inference_steps": 3, **fixed, **options}
-        found = pipe(prompt_embeds=text(batch), generator=generator(), output_type="latent", **given).images
-        made: torch.Tensor = found
-        return made
-
-    return run
-
-
-def test_layers(flux2: Any) -> None:
-    layers = find_layers(flux2.transformer)
-    assert [layer.name for layer in layers] == ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_all_keys_are_the_original(flux2: Any, batch: int) -> None:
-    joint.check_all_keys(flux2, runner(flux2, batch))
-
-
-def test_methods_and_removal(flux2: Any) -> None:
-    joint.check_methods(flux2, runner(flux2))
-
-
-def test_steps(flux2: Any) -> None:
-    joint.check_steps(flux2, runner(flux2), layers=2)
-
-
-def test_plan(flux2: Any) -> None:
-    joint.check_plan(flux2, tokens=96, layers=2, height=32, width=48)
+def test_two_prompts(flux2: Any) -> None:
+    joint.check_all_keys(flux2, runner(flux2, prompt_embeds=text(2)))
 
 
 def test_references_are_exact_keys(flux2: Any) -> None:

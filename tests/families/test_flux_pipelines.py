@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import diffusers
 import joint_checks as joint
 import pytest
 import tiny_flux
+import tiny_joint
 import tiny_transformers as tiny
 import torch
-from checks import generator, picture, recorded
+from checks import picture, recorded
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
@@ -19,7 +21,7 @@ from elfatt_sd.families import family_of, find_denoisers, find_layers
 from elfatt_sd.methods import Grid
 
 SIZE: dict[str, Any] = {"height": 32, "width": 48}
-SHORT: dict[str, Any] = {"num_inference_steps": 4, "max_sequence_length": 16, **SIZE}
+runner = functools.partial(tiny_joint.runner, prompt="a b", num_inference_steps=4, max_sequence_length=16, **SIZE)
 IMAGE = {"image": picture(**SIZE)}
 CONTROL = {"control_image": picture(**SIZE, channels=3)}
 MASK = {"mask_image": (torch.arange(48) < 20).float().expand(1, 1, 32, 48)}
@@ -50,15 +52,6 @@ def make(folder: Path, name: str, transformer: dict[str, Any], **parts: Any) -> 
         vae=tiny_flux.vae(),
         **parts,
     )
-
-
-def runner(pipe: Any, **fixed: Any) -> joint.Run:
-    def run(**options: Any) -> torch.Tensor:
-        given = {**SHORT, **fixed, **options}
-        made: torch.Tensor = pipe(prompt="a b", generator=generator(), output_type="latent", **given).images
-        return made
-
-    return run
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import diffusers
 import joint_checks as joint
 import pytest
+import tiny_flux
 import tiny_joint as tiny
+import tiny_transformers
 import torch
 from checks import recorded
 
@@ -16,6 +18,23 @@ import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
 from elfatt_sd.families import family_of, find_denoisers
 from elfatt_sd.methods import Grid
+
+
+def flux() -> tuple[Any, joint.Run]:
+    pipe = tiny.pipeline("FluxPipeline", tiny_transformers.flux_transformer())
+    return pipe, tiny.runner(pipe, prompt_embeds=TEXT, pooled_prompt_embeds=torch.zeros(1, 32), height=96, width=64)
+
+
+def chroma() -> tuple[Any, joint.Run]:
+    pipe = tiny.pipeline("ChromaPipeline", tiny_flux.chroma_transformer())
+    given = {"prompt_embeds": TEXT, "prompt_attention_mask": torch.ones(TEXT.shape[:2])}
+    given |= {f"negative_{name}": tensor for name, tensor in given.items()}
+    return pipe, tiny.runner(pipe, height=96, width=64, **given)
+
+
+def flux2() -> tuple[Any, joint.Run]:
+    pipe = tiny_flux.flux2()
+    return pipe, tiny.runner(pipe, prompt_embeds=TEXT, height=24, width=16)
 
 
 class Case(NamedTuple):
@@ -29,10 +48,14 @@ class Case(NamedTuple):
     calls: int = 1
 
 
+TEXT = tiny.embeds(width=8)
 IMAGE, VIDEO = {"height": 96, "width": 64}, {"height": 96, "width": 64, "frames": 9}
 CASES = {
     "Stable Diffusion 3": Case(tiny.sd3, "StableDiffusion3Pipeline", 24, IMAGE, layers=3),
     "Qwen-Image": Case(tiny.qwen_image, "QwenImagePipeline", 24, IMAGE, calls=2),
+    "Flux.1": Case(flux, "FluxPipeline", 24, IMAGE),
+    "Chroma": Case(chroma, "ChromaPipeline", 24, IMAGE, calls=2),
+    "Flux.2": Case(flux2, "Flux2Pipeline", 24, {"height": 24, "width": 16}),
     "Z-Image": Case(tiny.z_image, "ZImagePipeline", 24, IMAGE),
     "Wan": Case(tiny.wan, "WanPipeline", 72, VIDEO, calls=2),
     "LTX-Video": Case(tiny.ltx_video, "LTXPipeline", 72, {"height": 192, "width": 128, "frames": 17}),

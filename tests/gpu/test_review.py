@@ -216,7 +216,7 @@ def test_without_any_name_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         elfatt_sd.apply_patch(unet, method, fp32_logits=True)
         with torch.no_grad():
             assert unet(sample, 999, text).sample.isfinite().all()
-    with pytest.raises(ElfattError, match="attention_backend=.triton. needs"):
+    with pytest.raises(ElfattError, match=r"attention_backend=.triton. needs"):
         make_ready("triton")
     assert [finding.status for finding in doctor._self_check()] == ["ok"]
     assert "CPU" in [finding.name for finding in doctor._machine()]

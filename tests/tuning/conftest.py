@@ -1,4 +1,4 @@
-"""What a small tuning is asked for, a cache of its own for every test, and a clock that counts multiply-adds."""
+"""What a small tuning is asked for, a cache for all tests, and a clock that counts multiply-adds."""
 
 from __future__ import annotations
 
@@ -39,22 +39,14 @@ def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
-def fresh_cache(tmp_path: Path) -> Path:
-    """For tests of what is measured when: nothing is known yet."""
-    return tmp_path / "cache"
-
-
 @pytest.fixture(autouse=True)
-def own_cache(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one test has measured of the same model, the next one need not."""
-    fresh = "fresh_cache" in request.fixturenames
-    folder = request.getfixturevalue("fresh_cache") if fresh else shared_cache
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(folder))
+def shared_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test has measured of the same model, the next one need not, but for those with their `own_cache`."""
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(cache))
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_a_speed_beyond_the_prediction_is_tried(
     assert tuned.proof.point.times >= fastest.point.times - 0.1
 
 
-@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.usefixtures("own_cache")
 def test_what_was_measured_is_not_measured_again(pipe: Any, asked: dict[str, Any], drawn: list[bool]) -> None:
     tune(pipe, closeness=30, **asked)
     first, _ = len(drawn), drawn.clear()
@@ -105,7 +105,7 @@ def test_what_was_measured_is_not_measured_again(pipe: Any, asked: dict[str, Any
     assert len(drawn) <= first - 3, "neither the untouched images of the search nor the stretches"
 
 
-@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.usefixtures("own_cache")
 def test_a_stopped_tuning_goes_on(pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     alone = search.Search._alone
 

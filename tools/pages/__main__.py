@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.console import DONE, FAILURE, WRONG_USE, complain
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import write_file
 from tools.pages import bench, evaluation
 from tools.pages.blocks import check_results
 
@@ -47,8 +47,7 @@ def fill(kind: str, page: Path, results: Path, *, check: bool) -> bool:
     else:
         filled, plots = evaluation.fill_page(text, results, page.parent)
     for path, content in {page: filled.encode(), **plots}.items() if not check else ():
-        with atomic_file(path) as file:
-            file.write(content)
+        write_file(path, content)
     return filled == text
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional
 
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import write_file
 from elfatt_sd.toy import GUIDANCE, TOY
 from elfatt_sd.toy.features import ToyClassifier, load_feature_extractor
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES, class_labels, describe, render, sample_scenes, scene_labels
@@ -54,8 +54,7 @@ def kept(made: Iterator[Tensor], folder: Path) -> Iterator[Tensor]:
     folder.mkdir(parents=True, exist_ok=True)
     for images in made:
         number = len(list(folder.glob("*.safetensors")))
-        with atomic_file(folder / f"{number:04}.safetensors") as file:
-            file.write(save({"images": images.contiguous()}))
+        write_file(folder / f"{number:04}.safetensors", save({"images": images.contiguous()}))
         yield images
 
 

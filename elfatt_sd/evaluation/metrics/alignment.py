@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.features import _centre_crop, _resized, _vision_recipe, exact_float32
+from elfatt_sd.evaluation import vision
+from elfatt_sd.evaluation.features import exact_float32
 from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
 
 _TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"}
-_SIZES = {768: "B", 1024: "L", 1280: "H", 1664: "bigG"}  # of vision transformers, by their width
 
 
 def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
@@ -36,12 +35,17 @@ def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
     Raises:
         ElfattError: the folder holds no whole CLIP model with a tokenizer.
     """
-    model, tokenizer = _load(kind, folder)
-    vision = model.config.vision_config
-    recipe = _vision_recipe("clip", folder, vision.image_size)
-    size, digest = _SIZES.get(vision.hidden_size), recipe["sha256"]
-    edge = "" if vision.image_size == 224 else f"@{vision.image_size}"
-    shape = f"ViT-{size}/{vision.patch_size}{edge}" if size else digest[:8]
+    from transformers import AutoTokenizer, CLIPModel
+
+    who = f"metric {kind!r}: {folder}"
+    config = vision.read_config(folder, who, ("clip",), "the directory of a CLIP model")
+    model = vision.read_model(folder, who, CLIPModel, config).eval().requires_grad_(False)
+    with vision.loading(who):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    seen = config.vision_config
+    recipe = vision.read_recipe("clip", folder, seen.image_size)
+    named = seen.hidden_size in vision.SIZES
+    shape = vision.model_title(seen, seen.image_size) if named else recipe["sha256"][:8]
     title = f"CLIPScore ({shape})" if kind == "clip-score" else _TITLES[kind]
     cosine = _Cosine(model.to(device), tokenizer, recipe, device)
     return ImageMetric(title, _scaled(kind, cosine, model), {"model": shape, **recipe}, better="higher")
@@ -62,9 +66,6 @@ class _Cosine:
 
     def __init__(self, model: Any, tokenizer: Any, recipe: dict[str, Any], device: str) -> None:
         self.model, self.tokenizer, self.recipe, self.device = model, tokenizer, recipe, torch.device(device)
-        self.mean, self.std = (
-            torch.tensor(recipe[key], dtype=torch.float32, device=device)[:, None, None] for key in ("mean", "std")
-        )
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
@@ -84,33 +85,6 @@ class _Cosine:
         return found
 
     def _frames(self, frames: Tensor) -> Tensor:
-        height, width = frames.shape[2:]
-        ratio = self.recipe["shortest_edge"] / min(height, width)
-        pixels = _resized(frames.to(self.device), (round(height * ratio), round(width * ratio)))
-        pixels = (_centre_crop(pixels, self.recipe["crop"]) / 255 - self.mean) / self.std
+        pixels = vision.to_input(frames.to(self.device), "clip", self.recipe)
         found: Tensor = self.model.visual_projection(self.model.vision_model(pixel_values=pixels).pooler_output)
         return found
-
-
-def _load(kind: str, folder: Path) -> tuple[Any, Any]:
-    if not (folder / "config.json").is_file():
-        raise ElfattError(f"metric {kind!r}: {folder} has no config.json; give the directory of a CLIP model.")
-    from transformers import AutoConfig, AutoTokenizer, CLIPModel
-
-    options: dict[str, Any] = {"local_files_only": True, "torch_dtype": torch.float32, "output_loading_info": True}
-    loader: Any = CLIPModel
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        if config.model_type != "clip":
-            raise ElfattError(f"metric {kind!r}: {folder} is of type {config.model_type}; accepted: clip.")
-        model, report = loader.from_pretrained(folder, **options)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except ElfattError:
-        raise
-    except Exception as error:  # transformers raises many kinds for damaged files
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ElfattError(f"metric {kind!r}: {folder} cannot be loaded ({reason}).") from error
-    missing = sorted(report["missing_keys"])  # which transformers fills with random numbers
-    if missing:
-        raise ElfattError(f"metric {kind!r}: {folder} lacks {len(missing)} of its weights, first {missing[0]}.")
-    return model.eval().requires_grad_(False), tokenizer

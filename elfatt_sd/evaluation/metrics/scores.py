@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,22 +21,13 @@ from elfatt_sd.evaluation.metrics.base import Batch, Better, ImageMetric
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.metrics.neighbours import neighbour_figures
 from elfatt_sd.evaluation.row_images import Images
+from elfatt_sd.evaluation.scales import Scale
 from elfatt_sd.evaluation.statistics import read_array, take
 from elfatt_sd.files import atomic_file, sha256_of_data
 from elfatt_sd.progress import Progress
 
 OF_FEATURES = ("prdc", "cmmd")
 _CMMD_SCALE = 1000  # as Jayasumana et al. 2024 have it
-
-
-class FeatureScale(Protocol):
-    """An extractor with its reference, as `score.Scale` has them."""
-
-    extractor: Extractor
-    sample: Any  # features `[m, d]` of reference images; None where the reference has moments only
-
-    def features(self, images: Images) -> Any:
-        """Features `[n * f, d]` of a row."""
 
 
 def load_metrics(choices: Sequence[MetricChoice], device: str) -> list[ImageMetric]:
@@ -81,10 +72,7 @@ def check_feature_metrics(choices: Sequence[MetricChoice], extractors: Sequence[
             raise ElfattError("metric 'cmmd' needs CLIP's features; give extractors=['clip:DIR'] and a reference.")
 
 
-Scale = TypeVar("Scale", bound=FeatureScale)
-
-
-class Scorer(Generic[Scale]):
+class Scorer:
     """Scores rows with all metrics of a protocol, and keeps what it computed.
 
     Args:
@@ -145,17 +133,18 @@ class Scorer(Generic[Scale]):
             self._figures[images.name] = figures
         return self._figures[images.name]
 
-    def _of_features(self, images: Images, scale: FeatureScale) -> dict[str, tuple[Estimate, Better]]:
+    def _of_features(self, images: Images, scale: Scale) -> dict[str, tuple[Estimate, Better]]:
         figures: dict[str, tuple[Estimate, Better]] = {}
-        if scale.sample is None:
+        sample = scale.reference.sample
+        if sample is None:
             return figures
         features, where = scale.features(images), scale.extractor.distance_name.removeprefix("FD-")
         where = where.replace("FID", "Inception", 1)
         if "prdc" in self.wanted:
-            found = neighbour_figures(features, scale.sample, images.frame_classes)
+            found = neighbour_figures(features, sample, images.frame_classes)
             figures |= {f"{name} ({where})": (estimate, "higher") for name, estimate in found.items()}
         if "cmmd" in self.wanted and scale.extractor.name == "clip":
-            figures[_cmmd_name(scale.extractor)] = _cmmd(features, scale.sample, images.frame_classes), "lower"
+            figures[_cmmd_name(scale.extractor)] = _cmmd(features, sample, images.frame_classes), "lower"
         return figures
 
     def _values(self, metric: ImageMetric, images: Images, baseline: Images | None) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.evaluation.run import is_full
-from elfatt_sd.files import atomic_file
+from elfatt_sd.files import write_file
 from elfatt_sd.optional import REPORT, need
 
 __all__ = ["PAGE", "leftovers", "load_results", "replace_files", "report_files", "write_report", "written_tables"]
@@ -66,8 +66,7 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     """
     try:
         for name, content in contents.items():
-            with atomic_file(folder / name) as file:
-                file.write(content)
+            write_file(folder / name, content)
         for path in leftovers(folder, contents):
             path.unlink()
     except OSError as error:

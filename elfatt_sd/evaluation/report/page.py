@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 5 * 1000 * 1000
 _HERE = Path(__file__).parent
+STYLE = _HERE / "style.css"
 _TYPES = {".csv": "text/csv", ".md": "text/markdown", ".tex": "application/x-tex"}
 
 
@@ -40,8 +41,13 @@ def render_page(
         missing: one line for each plot that could not be drawn.
         files: texts to offer for download, by file name.
     """
-    template = _template()
+    from markupsafe import Markup
+
+    template = page_template(_HERE / "template.html.j2")
     shared = {
+        "markup": Markup,
+        "style": Markup(_colours() + STYLE.read_text(encoding="utf-8")),
+        "script": Markup((_HERE / "script.js").read_text(encoding="utf-8")),
         **_told(results),
         "plots": plots,
         "missing": missing,
@@ -55,20 +61,15 @@ def render_page(
     return page
 
 
-def _template() -> jinja2.Template:
+def page_template(path: Path) -> jinja2.Template:
+    """Return the template of a page: all that is put into it is escaped, and all that it names must be given."""
     import jinja2
-    from markupsafe import Markup
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader(path.parent), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.globals |= {
-        "markup": Markup,
-        "style": Markup(_colours() + (_HERE / "style.css").read_text(encoding="utf-8")),
-        "script": Markup((_HERE / "script.js").read_text(encoding="utf-8")),
-    }
-    return environment.get_template("template.html.j2")
+    return environment.get_template(path.name)
 
 
 def _told(results: Results) -> dict[str, Any]:

@@ -105,17 +105,22 @@ class Row:
             return found
         return replace(found, low=max(found.low, 0.0))
 
-    def difference(self, name: str) -> Estimate | None:
-        """Return the paired difference in distance, this row minus the baseline."""
-        return estimate(dig(self.data, "distances", name, "difference"))
+    def difference(self, name: str, of: str = "distances") -> Estimate | None:
+        """Return the paired difference in a distance, or in another of the row's figures, this row minus the baseline.
+
+        Args:
+            name: of the distance, attribute or metric.
+            of: `distances`, `accuracy` or `metrics`.
+        """
+        return estimate(dig(self.data, of, name, "difference"))
 
     def extrapolated(self, name: str) -> bool:
         """Tell whether that difference is of infinitely many images; otherwise it is that of the two distances."""
         return bool(dig(self.data, "distances", name, "difference", "images") == "infinite")
 
-    def verdict(self, name: str) -> str | None:
-        """Return the verdict that the scoring gave."""
-        verdict = dig(self.data, "distances", name, "difference", "verdict")
+    def verdict(self, name: str, of: str = "distances") -> str | None:
+        """Return the verdict that the scoring gave on such a difference."""
+        verdict = dig(self.data, of, name, "difference", "verdict")
         return None if verdict is None else str(verdict)
 
     def paired(self, measure: str) -> Estimate | None:
@@ -132,7 +137,7 @@ class Row:
         return [number(value) for value in values] if isinstance(values, list) else []
 
     @property
-    def picture_classes(self) -> list[int]:
+    def image_classes(self) -> list[int]:
         """The class of every image; empty where it was not kept."""
         return [int(index) for index in numbers(self.data, "paired", "classes")]
 
@@ -160,14 +165,9 @@ class Row:
         """Return the fraction of images that show what the prompt says of one attribute."""
         return estimate(dig(self.data, "accuracy", name))
 
-    def accuracy_difference(self, name: str) -> Estimate | None:
-        """Return the paired difference in that share, this row minus the baseline."""
-        return estimate(dig(self.data, "accuracy", name, "difference"))
-
-    def accuracy_verdict(self, name: str) -> str | None:
-        """Return the verdict on that difference."""
-        verdict = dig(self.data, "accuracy", name, "difference", "verdict")
-        return None if verdict is None else str(verdict)
+    def metric(self, name: str) -> Estimate | None:
+        """Return the mean of a further metric with its interval."""
+        return estimate(dig(self.data, "metrics", name))
 
     def seconds(self, part: str = "end_to_end") -> float | None:
         """Return the seconds per image of a part: `end_to_end` or `unet`."""

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from elfatt_sd.evaluation.intervals import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.evaluation.report.data import PARTS, Results
-from elfatt_sd.evaluation.report.metrics import judging_metric, metric_verdict
+from elfatt_sd.evaluation.report.metrics import judging_metric
 from elfatt_sd.evaluation.report.rows import Row, is_kernel
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, join_names, plural, span
 from elfatt_sd.evaluation.report.values import Estimate, dig, number, numbers
@@ -79,7 +79,7 @@ def _verdict_of(results: Results, row: Row) -> str | None:
     if results.distance:
         return row.verdict(results.distance)
     name = judging_metric(results)
-    return metric_verdict(row, name) if name else None
+    return row.verdict(name, "metrics") if name else None
 
 
 def _kernel_verdict(results: Results, row: Row) -> str | None:

@@ -27,7 +27,7 @@ DASH = "—"
 EXTRAPOLATED = ", extrapolated"  # of a difference with infinitely many images
 REFERENCE = "reference"
 THIS_RUN = "This run"
-OTHER_PICTURE = 20  # dB: below, little is left of the untouched image; unrelated ones have 10 to 20
+OTHER_IMAGE = 20  # dB: below, little is left of the untouched image; unrelated ones have 10 to 20
 _VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 
 
@@ -239,8 +239,8 @@ def _distance_columns(results: Results, name: str) -> list[tuple[str, _Maker]]:
 
 
 def _accuracy_difference(results: Results) -> list[tuple[str, _Maker]]:
-    difference = difference_maker(results, lambda row: row.accuracy_difference("mean"))
-    verdict = verdict_maker(lambda row: row.accuracy_verdict("mean"))
+    difference = difference_maker(results, lambda row: row.difference("mean", "accuracy"))
+    verdict = verdict_maker(lambda row: row.verdict("mean", "accuracy"))
     return [("Accuracy difference", difference), ("Accuracy verdict", verdict)]
 
 
@@ -290,7 +290,7 @@ def _accuracy_maker(results: Results) -> _Maker:
     plain = estimate_maker(results, lambda row: row.accuracy("mean"))
 
     def make(row: Row) -> Entry:
-        verdict = row.accuracy_verdict("mean")
+        verdict = row.verdict("mean", "accuracy")
         return replace(plain(row), remark=verdict) if verdict in (BETTER, WORSE) else plain(row)
 
     return make
@@ -328,8 +328,8 @@ def _lowest_column(results: Results) -> list[tuple[str, _Maker]]:
         found = row.lowest("psnr")
         if found is None:
             return Entry("identical") if row.identical else no_pair(row)
-        others = sum(value is not None and value < OTHER_PICTURE for value in row.each("psnr"))
-        return Entry(fixed(found, 1), f"({others} below {OTHER_PICTURE})" if others else "")
+        others = sum(value is not None and value < OTHER_IMAGE for value in row.each("psnr"))
+        return Entry(fixed(found, 1), f"({others} below {OTHER_IMAGE})" if others else "")
 
     kept = any(row.lowest("psnr") is not None for row in results.rows)
     return [("Lowest PSNR, dB", make)] if kept else []

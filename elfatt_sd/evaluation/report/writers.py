@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from elfatt_sd.evaluation.report.data import STAGES, Results
-from elfatt_sd.evaluation.report.metrics import metric_columns
+from elfatt_sd.evaluation.report.metrics import metric_names
 from elfatt_sd.evaluation.report.published import FIGURES, published_for
 from elfatt_sd.evaluation.report.rows import Row
 from elfatt_sd.evaluation.report.tables import DASH, THIS_RUN, Column, Entry, Line, Table
@@ -169,11 +169,11 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
         )
         record |= _columns(measure, row.paired(measure)) | spread | {f"{measure} lowest": row.lowest(measure)}
     record["psnr identical"] = row.identical
-    for name in results.attributes:
-        record |= _columns(f"accuracy {name}", row.accuracy(name))
-        record |= _columns(f"accuracy {name} difference", row.accuracy_difference(name))
-        record[f"accuracy {name} verdict"] = row.accuracy_verdict(name)
-    record |= metric_columns(results, row)
+    figures = [(f"accuracy {name}", row.accuracy(name), name, "accuracy") for name in results.attributes]
+    figures += [(name, row.metric(name), name, "metrics") for name in metric_names(results)]
+    for title, figure, name, of in figures:
+        record |= _columns(title, figure) | _columns(f"{title} difference", row.difference(name, of))
+        record[f"{title} verdict"] = row.verdict(name, of)
     for part in ("end_to_end", "unet"):
         record[f"{part} seconds_per_image"] = row.seconds(part)
         record |= _columns(f"{part} speedup", row.speedup(part))
