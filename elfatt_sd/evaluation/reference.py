@@ -120,7 +120,7 @@ class Wanted:
         if count != self.expected and not self.allow_count:
             remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
             words = left_out_words(left_out)
-            said = f"{count} pictures{words and f' ({words})'}"
+            said = f"{count} images{words and f' ({words})'}"
             raise ElfattError(f"reference {self.source} has {said}; accepted are {self.expected}, or {remedy}.")
 
 
@@ -305,7 +305,7 @@ def _load(folder: Path, dimension: int, wanted: Wanted) -> Reference:
     if count != wanted.expected and not wanted.allow_count and unreadable:
         listed = "" if len(unreadable) == 1 else f", all in {folder / 'reference.json'}"
         raise ElfattError(
-            f"reference {wanted.source}: {len(unreadable)} pictures cannot be read, first {unreadable[0]}{listed}; "
+            f"reference {wanted.source}: {len(unreadable)} images cannot be read, first {unreadable[0]}{listed}; "
             f"replace what cannot be read, or give --allow-count to go on with the other {count}, which the metric's "
             "name will then say."
         )

@@ -112,7 +112,7 @@ def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.Monk
     progress = extraction.every_minute(lines.append)
     (tmp_path / "rows" / "chunk-00002.npz").unlink()
     extract(pictures, slow, tmp_path / "rows", progress=progress)
-    assert lines == ["measuring: regions, 11 of 12 pictures done, about 0:00:20 left"]
+    assert lines == ["measuring: regions, 11 of 12 images done, about 0:00:20 left"]
     lines.clear()
     extractor.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 200))
     build(tmp_path / "flat", tmp_path, extractor, progress=progress)
