@@ -28,10 +28,10 @@ def test_unreadable_reference_pictures_are_named(full_protocol: Protocol, copy: 
     (copy / "scores.json").write_text(json.dumps(scores))
     lines: list[str] = []
     stages.score(Run(copy, full_protocol), lines.append)
-    assert lines == ["score: done before", "score: reference picture not readable: a.JPEG (truncated)"]
+    assert lines == ["score: done before", "score: reference image not readable: a.JPEG (truncated)"]
     stages.write_page(Run.open(copy), lines.append)
     page = (copy / "report" / "index.html").read_text()
-    assert "1 reference picture could not be read: a.JPEG (truncated)." in page
+    assert "1 reference image could not be read: a.JPEG (truncated)." in page
 
 
 def test_reasons_of_several_stages_are_joined() -> None:
