@@ -8,12 +8,16 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.sizes import memory_of_cpu
+
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # since PyTorch 2.8
 
 _DEVICE_ERROR = re.compile(r"(CUDA|HIP|XPU) error: ")
 _NO_MEMORY = (
@@ -131,6 +135,32 @@ def is_device_error(error: BaseException) -> bool:
 def is_captured(device: torch.device) -> bool:
     """Tell whether what a device is given now becomes a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+_TRACED = (
+    "a trace or an export of a patched model would hold one step's phase and random draws for ever; call "
+    "elfatt_sd.remove_patch(pipe) first, or use torch.compile."
+)
+
+
+@torch.compiler.disable(reason=_TRACED)  # type: ignore[untyped-decorator, no-untyped-call]
+def refuse_tracing(device: torch.device) -> None:
+    """Refuse what would make a program of one call, of a patched model or of a part of it.
+
+    Args:
+        device: that computes.
+
+    Raises:
+        ElfattError: the call is being traced, exported or captured in a CUDA graph.
+    """
+    if is_captured(device):
+        raise ElfattError(
+            "a CUDA graph of a patched model would replay one step's phase and random draws for ever; use "
+            "torch.compile(mode='reduce-overhead'), or call elfatt_sd.remove_patch(pipe) first."
+        )
+    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # of make_fx
+    if torch._C._is_tracing() or is_exporting() or proxies is not None:
+        raise ElfattError(_TRACED)
 
 
 def memory_of(device: torch.device) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from elfatt_sd.autotune import Tuner
 from elfatt_sd.calls import Denoiser, is_recomputing
 from elfatt_sd.choosing import Layers, patched_layers
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.devices import in_optimized_module, is_captured
+from elfatt_sd.devices import in_optimized_module, refuse_tracing
 from elfatt_sd.families import (
     Given,
     family_of,
@@ -152,7 +152,7 @@ class Patch:
     def _begin(self, given: Given) -> None:
         """Find the step of a call and tell the layers."""
         sample, timestep = given.sample, given.timestep
-        self._refuse_tracing(sample.device)
+        refuse_tracing(sample.device)
         compiled = self._is_compiled()
         if compiled and self._shared.threads and self._shared.call is None:
             raise ElfattError(
@@ -211,25 +211,6 @@ class Patch:
         each = sum(1 if phase.residual_steps == 1 else 4 for phase in (*self.config.all_phases, EXACT))
         name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
         setattr(dynamo, name, max(getattr(dynamo, name), 8 + len(layers) * each))
-
-    def _refuse_tracing(self, device: torch.device) -> None:
-        """Refuse what would make a program of one call.
-
-        Raises:
-            ElfattError: the model is being traced, exported or captured in a CUDA graph.
-        """
-        if is_captured(device):
-            raise ElfattError(
-                "a CUDA graph of a patched model would replay one step's phase and random draws in every step; use "
-                "torch.compile(mode='reduce-overhead'), or call elfatt_sd.remove_patch(pipe) first."
-            )
-        exporting = getattr(torch.compiler, "is_exporting", bool)
-        proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # of make_fx
-        if torch._C._is_tracing() or exporting() or proxies is not None:
-            raise ElfattError(
-                "a trace or an export of a patched model would hold one step's phase and random draws; "
-                "call elfatt_sd.remove_patch(pipe) first, or use torch.compile."
-            )
 
 
 def _differentiated(*inputs: Any) -> bool:

@@ -22,11 +22,13 @@ from torch import Tensor
 
 from elfatt_sd.calls import STATE, Call, Denoiser, LayerState, attend, is_recomputing
 from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import is_exporting, refuse_tracing
 from elfatt_sd.families.base import Projections, SelfAttention, replaceable
 from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
 from elfatt_sd.methods import Grid
 from elfatt_sd.ordering import order_merged
 from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.surroundings import device_of_weights
 
 _DEFAULT: Any = AttnProcessor2_0
 _OVERRIDDEN = ("get_processor", "set_processor")  # of a patched attention module: they speak of the original
@@ -131,12 +133,19 @@ class PatchedLayer:
 
     @property
     def state(self) -> LayerState | None:
-        """The layer's state in the call that goes on; None outside of any call."""
+        """The layer's state in the call that goes on; None outside of any call.
+
+        Raises:
+            ElfattError: the layer, or a block of it, is traced or exported alone.
+        """
         if torch.compiler.is_compiling():
+            if is_exporting():
+                refuse_tracing(torch.device("cpu"))
             return self.latest
         call = self.denoiser.call
         if call is not None:
             return call.states.get(self.index)
+        refuse_tracing(device_of_weights(self.parts, torch.device("cpu")))  # a block alone
         recomputed = self._recomputed.get(threading.get_ident())
         if is_recomputing() and recomputed is None:
             raise ElfattError(

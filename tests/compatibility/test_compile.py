@@ -185,6 +185,39 @@ def test_a_trace_or_an_export_is_refused(method: str) -> None:
         assert torch.allclose(traced(*inputs), Plain(unet)(*inputs), atol=1e-5)
 
 
+class Alone(torch.nn.Module):
+    """A block or a layer that is called outside of its model."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens: torch.Tensor, text: torch.Tensor | None = None) -> torch.Tensor:
+        return self.module(tokens, encoder_hidden_states=text)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", ["transformer_blocks.0", "transformer_blocks.0.attn1"])
+def test_a_trace_or_an_export_of_a_block_alone_is_refused(path: str) -> None:
+    """It would hold exact attention for ever; called as it is, a block alone is exact."""
+    unet = tiny.unet(**ONE_LEVEL)
+    block = Alone(unet.down_blocks[0].attentions[0].get_submodule(path))
+    inputs = (torch.randn(1, 64, 8), torch.randn(1, 3, tiny.TEXT_WIDTH))[: 1 if path.endswith("attn1") else 2]
+    with torch.no_grad():
+        exact = block(*inputs)
+        elfatt_sd.apply_patch(unet, "tome")
+        assert torch.equal(block(*inputs), exact)
+        with pytest.raises(ElfattError, match="remove_patch"):
+            torch.jit.trace(block, inputs, check_trace=False)
+        with pytest.raises(ElfattError, match="remove_patch"):
+            torch.export.export(block, inputs, strict=False)
+        with pytest.raises(Exception, match="remove_patch"):
+            torch.export.export(block, inputs, strict=True)
+        with pytest.raises(ElfattError, match="remove_patch"):
+            make_fx(block)(*inputs)
+        assert torch.equal(torch.compile(block, backend="eager", fullgraph=True)(*inputs), exact)
+
+
 class Replays:
     """A backend like CUDA graphs: what a graph gave is lost as soon as one is called again, here to NaN."""
 
