@@ -24,7 +24,7 @@ help:
 	@echo "make docs         build the site into outputs/site, with all links checked"
 	@echo "make kernels      compile the Triton kernels for cards that need not be here; fails if one spills"
 	@echo "make notebooks    execute the notebooks into outputs/notebooks"
-	@echo "make quickstart   execute the first notebook in place: it is committed with its pictures"
+	@echo "make quickstart   execute the first notebook in place: it is committed with its images"
 
 demo: .venv/.installed
 	.venv/bin/elfatt-sd sheet --steps $(DEMO_STEPS) --out outputs/demo
@@ -59,7 +59,7 @@ kernels: .venv/.installed-dev
 notebooks: .venv/.installed-dev
 	$(NBCONVERT) --output-dir outputs/notebooks notebooks/*.ipynb
 
-# Pictures as JPEG alone, without times of day: small, and equal pictures stay equal bytes.
+# Images as JPEG alone, without times of day: small, and equal images stay equal bytes.
 quickstart: .venv/.installed-dev
 	$(NBCONVERT) --inplace --ExecutePreprocessor.record_timing=False \
 	  --ExecutePreprocessor.extra_arguments=--DisplayFormatter.active_types=image/jpeg \

@@ -45,7 +45,7 @@ def samples(groups: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(path: Path) -> None:
-    """Write the picture."""
+    """Write the image."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 

@@ -140,7 +140,7 @@ def agent_attention(
         v: values, shaped as the queries.
         agents: `[batch, agents, heads, head_dim]`.
         query_scale: scale `s2` of the queries' softmax over agents; None is the same as the first one.
-        value_shortcut: share of the values that is added.
+        value_shortcut: fraction of the values that is added.
         **kernel: `scale` (s), `fp32_logits`, `backend` of `softmax_attention`.
 
     Returns:
@@ -175,9 +175,9 @@ def elfatt_attention(
         v: values, shaped as the queries.
         agents: number of agents pooled from the queries, or the agents `[batch, agents, heads, head_dim]`.
         block_size: wanted tokens in a block.
-        agent_share: share of the heads or channels that attend through agents.
+        agent_share: fraction of the heads or channels that attend through agents.
         split: `heads` (eq. lepe2sd), `channels` of every head (eq. lepe1sd; each part is scaled by its own size), or
-            `auto`: heads where the share of them is a whole number.
+            `auto`: heads where that fraction of them is a whole number.
         query_scale: see `agent_attention`.
         value_shortcut: see `agent_attention`.
         **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.

@@ -61,7 +61,9 @@ Autotune = Annotated[
 Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Also measure the peak memory.")]
 MemoryBatch = Annotated[
     list[int] | None,
-    typer.Option(help="Rows at which the peak is measured; two such batches give the growth. --batch and twice that."),
+    typer.Option(
+        help="Rows at which the peak is measured, two such batches for the growth; if not given --batch and twice that."
+    ),
 ]
 Seconds = Annotated[float, typer.Option(help="Start no further round past this time, for each size.")]
 RecordAt = Annotated[list[int], typer.Option(help="Index of a UNet call to compare in; may be given several times.")]
@@ -212,7 +214,7 @@ def merging(
     device: Device = "auto",
     dtypes: Annotated[list[str], typer.Option("--dtype", help="May be given several times.")] = ["float32", "bfloat16"],  # noqa: B006
 ) -> None:
-    """Matching, merge and unmerge beside tomesd's."""
+    """Matching, merge and unmerge, compared with tomesd's."""
     options = {"tokens": tokens, "ratio": ratio, "batch": batch, "repeats": repeats}
     _run("merging", session, device=device, dtypes=dtypes, **options)
 
@@ -245,7 +247,7 @@ def orders(
     steps: Steps = 25,
     record_at: RecordAt = [2, 6, 12, 18, 23],  # noqa: B006
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; the model's own if not given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the first image.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first image.")] = 0,
     draws: Annotated[int, typer.Option(help="How often what is random is drawn.")] = 4,
     device: Device = "auto",
     variant: Variant = None,
@@ -266,7 +268,7 @@ def orders(
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What a benchmark or a suite wrote.")],
 ) -> None:
-    """Tables and plots of results, beside their file: of a benchmark, or of all parts of benchmarks/gpu_suite.py."""
+    """Tables and plots of results, next to their file: of a benchmark, or of all parts of benchmarks/gpu_suite.py."""
     need("elfatt-sd bench", "matplotlib")
     from elfatt_sd.benchmarking.report import write_report
 
@@ -387,7 +389,7 @@ def _parts(text: str) -> tuple[str, str]:
 
 
 def _show(session: Session) -> None:
-    """Print the rows that there are and what they say, and write table and plot beside the JSON file."""
+    """Print the rows that there are and what they say, and write table and plot next to the JSON file."""
     from elfatt_sd.benchmarking.plots import save
     from elfatt_sd.benchmarking.tables import markdown
     from elfatt_sd.benchmarking.terminal import show

@@ -65,7 +65,7 @@ class Call:
         self.states: dict[int, LayerState] = {}
 
     def restart(self) -> None:
-        """Begin anew, when the whole call is computed once more."""
+        """Begin again, when the whole call is computed once more."""
         self.entered = False
         for state in self.states.values():
             state.calls = 0

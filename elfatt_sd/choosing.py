@@ -76,7 +76,7 @@ def fitted(config: PatchConfig, denoisers: dict[str, nn.Module]) -> PatchConfig:
     if family.text and config.attention_backend not in ("auto", "triton"):
         raise ElfattError(
             f"attention_backend={config.attention_backend!r} is not accepted for {name}, whose parts of attention are "
-            "joined by log-sum-exps; leave it away, and call set_attention_backend of the model for exact attention."
+            "joined by log-sum-exps; leave it out, and call set_attention_backend of the model for exact attention."
         )
     return config
 

@@ -95,24 +95,28 @@ def generate(
     chosen: Chosen,
     drawing: dict[str, Any],
     source: Any,
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Each one is drawn.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts to draw.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
     model: Model = "toy",
-    seed: Annotated[int, typer.Option(help="Of each prompt's first image; the next ones count up.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of each prompt's first image; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Images for each prompt.")] = 1,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the images.")] = Path("outputs"),
-    compare: Annotated[bool, typer.Option("--compare", help="Untouched and patched, side by side.")] = False,
-    each: Annotated[bool, typer.Option("--each", help="Prompts of one word are meant: draw each one.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Draw untouched and patched images, side by side.")
+    ] = False,
+    each: Annotated[bool, typer.Option("--each", help="Accept prompts of one word: draw each one.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN)] = False,
     layer: Annotated[
         str | None, typer.Option(metavar="PATH", help="--explain: a layer as `patch --json` lists them, or with *.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="--explain: a step, from 1; one of each phase if not given.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="--explain: a timestep, from 1; one of each phase if not given.")
+    ] = None,
     at: Annotated[
         str, typer.Option(metavar="X,Y", help="--explain: point of the image, whose query is followed.")
     ] = "0.5,0.5",
 ) -> None:
-    """Draw images, each a PNG with its settings inside and a JSON beside it."""
+    """Draw images, each a PNG with its settings inside and a JSON file next to it."""
     words = list(prompts or ())
     if not each:
         check_quoted(words, "elfatt-sd generate")
@@ -166,8 +170,8 @@ def try_methods(
     drawing: dict[str, Any],
     source: Any,
     model: Annotated[str, typer.Argument(help=f"{MODELS}.")] = "toy",
-    prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="What is drawn.")] = None,
-    seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
+    prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="The prompt to draw.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of all images.")] = 0,
     rounds: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
     methods: Annotated[
         list[str] | None,
@@ -207,9 +211,11 @@ def try_methods(
 @app.command()
 def sheet(
     models: Annotated[list[str] | None, typer.Option("--model", help=f"{MODELS}; several times.")] = None,
-    prompts: Annotated[list[str] | None, typer.Option("--prompt", help="Several times.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompt", help="Prompt to draw; may be given several times.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
-    seed: Annotated[int, typer.Option(help="Of all images.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all images.")] = 0,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the sheet and its JSON.")] = Path("outputs"),
 ) -> None:
     """Draw some prompts with the embedded pipelines: untouched, the fastest method and the closest one."""
@@ -281,7 +287,9 @@ def demo(
     model: Annotated[list[str] | None, typer.Option(help="Model to choose from; may be given several times.")] = None,
     method: Annotated[str, typer.Option(help="Method that is chosen at first.")] = "elfatt-fast",
     steps: Annotated[int, typer.Option(min=1, max=50, help="Denoising steps that are chosen at first.")] = 12,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the page, on this machine alone.")] = 7860,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of the page, which only this machine can open.")
+    ] = 7860,
     browse: Annotated[bool, typer.Option("--browse", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a page that draws untouched and patched images side by side; Ctrl-C ends it."""
@@ -308,7 +316,7 @@ def demo(
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Tell what this machine has and what is missing; exit code 1 if it is something needed."""
+    """Tell what this machine has and what is missing; exit code 1 if something needed is missing."""
     from elfatt_sd.doctor import examine, healthy
 
     sections = examine()

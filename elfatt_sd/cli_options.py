@@ -15,16 +15,16 @@ from elfatt_sd.toy import EMBEDDED
 
 MODELS = f"{', '.join(EMBEDDED)}, a diffusers directory, a hub id, or a .safetensors file"
 STEPS, GUIDANCE = (
-    f"{text}; {', '.join(f'{getattr(each, field):g} for {name}' for name, each in EMBEDDED.items())}, "
-    "and what any other pipeline takes by itself, if not given."
+    f"{text}; if not given {', '.join(f'{getattr(each, field):g} for {name}' for name, each in EMBEDDED.items())}, "
+    "otherwise the pipeline's own."
     for text, field in (("Denoising steps", "steps"), ("Guidance scale", "guidance"))
 )
 Model = Annotated[str, typer.Option(help=f"{MODELS}.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")]
-Variant = Annotated[str | None, typer.Option(help="Of the weights: fp16 loads *.fp16.safetensors.")]
-NegativePrompt = Annotated[str | None, typer.Option(help="What guidance leads away from.")]
+Variant = Annotated[str | None, typer.Option(help="Variant of the weights: fp16 loads *.fp16.safetensors.")]
+NegativePrompt = Annotated[str | None, typer.Option(help="Prompt that guidance leads away from.")]
 Scheduler = Annotated[
     str | None,
     typer.Option(
@@ -33,8 +33,8 @@ Scheduler = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Draw even what is estimated not to fit into memory.")]
-Height = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
-Width = Annotated[int | None, typer.Option(help="In pixels, a multiple of 8; the model's own if not given.")]
+Height = Annotated[int | None, typer.Option(help="Height in pixels, a multiple of 8; the model's own if not given.")]
+Width = Annotated[int | None, typer.Option(help="Width in pixels, a multiple of 8; the model's own if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DRAWING_OPTIONS: dict[str, tuple[Any, Any]] = {
     "steps": (Annotated[int | None, typer.Option(help=STEPS)], None),

@@ -55,7 +55,7 @@ class PatchConfig:
             2, 4, 8), as tomesd counts; None goes by `levels`.
         seed: seed of the random destinations, blocks and sampled keys, drawn from `(seed, step, layer)`.
         use_rand: draw the merge destinations at random (True) or take the first token of each cell (False).
-        reuse_steps: number of steps that share one token matching where they merge alike; 1 computes it anew in every
+        reuse_steps: number of steps that share one token matching where they merge alike; 1 computes it again in every
             step.
         reuse_layers: layers on the same grid share the matching of the first of them.
         attention_backend: `auto`, or the name of a backend of diffusers' attention dispatcher, which then serves the

@@ -59,7 +59,7 @@ def proc_value(file: str, key: str) -> str | None:
 
 
 def accelerators() -> dict[str, int]:
-    """Return the kinds of devices that are there beside the CPU, the one to be taken first, and the number of each."""
+    """Return the kinds of devices that are there besides the CPU, the one to take first, and the number of each."""
     found = {}
     for kind in ("cuda", "xpu", "mps"):
         module = getattr(torch, kind, None)
@@ -138,7 +138,7 @@ def is_captured(device: torch.device) -> bool:
 
 
 _TRACED = (
-    "a trace or an export of a patched model would hold one step's phase and random draws for ever; call "
+    "a trace or an export of a patched model would hold one step's phase and random draws in every step; call "
     "elfatt_sd.remove_patch(pipe) first, or use torch.compile."
 )
 
@@ -155,7 +155,7 @@ def refuse_tracing(device: torch.device) -> None:
     """
     if is_captured(device):
         raise ElfattError(
-            "a CUDA graph of a patched model would replay one step's phase and random draws for ever; use "
+            "a CUDA graph of a patched model would replay one step's phase and random draws in every step; use "
             "torch.compile(mode='reduce-overhead'), or call elfatt_sd.remove_patch(pipe) first."
         )
     proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # of make_fx

@@ -70,7 +70,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         path: where the file is to be; its folder is made.
 
     Yields:
-        The open temporary file beside `path`, named after this process.
+        The open temporary file next to `path`, named after this process.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")

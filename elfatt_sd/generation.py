@@ -296,7 +296,7 @@ class Studio:
 
 
 def write_image(path: Path, picture: Image.Image, record: dict[str, Any]) -> Path:
-    """Write a PNG with a record inside, and the record as JSON beside it; both or none."""
+    """Write a PNG with a record inside, and the record as JSON next to it; both or none."""
     info = PngInfo()
     info.add_text("Software", f"elfatt-sd {elfatt_sd.__version__}")
     for name, value in record.items():

@@ -2,12 +2,11 @@
 
 Image queries see some of the image's keys, and all keys of the context: text, several segments of it, reference images.
 Queries of the context are exact. What is seen in parts is joined by log-sum-exps (`log_sum_exp`), where a sampled key
-has the weight of the tokens that it stands for: unweighted, the image would count less beside the text the fewer keys
-are drawn.
+has the weight of the tokens that it stands for. Unweighted, the image would count less, the fewer keys are drawn.
 
 Shapes: B batch, N image tokens, T tokens of the context, H heads, D head size. q, k, v and every result are
-`[B, N, H, D]`. In cell order (`ordering.cell_order`), N is a matrix `[places, cells]`, row by row: a column is a cell,
-a run of rows is a group with a token of every cell; the tokens left over, of the first cells, follow.
+`[B, N, H, D]`. In cell order (`ordering.cell_order`), N is a matrix `[places, cells]`, row by row. A column is a cell,
+a run of rows is a group with a token of every cell. The tokens left over, of the first cells, follow.
 """
 
 from __future__ import annotations
@@ -150,10 +149,10 @@ def elfatt_joint_attention(
     value_shortcut: float = 0.0,
     context: Keys | None = None,
 ) -> Tensor:
-    """ELFATT beside exact keys: the first heads attend through agents, the others inside blocks, all to the context.
+    """ELFATT with exact keys: the first heads attend through agents, the others inside blocks, all to the context.
 
     An agent is the mean of a run of queries (`run_agents`). Agents have no logits that compare with those of the
-    context, so the image's weight beside it is that which the agent of the query's own run c measures:
+    context, so the image's weight relative to it is that which the agent of the query's own run c measures:
     `(e^L_c O + e^l_T O_T) / (e^L_c + e^l_T)` with `O = softmax(s2 Q A^T) softmax(s A K^T) V` of the image,
     `L_c` the log-sum-exp of `s a_c K^T`, and `O_T`, `l_T` the query's exact attention to the context and its
     log-sum-exp. The other heads see block and context unweighted: a block that stood for the image would outweigh the

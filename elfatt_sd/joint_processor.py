@@ -226,7 +226,7 @@ class _Joint:
         image: where the image's tokens are.
         matching: how they are merged; None if they are not. Text queries see each merged token with the weight of those
             that it stands for, image queries with the weight of their mean number, which needs no mask: without, the
-            image would count less beside text.
+            image would count less than text.
     """
 
     def __init__(

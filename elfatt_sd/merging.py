@@ -16,8 +16,8 @@ from torch import Tensor
 from elfatt_sd import kernels
 from elfatt_sd.devices import memory_of
 
-# The similarity matrix is made in chunks, that stay in cache on a CPU and small beside the model on a GPU: elements of
-# a chunk at the least, and the fewest rows that keep the matrix product fast; and the fraction of a GPU's memory.
+# The similarity matrix is made in chunks, which stay in cache on a CPU and are small on a GPU: the fewest elements of
+# a chunk, the fewest rows that keep the matrix product fast, and the fraction of the memory of a GPU.
 _CHUNK = {"cpu": (1 << 21, 512), "gpu": (1 << 25, 128)}
 _FRACTION = 1 / 64
 _FOLD = 16
@@ -200,7 +200,7 @@ def match_candidates(candidates: Candidates, ratio: float) -> Matching | None:
 
     Args:
         candidates: what `find_candidates` found.
-        ratio: share of the tokens that are merged away, in [0, 1); at most all sources are.
+        ratio: fraction of the tokens that are merged away, in [0, 1); at most all sources are.
 
     Returns:
         The matching, or None where nothing is to be merged.

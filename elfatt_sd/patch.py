@@ -44,14 +44,15 @@ def apply_patch(
     take_over: Sequence[str | type] = (),
     **settings: Unpack[Settings],
 ) -> Pipeline:
-    """Make a pipeline use a method's self-attention; a patch that is there already is replaced.
+    """Make a pipeline use a method's self-attention. An earlier patch is replaced.
 
     Args:
         pipe: a diffusers pipeline with a UNet or a transformer of a known family, or such a module. Its ControlNets
             are patched too.
         method: the name of a preset or of a registered attention, a configuration, or an attention for the whole run.
         autotune: measure, at the first call of each size, which layers the method makes faster on this device, and
-            leave the others alone; with them, and a warning, those that `torch.compile` serves, which cannot be timed.
+            leave the others alone. Layers that `torch.compile` serves cannot be timed: they are left alone too, with a
+            warning.
         take_over: classes of attention processors, or their names, that are not plain attention (cross-frame, shared
             style, ...), whose layers are patched nevertheless; others are left alone, with a warning. Those that keep
             maps of attention for the pipeline, as Attend-and-Excite's do, cannot be.
@@ -80,7 +81,7 @@ def apply_patch(
 
 
 def remove_patch(pipe: Pipeline) -> Pipeline:
-    """Put back the processors that were there before; a pipeline without a patch stays as it is.
+    """Restore the original attention processors. A pipeline without a patch stays as it is.
 
     Args:
         pipe: what `apply_patch` was given.
@@ -105,16 +106,22 @@ def patched(
     take_over: Sequence[str | type] = (),
     **settings: Unpack[Settings],
 ) -> Iterator[Plan]:
-    """Patch a pipeline for the length of a `with` block, and give its plan, at the model's own image size.
+    """Patch a pipeline for the length of a `with` block.
 
-    What was patched before is patched again afterwards, also after an exception.
+    Afterwards the pipeline is as it was before, with its earlier patch if it had one; also after an exception.
 
     Args:
-        pipe: as for `apply_patch`.
-        method: as for `apply_patch`.
-        autotune: as for `apply_patch`; the plan is measured when it is first looked at.
-        take_over: as for `apply_patch`.
-        **settings: as for `apply_patch`.
+        pipe: a diffusers pipeline, or its UNet or transformer.
+        method: a preset, a registered attention, a configuration, or an attention; see `apply_patch`.
+        autotune: leave alone the layers that measure slower with the method; see `apply_patch`.
+        take_over: classes of processors to replace although they are not plain attention; see `apply_patch`.
+        **settings: changes to the method, such as `ratio=0.5`; see `Settings`.
+
+    Yields:
+        The plan at the model's own image size; see `plan`. With `autotune` it is measured when it is first looked at.
+
+    Raises:
+        ElfattError: as `apply_patch`.
     """
     config = resolve(method, settings)
     with restored(pipe):
@@ -149,15 +156,18 @@ def plan(
     """Tell what a patch would do, layer by layer and phase by phase, without changing anything.
 
     Args:
-        pipe: as for `apply_patch`.
-        method: as for `apply_patch`.
-        height: of the image in pixels (of the latent, for a bare UNet); the model's own by default.
-        width: likewise.
-        frames: of a video; the model's own number by default.
-        autotune: measure on this device, for one image with guidance, which layers the method makes faster;
-            without, the plan says which of them the multiply-adds make slower.
-        take_over: as for `apply_patch`.
-        **settings: as for `apply_patch`.
+        pipe: a diffusers pipeline, or its UNet or transformer.
+        method: a preset, a registered attention, a configuration, or an attention; see `apply_patch`.
+        height: height of the image in pixels (of the latent, for a bare UNet); the model's own by default.
+        width: width, in the same unit.
+        frames: frames of a video; the model's own number by default.
+        autotune: measure on this device, for one image with guidance, which layers the method makes faster. Without
+            it, the plan says which layers need more multiply-adds with the method.
+        take_over: classes of processors to replace although they are not plain attention; see `apply_patch`.
+        **settings: changes to the method, such as `ratio=0.5`; see `Settings`.
+
+    Returns:
+        The plan. `print` shows it; `to_dict()` returns plain data, with multiply-adds per call of the denoiser.
 
     Raises:
         ElfattError: as `apply_patch`, or a size that does not fit the model.
@@ -190,13 +200,13 @@ def _plan(
 
 
 def is_patched(pipe: Any) -> bool:
-    """Tell whether a pipeline, or a bare UNet, has a patch.
+    """Tell whether a pipeline has a patch.
 
     Args:
-        pipe: as for `apply_patch`.
+        pipe: a diffusers pipeline, or its UNet or transformer.
 
     Raises:
-        ElfattError: there is no UNet.
+        ElfattError: there is no UNet and no transformer of a known family.
     """
     return bool(patches_of(pipe))
 

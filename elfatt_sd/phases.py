@@ -119,7 +119,7 @@ class Phase:
         return Phase(self.until, self.attention, merge=self.merge, **own)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, flat: the settings of merging and attention stand beside the phase's own."""
+        """Return plain data, flat: the settings of merging and attention are with the phase's own."""
         data: dict[str, Any] = {"until": self.until, "attention": self.attention.name}
         data |= dataclasses.asdict(self.merge) | {"residual_steps": self.residual_steps}
         return data | dataclasses.asdict(self.attention)

@@ -31,7 +31,7 @@ def side_by_side(
         ValueError: there is no image, or not one caption for each.
     """
     if not pictures or len(pictures) != len(captions):
-        raise ValueError(f"{len(pictures)} pictures and {len(captions)} captions; give one caption for each picture.")
+        raise ValueError(f"{len(pictures)} images and {len(captions)} captions; give one caption for each image.")
     size = max(13, min(picture.width for picture in pictures) // 19)
     title_font, small = ImageFont.load_default(size * 1.1), ImageFont.load_default(size * 0.95)
     columns = min(columns or len(pictures), len(pictures))
@@ -68,7 +68,7 @@ def psnr(first: Image.Image, second: Image.Image) -> float:
         ValueError: the sizes differ.
     """
     if first.size != second.size:
-        raise ValueError(f"pictures of {first.size} and {second.size} pixels cannot be compared; give equal sizes.")
+        raise ValueError(f"images of {first.size} and {second.size} pixels cannot be compared; give equal sizes.")
     one, two = (np.asarray(picture.convert("RGB"), dtype=np.float64) for picture in (first, second))
     error = float(np.mean((one - two) ** 2))
     return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))

@@ -111,7 +111,7 @@ class PlannedCall:
         return (
             f"whole call ({names}): {giga(self.before)} G multiply-adds before, {giga(self.after)} G after on average. "
             f"By this count it is {self.speed:.2f} times as fast, {self.limit:.2f} if the approximated layers cost "
-            "nothing; measure what it is here with elfatt-sd bench"
+            "nothing; measure it here with elfatt-sd bench"
         )
 
 

@@ -10,7 +10,9 @@ from elfatt_sd.methods import attention_named, attentions, is_own
 from elfatt_sd.phases import Phase
 
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]
+"""The name of a preset, for type checkers; `sd` is the untouched model."""
 METHODS: tuple[Method, ...] = get_args(Method)
+"""The names of all presets. `docs/choose.md` compares them."""
 DEFAULT: Method = "elfatt"
 UNTOUCHED: Method = "sd"
 # Those with a colour of their own in plots, in the colours' order: pages that are there already keep theirs.
@@ -28,8 +30,11 @@ def known_method(name: object) -> Method:
     Args:
         name: one of `METHODS`, the name of a registered attention, or `package.module:Class`.
 
+    Returns:
+        The name. That of a class given by its module is the class's `name`; the class is registered then.
+
     Raises:
-        ElfattError: it is not.
+        ElfattError: there is no such method; the message lists those that there are.
     """
     if isinstance(name, str) and ":" in name:
         name = attention_named(name).name

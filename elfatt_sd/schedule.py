@@ -1,13 +1,13 @@
 """Where in the denoising run a call is, resolved on the host without touching the device.
 
-Pipelines iterate over `scheduler.timesteps`; each timestep they hand to the UNet is a view into that tensor, so its
-storage offset *is* the index of the call, on any device, for any scheduler (also where a timestep occurs twice, where
-a step takes two calls, or where image-to-image starts inside the schedule).
+Pipelines iterate over `scheduler.timesteps`. Each timestep that they hand to the UNet is a view into that tensor, so
+its storage offset is the index of the call, on any device and for any scheduler. That also holds where a timestep
+occurs twice, where a step takes two calls, and where image-to-image starts inside the schedule.
 
-What is no such view is looked up by its value: among the timesteps, or among what else pipelines hand over (noise
-levels, their logarithms, fractions of the run). A value that is on no schedule has a place by its noise level, but
-belongs to no run: nothing is carried over from another call. The scheduler's own counter places only timesteps that the
-device alone knows, in a run whose beginning was seen.
+A timestep that is no such view is looked up by its value: among the timesteps, or among the other values that pipelines
+pass (noise levels, their logarithms, fractions of the run). A value that is on no schedule has a place by its noise
+level, but belongs to no run: nothing is carried over from another call. The scheduler's own counter places only
+timesteps that the device alone knows, in a run whose beginning was seen.
 """
 
 from __future__ import annotations

@@ -40,9 +40,10 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 class AttentionSettings(TypedDict, total=False):
-    """Settings of merging and of the package's attentions, by keyword; the classes in `elfatt_sd.methods` explain them.
+    """Settings of merging and of the package's attentions, by keyword.
 
-    An attention that has no such setting ignores it.
+    `ratio` and `stride` are those of `Merge`. The classes in `elfatt_sd.methods` explain the others: `Blocks`,
+    `Sampled`, `CellSpread`, `Agents` and `Elfatt`. An attention that has no such setting ignores it.
     """
 
     ratio: float
@@ -68,9 +69,10 @@ class AttentionSettings(TypedDict, total=False):
 class Settings(AttentionSettings, total=False):
     """Changes to a method by keyword, as `apply_patch` and `PatchConfig.preset` take them; no key is required.
 
-    Those of `AttentionSettings`, `residual_steps` of `Phase`, those of `PatchConfig` but `method` and `phases`, and
-    `active_fraction`: the fraction of the run in which the method's own attention is active. An attention of your own
-    adds its fields.
+    `active_fraction` is the fraction of the run, from its first step, in which the method's own attention is active.
+    `residual_steps` is that of `Phase`. `PatchConfig` explains the others below. The keys of `AttentionSettings` are
+    accepted too: `ratio` and `stride` (see `Merge`), and the fields of `Blocks`, `Sampled`, `CellSpread`, `Agents` and
+    `Elfatt`. An attention of your own adds its fields.
     """
 
     active_fraction: float

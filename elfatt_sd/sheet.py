@@ -88,7 +88,7 @@ class Sheet:
                 self._records.append(trial.to_dict())
 
     def write(self, folder: Path) -> Path:
-        """Write the sheet as PNG, and a JSON beside it, and return the path of the sheet."""
+        """Write the sheet as PNG, and a JSON file next to it, and return the path of the sheet."""
         columns = max(len(line.rows) for line in self.lines)
         cells = [(line, row) for line in self.lines for row in (*line.rows, *[None] * (columns - len(line.rows)))]
         size = max(line.rows[0].picture.size for line in self.lines)

@@ -71,7 +71,7 @@ _PARTS = {  # part of a weight's name in other files: what they hold
 
 
 def load_file(path: Path, options: dict[str, Any]) -> Any:
-    """Load a pipeline from one file; its configuration comes from beside it, or from the hub.
+    """Load a pipeline from one file; its configuration is next to it, or comes from the hub.
 
     Raises:
         ElfattError: it is not the file of a known pipeline, or it is damaged.
@@ -97,11 +97,11 @@ def load_file(path: Path, options: dict[str, Any]) -> Any:
         return call_loader(path, pipeline.from_single_file, str(path), **options)
     except ElfattFailure as error:
         wanted = options.get("config") or _hub_configuration(shapes)
-        other = f" ({beside} is that beside it)" if beside else ""
+        other = f" (its folder holds a {beside})" if beside else ""
         raise ElfattFailure(
             f"model={str(path)!r} needs the configuration of {wanted!r}, a {kind}{other}, which is not on this "
             f"machine, and the hub cannot be reached ({shortened(first_cause(error))}); put its {INDEX} and the "
-            "folders named there beside the file, or give config=DIRECTORY in Python."
+            "folders named there next to the file, or give config=DIRECTORY in Python."
         ) from error
 
 

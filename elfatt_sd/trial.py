@@ -189,7 +189,7 @@ class Trial:
         )
 
     def write(self, folder: Path) -> Path:
-        """Write the strip as PNG, and a JSON beside it, and return the path of the strip."""
+        """Write the strip as PNG, and a JSON file next to it, and return the path of the strip."""
         rows, prompt = self.rows, self.request.prompts[0]
         strip = side_by_side([row.picture for row in rows], [row.caption() for row in rows], prompt, COLUMNS)
         return write_image(free_name(folder, prompt), strip, self.to_dict())

@@ -39,10 +39,10 @@ def tune(
     asked: dict[str, Any],
     model: Annotated[str, typer.Argument(help=f"{MODELS}.")] = "toy",
     closeness: Annotated[
-        float | None, typer.Option(help="To the untouched images: dB PSNR at least, or what --metric gives.")
+        float | None, typer.Option(help="Closeness to the untouched images, at least: PSNR in dB, or --metric.")
     ] = None,
-    speed: Annotated[float | None, typer.Option(help="Times as fast as untouched, at least.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GiB at the peak, at most.")] = None,
+    speed: Annotated[float | None, typer.Option(help="Speed, at least: times as fast as untouched.")] = None,
+    memory: Annotated[float | None, typer.Option(help="Peak memory in GiB, at most.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts such as yours, one a line, two at least.")
     ] = None,

@@ -69,7 +69,7 @@ def test_pictures_stand_in_rows() -> None:
 
 
 def test_captions_must_match() -> None:
-    with pytest.raises(ValueError, match="2 pictures and 1 captions"):
+    with pytest.raises(ValueError, match="2 images and 1 captions"):
         side_by_side([noise(0), noise(1)], [("a", "b")])
 
 

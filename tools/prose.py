@@ -1,12 +1,14 @@
 """A linter of prose: proselint with the project's word list, and the length of sentences: `python -m tools.prose`.
 
-It reads the pages for readers, and the docstrings, help and messages of the files that are given.
+It reads the pages for readers, the notebooks, and the docstrings, help, messages and templates of the package; or the
+files that are given.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import statistics
 import sys
@@ -18,11 +20,15 @@ from typing import Any
 from elfatt_sd.console import DONE, FAILURE, complain
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "eval/README.md", "benchmarks/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "eval/README.md", "benchmarks/README.md", "notebooks/*.ipynb")
+PACKAGE = ("elfatt_sd/**/*.py", "elfatt_sd/**/*.html.j2")
 RULES: dict[str, Any] = tomllib.loads((ROOT / "tools" / "words.toml").read_text(encoding="utf-8"))
 
+_KEPT = re.compile("|".join(map(re.escape, RULES["kept"]["strings"])))
 _CODE = re.compile(r"^(```|~~~).*?^\1$|<!--.*?-->|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _TABLE = re.compile(r"^(?:\||:::|    |#|!\[).*$", re.MULTILINE)
+_ARGUMENT = re.compile(r"^\s*\**\w+: ", re.MULTILINE)
+_TAG = re.compile(r"<[^>]*>|\{[{%#].*?[}%#]\}", re.DOTALL)
 _TARGET = re.compile(r"\]\([^)]*\)|https?://\S+")
 _BREAK = re.compile(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", re.MULTILINE)
 _END = re.compile(r"(?<=[.:;?!])\s+(?=[A-Z*\[x])")
@@ -42,13 +48,22 @@ def _blank(found: re.Match[str]) -> str:
 
 
 def strings_of(source: str) -> str:
-    """Return a Python file with only its docstrings, help and messages: constants with several words."""
+    """Return a Python file with only its docstrings, help and messages: constants with several words.
+
+    Code in them and the names of arguments are blanked out, and so is what the word list keeps.
+    """
     lines = [""] * (source.count("\n") + 1)
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 2:
-            for place, line in enumerate(node.value.splitlines()):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            for place, line in enumerate(_ARGUMENT.sub(" ", _CODE.sub(_blank, node.value)).splitlines()):
                 lines[min(node.lineno - 1 + place, len(lines) - 1)] += f" {line}"
-    return "\n".join(lines)
+    return _KEPT.sub(" ", "\n".join(lines))
+
+
+def cells_of(source: str) -> str:
+    """Return the Markdown cells of a notebook, one after the other."""
+    cells = json.loads(source)["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
 
 def complaints(text: str) -> Iterator[tuple[int, str]]:
@@ -88,11 +103,12 @@ def sentences(text: str) -> list[tuple[int, int]]:
 
 
 def check(path: Path) -> list[str]:
-    """Return what is wrong with the prose of a page or a Python file, a line for each."""
+    """Return what is wrong with the prose of a file, a line for each."""
     source = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        return [f"{path}:{line}: {said}" for line, said in sorted(complaints(strings_of(source)))]
-    text = prose_of(source)
+    if path.suffix in (".py", ".j2"):
+        text = strings_of(source) if path.suffix == ".py" else _TAG.sub(_blank, source)
+        return [f"{path}:{line}: {said}" for line, said in sorted(complaints(text))]
+    text = prose_of(cells_of(source) if path.suffix == ".ipynb" else source)
     lengths, limits = sentences(text), RULES["sentences"]
     said = [f"{path}:{line}: {what}" for line, what in sorted(complaints(text))]
     said += [f"{path}:{line}: a sentence of {words} words" for line, words in lengths if words > limits["longest"]]
@@ -103,10 +119,10 @@ def check(path: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the pages, or the files that are given, and return the exit code."""
+    """Check pages and package, or the files that are given, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.prose", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="*", help="pages or Python files; the pages for readers if none")
-    files = parser.parse_args(arguments).files or [path for each in PAGES for path in sorted(ROOT.glob(each))]
+    parser.add_argument("files", type=Path, nargs="*", help="pages, notebooks, templates or Python files")
+    files = parser.parse_args(arguments).files or [path for each in PAGES + PACKAGE for path in sorted(ROOT.glob(each))]
     said = [line for path in files for line in check(path)]
     for line in said:
         complain(line)

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.publish", description=__doc__)
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--out", type=Path, default=Path("eval/results"), help="for all published results; %(default)s")
-    parser.add_argument("--no-page", action="store_true", help="leave out the report's page, which holds pictures")
+    parser.add_argument("--no-page", action="store_true", help="leave out the report's page, which holds images")
     options = parser.parse_args(arguments)
     try:
         folder = publish(load_results(options.run), options.out, page=not options.no_page)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{folder} ({size / 1e6:.1f} MB)")
     if size > MOST_BYTES:
-        complain(f"more than {MOST_BYTES / 1e6:.0f} MB; --no-page leaves out the page with its pictures", "warning")
+        complain(f"more than {MOST_BYTES / 1e6:.0f} MB; --no-page leaves out the page with its images", "warning")
     return DONE
 
 

@@ -61,7 +61,7 @@ def layer(
         device: as for `load_pipeline`.
         dtype: likewise.
         block_size: tokens in a block.
-        max_seconds: leave a variant out at a size where its growth so far lets expect a call longer than this.
+        max_seconds: leave a variant out at a size where the extrapolated time of a call exceeds this.
         memory: also measure the peak memory.
         kind: `layer`, or `growth` to fit the exponent of the growth with the tokens too.
         session: where the results go.

@@ -1,4 +1,4 @@
-"""Matching, merge and unmerge beside tomesd's."""
+"""Matching, merge and unmerge, compared with tomesd's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def merging(
     dtypes: Sequence[str] = ("float32", "bfloat16"),
     session: Session | None = None,
 ) -> Results:
-    """Time matching, merge and unmerge beside tomesd's, with the same destinations.
+    """Time matching, merge and unmerge, and tomesd's with the same destinations.
 
     Args:
         tokens: of the (square) grid.

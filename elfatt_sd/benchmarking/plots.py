@@ -1,4 +1,4 @@
-"""Results as a plot, which is saved beside their table."""
+"""Results as a plot, which is saved next to their table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plot(results: Results) -> Any:
 
 
 def save(results: Results, path: Path) -> list[Path]:
-    """Write a Markdown table and a plot beside the JSON file of results; return the paths of the three."""
+    """Write a Markdown table and a plot next to the JSON file of results; return the paths of the three."""
     table, picture = path.with_suffix(".md"), path.with_suffix(".png")
     write_file(table, markdown(results).encode())
     with atomic_file(picture) as file:

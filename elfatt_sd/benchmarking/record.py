@@ -1,7 +1,7 @@
 """The record of a benchmark: raw rounds on disk as they come, and the same command goes on where it stopped.
 
 A group is what is timed together, such as one image size. Its rounds are whole, so rounds of several sittings can
-stand beside each other: ratios are taken within a round.
+be compared: ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Record:
         seconds: float = math.inf,
         warm_up: Mapping[str, Call] | None = None,
     ) -> dict[str, list[float]]:
-        """Time calls in turns, and keep each whole round and what was lost; see `time_in_turns`.
+        """Time calls interleaved, and keep each whole round and what was lost; see `time_in_turns`.
 
         Args:
             key: what tells this group from the others.
@@ -165,7 +165,7 @@ class Record:
             group.setdefault("failed", {})[variant] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         else:
             raise error
-        group["times"].get(variant, []).clear()  # of earlier sittings, beside which no more rounds will stand
+        group["times"].get(variant, []).clear()  # of earlier sittings, with which no more rounds can be compared
         self.save()
 
     def sitting(self, group: dict[str, Any]) -> Callable[[], None]:
@@ -256,7 +256,7 @@ def title(key: Mapping[str, Any]) -> str:
 
 
 def differences(earlier: Results, now: Results) -> list[str]:
-    """Name what keeps the rounds of two results from standing beside each other."""
+    """Name what keeps the rounds of two results from being compared."""
     found = []
     for part in ("kind", "settings", "machine"):
         old, new = ({part: each} if part == "kind" else each for each in (earlier.get(part, {}), now[part]))

@@ -102,13 +102,13 @@ def _concluded(suite: Results) -> str:
             lines.append(f"| {goal['part']} | {goal['method']} | {goal['what']} | {figures} | {met} |")
         lines.append("")
     if peaks := suite.get("peaks"):
-        lines += ["### Greatest peak of our methods", "", "| part | method | share of the untouched call's |"]
+        lines += ["### Greatest peak of our methods", "", "| part | method | fraction of the untouched call's |"]
         lines += ["|---|---|---|"]
         lines += [f"| {part} | {peak['method']} | {peak['share']:.3f} |" for part, peak in peaks.items()]
         lines.append("")
     if slopes := suite.get("memory_slope"):
         methods = list(dict.fromkeys(method for known in slopes.values() for method in known))
-        lines += ["### GB for +1 picture", "", f"| method | {' | '.join(slopes)} |", "|---" * (len(slopes) + 1) + "|"]
+        lines += ["### GB for +1 image", "", f"| method | {' | '.join(slopes)} |", "|---" * (len(slopes) + 1) + "|"]
         for method in methods:
             cells = [f"{known[method]:.3f}" if method in known else "" for known in slopes.values()]
             lines.append(f"| {method} | {' | '.join(cells)} |")

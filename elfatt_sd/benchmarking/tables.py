@@ -125,7 +125,7 @@ def _table(rows: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> list[str]
     peaks = any(row["peak_bytes"] is not None for row in rows)
     growth = any(row["bytes_per_picture"] is not None for row in rows)
     head = [*keys, "method", "time", *(f"times as fast as {base}" for base in bases)]
-    head += ["of its floor's time"] * floors + ["peak MiB"] * peaks + ["GB for +1 picture"] * growth
+    head += ["of its floor's time"] * floors + ["peak MiB"] * peaks + ["GB for +1 image"] * growth
     caption = title(shared)
     lines = [f"{caption[:1].upper()}{caption[1:]}:", ""] * bool(shared) + _start(head)
     for row in rows:

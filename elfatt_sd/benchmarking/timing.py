@@ -1,4 +1,4 @@
-"""Calls timed in turns, after a warm-up that tells which of them are quick and which do not fit into memory."""
+"""Calls timed interleaved, after a warm-up that tells which of them are quick and which do not fit into memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def time_in_turns(
     times: dict[str, list[float]] | None = None,
     watch: Watch | None = None,
 ) -> dict[str, list[float]]:
-    """Time functions in turns, after a warm-up round that does not count; what fails there, the watch may leave out.
+    """Time functions interleaved, after a warm-up round that does not count; what fails there, the watch may leave out.
 
     Args:
         calls: what to time, by name.

@@ -24,7 +24,7 @@ _LARGEST_MEMBER = 1 << 30  # bytes of an image in a .zip, unpacked: a few megaby
 
 
 def tars(files: Sequence[Path]) -> Source:
-    """Images of tar archives by their place in the file; a `.cls` beside an image (WebDataset) names its class."""
+    """Images of tar archives by their place in the file; a `.cls` next to an image (WebDataset) names its class."""
     entries: list[Entry] = []
     left_out: list[str] = []
     for file in files:
@@ -70,7 +70,7 @@ def _check_end(file: Path, end: int) -> None:
             if piece.strip(b"\0"):
                 raise ElfattError(
                     f"reference {file} goes on after its end at byte {end}: it is damaged there, or several archives "
-                    "are joined in it; pack it anew."
+                    "are joined in it; pack it again."
                 )
 
 
@@ -165,7 +165,7 @@ def _open_table(parquet: Any, file: Path) -> tuple[Any, str]:
             f"{accepted}."
         )
     names = ", ".join(table.schema_arrow.names)
-    raise ElfattError(f"reference {file} has columns {names}; one must hold the bytes of pictures.")
+    raise ElfattError(f"reference {file} has columns {names}; one must hold the bytes of images.")
 
 
 def _table_entries(file: Path, table: Any, column: str) -> list[Entry]:

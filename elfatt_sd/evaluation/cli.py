@@ -225,7 +225,7 @@ def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
         read_prompts(protocol.prompts)
     weights = protocol.inception_weights
     if weights and not Path(weights).is_file():
-        raise ElfattError(f"inception_weights={weights!r} is no file; give the one that Inception's weights are in.")
+        raise ElfattError(f"inception_weights={weights!r} is not a file; give the one that Inception's weights are in.")
     check_steps(protocol.model, protocol.steps)
     if not force:
         check_protocol_fits(protocol)

@@ -53,7 +53,7 @@ def decode(content: bytes) -> Any:
     try:
         opened = Image.open(io.BytesIO(content))
     except UnidentifiedImageError as error:  # whose own words are an address in memory
-        raise OSError("no picture of a known kind" if content else "the file is empty") from error
+        raise OSError("no image of a known kind" if content else "the file is empty") from error
     with opened:
         if opened.format in _DRAWINGS:
             raise OSError(f"a drawing ({opened.format}), which has no pixels of its own")

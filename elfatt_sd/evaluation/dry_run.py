@@ -86,7 +86,7 @@ def estimate(run: Run) -> Estimate:
 
 
 def _seconds_to_score(run: Run) -> float:
-    """Estimate how long the extractors take, from one batch each; metrics and distances take little beside."""
+    """Estimate how long the extractors take, from one batch each; metrics and distances take little."""
     from elfatt_sd.evaluation.score import load_extractors, reference_left
 
     protocol = run.protocol

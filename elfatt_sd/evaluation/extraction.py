@@ -92,7 +92,7 @@ def quiet_pillow() -> Iterator[None]:
 
 def every_minute(tell: Callable[[str], None]) -> Progress:
     """Return a callback for progress that tells it at most once a minute: of what, how far, and the time left."""
-    return Lines(tell, "pictures", title="measuring: {},", at_once=False)
+    return Lines(tell, "images", title="measuring: {},", at_once=False)
 
 
 class Pictures(Protocol):
@@ -210,7 +210,7 @@ def extract(
         extractor: the network.
         folder: where the chunks go; its name must tell images and extractor, and all processes must see it.
         progress: called with what is looked at, the number of images done, and their total.
-        name: what the images are called there, beside the extractor.
+        name: what the images are called there, in addition to the extractor.
 
     Raises:
         ElfattError: in every process, where one failed.

@@ -85,7 +85,7 @@ class Extractor(nn.Module):
             ElfattError: the images have another shape or type.
         """
         if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3:
-            raise ElfattError(f"pictures are {images.dtype} {tuple(images.shape)}; accepted is uint8 [n, 3, h, w].")
+            raise ElfattError(f"images are {images.dtype} {tuple(images.shape)}; accepted is uint8 [n, 3, h, w].")
         with torch.no_grad(), exact_float32(self.device):
             features: Tensor = self._features(images.to(self.device))
         return features.float()

@@ -1,6 +1,6 @@
 """Make the exact first steps of a batch once for all rows that begin with them.
 
-A method that is exact in the first 20 % of the steps calls the untouched UNet there with the very inputs that the
+A method that is exact in the first 20 % of the steps calls the untouched UNet there with the same inputs that the
 untouched row had. What the UNet returned is kept on disk by the first row that needs it, and given back in the others:
 the images are the same, byte for byte. Times and memory are measured elsewhere, without it.
 """

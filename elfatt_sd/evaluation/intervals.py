@@ -76,7 +76,7 @@ class Estimate:
 
     @property
     def classes(self) -> int:
-        """Number of different classes."""
+        """Number of distinct classes."""
         return self.moves.shape[1]
 
     def standard_error(self) -> float | None:
@@ -103,7 +103,7 @@ def verdict(interval: Interval | None, classes: int, *, lower_is_better: bool = 
 
     Args:
         interval: of the difference.
-        classes: number of different classes behind it; fewer than `FEWEST_CLASSES` show nothing.
+        classes: number of distinct classes behind it; fewer than `FEWEST_CLASSES` show nothing.
         lower_is_better: which way is better.
     """
     if classes < FEWEST_CLASSES:

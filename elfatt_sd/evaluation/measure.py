@@ -1,4 +1,4 @@
-"""Measure the time of every row: all take turns, and each round gives one ratio to the untouched pipeline."""
+"""Measure the time of every row: all are interleaved, and each round gives one ratio to the untouched pipeline."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class _Timing:
         self.errors: dict[str, str] = {}
 
     def run(self) -> list[dict[str, Any]]:
-        """Time all rows in turns, and return the device's clocks before and after each round."""
+        """Time all rows, interleaved, and return the device's clocks before and after each round."""
         device, numbers = denoiser(self.pipe).device, range(-self.settings.warmup, self.settings.repeats)
         clocks = [read_clocks(device)]
         for turns in interleave([*self.rounds], self._take, numbers, lose=self._lose):

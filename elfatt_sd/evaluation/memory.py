@@ -41,9 +41,9 @@ _GIB = 2**30
 def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
     """Measure all rows and write `memory.json` after each, so that a killed run goes on with the next row.
 
-    Rows whose programs are the same (the untouched pipeline and the null row) share one measurement. To run out of
-    memory is a result, and so is a system that does not tell; rows that failed otherwise, or were measured in another
-    environment, are measured again.
+    Rows whose programs are the same (the untouched pipeline and the null row) share one measurement. Out of
+    memory is reported as a result, and so is a system that does not tell. Rows that failed otherwise, or were measured
+    in another environment, are measured again.
 
     Args:
         run: its protocol's `memory` says how.
@@ -60,7 +60,7 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
     environment, unmeasured = _present_environment(protocol)
     run.check_environment(environment)
     path = run.folder / MEMORY_FILE
-    data = read_data(path, Peaks, "delete it to measure anew") or {}
+    data = read_data(path, Peaks, "delete it to measure again") or {}
     before = data.get("environment", {})
     if data.get("identity") != protocol.identity or same_images(before, environment, protocol.cells):
         data = {"format": 1, "identity": protocol.identity, "measured": now(), "environment": environment}

@@ -69,7 +69,7 @@ def _content(path: Path, given: str) -> str:
     if not path.is_file():
         known = ", ".join(PROMPT_LISTS)
         raise ElfattError(
-            f"prompts.file={given!r} is no file; give a text file, .csv, .tsv, .jsonl, or one of: {known}."
+            f"prompts.file={given!r} is not a file; give a text file, .csv, .tsv, .jsonl, or one of: {known}."
         )
     try:
         return path.read_bytes().decode("utf-8-sig")

@@ -218,7 +218,7 @@ class Protocol:
         reference: the images to compare with.
         time: how time is measured; None leaves it out.
         memory: how memory is measured; None leaves it out.
-        published: printed figures that the report shows beside ours: `source`, and `rows`. A file may name another
+        published: printed figures that the report compares with ours: `source`, and `rows`. A file may name another
             protocol that has them.
     """
 

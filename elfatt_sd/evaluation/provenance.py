@@ -1,4 +1,4 @@
-"""What decides a run's images beside its protocol: code, weights, prompts as the tokenizers read them, machine."""
+"""What decides a run's images besides its protocol: code, weights, prompts as the tokenizers read them, machine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _IMAGE_CODE = (
 
 
 def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
-    """Return, as plain data, all that decides a run's images beside its protocol.
+    """Return, as plain data, all that decides a run's images besides its protocol.
 
     Args:
         protocol: of the run.

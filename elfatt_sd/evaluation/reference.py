@@ -120,7 +120,7 @@ class Wanted:
         if count != self.expected and not self.allow_count:
             remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
             words = left_out_words(left_out)
-            said = f"{count} pictures{words and f' ({words})'}"
+            said = f"{count} images{words and f' ({words})'}"
             raise ElfattError(f"reference {self.source} has {said}; accepted are {self.expected}, or {remedy}.")
 
 
@@ -262,7 +262,7 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
         unreadable += names
     if statistics.count < 2:
         why = f"; first: {unreadable[0]}" if unreadable else ""
-        found = f"reference {description['source']} has {statistics.count} readable pictures"
+        found = f"reference {description['source']} has {statistics.count} readable images"
         raise ElfattError(f"{found}; accepted are 2 or more{why}.")
     sample = min(statistics.count, KERNEL_SAMPLE)
     chunks.join(folder / "sample.npy", [index * statistics.count // sample for index in range(sample)])
@@ -299,13 +299,13 @@ def _parts(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatist
 def _load(folder: Path, dimension: int, wanted: Wanted) -> Reference:
     found = _parts(folder, dimension)
     if found is None:
-        raise ElfattError(f"cache {folder} is damaged; give the same command again to compute it anew.")
+        raise ElfattError(f"cache {folder} is damaged; give the same command to compute it again.")
     data, statistics, sample = found
     count, unreadable, identity = data["count"], data["unreadable"], data["identity"]
     if count != wanted.expected and not wanted.allow_count and unreadable:
         listed = "" if len(unreadable) == 1 else f", all in {folder / 'reference.json'}"
         raise ElfattError(
-            f"reference {wanted.source}: {len(unreadable)} pictures cannot be read, first {unreadable[0]}{listed}; "
+            f"reference {wanted.source}: {len(unreadable)} images cannot be read, first {unreadable[0]}{listed}; "
             f"replace what cannot be read, or give --allow-count to go on with the other {count}, which the metric's "
             "name will then say."
         )

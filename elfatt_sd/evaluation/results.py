@@ -74,7 +74,7 @@ def _stage(run: Run, name: str) -> dict[str, Any]:
 
     The identity is the recorded one: a later version, with more settings, would compute another.
     """
-    remedy = "delete the file, and give the `eval run` command again to make it anew"
+    remedy = "delete the file, and give the `eval run` command again"
     data = read_data(run.folder / name, STAGE_FILES[name], remedy) or {}
     return data if data.get("identity") == run.record.identity else {}
 

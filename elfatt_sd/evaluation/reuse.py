@@ -1,4 +1,4 @@
-"""Take rows over from other runs that made the very same images, such as the untouched pipeline's."""
+"""Take rows over from other runs that made the same images, such as the untouched pipeline's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None] | Non
 
 
 def _made(protocol: Protocol, cell: Cell) -> str:
-    """Return all that decides a row's images beside the environment, as text."""
+    """Return all that decides a row's images besides the environment, as text."""
     config: dict[str, Any] = cell.config().to_dict()
     del config["method"]  # a name
     return repr([[getattr(protocol, name) for name in _DECISIVE], config, cell.peer, cell.options, cell.seed_offset])

@@ -53,7 +53,7 @@ class Images:
         """
         made = row.made_images()
         if count is not None and len(made) != count:
-            remedy = f"delete the file to make row {row.name!r} anew"
+            remedy = f"delete the file to make row {row.name!r} again"
             raise ElfattError(f"{row.manifest} lists {len(made)} images; accepted: {count}; {remedy}.")
         paths = [row.image_file(each.index) for each in made]
         hashes, classes = [each.sha256 for each in made], [each.class_index for each in made]
@@ -78,7 +78,7 @@ class Images:
         stack: list[Tensor] = []
         for frame in self.pictures().load(0, len(self.paths) * self.frames):
             if isinstance(frame, str):
-                raise ElfattError(f"picture {frame} cannot be read.")
+                raise ElfattError(f"image {frame} cannot be read.")
             stack.append(torch.from_numpy(frame).permute(2, 0, 1))
             if len(stack) == self.frames:
                 yield torch.stack(stack)
@@ -115,7 +115,7 @@ class Frames:
             frames = np.split(clip, self.count) if whole and not isinstance(clip, str) else [clip] * self.count
             for place, frame in enumerate(frames, number * self.count):
                 if start <= place < stop:
-                    yield frame if whole else f"picture {number} (no {self.count} frames)"
+                    yield frame if whole else f"image {number} (no {self.count} frames)"
 
 
 def _read_checked(entry: Entry) -> bytes:
@@ -123,10 +123,10 @@ def _read_checked(entry: Entry) -> bytes:
     try:
         content: bytes = path.read_bytes()
     except FileNotFoundError as error:
-        raise ElfattError(f"{path} was deleted after generation; delete its row's manifest to make it anew.") from error
+        raise ElfattError(f"{path} was deleted after generation; delete its row's manifest to remake it.") from error
     if hashlib.sha256(content).hexdigest() != digest:
         raise ElfattError(
             f"{path} was altered after generation (its sha256 is not the manifest's); put it back, or delete its row's "
-            "manifest to make it anew."
+            "manifest to remake it."
         )
     return content

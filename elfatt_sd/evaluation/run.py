@@ -27,7 +27,7 @@ from elfatt_sd.typed import check_file, parse_json, read_typed
 
 RUN_FILE, SCORES_FILE, TIME_FILE, MEMORY_FILE = "run.json", "scores.json", "time.json", "memory.json"
 STAGES_FILE, COST_FILE = "stages.json", "cost.json"
-_LOST = "put the file back from a copy, for what made the images stands nowhere else; or give a new folder"
+_LOST = "put the file back from a copy, as what made the images is recorded nowhere else; or give a new folder"
 
 
 class RunFailure(RuntimeError):
@@ -72,7 +72,7 @@ class RowFolder:
         """
         if not self.manifest.exists():
             raise ElfattError(f"{self.manifest} does not exist; row {self.folder.name!r} is not made yet.")
-        return self._listed([self.manifest], f"delete the file to make row {self.folder.name!r} anew")
+        return self._listed([self.manifest], f"delete the file to make row {self.folder.name!r} again")
 
     def known_images(self) -> list[MadeImage]:
         """Return what was generated so far, also where the row is not finished.
@@ -81,7 +81,7 @@ class RowFolder:
             ElfattError: a list is damaged; the message names the line.
         """
         lists = [self.manifest] if self.finished else sorted(self.batches_folder.glob("*.jsonl"))
-        remedy = f"delete the file to make {'row' if self.finished else 'these images of'} {self.folder.name!r} anew"
+        remedy = f"delete the file to make {'row' if self.finished else 'these images of'} {self.folder.name!r} again"
         return self._listed(lists, remedy)
 
     def _listed(self, lists: Sequence[Path], remedy: str) -> list[MadeImage]:

@@ -68,7 +68,7 @@ class Scale:
         if found is None:
             raise ElfattError(f"{self._path(images)} is damaged; delete it, and score the run again.")
         if len(found) != wanted:
-            raise ElfattError(f"row {images.name!r}: {wanted - len(found)} pictures cannot be read.")
+            raise ElfattError(f"row {images.name!r}: {wanted - len(found)} images cannot be read.")
         return found
 
     def _read(self, images: Images) -> Array | None:

@@ -126,7 +126,7 @@ def build_references(protocol: Protocol, *, progress: Progress | None = None) ->
 
 
 def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
-    """Return what scores depend on beside the images: hashes of extractors with their references, and of metrics.
+    """Return what scores depend on besides the images: hashes of extractors with their references, and of metrics.
 
     Args:
         protocol: of the run.
@@ -244,7 +244,7 @@ def _paired(images: Images, baseline: Images, changes: Tensor, scales: Sequence[
 
 
 def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any] | None:
-    """Share of images that show what their prompt says, per attribute and as the mean of all."""
+    """Fraction of images that show what their prompt says, per attribute and as the mean of all."""
     scale = next((scale for scale in scales if scale.right(images)), None)
     if scale is None:
         return None

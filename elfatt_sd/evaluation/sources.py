@@ -23,7 +23,7 @@ _MOST_SHARDS = 100_000
 _MOST_PATHS = 64  # that lead to one folder; links between folders multiply
 _NAMED = 3  # left-out files that a sentence names
 ACCEPTED = (
-    "a folder of pictures, an uncompressed .tar, a .zip, a folder of .tar shards or their pattern (val-*.tar, "
+    "a folder of images, an uncompressed .tar, a .zip, a folder of .tar shards or their pattern (val-*.tar, "
     "val-{000..049}.tar), .parquet, or statistics with mu and sigma in an .npz"
 )
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
@@ -43,7 +43,7 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
     found = _open(path)
     if not found.entries:
         words = left_out_words(found.left_out)
-        raise ElfattError(f"reference {path} holds no picture{words and f' ({words})'}; accepted: {ACCEPTED}.")
+        raise ElfattError(f"reference {path} holds no image{words and f' ({words})'}; accepted: {ACCEPTED}.")
     return _first_of_each_class(path, found, per_class) if per_class else found
 
 

@@ -154,7 +154,7 @@ def score(run: Run, report: Report = print) -> None:
     stage.once(lambda: score_run(run, extractors, progress=every_minute(report)))
     references = (read_data(run.folder / SCORES_FILE, Scores, "delete it") or {}).get("references")
     for name in unreadable_references(references):
-        report(f"score: reference picture not readable: {name}")
+        report(f"score: reference image not readable: {name}")
     for words in left_out_of_references(references):
         report(f"score: reference: {words}")
 
@@ -180,7 +180,7 @@ class _Stage:
         name: of the stage.
         output: the file that it writes last.
         report: gets a line for what becomes of it.
-        inputs: hashes of what it depends on beside the specification.
+        inputs: hashes of what it depends on besides the specification.
     """
 
     run: Run
@@ -217,7 +217,7 @@ class _Stage:
         shape = STAGE_FILES.get(self.output)
         if shape is None or is_whole(path, shape):
             return True
-        self.report(f"{self.name}: {path} is damaged and is made anew")
+        self.report(f"{self.name}: {path} is damaged and is made again")
         path.unlink()
         return False
 

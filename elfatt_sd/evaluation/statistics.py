@@ -75,7 +75,7 @@ class FeatureStatistics:
             ElfattError: there are fewer than 2 samples.
         """
         if self.count < 2:
-            raise ElfattError(f"{self.count} pictures have no covariance; a distance needs at least 2.")
+            raise ElfattError(f"{self.count} images have no covariance; a distance needs at least 2.")
         return self._scatter / (self.count - 1)
 
     def update(self, features: Tensor) -> None:

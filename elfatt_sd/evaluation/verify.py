@@ -96,7 +96,7 @@ def _check_scores(run: Run, progress: Progress | None) -> Iterator[str]:
             score_run(run, folder=Path(name), progress=progress)
             computed = read_json(Path(name) / SCORES_FILE, "")
     for key, before, now in unequal(recorded, computed):
-        yield f"{path}: {key} is {before}, computed anew {now}"
+        yield f"{path}: {key} is {before}, computed again {now}"
 
 
 def _recorded(path: Path, *, needed: bool = True) -> Generator[str, None, dict[str, Any] | None]:
@@ -112,7 +112,7 @@ def _recorded(path: Path, *, needed: bool = True) -> Generator[str, None, dict[s
 
 
 def _check_measurements(run: Run) -> Iterator[str]:
-    """Summarize time and memory again from the raw values that stand beside the figures."""
+    """Summarize time and memory again from the raw values that are recorded with the figures."""
     for name, again in ((TIME_FILE, _timed_again), (MEMORY_FILE, _fitted_again)):
         path = run.folder / name
         recorded = yield from _recorded(path, needed=False)
@@ -172,7 +172,7 @@ def _fitted(row: Mapping[str, Any], protocol: Protocol) -> dict[str, Any]:
 def _check_results(run: Run) -> Iterator[str]:
     path = run.folder / RESULTS_FILE
     try:
-        recorded = read_data(path, ResultsRecord, "`elfatt-sd eval report` writes it anew")
+        recorded = read_data(path, ResultsRecord, "`elfatt-sd eval report` writes it again")
     except ElfattError as error:
         yield str(error)
         return
@@ -191,7 +191,7 @@ def _check_report(run: Run) -> Iterator[str]:
     from elfatt_sd.evaluation.report import leftovers, load_results, report_files
 
     report = run.folder / "report"
-    remedy = f"`elfatt-sd eval report {run.folder}` writes it anew"
+    remedy = f"`elfatt-sd eval report {run.folder}` writes it again"
     files = report_files(load_results(run.folder))
     for name, content in files.items():
         path = report / name

@@ -31,7 +31,7 @@ def check_there() -> None:
     if importlib.util.find_spec("triton") is None:
         raise ElfattError("attention_backend='triton' needs triton, which is not installed: pip install triton.")
     if not (interpreted() or "cuda" in accelerators()):
-        raise ElfattError("attention_backend='triton' needs a GPU with CUDA; leave it away, or give 'native'.")
+        raise ElfattError("attention_backend='triton' needs a GPU with CUDA; leave it out, or give 'native'.")
 
 
 def take(backend: str, *tensors: Tensor) -> bool:

@@ -98,7 +98,7 @@ def sampled(
         v: values, shaped as the keys.
         groups: divides the keys.
         order: places `[tokens]` of the tokens in which they are dealt to groups; None is their own order.
-        stands_for: tokens that a sampled key stands for, beside a context.
+        stands_for: tokens that a sampled key stands for, where there is a context.
         context: exact keys.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The clock: things run in turns within each round, and ratios are taken within a round.
+"""The clock: things run one after the other in each round, and ratios are taken within a round.
 
 A machine whose clock drifts slows all of them alike.
 """
@@ -47,7 +47,7 @@ def interleave(
     seconds: float = math.inf,
     lose: Callable[[Turn, Exception], None] | None = None,
 ) -> Iterator[Iterator[tuple[Turn, Reading]]]:
-    """Let things take turns in every round, each round starting with another one.
+    """Run things one after the other in every round, each round starting with another one.
 
     Args:
         names: of the things.

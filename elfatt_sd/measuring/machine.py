@@ -1,4 +1,4 @@
-"""The machine and the versions that figures depend on, and what else the machine does meanwhile."""
+"""The machine and the versions that figures depend on, and what other programs do meanwhile."""
 
 from __future__ import annotations
 

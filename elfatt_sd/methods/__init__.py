@@ -105,7 +105,7 @@ def check_declaration(kind: type[Attention]) -> None:
         raise ElfattError(f"{where}: its name is {kind.name!r}; give a `name` of letters, digits and underscores.")
     _check_name_is_free(where, kind)
     if "__dataclass_params__" not in kind.__dict__ or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise ElfattError(f"{where}: it is no frozen dataclass; put @dataclass(frozen=True) above it.")
+        raise ElfattError(f"{where}: it is not a frozen dataclass; put @dataclass(frozen=True) above it.")
     for missing in ("attend", "cost"):
         if getattr(kind, missing) is getattr(Attention, missing):
             raise ElfattError(f"{where}: it has no method {missing}; see elfatt_sd.methods.Attention.{missing}.")

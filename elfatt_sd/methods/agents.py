@@ -26,6 +26,8 @@ AGENT_SOURCES: tuple[AgentSource, ...] = get_args(AgentSource)
 class Agents(Attention):
     """Every query attends to agents, which attend to all keys (agent attention, arXiv:2312.08874).
 
+    `softmax(s2 Q A^T) softmax(s A K^T) V + value_shortcut V` with agents A and `s = head_dim ** -0.5`.
+
     Attributes:
         agents: number of agent tokens when they are pooled.
         agent_source: `pooled` averages neighbouring queries (ELFATT's `Pooling(Q)`); `merged` projects tokens that are
@@ -125,7 +127,7 @@ class Agents(Attention):
         return frozenset({"agent_source", "agent_scale", "value_shortcut"} | by_source)
 
     def attend_joint(self, q: Tensor, k: Tensor, v: Tensor, context: Keys, heads: int, block_size: int = 1) -> Tensor:
-        """Attend beside text, the first heads through agents, the others inside blocks.
+        """Attend with text, the first heads through agents, the others inside blocks.
 
         Raises:
             ElfattError: agents are merged tokens, which have no rotary position; or every head's channels are split.
@@ -133,7 +135,7 @@ class Agents(Attention):
         from elfatt_sd.joint import elfatt_joint_attention
 
         if self.matches:
-            raise ElfattError("agent_source='merged' is not accepted beside text; give agent_source='pooled'.")
+            raise ElfattError("agent_source='merged' is not accepted where there is text; give agent_source='pooled'.")
         return elfatt_joint_attention(
             q,
             k,

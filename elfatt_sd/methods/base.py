@@ -30,7 +30,9 @@ LEAST_KEYS = 32  # of a query, in what `elfatt_sd.tune` tries
 
 @dataclass(frozen=True)
 class Merge:
-    """Token merging before attention (ToMe, Bolya and Hoffman, 2023).
+    """Token merging before attention (ToMe for Stable Diffusion, Bolya and Hoffman, arXiv:2303.17604).
+
+    The most similar tokens, by cosine similarity, are replaced by their mean; the output is copied back to all of them.
 
     Attributes:
         ratio: fraction of the tokens that are merged; 0 merges nothing.
@@ -154,7 +156,7 @@ class Draws:
     def made(self, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return on the layer's device what is made on the CPU of random numbers.
 
-        Where a run's draws are made ahead, this is a buffer that is filled anew in every step, and what is prepared
+        Where a run's draws are made ahead, this is a buffer that is filled again in every step, and what is prepared
         with it is kept: it must not depend on the values.
 
         Args:
@@ -241,6 +243,9 @@ class Attention:
         Args:
             grid: of the layer's tokens, before merging.
             draws: the only source of what is random.
+
+        Returns:
+            What `attend` is given, such as the order of the tokens; None where there is nothing to work out.
         """
         return None
 

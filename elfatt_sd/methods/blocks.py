@@ -26,7 +26,7 @@ class _Halves(Prepared):
 
 @dataclass(frozen=True)
 class Blocks(Attention):
-    """Every token attends to the tokens of its block.
+    """Every token attends to the tokens of its block: `softmax(s Q_b K_b^T) V_b` for block b, `s = head_dim ** -0.5`.
 
     Attributes:
         block_size: tokens in a block, to the nearest size that tiles the sequence.

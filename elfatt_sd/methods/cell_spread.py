@@ -28,12 +28,15 @@ class _Cells(Prepared):
 class CellSpread(Attention):
     """Every query sees its own compact cell, and a sample of all other cells that its group of queries shares.
 
+    `softmax(s Q [K_c; K_g]^T + b) [V_c; V_g]` for cell c and group g of the query, with `s = head_dim ** -0.5`. Where
+    `weighted`, `b` is `log(n / m)` for a token of another cell, of whose n tokens the group has m; otherwise it is 0.
+
     Attributes:
         block_size: wanted keys of the sample. Without `cell`, one of every cell: the nearest number that divides the
             tokens is taken.
         cell: wanted tokens in a cell; None is as many as there are groups, each with one token of every cell.
         weighted: whether a sampled key has the weight of the tokens of its cell that it stands for.
-        redraw: whether the sample is drawn anew in every step, or once for a run.
+        redraw: whether the sample is drawn again in every step, or once for a run.
     """
 
     name: ClassVar[str] = "cell_spread"

@@ -24,6 +24,9 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 class Elfatt(Agents):
     """Global attention through agents and local attention inside blocks, each in a part of the heads or channels.
 
+    In the first part `softmax(s2 Q A^T) softmax(s A K^T) V` with agents `A = Pooling(Q)`; in the other
+    `softmax(s Q_b K_b^T) V_b` inside block b (ELFATT, doi:10.1145/3746027.3754825).
+
     Its fields are those of `Agents`, where `block_order` also says which tokens share a block (see `Blocks`), and:
 
     Attributes:

@@ -33,13 +33,16 @@ class _Sample(Prepared):
 class Sampled(Attention):
     """Every query sees the same number of keys, one of every compact cell of the image; it does not merge.
 
+    `softmax(s Q_g K_g^T) V_g` for group g of queries, where `K_g`, `V_g` are of the sampled tokens and
+    `s = head_dim ** -0.5`. A relative is ToDo (arXiv:2402.13573), where all queries share a fixed coarse grid of keys.
+
     Attributes:
         keys: that every query sees; as a setting also called `block_size`.
         groups: number of groups of queries that have a sample of their own.
         lattice: whether a group's queries lie on a lattice of the image, far from each other, so that what the groups
             get wrong averages out among neighbours; otherwise in columns, where it can show as streaks.
-        redraw: whether the samples are drawn anew in every step, or once for a run.
-        weighted: whether a sampled key has the weight of the tokens that it stands for, where there is text beside it.
+        redraw: whether the samples are drawn again in every step, or once for a run.
+        weighted: whether a sampled key has the weight of the tokens that it stands for, where there is text too.
     """
 
     name: ClassVar[str] = "sampled"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Softmax(Attention):
-    """Exact attention among the tokens that merging leaves: ToMe."""
+    """Exact attention among the tokens that merging leaves, `softmax(s Q K^T) V`: ToMe (arXiv:2303.17604)."""
 
     name: ClassVar[str] = "softmax"
     exact: ClassVar[bool] = True

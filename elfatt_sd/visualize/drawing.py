@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COLUMNS, PANEL = 5, 2.7  # panels in a row at most, and inches of one
 _WASH = 0.55  # how much lighter the image is below what is drawn over it
-_COVER = 0.78  # opacity of what is drawn over the image
+_COVER = 0.78  # opacity of groups, which are drawn over the image
 _GOLDEN = 0.6180339887  # of the hue circle: colours of groups with near numbers are far apart
 Painter = Callable[[Any], None]
 Panel = tuple[str, str, Painter]  # title, caption, and what draws it
@@ -60,7 +60,7 @@ def _title(look: Look) -> str:
     grid = f"{look.grid.rows} x {look.grid.columns} tokens" + f", frame 1 of {look.grid.frames}" * (
         look.grid.frames > 1
     )
-    lines = f"{look.method}, step {look.step + 1} of {look.steps}: {look.what}\nlayer {look.layer}, {grid}"
+    lines = f"{look.method}, timestep {look.step + 1} of {look.steps}: {look.what}\nlayer {look.layer}, {grid}"
     return "\n".join(textwrap.fill(line, 118) for line in lines.splitlines())
 
 
@@ -103,12 +103,15 @@ def _keys(look: Look) -> Iterator[Panel]:
     exact: NDArray[np.float64] = sum(heads.exact * len(heads.numbers) for heads in look.heads) / size  # type: ignore[assignment]
     text = sum(heads.exact_text * len(heads.numbers) for heads in look.heads) / size
     everywhere = np.ones(len(exact), dtype=bool)
-    caption = "how much the query (the square) takes from each token: the darker, the more" + _on_text(text)
+    darkest = f"{_darkest(exact, everywhere):.2%}"
+    caption = f"how much the query (the square) takes from each token; darkest: {darkest} or more" + _on_text(text)
     yield "exact attention", caption, lambda axes: _paint_weights(axes, look, exact, everywhere)
     for heads in look.heads:
         name = "the method" + f", {heads.name}" * (len(look.heads) > 1)
         seen = int(heads.seen.sum())
-        what = f"what it takes instead: it sees {seen} of {look.grid.tokens} tokens" + _on_text(heads.text)
+        darkest = f"{_darkest(heads.weights, heads.seen):.2%}"
+        what = f"what it takes instead: it sees {seen} of {look.grid.tokens} tokens; darkest: {darkest} or more"
+        what += _on_text(heads.text)
         yield name, what, functools.partial(_paint_weights, look=look, weights=heads.weights, seen=heads.seen)
 
 
@@ -119,7 +122,7 @@ def _on_text(weight: float) -> str:
 def _error(look: Look) -> Panel:
     caption = (
         f"what the layer returned minus its exact output for the same input, {look.relative_error:.1%} of its norm; "
-        f"white: no difference, darkest: {_most(look.error):.0%} or more of a token's mean norm"
+        f"palest: no difference; darkest: {_most(look.error):.0%} or more of a token's mean norm"
     )
     return "error", caption, lambda axes: _paint_error(axes, look)
 
@@ -154,13 +157,12 @@ def _paint_labels(axes: Any, look: Look, labels: NDArray[np.int64], shown: NDArr
 
 
 def _paint_weights(axes: Any, look: Look, weights: NDArray[np.float64], seen: NDArray[np.bool_]) -> None:
-    """Draw weights; equal ones are pale."""
+    """Draw the weights of keys that are seen."""
     from matplotlib import colormaps
 
-    top = max(_most(weights[seen]), 3 * float(weights[seen].mean())) if seen.any() else 1.0
-    strength = np.clip(weights / top, 0, 1) ** 0.6
+    strength = np.clip(weights / _darkest(weights, seen), 0, 1) ** 0.6
     colours = colormaps["YlGnBu"](0.12 + 0.88 * strength)
-    colours[:, 3] = np.where(seen, 0.85, 0.0)
+    colours[:, 3] = seen
     _show(axes, look, colours)
     _mark_query(axes, look)
 
@@ -181,9 +183,12 @@ def _mark_query(axes: Any, look: Look) -> None:
 def _paint_error(axes: Any, look: Look) -> None:
     from matplotlib import colormaps
 
-    colours = colormaps["OrRd"](np.clip(look.error / _most(look.error), 0, 1))
-    colours[:, 3] = _COVER
-    _show(axes, look, colours)
+    _show(axes, look, colormaps["OrRd"](np.clip(look.error / _most(look.error), 0, 1)))
+
+
+def _darkest(weights: NDArray[np.float64], seen: NDArray[np.bool_]) -> float:
+    """Return the weight that has the darkest colour; equal ones are pale."""
+    return max(_most(weights[seen]), 3 * float(weights[seen].mean())) if seen.any() else 1.0
 
 
 def _most(values: NDArray[np.float64]) -> float:

@@ -1,4 +1,4 @@
-"""What `elfatt-sd generate --explain` writes beside its images."""
+"""What `elfatt-sd generate --explain` writes next to its images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elfatt_sd.visualize.recording import watch
 
 
 def explain(studio: Studio, results: Sequence[Result], asked: Asked) -> Iterator[Path]:
-    """Draw every image of a studio once more, watched, and write what was seen beside it.
+    """Draw every image of a studio once more, watched, and write what was seen next to it.
 
     The times and the memory of the images are not those of the watched run, which takes more.
 

@@ -234,7 +234,7 @@ def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monk
         record = json.loads((tmp_path / name / "0001-a-red-star.json").read_text())
         assert (record["steps"], record["guidance"]) == expected
     shown = " ".join(call("generate", "--help").stdout.replace("│", "").split())
-    assert "Guidance scale; 3 for toy, 1 for toy-dit, and what any other pipeline takes by itself" in shown
+    assert "Guidance scale; if not given 3 for toy, 1 for toy-dit, otherwise the pipeline's own." in shown
 
 
 def test_names_are_safe_and_short(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_reference_says_what_it_found(call: Any, workplace: Path, tmp_path: Path
         (("--variant", "fp16"), ("variant='fp16' is not in model", "there is: weights without a variant")),
         (("--set", "height=131072", "--set", "width=131072"), ("131072x131072 needs about", "--force")),
         (("--set", "batch=1000000"), ("a batch of 1000000 at 32x32 needs about", "give a smaller batch")),
-        (("--set", "reference.count=13"), ("12 pictures", "13")),
+        (("--set", "reference.count=13"), ("12 images", "13")),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(

@@ -55,7 +55,7 @@ def test_unreadable_pictures_are_named_and_counted(tmp_path: Path) -> None:
     source = flat(tmp_path)
     (source / "ILSVRC2012_val_00000002.JPEG").write_bytes(FILES["ILSVRC2012_val_00000002.JPEG"][:200])
     (source / "ILSVRC2012_val_00000005.JPEG").write_bytes(b"")
-    with pytest.raises(ElfattError, match=r"2 pictures cannot be read, first ILSVRC2012_val_00000002.JPEG") as told:
+    with pytest.raises(ElfattError, match=r"2 images cannot be read, first ILSVRC2012_val_00000002.JPEG") as told:
         build(source, tmp_path / "cache")
     (listed,) = (tmp_path / "cache").glob("*/reference.json")
     assert str(told.value).endswith(
@@ -80,7 +80,7 @@ def test_unreadable_pictures_have_plain_reasons(tmp_path: Path) -> None:
     (source / "b.JPEG").symlink_to(tmp_path / "nowhere")
     (source / "c.JPEG").symlink_to(source / "c.JPEG")
     rubbish, lost, looping = build(source, tmp_path / "cache", allow_count=True).unreadable
-    assert rubbish == "a.JPEG (no picture of a known kind)"
+    assert rubbish == "a.JPEG (no image of a known kind)"
     assert "No such file" in lost
     assert "c.JPEG" in looping
 
@@ -103,16 +103,16 @@ def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.Monk
     slow.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 20))
     extract(pictures, slow, tmp_path / "rows", progress=progress)
     assert lines == [
-        "measuring: regions, 3 of 12 pictures done, about 0:03:00 left",
-        "measuring: regions, 6 of 12 pictures done, about 0:02:00 left",
-        "measuring: regions, 9 of 12 pictures done, about 0:01:00 left",
-        "measuring: regions, 12 of 12 pictures done, about 0:00:00 left",
+        "measuring: regions, 3 of 12 images done, about 0:03:00 left",
+        "measuring: regions, 6 of 12 images done, about 0:02:00 left",
+        "measuring: regions, 9 of 12 images done, about 0:01:00 left",
+        "measuring: regions, 12 of 12 images done, about 0:00:00 left",
     ]
     lines.clear()
     progress = extraction.every_minute(lines.append)
     (tmp_path / "rows" / "chunk-00002.npz").unlink()
     extract(pictures, slow, tmp_path / "rows", progress=progress)
-    assert lines == ["measuring: regions, 11 of 12 pictures done, about 0:00:20 left"]
+    assert lines == ["measuring: regions, 11 of 12 images done, about 0:00:20 left"]
     lines.clear()
     extractor.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 200))
     build(tmp_path / "flat", tmp_path, extractor, progress=progress)

@@ -92,7 +92,7 @@ def test_what_is_refused(tmp_path: Path, name: str, content: str | bytes, option
 
 @pytest.mark.parametrize("name", ["absent.txt", "."])
 def test_no_file(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ElfattError, match="is no file"):
+    with pytest.raises(ElfattError, match="is not a file"):
         read_prompts(PromptFile(str(tmp_path / name)))
 
 

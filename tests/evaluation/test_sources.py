@@ -145,7 +145,7 @@ def test_bad_sources(tmp_path: Path) -> None:
         ("", "missing"),
         ("nowhere", "does not exist"),
         ("nowhere-*.tar", "does not exist"),
-        ("empty", "holds no picture"),
+        ("empty", "holds no image"),
         ("val.rar", "of kind .rar"),
         ("bad.tar", "cannot be read"),
         ("bad.zip", "cannot be read"),
@@ -162,7 +162,7 @@ def test_nothing_readable(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for number in range(2):
         (tmp_path / "a" / f"{number}.png").write_bytes(b"rubbish")
-    with pytest.raises(ElfattError, match=r"0 readable pictures; accepted are 2 or more; first: 0.png"):
+    with pytest.raises(ElfattError, match=r"0 readable images; accepted are 2 or more; first: 0.png"):
         build(tmp_path / "a", tmp_path / "cache", expected=2)
 
 
@@ -207,11 +207,11 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
         found = open_source(source)
         assert [entry.name for entry in found.entries] == IMAGES
         assert list(found.left_out) == [*LEFT_OUT, *links]
-    with pytest.raises(ElfattError, match=r"has 5 pictures \(2 files are left out as no image: b/notes.txt, b/weights"):
+    with pytest.raises(ElfattError, match=r"has 5 images \(2 files are left out as no image: b/notes.txt, b/weights"):
         build(folder, tmp_path / "cache", expected=7)
     built = build(folder, tmp_path / "cache", expected=5, allow_count=True)
     assert built.description["left_out"] == "2 files are left out as no image: b/notes.txt, b/weights.bin"
-    assert built.unreadable == ["photo.avif (no picture of a known kind)"]
+    assert built.unreadable == ["photo.avif (no image of a known kind)"]
 
 
 def test_a_folder_of_shards_names_what_lies_beside(tmp_path: Path) -> None:
@@ -222,5 +222,5 @@ def test_a_folder_of_shards_names_what_lies_beside(tmp_path: Path) -> None:
     assert list(open_source(tmp_path).left_out) == ["one.png"]
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.bin").write_bytes(b"rubbish")
-    with pytest.raises(ElfattError, match=r"holds no picture \(1 file is left out as no image: a.bin\)"):
+    with pytest.raises(ElfattError, match=r"holds no image \(1 file is left out as no image: a.bin\)"):
         open_source(tmp_path / "empty")

@@ -28,10 +28,10 @@ def test_unreadable_reference_pictures_are_named(full_protocol: Protocol, copy: 
     (copy / "scores.json").write_text(json.dumps(scores))
     lines: list[str] = []
     stages.score(Run(copy, full_protocol), lines.append)
-    assert lines == ["score: done before", "score: reference picture not readable: a.JPEG (truncated)"]
+    assert lines == ["score: done before", "score: reference image not readable: a.JPEG (truncated)"]
     stages.write_page(Run.open(copy), lines.append)
     page = (copy / "report" / "index.html").read_text()
-    assert "1 reference picture could not be read: a.JPEG (truncated)." in page
+    assert "1 reference image could not be read: a.JPEG (truncated)." in page
 
 
 def test_reasons_of_several_stages_are_joined() -> None:
@@ -189,7 +189,7 @@ def test_a_changed_reference_is_scored_anew(copy: Path, full_protocol: Protocol,
         ('extractors=["incepton"]', "'incepton' is not known"),
         ("labels=/nowhere.txt", "nowhere.txt"),
         ("limit=1", "1 image a row has no distance; give at least 2"),
-        ("reference.count=13", "has 12 pictures; accepted are 13"),
+        ("reference.count=13", "has 12 images; accepted are 13"),
         ("reference.source=/nowhere/statistics.npz", "/nowhere/statistics.npz does not exist"),
         ("reference.resize=cropp", "resize='cropp' is not known"),
         ("reference.resize=crop", "size=0 with resize='crop'"),
@@ -224,7 +224,7 @@ def test_a_reference_is_checked_in_all_before_any_work(
     with open(tmp_path / "five.NPZ", "wb") as file:
         np.savez(file, mu=np.zeros(dimension), sigma=np.eye(dimension), count=np.int64(5))
     overrides += [f"reference.source={tmp_path / 'five.NPZ'}"]
-    with pytest.raises(ElfattError, match=r"five\.NPZ has 5 pictures; accepted are 12, or give --allow-count"):
+    with pytest.raises(ElfattError, match=r"five\.NPZ has 5 images; accepted are 12, or give --allow-count"):
         stages.check_inputs(small_run.small_protocol(tmp_path, workplace / "sd15", *overrides))
     overrides += ["reference.allow_count=true"]
     stages.check_inputs(small_run.small_protocol(tmp_path, workplace / "sd15", *overrides))

@@ -105,7 +105,7 @@ def test_an_edited_reference_is_found_by_computing_it_anew(copy: Path) -> None:
     _edit(copy / "scores.json", enlarge)
     (problem, _) = verify_run(Run.open(copy))
     assert (
-        "scores.json: references.FD-CLIP (ViT of width 32/8@32) (12 reference images).count is 50000, computed anew 12"
+        "scores.json: references.FD-CLIP (ViT of width 32/8@32) (12 reference images).count is 50000, computed again 12"
         in problem
     )
 

@@ -157,7 +157,7 @@ class NoAttend(Attention):
         (Endless, "'what' is not one that JSON can hold"),
         (Changing, "'what' is not one that JSON can hold"),
         (FailingDefault, "'what' is not one that JSON can hold"),
-        (NotFrozen, "no frozen dataclass"),
+        (NotFrozen, "not a frozen dataclass"),
         (Unsaved, "'what' is not one that JSON can hold"),
         (Ambiguous, "'seed' means something else"),
         (NoAttend, "no method attend"),

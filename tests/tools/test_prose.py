@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,24 @@ def test_words_of_the_list_are_named_with_better_ones(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("alone")
 def test_docstrings_and_messages_are_read_and_code_is_not(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
-    module.write_text('picture = {"picture": 1}\n\n\ndef f():\n    """Draw it.\n\n    As a picture of it.\n    """\n')
-    assert prose.check(module) == [f"{module}:7: 'picture'; better: image"]
+    code = 'picture = {"picture": 1}\n\n\ndef f(picture):\n    """Draw it.\n\n    As a picture of `picture`.\n\n'
+    module.write_text(code + '    Args:\n        picture: the very one.\n    """\n    return f"no picture {picture}"\n')
+    better = [(7, "'picture'; better: image"), (10, "'the very'; better: the same"), (12, "'picture'; better: image")]
+    assert prose.check(module) == [f"{module}:{line}: {said}" for line, said in better]
+    module.write_text(f'RESIZE = "{prose.RULES["kept"]["strings"][0]}"\n')
+    assert not prose.check(module), "an old file has these words in a hash"
 
 
-def test_the_pages_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("alone")
+def test_cells_of_notebooks_and_the_text_of_templates_are_read(tmp_path: Path) -> None:
+    notebook, template = tmp_path / "a.ipynb", tmp_path / "a.html.j2"
+    cells = [("code", "picture"), ("markdown", "# A picture\n\nIt is a picture.")]
+    notebook.write_text(json.dumps({"cells": [{"cell_type": kind, "source": [text]} for kind, text in cells]}))
+    assert prose.check(notebook) == [f"{notebook}:3: 'picture'; better: image"]
+    template.write_text('<a id="picture">{{ picture(1) }}{% if\npicture %}</a>\nA picture\n')
+    assert prose.check(template) == [f"{template}:3: 'picture'; better: image"]
+
+
+def test_pages_and_package_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("proselint")
     assert prose.main([]) == 0, capsys.readouterr().err

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
+import elfatt_sd
+from elfatt_sd import visualize
 from tools.site import SHIM, on_post_page, page_files
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +30,13 @@ def test_the_menu_names_every_page_for_readers() -> None:
     menu = named(config["nav"])
     assert menu <= pages
     assert {page for page in pages if page.startswith("docs/") and page.endswith(".md")} <= menu
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    for module in (elfatt_sd, visualize):
+        for name in set(module.__all__) - {"__version__"}:
+            assert re.search(rf"^::: elfatt_sd\.\S+\.{name}$", page, re.MULTILINE), name
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:

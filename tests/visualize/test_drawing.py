@@ -45,11 +45,11 @@ def test_each_panel_says_what_it_shows() -> None:
     assert "12 of 24 are left" in said["merged tokens"]
     assert "2 agents" in said["agents"]
     assert "4 different sets" in said["shared keys, head 2"]
-    assert "20% is from the text" in said["exact attention"]
-    assert "it sees 6 of 24 tokens; 25% is from the text" in said["the method, head 2"]
+    assert "darkest: 12.50% or more; 20% is from the text" in said["exact attention"]
+    assert "it sees 6 of 24 tokens; darkest: 37.50% or more; 25% is from the text" in said["the method, head 2"]
     assert "29.0% of its norm" in said["error"]
     title = figure.get_suptitle()
-    assert "elfatt, step 3 of 10: agents and blocks" in title and "layer down_blocks.0.attn1, 4 x 6 tokens" in title
+    assert "elfatt, timestep 3 of 10: agents and blocks" in title and "layer down_blocks.0.attn1, 4 x 6 tokens" in title
 
 
 def test_colours_follow_the_groups_and_what_is_not_seen_is_left_free() -> None:
@@ -57,7 +57,9 @@ def test_colours_follow_the_groups_and_what_is_not_seen_is_left_free() -> None:
     merged = panels["merged tokens"].images[-1].get_array().reshape(24, 4)
     assert len(np.unique(merged, axis=0)) == 12 and (merged[::2] == merged[1::2]).all()
     keys = panels["the method, head 2"].images[-1].get_array().reshape(24, 4)
-    assert np.array_equal(keys[:, 3] > 0, seen().heads[1].seen)
+    assert np.array_equal(keys[:, 3], seen().heads[1].seen)
+    errors = panels["error"].images[-1].get_array().reshape(24, 4)
+    assert (errors[:, 3] == 1).all(), "the image below would change the scale"
 
 
 def test_only_what_is_there_is_drawn() -> None:

@@ -155,5 +155,5 @@ def _rows(results: Results, **key: Any) -> list[Row]:
 
 def _read(folder: Path, name: str) -> Results:
     path = folder / f"{name}.json"
-    results: Results = read_typed(path, dict[str, Any], "`elfatt-sd bench` makes it anew") or {}
+    results: Results = read_typed(path, dict[str, Any], "`elfatt-sd bench` makes it again") or {}
     return results

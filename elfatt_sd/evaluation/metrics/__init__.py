@@ -1,1 +1,1 @@
-"""Further metrics of a run, beside distances, PSNR and SSIM: what a protocol's `[[metrics]]` ask for."""
+"""Further metrics of a run, besides distances, PSNR and SSIM: what a protocol's `[[metrics]]` ask for."""

@@ -61,5 +61,5 @@ class ImageMetric:
 
     @property
     def identity(self) -> str:
-        """Hash of all that decides the numbers beside the images."""
+        """Hash of all that decides the numbers besides the images."""
         return sha256_of_data([self.name, self.description, self.better, self.compares])

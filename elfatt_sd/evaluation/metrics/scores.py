@@ -99,7 +99,7 @@ class Scorer:
         self._figures: dict[str, dict[str, tuple[Estimate, Better]]] = {}
 
     def score(self, images: Images, baseline: Images | None) -> dict[str, Any]:
-        """Return, by the metric's name, `value`, `interval`, `better` and, beside a baseline, `difference`.
+        """Return, by the metric's name, `value`, `interval`, `better` and, where there is a baseline, `difference`.
 
         What compares with the untouched images is a difference itself: it has an interval, no verdict, and no value
         for the baseline. Values of single images are in `pictures`, where there are such.

@@ -25,7 +25,7 @@ def write_report(results: Results) -> Path:
     """Write the report of a scored run to `report` in its folder.
 
     Returns:
-        The page, `report/index.html`; beside it lie `table.csv`, `table.md`, `table.tex` and one PNG per plot.
+        The page, `report/index.html`; next to it lie `table.csv`, `table.md`, `table.tex` and one PNG per plot.
 
     Raises:
         ElfattError: the folder cannot be written.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 5.2, 3.5  # inches; one column of the page
 _LINES = 20  # fitted lines that one plot can hold
 LEGEND = 32  # characters of a name in a legend of two columns
-_NAME = 34  # characters of a row's name beside a plot
+_NAME = 34  # characters of a row's name next to a plot
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def closeness(results: Results, palette: Palette) -> Chart | str:
     found = [(row, row.psnr) for row in results.rows if row.role != BASELINE]
     means = [(row, mean) for row, mean in found if mean is not None]
     if not means:
-        return "Closeness to the untouched pictures: no row has a PSNR."
+        return "Closeness to the untouched images: no row has a PSNR."
     room = 2 * _NAME if results.crowded else _NAME
     figure, axes = figure_and_axes(0.9 + 0.27 * len(means), WIDTH * 1.4 if results.crowded else WIDTH)
     decimals = decimals_for(mean for _, mean in means)
@@ -114,11 +114,11 @@ def closeness(results: Results, palette: Palette) -> Chart | str:
     _row_axis(axes, [row for row, _ in means], room)
     axes.set_xlabel("PSNR to untouched, dB (right is closer)")
     caption = (
-        "Symbol and thick line: mean over the pictures that differ, with its 95 % interval. Thin strokes: every "
-        "picture, against the untouched pipeline's from the same latent. The null row shows how far apart unrelated "
-        "pictures are."
+        "Symbol and thick line: mean over the images that differ, with its 95 % interval. Thin strokes: every "
+        "image, against the untouched pipeline's from the same latent. The null row shows how far apart unrelated "
+        "images are."
     )
-    return Chart("closeness", "Closeness to the untouched pictures", caption, figure, points)
+    return Chart("closeness", "Closeness to the untouched images", caption, figure, points)
 
 
 def _null_is_widest(rows: Sequence[Row], name: str) -> bool:
@@ -155,7 +155,7 @@ def memory_regression(results: Results, palette: Palette) -> Chart | str:
             ends = [0.0, max(batch for batch, _ in measured)]
             axes.plot(ends, [start + slope * batch for batch in ends], color=style.colour, linewidth=1)
             points.append(f"{row.name}: {start:.3g} GiB and {slope:.3g} GiB per image")
-    axes.set_xlabel("Pictures in a batch")
+    axes.set_xlabel("Images in a batch")
     axes.set_ylabel("Peak memory, GiB")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

@@ -178,7 +178,7 @@ def load_results(folder: Path) -> Results:
         ElfattError: the file is missing or damaged; the message names the field.
     """
     path = folder / RESULTS_FILE
-    data = read_data(path, ResultsRecord, "make it anew with `elfatt-sd eval report`")
+    data = read_data(path, ResultsRecord, "make it again with `elfatt-sd eval report`")
     if data is None:
         raise ElfattError(f"{path} does not exist; `elfatt-sd eval score` writes it.")
     return Results(data, folder)

@@ -116,7 +116,7 @@ class Pictures:
         if key not in self._encoded:
             made = self._listed(row).get(index)
             path = self._folder(row).image_file(index)
-            uri, gap = _data_uri(path, made.sha256, detail, *self._clip) if made else (None, "no picture")
+            uri, gap = _data_uri(path, made.sha256, detail, *self._clip) if made else (None, "no image")
             self._encoded[key] = Picture(row, index, self.prompts[index], uri, gap)
         return self._encoded[key]
 
@@ -152,7 +152,7 @@ def _data_uri(path: Path, sha256: str, detail: Detail, frames: int, rate: float)
         with Image.open(io.BytesIO(content)) as source:
             picture = source.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        return None, "no picture"
+        return None, "no image"
     height, every = picture.height // frames, -(-frames // _SHOWN)
     shown = [
         picture.crop((0, place * height, picture.width, (place + 1) * height)) for place in range(0, frames, every)

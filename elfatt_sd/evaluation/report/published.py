@@ -1,4 +1,4 @@
-"""The published figures beside those of the run, and what keeps the two from being compared."""
+"""The published figures, those of the run, and what keeps the two from being compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TABLE = {
     "Model": "Stable Diffusion v1.5, diffusers 0.32.1",
     "Sampling": "50 steps, guidance 7.5, 512 x 512",
     "Precision": "FP16",
-    "Pictures per row": "2000, two per ImageNet-1K class",
+    "Images per row": "2000, two per ImageNet-1K class",
     "Reference": "50 000 images of the ImageNet-1K validation set",
     "Distance": "FID, published without an interval",
     "Hardware": "1 NVIDIA Tesla A100 (40 GB), FlashAttention-2",
@@ -30,7 +30,7 @@ _TOME = {
     "Model": "Stable Diffusion v1.5",
     "Sampling": "50 PLMS steps, guidance 7.5, 512 x 512",
     "Precision": "FP16",
-    "Pictures per row": "2000, two per ImageNet-1K class",
+    "Images per row": "2000, two per ImageNet-1K class",
     "Reference": "5000 images of the ImageNet-1K validation set, resized and cropped to 512 x 512",
     "Distance": "FID, published without an interval",
     "Hardware": "1 NVIDIA RTX 4090",
@@ -43,7 +43,7 @@ SETUPS = {
     "tabSDa2": {**_TABLE, "Precision": "BF16"},
 }
 _ASKED = {"scheduler": "PLMS", "steps": 50, "guidance": 7.5, "width": 512, "height": 512, "dtype": "float16"}
-ASKED = {  # of a run's protocol, for its figures to stand beside the published ones
+ASKED = {  # of a run's protocol, for its figures to be compared with the published ones
     "Token Merging for Fast Stable Diffusion": _ASKED,
     "tabSD": _ASKED,
     "tabSDa1": _ASKED,
@@ -73,7 +73,7 @@ def published_for(results: Results, row: Row) -> Mapping[str, Any] | None:
 
 
 def comparability(results: Results) -> list[tuple[str, str, str]]:
-    """Set the conditions of the run beside the published ones: (what, this run, published)."""
+    """Compare the conditions of the run with the published ones: (what, this run, published)."""
     setup = SETUPS.get(published_source(results), {})
     here = _conditions(results)
     return [(what, here.get(what, "not recorded"), there) for what, there in setup.items()]
@@ -88,7 +88,7 @@ def departures(results: Results) -> list[str]:
         found.append(("prompts", dig(results.protocol, "prompts", "file"), "those of the labels"))
     counts = sorted({row.images for row in results.rows if row.images} - {_PICTURES})
     if asked and counts:
-        found.append(("pictures per row", counts[0], _PICTURES))
+        found.append(("images per row", counts[0], _PICTURES))
     return [f"{name} {setting_text(here)} in place of {setting_text(wanted)}" for name, here, wanted in found]
 
 
@@ -134,7 +134,7 @@ def _conditions(results: Results) -> dict[str, str]:
         "Model": told("model"),
         "Sampling": ", ".join(part for part in sampling if part),
         "Precision": _PRECISIONS.get(told("dtype"), told("dtype")),
-        "Pictures per row": " to ".join(str(count) for count in dict.fromkeys([*counts[:1], *counts[-1:]])),
+        "Images per row": " to ".join(str(count) for count in dict.fromkeys([*counts[:1], *counts[-1:]])),
         "Reference": _reference(results.from_protocol("reference")),
         "Distance": results.distance or "",
         "Hardware": results.hardware,

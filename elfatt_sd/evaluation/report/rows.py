@@ -81,7 +81,7 @@ class Row:
 
     @property
     def classes(self) -> int | None:
-        """The number of different classes, or prompts, of the images."""
+        """The number of distinct classes, or prompts, of the images."""
         count = number(self.data, "classes")
         return None if count is None else int(count)
 

@@ -82,8 +82,8 @@ def accuracy_over_time(results: Results, palette: Palette) -> Chart | str:
     """Draw the fraction of attributes that the toy's classifier finds right over the time."""
     up = Measure("Accuracy of attributes (up is better)", lambda row: row.accuracy("mean"), low_is_better=False)
     caption = (
-        "Share of the prompt's attributes that the classifier sees in the picture, with its 95 % interval. Dashed: the "
-        "untouched pipeline."
+        "Fraction of the prompt's attributes that the classifier sees in the image, with its 95 % interval. Dashed: "
+        "the untouched pipeline."
     )
     part = results.time_part
     return _tradeoff(results, palette, "accuracy_time", "Accuracy over time", _seconds(part), up, caption)
@@ -93,11 +93,11 @@ def closeness_over_time(results: Results, palette: Palette) -> Chart | str:
     """Draw the PSNR to the untouched images over the time."""
     up = Measure("PSNR to untouched, dB (up is closer)", lambda row: row.psnr, low_is_better=False)
     caption = (
-        "Mean over the pictures that differ, with its 95 % interval, each against the untouched pipeline's picture "
-        "from the same latent; a row with most pictures identical has no place. Closer is not the same as better; the "
-        "null row shows how far apart unrelated pictures are."
+        "Mean over the images that differ, with its 95 % interval, each against the untouched pipeline's image "
+        "from the same latent; a row with most images identical has no place. Closer is not the same as better; the "
+        "null row shows how far apart unrelated images are."
     )
-    title = "Closeness to the untouched pictures over time"
+    title = "Closeness to the untouched images over time"
     return _tradeoff(results, palette, "closeness_time", title, _seconds(results.time_part), up, caption)
 
 
@@ -197,7 +197,7 @@ def _far_null(spots: Sequence[Spot]) -> Spot | None:
 
 
 def write_beside(figure: Figure, axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write a short text in a colour beside each point, where it covers the least of what is there already.
+    """Write a short text in a colour next to each point, where it covers the least of what is there already.
 
     Args:
         figure: that the axes are in.

@@ -20,7 +20,7 @@
     if (found) image.src = found;
     else image.removeAttribute("src");
     image.alt = `${name(select)}, ${name(index)}`;
-    return found ? "" : ` There is no picture of ${name(select)}.`;
+    return found ? "" : ` There is no image of ${name(select)}.`;
   };
   const slide = () => {
     stage.style.setProperty("--at", `${range.value}%`);

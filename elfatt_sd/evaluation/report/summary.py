@@ -153,12 +153,12 @@ def _no_verdict(results: Results) -> str:
 def scope(results: Results) -> str:
     """Say in one sentence what was compared, on what, and with which verdicts."""
     counts = sorted({row.images for row in results.rows if row.images})
-    pictures = f"{counts[0]} to {plural(counts[-1], 'picture')}" if len(counts) > 1 else plural(sum(counts), "picture")
+    images = f"{counts[0]} to {plural(counts[-1], 'image')}" if len(counts) > 1 else plural(sum(counts), "image")
     labels = list(dict.fromkeys(row.label for row in results.methods))
     methods = join_names(labels) if len(labels) <= _LISTED else plural(len(labels), "method")
     model = results.from_protocol("model")
     where = f" ({PurePath(model).name or model})" if isinstance(model, str) and model else ""
-    start = f"{plural(len(results.methods), 'setting')} of {methods} on {pictures} each{where}"
+    start = f"{plural(len(results.methods), 'setting')} of {methods} on {images} each{where}"
     return f"{start}: {_verdict_counts(results)}."
 
 
@@ -252,7 +252,7 @@ def _null(results: Results) -> str:
         f"{interval(found, decimals, sign=True)}, by chance alone."
     )
     if row.verdict(name) in (BETTER, WORSE):
-        sentence += " It was itself judged different, so every verdict of this run needs more pictures."
+        sentence += " It was itself judged different, so every verdict of this run needs more images."
     return sentence
 
 
@@ -266,8 +266,8 @@ def _bias(results: Results) -> str:
     free += [f"{unbiased}, among the other measures"] if unbiased else []
     other = f"; {join_names(free)}, {'are' if len(free) > 1 else 'is'} free of it" if free else ""
     return (
-        f"{plural(fewest, 'picture')} a row are no more than the {results.features} features of {results.distance}: "
-        f"its value is raised by that, and not by the same amount for pictures of another variety{other}."
+        f"{plural(fewest, 'image')} a row are no more than the {results.features} features of {results.distance}: "
+        f"its value is raised by that, and not by the same amount for images of another variety{other}."
     )
 
 
@@ -353,7 +353,7 @@ def limits(results: Results) -> str:
     if not limit:
         return ""
     rounds, batches = number(results.protocol, "time", "repeats"), numbers(results.protocol.get("memory"), "batches")
-    parts = [f"every row was limited to {plural(int(limit), 'picture')}"]
+    parts = [f"every row was limited to {plural(int(limit), 'image')}"]
     parts += [f"time to {plural(int(rounds), 'round')}"] if rounds else []
     parts += [f"memory to batches of {join_names(f'{batch:g}' for batch in batches)}"] if batches else []
     return f"A quick look: {join_names(parts)}."
@@ -370,6 +370,6 @@ def _gaps(results: Results) -> Iterable[str]:
     if unreadable:
         rest = f", and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
         names = "; ".join(unreadable[:_NAMED])
-        yield f"{plural(len(unreadable), 'reference picture')} could not be read: {names}{rest}."
+        yield f"{plural(len(unreadable), 'reference image')} could not be read: {names}{rest}."
     yield from (f"Reference: {words}." for words in left_out_of_references(results.data.get("reference")))
     yield from (f"Failed: {row.name} ({row.failed})." for row in results.rows if row.failed)

@@ -1,4 +1,4 @@
-"""The table in the paper's shape: method and ratio, distance and verdict, time, memory; published figures beside it."""
+"""The table in the paper's shape: method and ratio, distance and verdict, time, memory, and published figures."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Line:
         row: the results it shows.
         heads: method and settings.
         entries: the figures of this run.
-        published: the figures beside them.
+        published: the figures to compare them with.
         rule: whether a rule separates it from the row before it.
     """
 
@@ -109,9 +109,9 @@ _Maker = Callable[[Row], Entry]
 
 
 def main_table(results: Results) -> Table:
-    """Build the table in the paper's shape: distance and verdict, time, memory, closeness; published figures beside.
+    """Build the table in the paper's shape: distance and verdict, time, memory, closeness, published figures.
 
-    On the toy the accuracy of all attributes stands beside the distance.
+    On the toy the accuracy of all attributes follows the distance.
     """
     makers: list[tuple[str, _Maker]] = []
     if results.distance is not None:
@@ -364,5 +364,5 @@ def _memory_maker(results: Results) -> _Maker:
 
 
 def row_kind(row: Row) -> str:
-    """Return what a reader must know about a row beside its label."""
+    """Return what a reader must know about a row besides its label."""
     return {BASELINE: "(untouched)", NULL: "(null row)"}.get(row.role, "")

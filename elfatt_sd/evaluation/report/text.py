@@ -101,6 +101,6 @@ def join_names(names: Iterable[str]) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Write a count with its noun: `1 picture`, `128 pictures`, `5 classes`."""
+    """Write a count with its noun: `1 image`, `128 images`, `5 classes`."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{ending}".replace(",", " ")

@@ -54,7 +54,7 @@ def numbers(data: Any, *path: str) -> list[float]:
 
 
 def estimate(data: Any, value: str = "value", interval: str = "interval") -> Estimate | None:
-    """Return the value and the first and last entry of the interval beside it."""
+    """Return the value and the first and last entry of its interval."""
     middle, ends = number(data, value), numbers(data, interval)
     if middle is None:
         return None

@@ -149,7 +149,7 @@ def test_slider_changes_method_and_picture(told):
 
 
 def test_slider_says_which_picture_is_missing(told):
-    assert told["missing"]["hidden"] and "There is no picture of Agent-SD 0.5." in told["missing"]["text"]
+    assert told["missing"]["hidden"] and "There is no image of Agent-SD 0.5." in told["missing"]["text"]
 
 
 def test_a_picture_of_the_grid_opens_in_the_slider(told):

@@ -64,9 +64,7 @@ def test_every_picture_is_drawn(results):
     )
     for row in results["rows"]:
         row["paired"] = None
-    assert (
-        charts.closeness(Results(results), Palette(shown)) == "Closeness to the untouched pictures: no row has a PSNR."
-    )
+    assert charts.closeness(Results(results), Palette(shown)) == "Closeness to the untouched images: no row has a PSNR."
 
 
 def test_identical_pictures_are_called_identical(results):
@@ -132,7 +130,7 @@ def test_forty_rows_are_numbered_and_told_apart(sweep, sweep_plots):
     assert names[22].startswith("23 · ELFATT") and names[22].endswith("… 0.3, block size 32")
     styles = {Palette(shown).style(row) for row in shown.methods}
     assert len(styles) == len({row.label for row in shown.methods}) == 22, "a style of its own for each method"
-    assert "38 settings of 22 methods on 64 pictures each" in scope(shown)
+    assert "38 settings of 22 methods on 64 images each" in scope(shown)
     assert all(len(sentence) < 400 for sentence in findings(shown))
     told = told_of(sweep, "verdicts rest on")
     assert told.startswith("Worse: rows ") and " to " in told and "No difference shown" not in told.split(";")[0]

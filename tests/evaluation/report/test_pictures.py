@@ -69,7 +69,7 @@ def test_unreadable_pictures_leave_a_gap(tmp_path):
     for index in range(1, 4):
         shutil.copy(folder.parents[1] / "sd" / "images" / f"{index:05d}.png", folder)
     shown = Page(write_report(load_results(tmp_path)))
-    assert shown.text.count("no picture") == 1
+    assert shown.text.count("no image") == 1
     assert shown.text.count("altered after generation") == 5, "three in the grid, two of the most changed"
 
 

@@ -26,7 +26,7 @@ def test_headline_counts_the_verdicts(run):
     assert worse > 1 and same > 1, "the fake run must show several verdicts"
     told = scope(Results(results))
     assert told == (
-        "9 settings of ToMe-SD, Agent-SD and ELFATT-SD on 64 pictures each (toy): "
+        "9 settings of ToMe-SD, Agent-SD and ELFATT-SD on 64 images each (toy): "
         f"by FD-toy, {worse} are worse than the untouched pipeline, {same} show no difference and 1 failed."
     )
     assert told in page.text and headline(Results(results)) in page.text
@@ -79,7 +79,7 @@ def test_terminal_has_headline_limits_and_table(results):
     assert all(len(line) <= 80 for line in text.splitlines())
     assert text.startswith(headline(Results(results))[:60])
     flat = " ".join(text.split())
-    assert "limited to 2 pictures, time to 2 rounds and memory to batches of 1 and 2." in flat
+    assert "limited to 2 images, time to 2 rounds and memory to batches of 1 and 2." in flat
     assert "failed: picture 7 is black" in text and "(null row)" in text and "worse" in text
     assert terminal_summary(Results({**results, "rows": []}))
 
@@ -93,12 +93,12 @@ def test_findings_name_the_fastest_the_null_row_and_failures(results):
         in told
     )
     assert "The null row, the same pipeline with other seeds, differs by +0.21" in told
-    assert "picture 7 is black" in told and "64 pictures a row" not in told
+    assert "picture 7 is black" in told and "64 images a row" not in told
     results["rows"][1]["distances"]["FD-toy"]["difference"]["verdict"] = "worse"
     results["protocol"]["limit"] = 8
     results["environment"]["timing"] = {"note": "only 2 repeats; take 5 or more", "environment": {"device": "GPU"}}
     told = " ".join(findings(Results(results)))
-    assert "needs more pictures" in told and "limited to 8 pictures" in told and "only 2 repeats" in told
+    assert "needs more images" in told and "limited to 8 images" in told and "only 2 repeats" in told
     assert "Fastest by the median, end to end on GPU" in told
 
 
@@ -188,7 +188,7 @@ def test_no_verdict_is_given_from_few_classes(tmp_path, results):
 def test_a_singular_covariance_is_told(results):
     assert "features of FD-toy" not in " ".join(findings(Results(results)))
     results["reference"]["FD-toy"]["features"] = 64
-    assert "64 pictures a row are no more than the 64 features of FD-toy" in told_of(results, "KD-toy, among the other")
+    assert "64 images a row are no more than the 64 features of FD-toy" in told_of(results, "KD-toy, among the other")
 
 
 def test_a_kernel_verdict_that_disagrees_is_named(results):
@@ -273,7 +273,7 @@ def test_what_departs_from_the_published_protocol_is_named(results):
     for row in data["rows"]:
         row["images"] = 8
     words = comparable_words(Results(data))
-    assert "not the published protocol: steps 2 in place of 50, pictures per row 8 in place of 2000." in words
+    assert "not the published protocol: steps 2 in place of 50, images per row 8 in place of 2000." in words
     assert "Even under the paper's protocol" not in words
 
 

@@ -74,7 +74,7 @@ def test_identical_pictures_have_no_psnr() -> None:
 def test_what_cannot_be_compared_is_named(names: list[str]) -> None:
     results = Results(data(row("a", FIRST), row("old", None)))
     with pytest.raises(
-        ElfattError, match="cannot be paired; there are: sd, a, old" if names[1:] != ["old"] else "anew"
+        ElfattError, match="cannot be paired; there are: sd, a, old" if names[1:] != ["old"] else "again"
     ):
         compare_rows(results, names)
 
