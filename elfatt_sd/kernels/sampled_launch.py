@@ -113,14 +113,7 @@ def sampled(
 
 
 def cells(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    count: int,
-    groups: int,
-    *,
-    weighted: bool = True,
-    context: Keys | None = None,
+    q: Tensor, k: Tensor, v: Tensor, count: int, groups: int, *, weighted: bool = True, context: Keys | None = None
 ) -> Tensor:
     """Do what `joint.cell_joint_attention` does; the own cell is seen first, through PyTorch's kernel.
 
