@@ -11,15 +11,16 @@ OLDEST := families compatibility gpu methods peers toy cli/test_generate.py cli/
   benchmarking/test_pipeline.py benchmarking/test_transformers.py $(addprefix test_,$(addsuffix .py,ahead autotune \
   backends budget calls conformance flow_timesteps identity installed optional patch per_layer pipelines planning \
   processor residuals running schedule shapes standalone timesteps trial))
+APART := tests/test_demo.py tests/compatibility/test_transformers.py
 OLDEST_TESTS ?= $(addprefix tests/,$(OLDEST))
 
-.PHONY: help demo test test-oldest test-ui lint format docs kernels notebooks quickstart clean
+.PHONY: help demo test test-oldest test-apart lint format docs kernels notebooks quickstart clean
 
 help:
 	@echo "make demo         some prompts with both toys: untouched, the fastest method, the closest one"
 	@echo "make test         the tests"
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
-	@echo "make test-ui      the demo page, with Gradio, in a browser"
+	@echo "make test-apart   the demo page in a browser, and weights quantised by torchao"
 	@echo "make lint         ruff, mypy, and the prose;  make format mends what ruff can"
 	@echo "make docs         build the site into outputs/site, with all links checked"
 	@echo "make kernels      compile the Triton kernels for cards that need not be here; fails if one spills"
@@ -35,8 +36,8 @@ test: .venv/.installed-dev
 test-oldest: .venv-oldest/.installed
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(JOBS) $(OLDEST_TESTS)
 
-test-ui: .venv-ui/.installed
-	OMP_NUM_THREADS=1 .venv-ui/bin/python -m pytest tests/test_demo.py
+test-apart: .venv-apart/.installed
+	OMP_NUM_THREADS=1 .venv-apart/bin/python -m pytest $(APART)
 
 lint: .venv/.installed-dev
 	.venv/bin/ruff check
@@ -66,7 +67,7 @@ quickstart: .venv/.installed-dev
 	  notebooks/1-quickstart.ipynb
 
 clean:
-	rm -rf .venv .venv-oldest .venv-ui build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-oldest .venv-apart build dist .mypy_cache .ruff_cache .pytest_cache
 
 .venv/.installed: pyproject.toml constraints.txt
 	@echo "Installing into .venv, once: $(SIZE)"
@@ -85,10 +86,10 @@ clean:
 	.venv-oldest/bin/python $(PIP) -c constraints-oldest.txt -e '.[peers]' peft pytest pytest-timeout pytest-xdist mpmath
 	@touch $@
 
-# Gradio wants an older Pillow than .venv has; all else is taken from there.
-.venv-ui/.installed: .venv/.installed-dev
-	$(PYTHON) -m venv .venv-ui
+# Gradio wants an older Pillow than .venv has, torchao prints at every import of diffusers; all else is taken from there.
+.venv-apart/.installed: .venv/.installed-dev
+	$(PYTHON) -m venv .venv-apart
 	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
-	  > "$$(.venv-ui/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/main.pth"
-	.venv-ui/bin/python $(PIP) 'gradio>=6,<7' websockets
+	  > "$$(.venv-apart/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/main.pth"
+	.venv-apart/bin/python $(PIP) 'gradio>=6,<7' websockets torchao==0.18.0
 	@touch $@
