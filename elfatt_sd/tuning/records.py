@@ -18,7 +18,13 @@ def figures_to(figures: Mapping[str, LayerFigures]) -> dict[str, Any]:
 
 
 def figures_from(data: Mapping[str, Any]) -> dict[str, LayerFigures]:
-    """Return figures from what `figures_to` gave."""
+    """Return figures from what `figures_to` gave.
+
+    Raises:
+        LookupError: there are none.
+    """
+    if not data:
+        raise LookupError("no layer was measured")
     return {name: _from_dict(own) for name, own in data.items()}
 
 

@@ -160,14 +160,16 @@ class Search:
         """Measure every approximation in every layer, and what a layer's error does to the image."""
         self.stretches = stretches_of(self.calls, max(1, min(STRETCHES, self.calls // LEAST_STEPS)))
         self.say("measuring layers", 1)
-        figures = figures_from(self.store.known("layers", self._probe))
+        figures = self.store.known("layers", self._probe, figures_from)
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
         self.layer_calls = {name: own.calls / self._probed for name, own in figures.items()}
         for number in range(len(self.stretches)):
             images = min(CALIBRATED, len(self.samples))
             self.say(f"measuring stretch {number + 1} of {len(self.stretches)}", images)
             for image in range(images):
-                known = self.store.known(f"stretch-{number}-{image}", functools.partial(self._alone, number, image))
+                known = self.store.known(
+                    f"stretch-{number}-{image}", functools.partial(self._alone, number, image), float
+                )
                 self.model.calibrate(number, known, self.model.reference(number))
         self.curve = self.model.curve(self.layer_calls)
 

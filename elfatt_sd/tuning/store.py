@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -16,6 +16,8 @@ from torch import nn
 
 from elfatt_sd.files import atomic_file, cache_folder, write_json
 from elfatt_sd.tuning.runs import Drawn, Sample
+
+Read = TypeVar("Read")
 
 
 class Store:
@@ -31,15 +33,21 @@ class Store:
         with contextlib.suppress(OSError):
             write_json(self.folder / "key.json", dict(key))
 
-    def known(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what is kept under a name as plain data; it is made and kept if it is not there."""
+    def known(self, name: str, make: Callable[[], Any], read: Callable[[Any], Read]) -> Read:
+        """Return what is kept under a name; it is made and kept if it is not there, or is damaged.
+
+        Args:
+            name: of the file.
+            make: returns it as plain data.
+            read: makes of plain data what is returned.
+        """
         path = self.folder / f"{name}.json"
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads(path.read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
+            return read(json.loads(path.read_text(encoding="utf-8")))
         made = make()
         with contextlib.suppress(OSError):
             write_json(path, made)
-        return made
+        return read(made)
 
     def drawn(self, sample: Sample, make: Callable[[], Drawn]) -> Drawn:
         """Return the untouched image of a sample; it is made and kept if it is not there."""
