@@ -60,7 +60,7 @@ def _differences(one: Row, other: Row, measure: str) -> list[float | None]:
     """Return the difference in each image; None where one of the two equals the untouched one."""
     sides = [row.each(measure) for row in (one, other)]
     if not all(sides):
-        raise ElfattError(f"rows {one.name!r} and {other.name!r} have no figures of each picture; score the run anew.")
+        raise ElfattError(f"rows {one.name!r} and {other.name!r} have no figures of each image; score the run again.")
     if len(sides[0]) != len(sides[1]) or one.image_classes != other.image_classes:
         raise ElfattError(f"rows {one.name!r} and {other.name!r} are not of the same prompts.")
     return [None if a is None or b is None else a - b for a, b in zip(*sides, strict=True)]
