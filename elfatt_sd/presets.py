@@ -82,9 +82,9 @@ PRESETS: dict[Method, PatchConfig] = {
     "elfatt-quality": PatchConfig("elfatt-quality", (Phase(1.0, "sampled", keys=512, residual_steps=4),)),
 }
 
-# The same methods for transformers, where tokens have rotary positions and cannot be merged. The two beyond the paper have
-# the closest attention of those that keep nothing from step to step (which takes gigabytes here), after exact early
-# steps: docs/transformers.md.
+# The same methods for transformers, where tokens have rotary positions and cannot be merged. The two beyond the paper
+# have the closest attention of those that keep nothing from step to step (which takes gigabytes here), after exact
+# early steps: docs/transformers.md.
 _NEAR_AND_FAR = Phase(1.0, "cell_spread", cell=256, block_size=1024)
 _TRANSFORMER_PRESETS: dict[Method, PatchConfig] = {
     "agent": PatchConfig("agent", (Phase(0.4, "agent", block_order="windows"),)),
