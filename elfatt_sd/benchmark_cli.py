@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import shlex
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +23,7 @@ from elfatt_sd.peers import PEERS
 from elfatt_sd.pipelines import check_model, check_names
 from elfatt_sd.preflight import check_device, check_layers_fit, check_sizes_fit, check_steps
 from elfatt_sd.presets import METHODS, complaints_anywhere
-from elfatt_sd.progress import progress_of
+from elfatt_sd.progress import Forecast, progress_of
 from elfatt_sd.request import check_run
 from elfatt_sd.sizes import SHAPE_NAMES, UNET_NAMES
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True)
 LARGEST_SIZE, LARGEST_BATCH = 16384, 1024  # of tensors that have no memory, whose sizes have to be numbers still
-FORECAST_FROM = 10.0  # seconds that are worth saying
 
 Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
 Sizes = Annotated[list[int], typer.Option("--size", help="Side of the images in pixels; may be given several times.")]
@@ -339,34 +337,6 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
         _show(session)
     if session.results is not None and not session.results["rows"]:  # nothing fitted into memory, as is told
         raise typer.Exit(FAILURE)
-
-
-class Forecast:
-    """Says before a benchmark how many calls it makes, and how long that takes once calls were timed; passes on.
-
-    Args:
-        tell: who is told of every call: the name of the stage, what is done, and how much there is in all.
-    """
-
-    def __init__(self, tell: Callable[[str, int, int], None]) -> None:
-        self._tell = tell
-        self._latest = (0, 0.0)
-        self._said = 0.0  # seconds
-
-    def __call__(self, name: str, done: int, total: int) -> None:
-        """Say it; calls that warm up are shorter, so that it is said again where it has doubled."""
-        now = time.monotonic()
-        before, moment = self._latest
-        if not moment:
-            print(f"{total} calls in all", file=sys.stderr)
-        elif done > before > 0:  # the very first call takes longer
-            seconds = (now - moment) / (done - before) * total
-            if seconds > max(FORECAST_FROM, 2 * self._said):
-                self._said = seconds
-                took = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-                print(f"about {took} in all, if each takes as long as the latest", file=sys.stderr)
-        self._latest = done, now
-        self._tell(name, done, total)
 
 
 def _method(text: str) -> Any:

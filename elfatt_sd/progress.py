@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the GPU suite does without rich
     from rich.console import Console
     from rich.progress import Progress as Bar
 
+FORECAST_FROM = 10.0  # seconds that are worth saying
 Progress = Callable[[str, int, int], None]  # of a stage: its name, what is done, and how much there is in all
 
 
@@ -109,3 +110,31 @@ def _bar(console: Console) -> Bar:
         auto_refresh=False,  # a thread that draws would take time from what is measured
         speed_estimate_period=3600,  # a step can take minutes; with the usual 30 seconds no speed would be known
     )
+
+
+class Forecast:
+    """Says before a benchmark how many calls it makes, and how long that takes once calls were timed; passes on.
+
+    Args:
+        tell: who is told of every call: the name of the stage, what is done, and how much there is in all.
+    """
+
+    def __init__(self, tell: Callable[[str, int, int], None]) -> None:
+        self._tell = tell
+        self._latest = (0, 0.0)
+        self._said = 0.0  # seconds
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Say it; calls that warm up are shorter, so that it is said again where it has doubled."""
+        now = time.monotonic()
+        before, moment = self._latest
+        if not moment:
+            print(f"{total} calls in all", file=sys.stderr)
+        elif done > before > 0:  # the very first call takes longer
+            seconds = (now - moment) / (done - before) * total
+            if seconds > max(FORECAST_FROM, 2 * self._said):
+                self._said = seconds
+                took = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+                print(f"about {took} in all, if each takes as long as the latest", file=sys.stderr)
+        self._latest = done, now
+        self._tell(name, done, total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elfatt_sd import progress
-from elfatt_sd.progress import Lines, progress_of
+from elfatt_sd.progress import Forecast, Lines, progress_of
 
 
 @pytest.fixture
@@ -62,3 +62,21 @@ def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with progress_of("steps") as tell:
         tell("image 1 of 3", 7, 90)
     assert "image 1 of 3" in (shown := capsys.readouterr().err) and "7/90 steps" in shown
+
+
+def test_a_forecast_says_beforehand_how_much_is_done(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many calls, and how long they take once calls were timed; again where that has doubled."""
+    moments = iter([1.0, 100.0, 103.0, 104.0, 124.0, 125.0])
+    monkeypatch.setattr("elfatt_sd.progress.time.monotonic", lambda: next(moments))
+    told: list[int] = []
+    forecast = Forecast(lambda name, done, total: told.append(done))
+    for done in range(6):
+        forecast("256 pixels", done, 20)
+    assert told == list(range(6))
+    assert capfd.readouterr().err.splitlines() == [
+        "20 calls in all",
+        "about 60 s in all, if each takes as long as the latest",
+        "about 7 min in all, if each takes as long as the latest",
+    ]

@@ -10,7 +10,6 @@ import pytest
 from cli_checks import call, check_error, files
 
 from elfatt_sd import benchmark_cli
-from elfatt_sd.benchmark_cli import Forecast
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
@@ -43,22 +42,6 @@ def test_bench_shows_a_bar_that_counts_calls(monkeypatch: Any) -> None:
     assert {total for _, total in counts} == {"15", "18"}  # the second size's warm-up is known when it begins
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.stdout.splitlines()]
     assert max(map(len, lines)) <= 80
-
-
-def test_bench_says_beforehand_how_much_it_does(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """How many calls, and how long they take once calls were timed; anew where that has doubled."""
-    moments = iter([1.0, 100.0, 103.0, 104.0, 124.0, 125.0])
-    monkeypatch.setattr("elfatt_sd.benchmark_cli.time.monotonic", lambda: next(moments))
-    told: list[int] = []
-    forecast = Forecast(lambda name, done, total: told.append(done))
-    for done in range(6):
-        forecast("256 pixels", done, 20)
-    assert told == list(range(6))
-    assert capfd.readouterr().err.splitlines() == [
-        "20 calls in all",
-        "about 60 s in all, if each takes as long as the latest",
-        "about 7 min in all, if each takes as long as the latest",
-    ]
 
 
 @pytest.mark.parametrize(
