@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,12 +74,11 @@ class Variant:
             need("peer 'tomesd'", "tomesd")
             import tomesd
 
-            deepest = max(layer.downsample for layer in chosen)
-            merge = self.config.phases[0].merge
+            deepest, merge = max(layer.downsample for layer in chosen), self.config.phases[0].merge
             cell = {"sx": merge.stride, "sy": merge.stride, "use_rand": self.config.use_rand}
             tomesd.apply_patch(unet, ratio=merge.ratio, max_downsample=deepest, **cell)
         elif is_peer(self.kind):
-            on = contextlib.ExitStack()
+            on = ExitStack()
             on.enter_context(running(target, self.kind.partition(":")[0], peer_settings(self.kind)))
             target._elfatt_sd_peer = on  # for as long as the pipeline lives
         elif self.kind == FLOOR:
