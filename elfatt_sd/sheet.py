@@ -23,6 +23,7 @@ from elfatt_sd.request import Request
 from elfatt_sd.trial import UNTOUCHED, Drawn, Row, Trial
 
 PROMPTS = ("a red star on a striped blue background", "a yellow circle on a checkered purple background")
+LEAST = 20.0  # dB: unrelated images have 10 to 20
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
 
 
@@ -116,11 +117,13 @@ TIMING = "one image each, in turn, after a warm-up of two steps"
 def chosen(rows: Sequence[Row]) -> list[Row]:
     """Return untouched, the fastest and the closest of the methods that were faster than it and changed the image.
 
+    A method that has made another image of it, below `LEAST` dB, has no place among them.
+
     Args:
         rows: of all methods, untouched first.
     """
     untouched, *others = rows
-    faster = [row for row in others if row.speed > 1 and not row.unchanged]
+    faster = [row for row in others if row.speed > 1 and not row.unchanged and row.psnr_db >= LEAST]
     if not faster:
         return [untouched]
     fastest, closest = max(faster, key=lambda row: row.speed), max(faster, key=lambda row: row.psnr_db)

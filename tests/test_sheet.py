@@ -25,6 +25,8 @@ def test_fastest_and_closest_of_the_faster_ones_are_shown() -> None:
     assert chosen([UNTOUCHED, SLOW, CLOSE, FAST]) == [UNTOUCHED, FAST, CLOSE]
     assert chosen([UNTOUCHED, FAST]) == [UNTOUCHED, FAST]
     assert chosen([UNTOUCHED, SLOW]) == [UNTOUCHED]
+    other = Row("agent", IMAGE, (0.5,), (4.0,), 12.0)  # another image
+    assert chosen([UNTOUCHED, other, CLOSE]) == [UNTOUCHED, CLOSE]
     same = Row("tome", IMAGE, (1.0,), (2.0,), math.inf, "identical")
     assert chosen([UNTOUCHED, same]) == [UNTOUCHED]
 
