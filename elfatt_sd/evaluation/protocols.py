@@ -234,7 +234,7 @@ class Protocol:
     height: Pixels = 512
     width: Pixels = 512
     frames: Count = 1
-    frame_rate: Annotated[float, Meta(gt=0, le=1000)] = 16.0
+    frame_rate: Annotated[float, Meta(ge=0.01, le=1000)] = 16.0
     dtype: str = "float16"
     device: str = "auto"
     batch: Count = 1
