@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.evaluation.metrics.choice import MetricChoice
+from elfatt_sd.evaluation.metrics.choice import MetricChoice, check_side
 from elfatt_sd.evaluation.prompt_files import PromptFile
 from elfatt_sd.files import is_plain_name, one_folder, sha256_of_data
 from elfatt_sd.peers import PEERS, check_settings
@@ -269,6 +269,8 @@ class Protocol:
             raise refused(
                 f"{len(baselines)} cells of role 'baseline' ({', '.join(baselines) or 'none'})", "exactly one"
             )
+        for choice in self.metrics:
+            check_side(choice.metric, self.height, self.width)
         _check_published(self.published)
 
     @property
