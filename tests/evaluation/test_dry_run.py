@@ -83,6 +83,12 @@ def test_every_obstacle_is_named_at_once(
         assert sum(part in line for line in told) == 1, (part, told)
 
 
+def test_neighbours_need_more_images(full_protocol: Protocol, tmp_path: Path) -> None:
+    few = dataclasses.replace(full_protocol, metrics=(MetricChoice("prdc"),), limit=5)
+    told = dry_run.obstacles(Run(tmp_path / "new", few))
+    assert told == ["metric 'prdc' needs more than 5 images and reference images; there are 5."]
+
+
 def test_metrics_of_one_name_are_an_obstacle(full_protocol: Protocol, tmp_path: Path) -> None:
     twice = dataclasses.replace(full_protocol, metrics=(MetricChoice("colorsys:rgb_to_hsv", name="x"),) * 2)
     told = dry_run.obstacles(Run(tmp_path / "new", twice))
