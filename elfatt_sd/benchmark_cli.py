@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elfatt_sd import checks
-from elfatt_sd.benchmarking.lineup import Size, check_method, grid_side, height_and_width, merges, named, read_size, varied
+from elfatt_sd.benchmarking.lineup import (
+    Size,
+    check_method,
+    grid_side,
+    height_and_width,
+    merges,
+    named,
+    read_size,
+    varied,
+)
 from elfatt_sd.benchmarking.names import differs_by_step
 from elfatt_sd.benchmarking.presets import ALONE
 from elfatt_sd.cli_options import Device, Dtype
