@@ -395,7 +395,5 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
         items = [(str(item.get("name", index)), item) for index, item in enumerate(value)]
     else:
         return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, item in items:
-        flat |= _flat(item, f"{prefix}.{key}" if prefix else key)
-    return flat
+    leaves = (_flat(item, f"{prefix}.{key}" if prefix else key) for key, item in items)
+    return {name: leaf for each in leaves for name, leaf in each.items()}
