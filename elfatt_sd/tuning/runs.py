@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.families import main_denoiser
 from elfatt_sd.measuring.clock import Stopwatch
 from elfatt_sd.measuring.memory import PeakMeter
 from elfatt_sd.patch import apply_patch, restored
@@ -130,11 +129,6 @@ class Runs:
     def threads(self) -> int:
         """Threads that a CPU computes with."""
         return torch.get_num_threads()
-
-    @property
-    def denoiser(self) -> Any:
-        """The network that is called in every step."""
-        return main_denoiser(self.pipe)
 
 
 def _frames(pipe: Any, output: Any) -> tuple[Image.Image, ...]:
