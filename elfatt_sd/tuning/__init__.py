@@ -81,7 +81,7 @@ def tune(
     from elfatt_sd.presets import method_named
     from elfatt_sd.request import check_run
     from elfatt_sd.running import check_steps
-    from elfatt_sd.tuning.asked import Budget, check_images, measure_named
+    from elfatt_sd.tuning.asked import Budget, check_closeness, check_images, measure_named
     from elfatt_sd.tuning.runs import Runs, Settings
     from elfatt_sd.tuning.search import Search
     from elfatt_sd.tuning.store import Store
@@ -89,6 +89,7 @@ def tune(
     budget = Budget(closeness, speed, memory)
     check_run(steps, guidance, seed, height, width)
     check_images(prompts, images, frames)
+    check_closeness(metric, closeness)
     measure = measure_named(metric, weights, str(getattr(pipe, "device", "cpu")))
     own_steps, own_guidance, own_prompts = _own(pipe)
     samples = _samples(own_prompts if prompts is None else prompts, images, seed)

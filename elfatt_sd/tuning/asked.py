@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-METRICS = ("psnr", "ssim", "lpips", "dists")
+DISTANCES = ("lpips", "dists")  # of which a lower value is closer
+METRICS = ("psnr", "ssim", *DISTANCES)
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,21 @@ class Budget:
         return ", ".join(parts)
 
 
+def check_closeness(metric: Any, closeness: float | None) -> None:
+    """Check that two images can be as close as asked.
+
+    Raises:
+        ElfattError: not even two equal images are, by this metric.
+    """
+    if closeness is None or callable(metric):
+        return
+    most = {"ssim": 1.0}.get(metric, math.inf)
+    if closeness > most:
+        raise ElfattError(f"closeness={closeness:g} is not accepted; metric={metric!r} gives {most:g} at most.")
+    if metric in DISTANCES and closeness < 0:
+        raise ElfattError(f"closeness={closeness:g} is not accepted; metric={metric!r} gives 0 at least.")
+
+
 def check_images(prompts: Sequence[str] | None, images: int, frames: int | None) -> None:
     """Check what the images of tuning are; None is the model's own.
 
@@ -97,6 +113,21 @@ class Measure:
         """The value of two equal images; infinity where the measure has no greatest one."""
         return {"SSIM": 1.0}.get(self.name, math.inf) if self.higher else 0.0
 
+    def between(self, untouched: Image.Image, other: Image.Image) -> float:
+        """Return the number of two images.
+
+        Raises:
+            ElfattError: the measure raises, or gives no number.
+        """
+        try:
+            value = float(self.compare(untouched, other))
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ElfattError(f"metric {self.name!r} cannot compare two images ({reason}).") from error
+        if math.isnan(value):
+            raise ElfattError(f"metric {self.name!r} gives nan for two images; give one that always gives a number.")
+        return value
+
     def words(self, value: float) -> str:
         """Return a value for people."""
         if math.isinf(value):
@@ -122,7 +153,7 @@ def measure_named(metric: Any, weights: Any = None, device: str = "cpu") -> Meas
     if callable(metric):
         return Measure(getattr(metric, "__name__", "closeness"), metric)
     checks.choice("metric", metric, METRICS)
-    if metric in ("lpips", "dists"):
+    if metric in DISTANCES:
         if weights is None:
             raise ElfattError(f"metric={metric!r} needs weights; give torchvision's file of the network as weights.")
         return _of_network(metric, weights, device)
