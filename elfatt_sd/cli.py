@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,7 +67,6 @@ def main() -> None:
     """Run the command line."""
     for variable, level in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "99")):
         os.environ.setdefault(variable, level)  # of PyTorch's libraries, which read it when they are loaded
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: what is half written is removed
     keep_freed_memory()
     app(prog_name="elfatt-sd")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from elfatt_sd.config import ElfattError, PatchConfig
 
 if TYPE_CHECKING:
+    from elfatt_sd.tuning.asked import Compare, Metric
     from elfatt_sd.tuning.tuned import Tuned
 
 SEARCHED, HELD_OUT = 3, 5  # images of the search, and of the proof
@@ -29,8 +31,8 @@ def tune(
     speed: float | None = None,
     memory: float | None = None,
     prompts: Sequence[str] | None = None,
-    metric: Any = "psnr",
-    weights: Any = None,
+    metric: Metric | Compare = "psnr",
+    weights: str | os.PathLike[str] | None = None,
     steps: int | None = None,
     guidance: float | None = None,
     height: int | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from elfatt_sd import checks
 from elfatt_sd.config import ElfattError
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
+Metric = Literal["psnr", "ssim", "lpips", "dists"]
+Compare = Callable[["Image.Image", "Image.Image"], float]
+METRICS: tuple[Metric, ...] = get_args(Metric)
 DISTANCES = ("lpips", "dists")  # of which a lower value is closer
-METRICS = ("psnr", "ssim", *DISTANCES)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Budget:
         return ", ".join(parts)
 
 
-def check_closeness(metric: Any, closeness: float | None) -> None:
+def check_closeness(metric: Metric | Compare, closeness: float | None) -> None:
     """Check that two images can be as close as asked.
 
     Raises:
@@ -103,7 +105,7 @@ class Measure:
     """
 
     name: str
-    compare: Callable[[Image.Image, Image.Image], float]
+    compare: Compare
     higher: bool = True
     unit: str = ""
     digits: int = 2
@@ -139,7 +141,7 @@ class Measure:
         return value >= asked if self.higher else value <= asked
 
 
-def measure_named(metric: Any, weights: Any = None, device: str = "cpu") -> Measure:
+def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "cpu") -> Measure:
     """Return a measure.
 
     Args:
