@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elfatt_sd import checks
-from elfatt_sd.benchmarking.lineup import check_method, grid_side, merges, named, varied
+from elfatt_sd.benchmarking.lineup import (
+    Size,
+    check_method,
+    grid_side,
+    height_and_width,
+    merges,
+    named,
+    read_size,
+    varied,
+)
 from elfatt_sd.benchmarking.names import differs_by_step
 from elfatt_sd.benchmarking.presets import ALONE
 from elfatt_sd.cli_options import Device, Dtype
@@ -34,7 +43,10 @@ app = typer.Typer(no_args_is_help=True)
 LARGEST_SIZE, LARGEST_BATCH = 16384, 1024  # of tensors that have no memory, whose sizes have to be numbers still
 
 Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
-Sizes = Annotated[list[int], typer.Option("--size", help="Side of the images in pixels; may be given several times.")]
+Sizes = Annotated[
+    list[str],
+    typer.Option("--size", help="Side of the images in pixels, or 832x480, width first; may be given several times."),
+]
 Methods = Annotated[
     list[str] | None,
     typer.Option(
@@ -144,7 +156,7 @@ _add_layer_command(
 def denoiser(
     session: Any,
     model: Model = "sd15",
-    sizes: Sizes = [512, 1024],  # noqa: B006
+    sizes: Sizes = ["512", "1024"],  # noqa: B006
     methods: Methods = None,
     ratio: Ratio = None,
     batch: Rows = 2,
@@ -160,15 +172,16 @@ def denoiser(
     force: Force = False,
 ) -> None:
     """One call of a UNet or transformer in every phase of every method, added up over a run."""
+    chosen = [*map(read_size, sizes)]
     most = max(batch, *(memory_batch or [0]))
-    _check(model, variant, device, dtype, [] if force else sizes, most, images=0)
+    _check(model, variant, device, dtype, [] if force else chosen, most, images=0)
     if memory_batch and not memory:
         raise ElfattError("--memory-batch is not accepted with --no-memory; leave one of them out.")
     if compile and autotune:
         raise ElfattError("--autotune is not accepted with --compile; compiled layers cannot be measured.")
     checks.whole("memory_batch", min(memory_batch or [1]), 1)
     options = {"batch": batch, "repeats": repeats, "seconds": seconds, **_given(ratio=ratio, variant=variant)}
-    options |= {"model": model, "sizes": sizes, "methods": methods, "memory": memory_batch if memory else []}
+    options |= {"model": model, "sizes": chosen, "methods": methods, "memory": memory_batch if memory else []}
     options |= {"compile": compile, "autotune": autotune}
     _run("unet", session, device=device, dtype=dtype, **options)
 
@@ -194,11 +207,12 @@ def pipeline(
     force: Force = False,
 ) -> None:
     """A whole pipeline with guidance, from prompt to image."""
+    chosen = [*map(read_size, sizes)]
     check_steps(model, steps)
-    _check(model, variant, device, dtype, [] if force else sizes or [None], 2 * batch, images=batch)
+    _check(model, variant, device, dtype, [] if force else chosen or [None], 2 * batch, images=batch)
     options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory}
     options |= _given(ratio=ratio, variant=variant)
-    _run("pipeline", session, model=model, sizes=sizes, methods=methods, device=device, dtype=dtype, **options)
+    _run("pipeline", session, model=model, sizes=chosen, methods=methods, device=device, dtype=dtype, **options)
 
 
 @app.command()
@@ -222,7 +236,7 @@ def merging(
 def host(
     session: Any,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(UNET_NAMES)}; nothing is allocated.")] = "sd15",
-    sizes: Sizes = [512],  # noqa: B006
+    sizes: Sizes = ["512"],  # noqa: B006
     methods: Methods = None,
     batch: Rows = 2,
     steps: Steps = 50,
@@ -231,9 +245,10 @@ def host(
     checks.choice("model", model, UNET_NAMES)
     checks.whole("steps", steps, 1, 1000)
     checks.whole("batch", batch, 1, LARGEST_BATCH)
-    _check_sizes(sizes)
-    checks.whole("size", max(sizes), 8, LARGEST_SIZE)
-    _run("host", session, model=model, sizes=sizes, methods=methods, batch=batch, steps=steps)
+    chosen = [*map(read_size, sizes)]
+    for size in chosen:
+        checks.whole("size", max(height_and_width(size)), 8, LARGEST_SIZE)
+    _run("host", session, model=model, sizes=chosen, methods=methods, batch=batch, steps=steps)
 
 
 @app.command()
@@ -284,7 +299,7 @@ def _check(
     variant: str | None,
     device: str,
     dtype: str = "auto",
-    sizes: Sequence[int | None] = (),
+    sizes: Sequence[Size | None] = (),
     batch: int = 1,
     images: int = 1,
 ) -> None:
@@ -296,14 +311,8 @@ def _check(
             raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
     else:
         check_model(model, variant=variant)
-    _check_sizes(sizes)
-    check_sizes_fit(model, device, dtype, [(size, size) for size in sizes], batch, images)
-
-
-def _check_sizes(sizes: Sequence[int | None]) -> None:
-    for size in sizes:
-        if size is not None and (size <= 0 or size % 8):
-            raise ElfattError(f"size={size} is not accepted; give a positive multiple of 8.")
+    pixels = [(None, None) if size is None else height_and_width(size) for size in sizes]
+    check_sizes_fit(model, device, dtype, pixels, batch, images)
 
 
 def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elfatt_sd.benchmarking import models
+from elfatt_sd.benchmarking.lineup import Size, height_and_width
 from elfatt_sd.benchmarking.names import PEER, is_peer
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
@@ -65,15 +66,15 @@ class Calls:
 
     Args:
         model: name of its shape.
-        size: of the image, in pixels.
+        size: of the image, as for `unet`.
         batch: rows.
         steps: of a run.
     """
 
-    def __init__(self, model: str, size: int, batch: int, steps: int) -> None:
+    def __init__(self, model: str, size: Size, batch: int, steps: int) -> None:
         self.unet: Any = empty_unet(models.SHAPES[model]).eval()
-        side = size // SCALE
-        self._given = call_arguments(self.unet, Grid.image(side, side), batch, lambda *n: torch.empty(n, device="meta"))
+        grid = Grid.image(*(side // SCALE for side in height_and_width(size)))
+        self._given = call_arguments(self.unet, grid, batch, lambda *n: torch.empty(n, device="meta"))
         self._timesteps = torch.arange(999, -1, -(1000 // steps))[:steps]
 
     def call(self, step: int) -> None:
@@ -115,7 +116,7 @@ class _StoppedError(Exception):
 def host(
     *,
     model: str = "sd15",
-    sizes: Sequence[int] = (512,),
+    sizes: Sequence[Size] = (512,),
     methods: Sequence[str | PatchConfig] | None = None,
     batch: int = 2,
     steps: int = 50,
@@ -125,7 +126,7 @@ def host(
 
     Args:
         model: name of a UNet's shape.
-        sizes: of the image, in pixels.
+        sizes: of the image, as for `unet`.
         methods: as for `resolve_methods`; all presets by default.
         batch: rows of the UNet's batch.
         steps: of a run.

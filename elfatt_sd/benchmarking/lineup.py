@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from elfatt_sd.peers import PEERS, check_settings
 from elfatt_sd.presets import method_named, method_names
 
 SAVED = ".json"  # the end of a saved configuration's name
+Size = int | str  # of an image in pixels: the side of a square, or `WIDTHxHEIGHT`
 PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 
 
@@ -83,6 +85,25 @@ def merges(method: str | PatchConfig) -> bool:
     """Tell whether a method merges tokens."""
     config = method if isinstance(method, PatchConfig) else named(method)
     return any(phase.merge.ratio > 0 for phase in config.phases)
+
+
+def read_size(text: str) -> Size:
+    """Read a size in pixels: `1024`, or `832x480`, width first.
+
+    Raises:
+        ElfattError: it is neither, or not of positive multiples of 8.
+    """
+    found = re.fullmatch(r"(\d{1,18})(?:x(\d{1,18}))?", text.strip(), re.ASCII)
+    numbers = [int(number) for number in found.groups() if number] if found else [0]
+    if min(numbers) <= 0 or any(number % 8 for number in numbers):
+        raise ElfattError(f"size={text} is not accepted; give a positive multiple of 8, or two as in 832x480.")
+    return numbers[0] if len(numbers) == 1 else "x".join(map(str, numbers))
+
+
+def height_and_width(size: Size) -> tuple[int, int]:
+    """Return a size's height and width in pixels."""
+    width, _, height = str(size).partition("x")
+    return int(height or width), int(width)
 
 
 def grid_side(tokens: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elfatt_sd.benchmarking.lineup import Size, height_and_width
 from elfatt_sd.config import ElfattError
 from elfatt_sd.families import family_of, find_layers, main_denoiser, unwrap
 from elfatt_sd.families.unet import SCALE
@@ -49,18 +50,18 @@ class Model:
         levels = len(getattr(unwrap(self.unet).config, "block_out_channels", ()))
         return int(max(2**levels, 2 * deepest) * self.scale)
 
-    def inputs(self, size: int, batch: int) -> dict[str, Any]:
-        """Return the keyword arguments of a UNet call for square images of `size` pixels.
+    def inputs(self, size: Size, batch: int) -> dict[str, Any]:
+        """Return the keyword arguments of a UNet call for images of `size` pixels.
 
         Raises:
             ElfattError: an image without a latent, or a batch without one.
         """
-        if size < self.scale or batch < 1:
+        height, width = height_and_width(size)
+        if min(height, width) < self.scale or batch < 1:
             raise ElfattError(
                 f"size={size}, batch={batch} is not accepted; give at least {self.scale} pixels and a batch of 1."
             )
         parameter = next(self.unet.parameters())
-        side = size // self.scale
         generator = torch.Generator().manual_seed(0)
 
         def noise(*shape: int) -> Tensor:
@@ -68,7 +69,7 @@ class Model:
 
         module = unwrap(self.unet)
         family = family_of(module)
-        latent = Grid(family.latent(module).frames, side, side)
+        latent = Grid(family.latent(module).frames, height // self.scale, width // self.scale)
         return call_arguments(module, family.grid(module, latent), batch, noise)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from elfatt_sd.benchmarking.lineup import Size, height_and_width
 from elfatt_sd.benchmarking.models import make_pipeline
 from elfatt_sd.benchmarking.names import FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
@@ -24,7 +25,7 @@ from elfatt_sd.running import exact_size
 def pipeline(
     model: str = "toy",
     *,
-    sizes: Sequence[int] = (),
+    sizes: Sequence[Size] = (),
     methods: Iterable[str | PatchConfig] | None = None,
     batch: int = 1,
     repeats: int = 5,
@@ -40,7 +41,7 @@ def pipeline(
 
     Args:
         model: as for `unet`.
-        sizes: of the images in pixels; the model's own by default.
+        sizes: as for `unet`; the model's own by default.
         methods: as for `unet`.
         batch: images in a run.
         repeats: rounds that count.
@@ -85,7 +86,7 @@ def twin(pipe: Any, variant: Variant) -> Any:
     return variant.install(other)
 
 
-def _run(pipe: Any, inputs: dict[str, Any], size: int, steps: int) -> Any:
+def _run(pipe: Any, inputs: dict[str, Any], size: Size, steps: int) -> Any:
     generator = torch.Generator().manual_seed(0)
-    given = {**inputs, **exact_size(pipe, size, size), "generator": generator}
+    given = {**inputs, **exact_size(pipe, *height_and_width(size)), "generator": generator}
     return pipe(**given, num_inference_steps=steps, output_type="pt")

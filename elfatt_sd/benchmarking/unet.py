@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from elfatt_sd.benchmarking.lineup import Size, height_and_width
 from elfatt_sd.benchmarking.models import Model, make_model, unet_call
 from elfatt_sd.benchmarking.names import COMPILED, FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
@@ -40,7 +41,7 @@ from elfatt_sd.settings import Backend
 def unet(
     model: str | Model = "sd15",
     *,
-    sizes: Sequence[int] = (512, 1024),
+    sizes: Sequence[Size] = (512, 1024),
     methods: Iterable[str | PatchConfig] | None = None,
     batch: int = 2,
     repeats: int = 5,
@@ -60,7 +61,7 @@ def unet(
 
     Args:
         model: `sd15`, `sdxl` (random weights), `toy`, a path or a hub id; or a model.
-        sizes: of the images in pixels.
+        sizes: of the images in pixels: the side of a square, or `WIDTHxHEIGHT`.
         methods: presets or configurations; see `resolve_methods`. `tome` brings the package tomesd with it.
         batch: of the UNet: images, times two with guidance.
         repeats: rounds that count.
@@ -112,7 +113,7 @@ def unet(
     for key in keys:
         inputs, make = made.inputs(key["size"], batch), _graphed_call if graphs else _plain_call
         calls = {name: make(unit, inputs, lineup.variants[name]) for name, unit in units.items()}
-        small = made.inputs(min(key["size"], made.least_size), batch)
+        small = made.inputs(min(*height_and_width(key["size"]), made.least_size), batch)
         shrinks = place.type == "cpu" and not (session and session.keep_going)  # then what fails is told by its name
         warm_up = _warm_up(units, lineup.variants, calls, small) if shrinks else None
         record.time(key, calls, repeats, seconds=seconds, warm_up=warm_up)

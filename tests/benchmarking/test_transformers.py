@@ -28,6 +28,14 @@ def test_rows(model: Model) -> None:
     assert not {"tome", "tomesd"} & set(rows), "nothing is merged where positions are rotary"
 
 
+def test_an_image_that_is_no_square(model: Model) -> None:
+    found: Any = unet(model, sizes=("96x64",), methods=["elfatt-fast"], repeats=1, memory=(), batch=1, device="cpu")
+    assert {row["size"] for row in found["rows"]} == {"96x64"}
+    assert model.inputs("96x64", 1)["hidden_states"].shape[1] == model.inputs(64, 1)["hidden_states"].shape[1] * 3 // 2
+    ids = model.inputs("96x64", 1)["img_ids"]
+    assert [int(ids[:, axis].max()) + 1 for axis in (1, 2)] == [4, 6], "rows, columns: the width is said first"
+
+
 def test_a_named_method_that_does_not_go_there_is_refused(model: Model) -> None:
     with pytest.raises(ElfattError, match="rotary positions"):
         unet(model, sizes=(64,), methods=["tome"], repeats=1, device="cpu")

@@ -16,6 +16,7 @@ from elfatt_sd.typed import read_typed
 
 Row = Mapping[str, Any]
 BUSY = 0.05  # fraction of the processors' time that other processes may take
+FLOOR, PEAK = 1.10, 1.02  # of a transformer's floor's time, and of its untouched call's peak
 POSITIONS = 1.005  # the indices of the tokens that a method merges or samples
 MERGING = 0.6  # of tomesd's time
 NOISE = 0.97  # of its floor's time: no call is faster, so a round below was disturbed
@@ -24,6 +25,10 @@ CALLS = {  # results of UNet calls
     "unet-1024": "1024x1024",
     "unet-2048": "2048x2048",
     "sdxl-1024": "SDXL's shape, 1024x1024",
+}
+TRANSFORMERS = {  # results of calls of transformers; what the approximating phase is asked to gain
+    "flux-2048": ("Flux, 2048x2048, 16,896 tokens", 1.7),
+    "wan-480p": ("Wan 1.3B, 480p, 32,760 tokens", 3.0),
 }
 
 
@@ -93,19 +98,24 @@ def _goals(folder: Path) -> Iterator[Goal]:
     calls = {name: _read(folder, name) for name in CALLS}
     small, large = calls["unet-512"], calls["unet-1024"]
     row = _fast(small, lambda config: config["levels"] == 1 and config["phases"][0]["block_size"] == 128)
-    yield from _call_goals("512x512, one level, 128 keys", small, row, 1.06, 1.5, 1.15)
+    yield from _call_goals("512x512, one level, 128 keys", small, row, 1.06, {UNPATCHED: 1.5, PEER: 1.15})
     row = _fast(large, lambda config: config["levels"] == 2)
-    yield from _call_goals("1024x1024, two levels", large, row, 1.10, 3.5, 2.0)
+    yield from _call_goals("1024x1024, two levels", large, row, 1.10, {UNPATCHED: 3.5, PEER: 2.0})
     for name, results in calls.items():
         for kept in ("", *KEPT):
             greatest, share = greatest_peak(results, kept)
             what = f"peak memory, {CALLS[name]}{kept and f', with `{kept}`'}: greatest share of the untouched call's"
             if share is not None or not kept:
                 yield Goal(what, POSITIONS, _certain(share), greatest)
+    for name, (title, speed) in TRANSFORMERS.items():
+        results = _read(folder, name)
+        yield from _call_goals(title, results, _fast(results, lambda _: True), FLOOR, {UNPATCHED: speed})
+        greatest, share = greatest_peak(results)
+        yield Goal(f"peak memory, {title}: greatest share of the untouched call's", PEAK, _certain(share), greatest)
 
 
 def _call_goals(
-    what: str, results: Results, row: Row | None, floor: float, untouched: float, tomesd: float
+    what: str, results: Results, row: Row | None, floor: float, speeds: Mapping[str, float]
 ) -> Iterator[Goal]:
     """Yield the goals of one call in the phase of `elfatt-fast`."""
     part = (own_part(row) if row else None) or {}
@@ -115,7 +125,7 @@ def _call_goals(
     noise = f"; noisy, a round at {share['min']:.2f} of its floor" if share and share["min"] < NOISE else ""
     yield Goal(f"elfatt-fast, {what}: times its floor's time", floor, share, name, doubt, noise)
     floors = _rows(results, method=share["name"]) if share else []
-    for base, limit in ((UNPATCHED, untouched), (PEER, tomesd)):
+    for base, limit in speeds.items():
         reachable = floors[0]["speed"][base]["median"] if floors else limit
         remark = f"; its floor is {reachable:.2f} times as fast" if reachable < limit else ""
         yield Goal(f"elfatt-fast, {what}: times as fast as {base}", limit, speed.get(base), name, doubt, remark, False)

@@ -109,7 +109,9 @@ def test_the_command_fills_and_checks_the_page(
     assert page.read_text() == filled
 
 
-@pytest.mark.parametrize("page", [PAGE, SHORT, ROOT / "tools" / "goals.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [PAGE, SHORT, ROOT / "docs" / "transformers.md", ROOT / "tools" / "goals.md"], ids=lambda page: page.stem
+)
 def test_a_committed_page_is_in_step_with_the_committed_results(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     words = f"python -m tools.pages bench {page.relative_to(ROOT)}"
@@ -165,7 +167,7 @@ def test_every_published_command_can_be_parsed(command: str, monkeypatch: Any, t
             assert option == type(option)(value)
     for flag, option in {"--size": "sizes", "--tokens": "tokens", "--memory-batch": "memory"}.items():
         if flag in words:
-            assert seen[option] == [int(value) for word, value in given if word == flag]
+            assert seen[option] == [int(value) if value.isdigit() else value for word, value in given if word == flag]
     assert len(seen.get("methods") or ()) == words.count("--method")
     session = seen["session"]
     assert f"<!-- bench {session.name or words[1]} -->" in PAGE.read_text(encoding="utf-8")

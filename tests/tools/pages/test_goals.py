@@ -75,7 +75,9 @@ def folder(tmp_path: Path) -> Path:
     exponents = {"attention": {"elfatt": ratio(9.0)}, "layer": {"elfatt": ratio(1.1)}}
     groups = [group(tokens=4096, part="layer"), group(tokens=16384, part="layer")]
     growth = {"rows": layer, "groups": groups, "exponents": exponents}
-    files = {"merging": {"rows": merging}, "growth": growth, "unet-512": unet, "unet-1024": unet}
+    without = [{"method": "untouched", "peak_bytes": 100}, call("elfatt-fast", 1.08, 1.6, 1.2, 103)]
+    flux = {"settings": {"variants": variants}, "rows": without, "groups": [group(size=2048)]}
+    files = {"merging": {"rows": merging}, "growth": growth, "unet-512": unet, "unet-1024": unet, "flux-2048": flux}
     for name, data in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
     return tmp_path
@@ -106,6 +108,17 @@ def test_a_call_is_that_of_the_levels_and_blocks_asked_for(folder: Path) -> None
     best = "`elfatt-fast:block_size=512,levels=2`"
     assert table[large + "times its floor's time"] == ["at most 1.1", "1.090", best, "met"]
     assert table[large + "times as fast as untouched"] == ["at least 3.5", "3.600", best, "met"]
+
+
+def test_a_transformer_is_compared_with_the_untouched_call_alone(folder: Path) -> None:
+    table = lines(goals_table(folder))
+    flux = "Flux, 2048x2048, 16,896 tokens"
+    assert table[f"elfatt-fast, {flux}: times its floor's time"] == ["at most 1.1", "1.080", "`elfatt-fast`", "met"]
+    assert table[f"elfatt-fast, {flux}: times as fast as untouched"][-1] == "**missed**"
+    assert not any("tomesd" in what for what in table if "Flux" in what)
+    peak = table[f"peak memory, {flux}: greatest share of the untouched call's"]
+    assert peak == ["at most 1.02", "1.030", "`elfatt-fast`", "**missed**"]
+    assert table["elfatt-fast, Wan 1.3B, 480p, 32,760 tokens: times its floor's time"][1].startswith("not measured yet")
 
 
 def test_few_rounds_and_a_busy_machine_decide_nothing(folder: Path) -> None:
@@ -233,6 +246,10 @@ def test_without_results_all_that_is_asked_is_said(tmp_path: Path) -> None:
         f"peak memory, {size}: greatest share of the untouched call's": "at most 1.005"
         for size in ("512x512", "1024x1024", "2048x2048", "SDXL's shape, 1024x1024")
     }
+    for model, speed in (("Flux, 2048x2048, 16,896 tokens", "1.7"), ("Wan 1.3B, 480p, 32,760 tokens", "3")):
+        calls |= {f"elfatt-fast, {model}: times its floor's time": "at most 1.1"}
+        calls |= {f"elfatt-fast, {model}: times as fast as untouched": f"at least {speed}"}
+        memory |= {f"peak memory, {model}: greatest share of the untouched call's": "at most 1.02"}
     assert {what: row[0] for what, row in table.items()} == {
         **merging,
         f"{layer}, 4096 tokens: share of fused softmax's time": "at most 0.15",
