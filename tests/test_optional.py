@@ -39,6 +39,17 @@ for words in (
         assert not done.code, words
 """
 
+EARLY = """
+import sys
+sys.modules |= dict.fromkeys({hidden})
+from elfatt_sd.cli import app
+try:
+    app({words})
+except SystemExit as done:
+    assert done.code == 2
+assert "torch" not in sys.modules
+"""
+
 
 @pytest.fixture
 def absent(monkeypatch: Any) -> None:
@@ -79,6 +90,14 @@ def test_a_command_says_what_it_needs_in_one_line(words: str, says: str, tmp_pat
     assert result.stderr.endswith(f": {EVAL}\n")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("words", ["eval run toy --out run", "bench unet --model toy"])
+def test_it_says_so_before_anything_heavy_is_imported(words: str, tmp_path: Path) -> None:
+    code = EARLY.format(hidden=[package.module for package in PACKAGES.values()], words=words.split())
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300)
+    assert done.returncode == 0
 
 
 @pytest.mark.usefixtures("absent", "library_chatter")

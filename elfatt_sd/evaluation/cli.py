@@ -16,7 +16,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, optional, output, quiet_libraries
 from elfatt_sd.evaluation.prompt_files import read_prompts
 from elfatt_sd.evaluation.protocol_files import load_protocol
-from elfatt_sd.evaluation.protocols import Protocol, check_protocol_fits
+from elfatt_sd.evaluation.protocols import Protocol, check_packages, check_protocol_fits
 from elfatt_sd.evaluation.run import Run, RunFailure
 from elfatt_sd.evaluation.sources import check_exists
 from elfatt_sd.files import check_writable
@@ -98,6 +98,7 @@ def run_command(
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
     if not dry_run:
+        check_packages(protocol)
         _check_early(protocol, out, force)
         others = [Run.open(other) for other in reuse or ()]
     from elfatt_sd.evaluation.processes import is_first

@@ -16,7 +16,8 @@ from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.prompt_files import PromptFile
 from elfatt_sd.files import is_plain_name, one_folder, sha256_of_data
-from elfatt_sd.peers import PEERS, check_settings
+from elfatt_sd.optional import REPORT, need
+from elfatt_sd.peers import PEERS, check_settings, packages_of
 from elfatt_sd.preflight import check_sizes_fit
 from elfatt_sd.presets import known_method
 from elfatt_sd.settings import setting_names
@@ -343,6 +344,15 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for key in dict.fromkeys([*old, *new])
         if old.get(key, _ABSENT) != new.get(key, _ABSENT)
     ]
+
+
+def check_packages(protocol: Protocol) -> None:
+    """Check that the packages are installed which all stages of a run need together.
+
+    Raises:
+        ElfattError: one of them is not.
+    """
+    need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers))
 
 
 def check_protocol_fits(protocol: Protocol) -> None:

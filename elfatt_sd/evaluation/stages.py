@@ -15,7 +15,7 @@ from elfatt_sd.evaluation.generate import generate
 from elfatt_sd.evaluation.measure import free_memory, measure_time
 from elfatt_sd.evaluation.memory import measure_memory
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
-from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.protocols import Protocol, check_packages
 from elfatt_sd.evaluation.records import Scores, is_whole, read_data
 from elfatt_sd.evaluation.results import (
     RESULTS_FILE,
@@ -27,8 +27,6 @@ from elfatt_sd.evaluation.results import (
 from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, STAGES_FILE, TIME_FILE, Run, RunFailure
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.measuring.clock import Stopwatch
-from elfatt_sd.optional import REPORT, need
-from elfatt_sd.peers import packages_of
 from elfatt_sd.typed import read_typed
 
 Report = Callable[[str], None]
@@ -109,7 +107,7 @@ def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
     from elfatt_sd.evaluation.reference import Wanted
 
     checks = [
-        lambda: need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers)),
+        lambda: check_packages(protocol),
         lambda: check_device(protocol),
         lambda: _check_prompts(protocol),
     ]

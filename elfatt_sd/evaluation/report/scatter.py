@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 CROWDED_HEIGHT = 4.8  # inches
 _RADII, _DIRECTIONS = (7, 10, 14, 19, 25, 32), 16  # where a text may stand around its point, in points
-_DIGIT, _LINE = 4.3, 7.5  # width and height of a character of 7 points
+_SMALL = 7.0  # points
+_DIGIT, _LINE = 4.3 / _SMALL, 7.5 / _SMALL  # width and height of a character, in its own size
 _NAMED = 12  # rows that a caption names
 
 
@@ -196,13 +197,16 @@ def _far_null(spots: Sequence[Spot]) -> Spot | None:
     return null if max(low - null.up.value, null.up.value - high) > (high - low) / 2 else None
 
 
-def write_beside(figure: Figure, axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+def write_beside(
+    figure: Figure, axes: Axes, points: Sequence[tuple[float, float, str, str]], size: float = _SMALL
+) -> None:
     """Write a short text in a colour next to each point, where it covers the least of what is there already.
 
     Args:
         figure: that the axes are in.
         axes: with all points drawn.
         points: of each its place in the axes' own units, text and colour; without text it is only kept clear.
+        size: of the text, in points.
     """
     from matplotlib.transforms import Bbox
 
@@ -215,16 +219,13 @@ def write_beside(figure: Figure, axes: Axes, points: Sequence[tuple[float, float
     for (across, up, text, colour), (x, y) in zip(points, centres, strict=True):
         if not text:
             continue
-        width = _DIGIT * len(text)
-
-        def box(offset: tuple[float, float], x: float = x, y: float = y, width: float = width) -> Bbox:
-            return Bbox.from_bounds(x + offset[0] - width / 2, y + offset[1] - _LINE / 2, width, _LINE)
-
-        chosen = min(_offsets(), key=lambda offset: _covered(box(offset), taken, page))
-        taken.append(box(chosen))
+        width, height = _DIGIT * size * len(text), _LINE * size
+        boxes = {(i, j): Bbox.from_bounds(x + i - width / 2, y + j - height / 2, width, height) for i, j in _offsets()}
+        chosen = min(boxes, key=lambda offset: _covered(boxes[offset], taken, page))
+        taken.append(boxes[chosen])
         far = math.hypot(*chosen) > _RADII[1]
         axes.annotate(
-            text, (across, up), chosen, textcoords="offset points", fontsize=7, color=colour,
+            text, (across, up), chosen, textcoords="offset points", fontsize=size, color=colour,
             ha="center", va="center", zorder=4,
             bbox={"boxstyle": "square,pad=0.05", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.8},
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.4, "shrinkA": 3} if far else None,
