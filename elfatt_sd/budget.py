@@ -17,6 +17,7 @@ from elfatt_sd.families import family_of, find_layers, main_denoiser, unwrap
 from elfatt_sd.measuring.clock import timed
 from elfatt_sd.methods import Grid
 from elfatt_sd.planning import frames_to_one
+from elfatt_sd.progress import duration
 from elfatt_sd.running import dimensions_of, taken
 from elfatt_sd.sizes import Dimensions, in_words, refuse_if_beyond
 
@@ -74,7 +75,7 @@ def check_fits(
     if need.multiply_adds * images > _WORTH_TIMING:
         seconds = need.multiply_adds * images / (_REACHED * _rate(device, pipe.dtype))
         if seconds > LONG:
-            warnings.warn(f"this run takes about {_duration(seconds)} on {device.type} (estimated).", stacklevel=3)
+            warnings.warn(f"this run takes about {duration(seconds)} on {device.type} (estimated).", stacklevel=3)
 
 
 def estimate(
@@ -147,14 +148,3 @@ def _rate(device: torch.device, dtype: torch.dtype) -> float:
     side = 512 if device.type == "cpu" else 4096
     matrix = torch.ones(side, side, device=device, dtype=dtype)
     return side**3 / min(timed(lambda: matrix @ matrix, device) for _ in range(3))
-
-
-def _duration(seconds: float) -> str:
-    hours = seconds / 3600
-    return (
-        f"{seconds / 60:.0f} minutes"
-        if hours < 2
-        else f"{hours:.0f} hours"
-        if hours < 48
-        else f"{hours / 24:,.0f} days"
-    )

@@ -203,8 +203,12 @@ class Denoiser:
             layer.latest = call.states[layer.index]
 
     def end(self) -> Call | None:
-        """End the call that goes on in this thread, and return it."""
-        return self._live.pop(threading.get_ident(), None)
+        """End this thread's call and return it; compiled layers forget it, but for what a checkpoint may repeat."""
+        call = self._live.pop(threading.get_ident(), None)
+        if call is not None and not call.repeats:
+            for layer in self.layers:
+                layer.latest = None
+        return call
 
     @property
     def threads(self) -> int:

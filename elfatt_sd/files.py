@@ -19,6 +19,7 @@ from elfatt_sd.errors import ElfattError
 
 _NAME = re.compile(r"[\w=+-][\w.=+-]*(?<!\.)")
 _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE)  # on Windows, whatever the suffix
+_LEAST = 4096  # bytes that a folder has room for
 _LONGEST_NAME = 160  # bytes; file systems take 255, and names get endings
 _PLAIN_LIST = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s+\]")  # of numbers; a line break stands in no JSON string
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -135,8 +136,9 @@ def check_writable(folder: Path, given: str | None = None) -> None:
         for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
             missing.mkdir()
             made.append(missing)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(bytes(_LEAST))
+            file.flush()
     except OSError as error:
         given = given or f"out={str(folder)!r}"
         raise ElfattError(f"{given} cannot be written ({error.strerror}); give a folder that can.") from error

@@ -18,6 +18,13 @@ FORECAST_FROM = 10.0  # seconds that are worth saying
 Progress = Callable[[str, int, int], None]  # of a stage: its name, what is done, and how much there is in all
 
 
+def duration(seconds: float) -> str:
+    """Return a time for people, in a unit that suits it."""
+    units = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
+    unit = next((name for name, size in units.items() if seconds >= 2 * size), "seconds")
+    return f"{seconds / units[unit]:,.0f} {unit}"
+
+
 class Lines:
     """Progress as lines, with the time that is left.
 
@@ -99,7 +106,7 @@ def _bar(console: Console) -> Bar:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[counted]}"),
         TimeRemainingColumn(),
@@ -134,7 +141,6 @@ class Forecast:
             seconds = (now - moment) / (done - before) * total
             if seconds > max(FORECAST_FROM, 2 * self._said):
                 self._said = seconds
-                took = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-                print(f"about {took} in all, if each takes as long as the latest", file=sys.stderr)
+                print(f"about {duration(seconds)} in all, if each takes as long as the latest", file=sys.stderr)
         self._latest = done, now
         self._tell(name, done, total)

@@ -11,11 +11,12 @@ import typer
 from elfatt_sd import checks
 from elfatt_sd.cli_options import DRAWING_OPTIONS, MODELS, Force, Json, Source, takes_source
 from elfatt_sd.console import adds_options, complain, optional
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import check_writable
 from elfatt_sd.preflight import check_sizes_fit, check_steps
 from elfatt_sd.progress import progress_of
 from elfatt_sd.request import check_run, read_prompts
-from elfatt_sd.tuning.asked import METRICS, Budget, check_images
+from elfatt_sd.tuning.asked import METRICS, Budget, check_closeness, check_images
 
 if TYPE_CHECKING:
     from elfatt_sd.tuning.tuned import Tuned
@@ -54,11 +55,14 @@ def tune(
     """Find the settings that a model can take on this machine, by closeness or by speed, and prove them."""
     Budget(closeness, speed, memory)
     checks.choice("metric", asked["metric"], METRICS)
+    check_closeness(asked["metric"], closeness)
     size, steps, guidance = (asked["height"], asked["width"]), asked["steps"], asked["guidance"]
     check_run(steps, guidance, asked["seed"], *size)
     lines = None if prompts is None else read_prompts(prompts)
     check_images(lines, asked["images"], asked["frames"])
     if save is not None:
+        if save.is_dir():
+            raise ElfattError(f"save={str(save)!r} is a folder; give the name of a file.")
         check_writable(save.parent, f"save={str(save)!r}")
     if out is not None:
         check_writable(out)
@@ -80,10 +84,13 @@ def tune(
         found = tune_pipeline(
             pipe, closeness=closeness, speed=speed, memory=memory, prompts=lines, progress=tell, **asked
         )
+    print(json.dumps(found.to_dict(), indent=2) if as_json else found)  # first: a disk may be full
     if save is not None:
-        found.save(save)
-    page = None if out is None else found.report(out)
-    _print(found, as_json, save, page)
+        _save(found, save, as_json)
+    if out is not None:
+        page = found.report(out)
+        if not as_json:
+            print(f"page: {page}")
 
 
 def _check_fits(
@@ -103,14 +110,15 @@ def _check_page() -> None:
     need("the page of a tuning (--out)", "jinja2", "matplotlib")
 
 
-def _print(found: Tuned, as_json: bool, save: Path | None, page: Path | None) -> None:
-    if as_json:
-        print(json.dumps(found.to_dict(), indent=2))
-        return
-    print(found)
-    if save is not None:
+def _save(found: Tuned, save: Path, as_json: bool) -> None:
+    """Write the settings; where that fails they are printed, as JSON does anyway."""
+    try:
+        found.save(save)
+    except (OSError, ElfattError):
+        if not as_json:
+            print(f"\n{json.dumps(found.config.to_dict())}")
+        raise
+    if not as_json:
         print(f"\nsettings: {save}; use them with elfatt-sd generate ... --config {save}")
-    if page is not None:
-        print(f"page: {page}")
-    if found.proof is None and save is not None:
+    if found.proof is None:
         complain("the settings leave the pipeline untouched", "note")

@@ -88,7 +88,7 @@ def test_a_step_is_one_copy_into_buffers_that_stay(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         for timestep in scheduler.timesteps[2:]:
             unet(torch.zeros(1, 4, 16, 16), timestep, torch.zeros(1, 3, tiny.TEXT_WIDTH))
-            keys = [layer.latest.prepared.keys for layer in layers]
+            keys = [layer.denoiser.latest.states[layer.index].prepared.keys for layer in layers]
             seen.add(tuple((id(each), each.data_ptr()) for each in keys))
             values.add(tuple(tuple(each.tolist()) for each in keys))
     assert len(seen) == 1

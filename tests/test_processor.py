@@ -40,7 +40,9 @@ class Layer:
             unet(sample, 999, text)
         for handle in handles:
             handle.remove()
-        self.split: Any = self.attention.elfatt_state.latest.split
+        patched = self.attention.elfatt_state
+        self.state = patched.denoiser.latest.states[patched.index]
+        self.split: Any = self.state.split
 
     def _keep(self, module: Any, given: tuple[Tensor, ...], result: Tensor) -> None:
         self.tokens, self.result = given[0], result
@@ -221,7 +223,7 @@ def test_both_ratios_of_agent_sd_share_the_similarities(monkeypatch: pytest.Monk
     monkeypatch.setattr(calls_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given))
     layer = Layer(PatchConfig.preset("agent"))
     assert len(found) == 3  # one for each layer of the finest level
-    assert layer.attention.elfatt_state.latest.candidates is None, "nothing is kept after the call"
+    assert layer.state.candidates is None, "nothing is kept after the call"
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elfatt_sd import progress
-from elfatt_sd.progress import Forecast, Lines, progress_of
+from elfatt_sd.progress import Forecast, Lines, duration, progress_of
 
 
 @pytest.fixture
@@ -77,6 +77,14 @@ def test_a_forecast_says_beforehand_how_much_is_done(
     assert told == list(range(6))
     assert capfd.readouterr().err.splitlines() == [
         "20 calls in all",
-        "about 60 s in all, if each takes as long as the latest",
-        "about 7 min in all, if each takes as long as the latest",
+        "about 60 seconds in all, if each takes as long as the latest",
+        "about 7 minutes in all, if each takes as long as the latest",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.2, "0 seconds"), (119, "119 seconds"), (400, "7 minutes"), (7200, "2 hours"), (6e10, "694,444 days")],
+)
+def test_a_time_is_told_in_a_unit_that_suits_it(seconds: float, said: str) -> None:
+    assert duration(seconds) == said

@@ -49,7 +49,15 @@ config = PatchConfig("mine", (Phase(0.5, "block", block_order="windows"),), leve
 config.save("c.json")
 config.save(Path("c.json"))
 assert_type(PatchConfig.load("c.json").with_settings(agents=7), PatchConfig)
+tuned = elfatt_sd.tune(pipe, closeness=35, prompts=["a cat", "a dog"], metric=lambda first, second: 1.0)
+assert_type(tuned.apply(pipe), Pipeline)
+assert_type(tuned.config, PatchConfig)
+elfatt_sd.tune(pipe, speed=1.5, metric="lpips", weights=Path("vgg.pth"))
 
+elfatt_sd.tune(pipe, closeness=35, metric="fid")  # E: "metric"
+elfatt_sd.tune(pipe, closeness=35, metric=3)  # E: "metric"
+elfatt_sd.tune(pipe, closenes=35)  # E: "closenes"
+tuned.aply(pipe)  # E: "aply"
 elfatt_sd.apply_patch(pipe, "elfat")  # E: Literal['elfat']
 elfatt_sd.apply_patch(pipe, input())  # E: "str"
 elfatt_sd.apply_patch(pipe, "elfatt", ratioo=0.5)  # E: "ratioo"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from elfatt_sd.config import ElfattError, PatchConfig
 
 if TYPE_CHECKING:
+    from elfatt_sd.tuning.asked import Compare, Metric
     from elfatt_sd.tuning.tuned import Tuned
 
 SEARCHED, HELD_OUT = 3, 5  # images of the search, and of the proof
@@ -29,8 +31,8 @@ def tune(
     speed: float | None = None,
     memory: float | None = None,
     prompts: Sequence[str] | None = None,
-    metric: Any = "psnr",
-    weights: Any = None,
+    metric: Metric | Compare = "psnr",
+    weights: str | os.PathLike[str] | None = None,
     steps: int | None = None,
     guidance: float | None = None,
     height: int | None = None,
@@ -81,7 +83,7 @@ def tune(
     from elfatt_sd.presets import method_named
     from elfatt_sd.request import check_run
     from elfatt_sd.running import check_steps
-    from elfatt_sd.tuning.asked import Budget, check_images, measure_named
+    from elfatt_sd.tuning.asked import Budget, check_closeness, check_images, measure_named
     from elfatt_sd.tuning.runs import Runs, Settings
     from elfatt_sd.tuning.search import Search
     from elfatt_sd.tuning.store import Store
@@ -89,6 +91,7 @@ def tune(
     budget = Budget(closeness, speed, memory)
     check_run(steps, guidance, seed, height, width)
     check_images(prompts, images, frames)
+    check_closeness(metric, closeness)
     measure = measure_named(metric, weights, str(getattr(pipe, "device", "cpu")))
     own_steps, own_guidance, own_prompts = _own(pipe)
     samples = _samples(own_prompts if prompts is None else prompts, images, seed)
@@ -200,18 +203,20 @@ def _record(runs: Any) -> dict[str, Any]:
     """Return what measurements depend on, as plain data."""
     import dataclasses
 
+    from torch import nn
+
     from elfatt_sd.devices import device_name
-    from elfatt_sd.families import unwrap
     from elfatt_sd.generation import versions
     from elfatt_sd.methods import attentions
     from elfatt_sd.tuning.store import fingerprint
 
     pipe, settings = runs.pipe, dataclasses.asdict(runs.settings)
     settings["inputs"] = {name: str(type(value)) for name, value in settings["inputs"].items()}
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     return {
         "pipeline": type(pipe).__name__,
         "model": str(getattr(pipe.config, "_name_or_path", "")),
-        "weights": fingerprint(unwrap(runs.denoiser)),
+        "weights": {name: fingerprint(part) for name, part in parts.items()},
         "scheduler": {"class": type(pipe.scheduler).__name__, **dict(pipe.scheduler.config)},
         "settings": settings,
         "device": device_name(runs.device),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from elfatt_sd import checks
 from elfatt_sd.config import ElfattError
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-METRICS = ("psnr", "ssim", "lpips", "dists")
+Metric = Literal["psnr", "ssim", "lpips", "dists"]
+Compare = Callable[["Image.Image", "Image.Image"], float]
+METRICS: tuple[Metric, ...] = get_args(Metric)
+DISTANCES = ("lpips", "dists")  # of which a lower value is closer
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,21 @@ class Budget:
         return ", ".join(parts)
 
 
+def check_closeness(metric: Metric | Compare, closeness: float | None) -> None:
+    """Check that two images can be as close as asked.
+
+    Raises:
+        ElfattError: not even two equal images are, by this metric.
+    """
+    if closeness is None or callable(metric):
+        return
+    most = {"ssim": 1.0}.get(metric, math.inf)
+    if closeness > most:
+        raise ElfattError(f"closeness={closeness:g} is not accepted; metric={metric!r} gives {most:g} at most.")
+    if metric in DISTANCES and closeness < 0:
+        raise ElfattError(f"closeness={closeness:g} is not accepted; metric={metric!r} gives 0 at least.")
+
+
 def check_images(prompts: Sequence[str] | None, images: int, frames: int | None) -> None:
     """Check what the images of tuning are; None is the model's own.
 
@@ -87,7 +105,7 @@ class Measure:
     """
 
     name: str
-    compare: Callable[[Image.Image, Image.Image], float]
+    compare: Compare
     higher: bool = True
     unit: str = ""
     digits: int = 2
@@ -96,6 +114,21 @@ class Measure:
     def best(self) -> float:
         """The value of two equal images; infinity where the measure has no greatest one."""
         return {"SSIM": 1.0}.get(self.name, math.inf) if self.higher else 0.0
+
+    def between(self, untouched: Image.Image, other: Image.Image) -> float:
+        """Return the number of two images.
+
+        Raises:
+            ElfattError: the measure raises, or gives no number.
+        """
+        try:
+            value = float(self.compare(untouched, other))
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ElfattError(f"metric {self.name!r} cannot compare two images ({reason}).") from error
+        if math.isnan(value):
+            raise ElfattError(f"metric {self.name!r} gives nan for two images; give one that always gives a number.")
+        return value
 
     def words(self, value: float) -> str:
         """Return a value for people."""
@@ -108,7 +141,7 @@ class Measure:
         return value >= asked if self.higher else value <= asked
 
 
-def measure_named(metric: Any, weights: Any = None, device: str = "cpu") -> Measure:
+def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "cpu") -> Measure:
     """Return a measure.
 
     Args:
@@ -122,7 +155,7 @@ def measure_named(metric: Any, weights: Any = None, device: str = "cpu") -> Meas
     if callable(metric):
         return Measure(getattr(metric, "__name__", "closeness"), metric)
     checks.choice("metric", metric, METRICS)
-    if metric in ("lpips", "dists"):
+    if metric in DISTANCES:
         if weights is None:
             raise ElfattError(f"metric={metric!r} needs weights; give torchvision's file of the network as weights.")
         return _of_network(metric, weights, device)

@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class LayerFigures:
 
     Attributes:
         bases: the approximations.
-        lost: numbers of those that ran out of memory.
+        lost: numbers of those that ran out of memory, or gave values that are not finite.
         seconds: of exact attention, by call.
         calls: of the layer in the probed steps.
         ratios: of each approximation, time by time of exact attention.
@@ -73,6 +73,8 @@ class LayerFigures:
             base: number of the approximation, or `REUSED`.
             since: steps since the difference was measured that corrects it; 0 corrects nothing.
         """
+        if base in self.lost:
+            return math.inf
         if not since:
             return statistics.fmean(self.plain.get((stretch, base)) or [math.inf])
         known = [each for each in SINCE if (stretch, base, each) in self.shared]
@@ -200,12 +202,8 @@ class Probe:
         for number, phase in enumerate(figures.bases):
             if number in figures.lost:
                 continue
-            try:
+            with _loses(figures, number):
                 self._measure(figures, state, (name, turn, number), phase, place, again, exact, size)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                figures.lost.add(number)
         state.begin(EXACT, state.call.step, device)
         state.calls = turn
 
@@ -230,7 +228,11 @@ class Probe:
         figures.ratios[number].append(watch.seconds / figures.seconds[-1])
         approximated = _flat(output)
         error = exact - approximated
-        self._latest[name][number] = squared = float(error.square().sum()) / size
+        squared = float(error.square().sum()) / size
+        if not math.isfinite(squared):
+            figures.lost.add(number)
+            return
+        self._latest[name][number] = squared
         figures.plain[stretch, number].append(squared)
         self._share(figures, key, place, error, error, size)
 
@@ -267,13 +269,24 @@ class Probe:
             number = sorted(errors, key=lambda each: errors[each])[len(errors) // 2]
             figures = self.figures[state.layer.name]
             call.restart()
-            state.begin(figures.bases[number], self._stretches[place[0]].first, exact.device)
-            changed = _flat(again())
+            with _loses(figures, number):
+                state.begin(figures.bases[number], self._stretches[place[0]].first, exact.device)
+                effect = float((_flat(again()) - exact).square().sum()) / size
+                if errors[number] > 0 and math.isfinite(effect):
+                    figures.effects[place[0]].append(effect / errors[number])
             state.begin(EXACT, call.step, exact.device)
-            effect = float((changed - exact).square().sum()) / size
-            if errors[number] > 0:
-                figures.effects[place[0]].append(effect / errors[number])
         call.restart()
+
+
+@contextlib.contextmanager
+def _loses(figures: LayerFigures, number: int) -> Iterator[None]:
+    """Leave an approximation out that runs out of memory."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        figures.lost.add(number)
 
 
 def _flat(output: Any) -> Tensor:

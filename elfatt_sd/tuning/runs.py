@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.families import main_denoiser
+from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
+from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.measuring.clock import Stopwatch
 from elfatt_sd.measuring.memory import PeakMeter
 from elfatt_sd.patch import apply_patch, restored
@@ -37,6 +38,10 @@ class Drawn:
     frames: tuple[Image.Image, ...]
     seconds: float
     peak: int | None = None
+
+    def same(self, other: Drawn) -> bool:
+        """Tell whether another one has the same pixels."""
+        return [each.tobytes() for each in self.frames] == [each.tobytes() for each in other.frames]
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Runs:
             self.steps_done += 1
             self.on_step(step, steps)
 
-        with torch.no_grad(), watched(self.pipe, settings.steps, tell), Stopwatch(self.device) as watch:
+        with _memory(), torch.no_grad(), watched(self.pipe, settings.steps, tell), Stopwatch(self.device) as watch:
             output = self.pipe(
                 prompt=sample.prompt, num_inference_steps=settings.steps, generator=generator, output_type="np", **given
             )
@@ -131,10 +136,19 @@ class Runs:
         """Threads that a CPU computes with."""
         return torch.get_num_threads()
 
-    @property
-    def denoiser(self) -> Any:
-        """The network that is called in every step."""
-        return main_denoiser(self.pipe)
+
+@contextlib.contextmanager
+def _memory() -> Iterator[None]:
+    """Say in one line that memory ran out."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ElfattFailure(
+            "memory ran out while an image was drawn; give a smaller height and width, or memory=GiB, with which "
+            "steps share nothing."
+        ) from error
 
 
 def _frames(pipe: Any, output: Any) -> tuple[Image.Image, ...]:
@@ -155,5 +169,5 @@ def _frames(pipe: Any, output: Any) -> tuple[Image.Image, ...]:
 
 def closeness(measure: Measure, untouched: Drawn, other: Drawn) -> float:
     """Return how close an image is to the untouched one; of a clip, the mean over its frames."""
-    values = [measure.compare(one, two) for one, two in zip(untouched.frames, other.frames, strict=True)]
+    values = [measure.between(one, two) for one, two in zip(untouched.frames, other.frames, strict=True)]
     return float(np.mean(values))

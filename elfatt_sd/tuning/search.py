@@ -144,12 +144,27 @@ class Search:
     def measure_untouched(self) -> None:
         """Draw the untouched images of the search, the first of them twice: does the model repeat itself?"""
         self.say("drawing untouched images", len(self.samples) + 1)
-        for sample in self.samples:
-            self.untouched.append(self.store.drawn(sample, functools.partial(self.runs.draw, sample)))
-        again = self.runs.draw(self.samples[0])
-        self.floor = closeness(self.measure, self.untouched[0], again)
-        self.untouched[0] = dataclasses.replace(self.untouched[0], seconds=again.seconds)
+        first, *others = self.samples
+        again = self.runs.draw(first)
+        drawn = self._first(again)
+        self.floor = closeness(self.measure, drawn, again)
+        self.untouched = [dataclasses.replace(drawn, seconds=again.seconds), *map(self._untouched, others)]
         self.calls = len(self.runs.pipe.scheduler.timesteps)
+
+    def _untouched(self, sample: Sample) -> Drawn:
+        return self.store.drawn(sample, functools.partial(self.runs.draw, sample))
+
+    def _first(self, again: Drawn) -> Drawn:
+        """Return the first image; where the one that is kept is another model's, everything that is kept is forgotten.
+
+        Not all that an image depends on is in the store's key: inputs, adapters and their scales, the other models.
+        """
+        sample = self.samples[0]
+        drawn = self._untouched(sample)
+        if drawn.same(again) or not self.runs.draw(sample).same(again):  # the model does not repeat itself
+            return drawn
+        self.store.clear()
+        return self._untouched(sample)
 
     @property
     def seconds(self) -> float:

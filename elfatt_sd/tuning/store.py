@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ Read = TypeVar("Read")
 
 
 class Store:
-    """A folder for one model, size, device and set of versions; where it cannot be written, nothing is kept.
+    """A folder for one model, size, device and set of versions; where it cannot be written, a warning says so once.
 
     Args:
         key: everything that the measurements depend on, as plain data.
@@ -30,8 +31,20 @@ class Store:
     def __init__(self, key: Mapping[str, Any]) -> None:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
         self.folder = cache_folder() / "tune" / digest
-        with contextlib.suppress(OSError):
+        self._told = False
+        with self._writing():
             write_json(self.folder / "key.json", dict(key))
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Go on where a file cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                text = f"{error.filename}: {error.strerror}; what tuning measures is not kept for the next run"
+                warnings.warn(f"elfatt-sd: {text}. ELFATT_SD_CACHE names another folder.", stacklevel=4)
+            self._told = True
 
     def known(self, name: str, make: Callable[[], Any], read: Callable[[Any], Read]) -> Read:
         """Return what is kept under a name; it is made and kept if it is not there, or is damaged.
@@ -45,7 +58,7 @@ class Store:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
             return read(json.loads(path.read_text(encoding="utf-8")))
         made = make()
-        with contextlib.suppress(OSError):
+        with self._writing():
             write_json(path, made)
         return read(made)
 
@@ -58,7 +71,7 @@ class Store:
             frames = tuple(_read(folder / f"{number}.png") for number in range(facts["frames"]))
             return Drawn(frames, facts["seconds"], facts["peak"])
         made = make()
-        with contextlib.suppress(OSError):
+        with self._writing():
             for number, frame in enumerate(made.frames):
                 with atomic_file(folder / f"{number}.png") as file:
                     frame.save(file, format="PNG")

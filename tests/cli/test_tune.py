@@ -27,6 +27,21 @@ def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> N
     assert json.loads(again.stdout)["asked"] == {"closeness": 20.0, "speed": None, "memory": None}
 
 
+def test_what_is_found_is_printed_where_it_cannot_be_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *_: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("elfatt_sd.config.write_json", full)
+    save = tmp_path / "tuned.json"
+    result = call("tune", model, "--closeness", 20, "--steps", 2, "--images", 2, "--no-presets", "--save", save)
+    assert result.exit_code == 2
+    assert f"'{save}' cannot be written" in result.stderr
+    assert result.stdout.startswith(("tuned: ", "untouched: "))
+    PatchConfig.from_dict(json.loads(result.stdout.splitlines()[-1]))
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -43,6 +58,8 @@ def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> N
         (["--closeness", 30, "--images", 0], "images=0 is not accepted; give a whole number of at least 2"),
         (["--closeness", 30, "--frames", 0], "frames=0 is not accepted"),
         (["--closeness", 30, "--metric", "fid"], "metric='fid' is not known"),
+        (["--closeness", 30, "--metric", "ssim"], "closeness=30 is not accepted; metric='ssim' gives 1 at most"),
+        (["--closeness", 30, "--save", "."], "save='.' is a folder; give the name of a file"),
     ],
 )
 def test_wrong_use_is_one_line(model: Path, words: list[object], says: str) -> None:

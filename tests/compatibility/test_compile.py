@@ -149,6 +149,19 @@ def test_repeated_blocks_in_one_graph_each(method: str, levels: int) -> None:
     assert torch.allclose(outputs[0], outputs[1], atol=1e-4)
 
 
+def test_a_compiled_block_alone_is_exact_also_after_a_run() -> None:
+    unet = tiny.unet(**ONE_LEVEL)
+    sample, text = torch.randn(2, 4, 16, 16), torch.randn(2, 5, tiny.TEXT_WIDTH)
+    block: Any = next(module for module in unet.modules() if type(module).__name__ == "BasicTransformerBlock")
+    tokens = torch.randn(2, 256, block.attn1.to_q.in_features)
+    with torch.no_grad():
+        exact = block(tokens, encoder_hidden_states=text)
+        elfatt_sd.apply_patch(unet, "tome")
+        block.compile(backend="eager", fullgraph=True)
+        unet(sample, 999, text)
+        assert torch.equal(block(tokens, encoder_hidden_states=text), exact)
+
+
 def test_a_function_around_the_model_in_one_graph_is_told_why() -> None:
     unet = elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), "tome")
     call = torch.compile(lambda *given: unet(*given).sample, backend="eager", fullgraph=True)
