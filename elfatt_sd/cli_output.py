@@ -11,10 +11,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from elfatt_sd.console import complain, output
+from elfatt_sd.console import complain, one_line, output
 from elfatt_sd.progress import progress_of
 from elfatt_sd.sizes import SHAPE_NAMES
 
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from elfatt_sd.trial import Trial
 
 
-MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "optional": "[yellow]not there[/]", "info": ""}
+MARKS = {
+    "ok": Text("ok", "green"),
+    "missing": Text("missing", "red"),
+    "optional": Text("not there", "yellow"),
+    "info": Text(),
+}
 
 
 @contextmanager
@@ -58,7 +63,7 @@ def print_result(result: Drawn) -> None:
 def print_trial(trial: Trial, path: Path) -> None:
     """Print what every method took and how close it came, the recommendation, and where the strip lies."""
     console = output()
-    table = Table(title=f"{trial.request.prompts[0]}, seed {trial.request.seed}", title_justify="left")
+    table = Table(title=one_line(f"{trial.request.prompts[0]}, seed {trial.request.seed}"), title_justify="left")
     for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for row in trial.rows:
@@ -114,6 +119,6 @@ def print_findings(sections: dict[str, list[Any]]) -> None:
         table = Table(title=name, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for finding in findings:
             mark = MARKS[finding.status]
-            table.add_row(mark, *map(escape, (finding.name, finding.value, finding.remedy)))
+            table.add_row(mark, finding.name, finding.value, finding.remedy)
         console.print(table)
         console.print()

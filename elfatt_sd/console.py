@@ -205,9 +205,14 @@ def from_file(path: Path) -> str:
     return f"elfatt_sd.PatchConfig.load({str(path)!r})"
 
 
+def one_line(message: str) -> str:
+    """Return a message as one line that cannot command a terminal, whatever names it holds."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(message.split()))
+
+
 def complain(message: str, kind: str = "error") -> None:
     """Print one line on stderr, a warning once."""
-    line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(message.split()))
+    line = one_line(message)
     if kind == "warning":
         said = line.removeprefix("elfatt-sd: ").removesuffix(".")
         if said in _told:
@@ -217,9 +222,10 @@ def complain(message: str, kind: str = "error") -> None:
 
 
 def output() -> Console:
-    """Return a console for stdout that does not wrap what is piped to another program."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=200)
+    """Return a console for stdout that shows texts as they are and does not wrap what is piped to another program."""
+    plain = functools.partial(Console, highlight=False, markup=False, emoji=False)
+    console = plain()
+    return console if console.is_terminal else plain(width=200)
 
 
 def quiet_libraries() -> None:

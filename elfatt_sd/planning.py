@@ -11,7 +11,7 @@ from typing import Any
 
 from elfatt_sd.autotune import Decision, matching_uses
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.families import SelfAttention, family_of, main_denoiser, unwrap
+from elfatt_sd.families import SelfAttention, family_of, main_denoiser, takes_steps, unwrap
 from elfatt_sd.methods import Grid, Size
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.plans import Plan as Plan
@@ -46,6 +46,7 @@ def make_plan(
             known = decisions.get((name, layer.name), {})
             planned_layers.append(_plan_layer(name, layer, phases, size, layer in chosen, known, uses))
             by_layer.append(phases)
+    turns = sum(map(takes_steps, layers))
     planned = tuple(
         PlannedPhase(
             start,
@@ -54,13 +55,13 @@ def make_plan(
                 [phases[index] for phases in by_layer] or [config.phase_until(end)],
                 [layer.grid if layer.approximated[index] else None for layer in planned_layers],
             ),
-            sum(layer.multiply_adds_by_phase[index] for layer in planned_layers),
+            sum(layer.multiply_adds_by_phase[index] for layer in planned_layers) // turns,
         )
         for index, (start, end) in enumerate(itertools.pairwise((0.0, *ends)))
     )
     after = sum((phase.until - phase.start) * phase.multiply_adds for phase in planned)
-    before = sum(layer.multiply_adds for layer in planned_layers)
-    return Plan(config, size, tuple(planned_layers), planned, before, round(after))
+    before = sum(layer.multiply_adds for layer in planned_layers) // turns
+    return Plan(config, size, tuple(planned_layers), planned, before, round(after), turns=turns)
 
 
 def input_grid(pipe: Any, height: int | None = None, width: int | None = None, frames: int | None = None) -> Grid:

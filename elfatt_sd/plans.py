@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from elfatt_sd.config import PatchConfig
+from elfatt_sd.families import takes_steps
 from elfatt_sd.methods import Grid
 from elfatt_sd.residuals import kept_bytes
 from elfatt_sd.shapes import Blueprint
@@ -127,6 +128,7 @@ class Plan:
         multiply_adds_before: of all those layers in one call for one image, untouched.
         multiply_adds_after: the same with the patch, averaged over the run.
         blueprints: of the denoisers, for `call`; see `counting`.
+        turns: denoisers that take turns from step to step; a call is of one of them, and its multiply-adds the mean.
     """
 
     config: PatchConfig
@@ -136,6 +138,7 @@ class Plan:
     multiply_adds_before: int
     multiply_adds_after: int
     blueprints: tuple[tuple[str, Blueprint], ...] = ()
+    turns: int = 1
 
     @property
     def height(self) -> int:
@@ -159,9 +162,9 @@ class Plan:
         known = [count for count in counts.values() if count is not None]
         if not known or len(known) < len(counts):
             return PlannedCall(counts)
-        before = sum(known)
+        before = sum(known) // self.turns
         after = before - self.multiply_adds_before + self.multiply_adds_after
-        least = before - round(sum(map(self._approximated, self.layers)))
+        least = before - round(sum(map(self._approximated, self.layers)) / self.turns)
         return PlannedCall(counts, before, after, before / after, before / max(1, least))
 
     @property
@@ -287,7 +290,7 @@ def places(layers: Sequence[PlannedLayer]) -> list[str]:
     def place(layer: PlannedLayer) -> str:
         kind, number, *_ = layer.name.split(".")
         block = f"{kind}.{number}" if number.isdigit() and kind != "mid_block" else kind
-        return f"{layer.denoiser}.{block}" if layer.denoiser.startswith("controlnet") else block
+        return block if takes_steps(layer.denoiser) else f"{layer.denoiser}.{block}"
 
     found = list(dict.fromkeys(map(place, layers)))
     return found if len(found) <= _MOST_PLACES else [f"{found[0]} to {found[-1].rpartition('.')[2]}"]

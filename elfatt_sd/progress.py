@@ -106,7 +106,7 @@ def _bar(console: Console) -> Bar:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[counted]}"),
         TimeRemainingColumn(),

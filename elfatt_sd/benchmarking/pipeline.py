@@ -16,7 +16,7 @@ from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.variants import Variant, fitting, resolve_methods, whole
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.families import copy_structure, family_of, main_denoiser
+from elfatt_sd.families import copy_structure, main_denoiser, step_denoisers
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.pipelines import pick_device, pick_dtype
 from elfatt_sd.running import exact_size
@@ -80,9 +80,10 @@ def pipeline(
 
 
 def twin(pipe: Any, variant: Variant) -> Any:
-    """Return a pipeline of the same parts, with a variant on its own copy of the denoiser's structure."""
-    other, denoiser = copy.copy(pipe), main_denoiser(pipe)
-    setattr(other, family_of(denoiser).part, copy_structure(denoiser))
+    """Return a pipeline of the same parts, with a variant on its own copy of the denoisers' structure."""
+    other = copy.copy(pipe)
+    for name, denoiser in step_denoisers(pipe).items():
+        setattr(other, name, copy_structure(denoiser))
     return variant.install(other)
 
 

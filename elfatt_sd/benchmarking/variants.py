@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,15 @@ from elfatt_sd.benchmarking.presets import MERGING, VARIATIONS
 from elfatt_sd.calls import STATE, Call
 from elfatt_sd.choosing import fits, fitted
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.families import family_of, find_layers, levels_of, main_denoiser, select_layers
+from elfatt_sd.families import (
+    SelfAttention,
+    family_of,
+    find_layers,
+    levels_of,
+    main_denoiser,
+    select_layers,
+    step_denoisers,
+)
 from elfatt_sd.families.unet import UNet
 from elfatt_sd.optional import need
 from elfatt_sd.patch import apply_patch
@@ -62,8 +71,6 @@ class Variant:
     def install(self, target: Any) -> Any:
         """Put the variant on a pipeline or UNet that is as it was made, and return it."""
         unet = main_denoiser(target)
-        layers = find_layers(unet)
-        chosen = select_layers(layers, self.config, levels_of(layers))
         if self.kind == "patch":
             apply_patch(target, self.config, autotune=self.autotune)
             if self.reuses_steps or self.measures:
@@ -74,7 +81,7 @@ class Variant:
             need("peer 'tomesd'", "tomesd")
             import tomesd
 
-            deepest, merge = max(layer.downsample for layer in chosen), self.config.phases[0].merge
+            deepest, merge = max(layer.downsample for layer in self._layers(unet)), self.config.phases[0].merge
             cell = {"sx": merge.stride, "sy": merge.stride, "use_rand": self.config.use_rand}
             tomesd.apply_patch(unet, ratio=merge.ratio, max_downsample=deepest, **cell)
         elif is_peer(self.kind):
@@ -82,9 +89,14 @@ class Variant:
             on.enter_context(running(target, self.kind.partition(":")[0], peer_settings(self.kind)))
             target._elfatt_sd_peer = on  # for as long as the pipeline lives
         elif self.kind == FLOOR:
-            for layer in chosen:
+            for layer in itertools.chain(*map(self._layers, step_denoisers(target).values())):
                 leave_out(layer)
         return target
+
+    def _layers(self, denoiser: nn.Module) -> list[SelfAttention]:
+        """Return the layers of a denoiser that the configuration patches."""
+        layers = find_layers(denoiser)
+        return select_layers(layers, self.config, levels_of(layers))
 
     @property
     def reuses_steps(self) -> bool:

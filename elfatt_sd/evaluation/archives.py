@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import re
@@ -9,18 +10,30 @@ import tarfile
 import threading
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.entries import Entry, Source, key, parent, sorted_out, stamp
+from elfatt_sd.evaluation.entries import Entry, Source, check_size, key, parent, sorted_out, stamp
 from elfatt_sd.optional import need
 
 _BYTES = re.compile(r"(large_)?binary|struct<.*bytes: (large_)?binary.*>")
 _COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")  # of tables with more bytes than these
+_PARQUET = "a .parquet file"
 _LONGEST_CLASS = 1000  # bytes of a `.cls` member
-_LARGEST_MEMBER = 1 << 30  # bytes of an image in a .zip, unpacked: a few megabytes can hold more than memory does
+
+
+@contextlib.contextmanager
+def _reading(file: Path, accepted: str) -> Iterator[None]:
+    """Tell of what readers of archives raise within: they have many kinds for damaged files."""
+    try:
+        yield
+    except ElfattError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ElfattError(f"reference {file} cannot be read ({reason}); accepted: {accepted}.") from error
 
 
 def tars(files: Sequence[Path]) -> Source:
@@ -38,20 +51,17 @@ def _tar_entries(file: Path, prefix: str) -> tuple[list[Entry], list[str]]:
     found: list[tuple[str, tuple[Path, int, int]]] = []
     links: list[str] = []
     classes: dict[str, str] = {}
-    try:
-        with tarfile.open(file, "r:") as archive:
-            for member in archive:
-                place = (file, member.offset_data, member.size)
-                if member.isfile() and not member.issparse():
-                    found.append((member.name, place))
-                    if member.name.lower().endswith(".cls") and member.size <= _LONGEST_CLASS:
-                        label = _read_slice(Entry(member.name, place)).decode(errors="backslashreplace")
-                        classes[key(member.name)] = label.strip()
-                elif not member.isdir():
-                    links.append(member.name)
-            _check_end(file, archive.offset)
-    except (tarfile.TarError, OSError) as error:
-        raise ElfattError(f"reference {file} cannot be read ({error}); accepted: an uncompressed .tar.") from error
+    with _reading(file, "an uncompressed .tar"), tarfile.open(file, "r:") as archive:
+        for member in archive:
+            place = (file, member.offset_data, member.size)
+            if member.isfile() and not member.issparse():
+                found.append((member.name, place))
+                if member.name.lower().endswith(".cls") and member.size <= _LONGEST_CLASS:
+                    label = _read_slice(Entry(member.name, place)).decode(errors="backslashreplace")
+                    classes[key(member.name)] = label.strip()
+            elif not member.isdir():
+                links.append(member.name)
+        _check_end(file, archive.offset)
     # tar keeps files in the order in which it met them
     images, others = sorted_out(sorted(found), lambda place: io.BytesIO(_read_slice(Entry("", place))))
     entries = [Entry(prefix + name, place, classes.get(key(name), parent(name))) for name, place in images]
@@ -76,6 +86,7 @@ def _check_end(file: Path, end: int) -> None:
 
 def _read_slice(entry: Entry) -> bytes:
     path, offset, size = entry.where
+    check_size(size)
     with open(path, "rb") as file:
         file.seek(offset)
         return file.read(size)
@@ -87,26 +98,24 @@ def zips(files: Sequence[Path]) -> Source:
     entries: list[Entry] = []
     left_out: list[str] = []
     for file, archive in archives.items():
-        members = [(member.filename, member.filename) for member in archive.infolist() if not member.is_dir()]
-        images, others = sorted_out(members, lambda name, archive=archive: _open_member(archive, name))  # type: ignore[misc]
-        entries += [Entry(name, (file, name), parent(name)) for name, _ in images]
+        members = [(member.filename, member) for member in archive.infolist() if not member.filename.endswith("/")]
+        images, others = sorted_out(members, lambda member, archive=archive: _open_member(archive, member))  # type: ignore[misc]
+        entries += [Entry(name, (file, member), parent(name)) for name, member in images]
         left_out += others
     lock = threading.Lock()
 
     def read(entry: Entry) -> bytes:
-        file, name = entry.where
-        size = archives[file].getinfo(name).file_size
-        if size > _LARGEST_MEMBER:
-            raise OSError(f"{size / 2**30:.0f} GiB when unpacked; accepted: at most 1")
+        file, member = entry.where  # itself, as several can have one name
+        check_size(member.file_size)
         with lock:
-            return archives[file].read(name)
+            return archives[file].read(member)
 
     return Source(entries, [stamp(file.name, file) for file in files], read, left_out)
 
 
-def _open_member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
+def _open_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> IO[bytes]:
     try:
-        return archive.open(name)
+        return archive.open(member)
     except (
         RuntimeError,
         NotImplementedError,
@@ -117,10 +126,8 @@ def _open_member(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
 
 
 def _open_zip(file: Path) -> zipfile.ZipFile:
-    try:
+    with _reading(file, "a .zip archive"):
         return zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, OSError, ValueError) as error:  # a name that is not UTF-8, though it says so
-        raise ElfattError(f"reference {file} cannot be read ({error}); accepted: a .zip archive.") from error
 
 
 def tables(files: Sequence[Path]) -> Source:
@@ -150,10 +157,8 @@ def tables(files: Sequence[Path]) -> Source:
 
 
 def _open_table(parquet: Any, file: Path) -> tuple[Any, str]:
-    try:
+    with _reading(file, _PARQUET):
         table = parquet.ParquetFile(file)
-    except (OSError, ValueError) as error:
-        raise ElfattError(f"reference {file} cannot be read ({error}); accepted: a .parquet file.") from error
     found = [field.name for field in table.schema_arrow if _BYTES.fullmatch(str(field.type))]
     named = [name for name in found if name.lower() in _COLUMNS]
     if len(named or found) == 1:
@@ -173,7 +178,8 @@ def _table_entries(file: Path, table: Any, column: str) -> list[Entry]:
     entries: list[Entry] = []
     for number in range(table.num_row_groups):
         count = table.metadata.row_group(number).num_rows
-        groups = table.read_row_group(number, columns=[label]).column(0).to_pylist() if label else [""] * count
+        with _reading(file, _PARQUET):
+            groups = table.read_row_group(number, columns=[label]).column(0).to_pylist() if label else [""] * count
         start = len(entries)
         entries += [Entry(f"{file.name}:{start + row}", (file, number, row), str(groups[row])) for row in range(count)]
     return entries

@@ -13,7 +13,7 @@ import typer
 
 from elfatt_sd.cli_options import Force
 from elfatt_sd.config import ElfattError
-from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, optional, output, quiet_libraries
+from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, one_line, optional, output, quiet_libraries
 from elfatt_sd.evaluation.prompt_files import read_prompts
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import Protocol, check_packages, check_protocol_fits
@@ -245,7 +245,7 @@ def _print_estimate(run: Run, reuse: Sequence[Path]) -> None:
     table = Table("cell", "label", "role", "settings", title=f"{run.protocol.name} {run.protocol.identity[:12]}")
     for cell in run.protocol.cells:
         settings = ", ".join(f"{key} {value}" for key, value in cell.shown.items())
-        table.add_row(cell.name, cell.label, cell.role, settings)
+        table.add_row(cell.name, one_line(cell.label), cell.role, one_line(settings))
     console = output()
     console.print(table)
     found = obstacles(run, reuse)
@@ -275,7 +275,7 @@ def _duration(hours: float) -> str:
 
 
 def _reporter(quiet: bool) -> Callable[[str], None]:
-    return lambda line: None if quiet else typer.echo(line, err=True)
+    return lambda line: None if quiet else typer.echo(one_line(line), err=True)
 
 
 def _name_failures(failed: Mapping[str, str]) -> None:

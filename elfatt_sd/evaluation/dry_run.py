@@ -186,7 +186,7 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
         run: which one.
         reuse: folders of other runs.
     """
-    from elfatt_sd.evaluation.metrics.scores import check_feature_metrics, load_metrics
+    from elfatt_sd.evaluation.metrics.scores import OF_FEATURES, check_feature_metrics, load_metrics
     from elfatt_sd.evaluation.reference import Wanted
     from elfatt_sd.evaluation.score import load_extractors, network_device, score_inputs
 
@@ -201,7 +201,8 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
         score_inputs(part, load_extractors(part))
 
     def each_metric(choice: MetricChoice) -> None:
-        check_feature_metrics([choice], load_extractors(runnable))
+        if choice.metric in OF_FEATURES:  # of others, a missing extractor hides nothing
+            check_feature_metrics([choice], load_extractors(runnable))
         load_metrics([choice], network_device(runnable))
 
     checks: list[Callable[[], Any]] = [
@@ -213,6 +214,7 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
         *(functools.partial(each_extractor, spec) for spec in protocol.extractors),
         lambda: load_extractors(runnable),
         *(functools.partial(each_metric, choice) for choice in protocol.metrics),
+        lambda: load_metrics(protocol.metrics, network_device(runnable)),  # are all names different?
         lambda: _check_disk(run),
     ]
     found = [reason for check in checks if (reason := _reason_against(check))]

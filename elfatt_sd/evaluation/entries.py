@@ -16,6 +16,7 @@ SUFFIXES = re.compile(
 )
 BESIDE = re.compile(r"\.(caption|cls|csv|jsonl?|md|np[yz]|tsv|txt|xml|ya?ml)")
 _LITTER = frozenset((".ds_store", "thumbs.db", "desktop.ini", "__macosx"))
+LARGEST = 1 << 30  # bytes of an image's file, unpacked: a few bytes of a .zip, or a file with holes, can stand for more
 Place = TypeVar("Place")
 
 
@@ -58,6 +59,16 @@ def stamp(name: str, path: Path) -> list[Any]:
     except OSError:  # such as a link to nowhere, which is named when it is read
         return [name, None, None]
     return [name, status.st_size, status.st_mtime_ns]
+
+
+def check_size(size: int) -> None:
+    """Refuse an image that has more bytes than memory should be spent on.
+
+    Raises:
+        OSError: it has.
+    """
+    if size > LARGEST:
+        raise OSError(f"{size / 2**30:.0f} GiB; accepted: at most {LARGEST / 2**30:.0f} GiB an image")
 
 
 def is_litter(name: str) -> bool:

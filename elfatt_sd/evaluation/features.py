@@ -82,12 +82,14 @@ class Extractor(nn.Module):
             float32 `[n, d]`, on the network's device.
 
         Raises:
-            ElfattError: the images have another shape or type.
+            ElfattError: the images have another shape or type, or a feature is not finite.
         """
         if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3:
             raise ElfattError(f"images are {images.dtype} {tuple(images.shape)}; accepted is uint8 [n, 3, h, w].")
         with torch.no_grad(), exact_float32(self.device):
             features: Tensor = self._features(images.to(self.device))
+        if not features.isfinite().all():
+            raise ElfattError(f"extractor {self.name} gives NaN or infinity; its weights or preprocessing are damaged.")
         return features.float()
 
     def _features(self, images: Tensor) -> Tensor:

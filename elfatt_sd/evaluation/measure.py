@@ -17,6 +17,7 @@ from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Protocol, Time
 from elfatt_sd.evaluation.provenance import image_environment
 from elfatt_sd.evaluation.run import TIME_FILE, Run
+from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import write_json
 from elfatt_sd.measuring.clock import CallTimer, Spread, Stopwatch, Turn, interleave, now, ratios
 from elfatt_sd.measuring.machine import read_clocks
@@ -35,7 +36,7 @@ def timed_call(
         Seconds per image of each scope: `end_to_end` and `unet`.
     """
     device = denoiser(pipe).device
-    with row_patch(pipe, cell, seeds[0]), CallTimer(denoiser(pipe), device) as calls:
+    with row_patch(pipe, cell, seeds[0]), CallTimer(step_denoisers(pipe).values(), device) as calls:
         gc.collect()
         with Stopwatch(device) as watch:
             to_uint8(make_images(pipe, protocol, prompts, seeds))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.evaluation.metrics.choice import MetricChoice
+from elfatt_sd.evaluation.metrics.choice import MetricChoice, check_side
 from elfatt_sd.evaluation.prompt_files import PromptFile
 from elfatt_sd.files import is_plain_name, one_folder, sha256_of_data
 from elfatt_sd.optional import REPORT, need
@@ -235,7 +235,7 @@ class Protocol:
     height: Pixels = 512
     width: Pixels = 512
     frames: Count = 1
-    frame_rate: Annotated[float, Meta(gt=0, le=1000)] = 16.0
+    frame_rate: Annotated[float, Meta(ge=0.01, le=1000)] = 16.0
     dtype: str = "float16"
     device: str = "auto"
     batch: Count = 1
@@ -270,6 +270,8 @@ class Protocol:
             raise refused(
                 f"{len(baselines)} cells of role 'baseline' ({', '.join(baselines) or 'none'})", "exactly one"
             )
+        for choice in self.metrics:
+            check_side(choice.metric, self.height, self.width)
         _check_published(self.published)
 
     @property
@@ -393,7 +395,5 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
         items = [(str(item.get("name", index)), item) for index, item in enumerate(value)]
     else:
         return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, item in items:
-        flat |= _flat(item, f"{prefix}.{key}" if prefix else key)
-    return flat
+    leaves = (_flat(item, f"{prefix}.{key}" if prefix else key) for key, item in items)
+    return {name: leaf for each in leaves for name, leaf in each.items()}

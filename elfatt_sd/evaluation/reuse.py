@@ -41,6 +41,8 @@ def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None] | Non
             if source is None or row.finished:
                 continue
             different = same_images(other.record.environment, run.record.environment, [row.cell])
+            if not different and not run.shows_its_prompts(row, source.made_images()):
+                different = [f"{source.manifest} does not list this run's images"]
             if not different:
                 _copy_row(source, row)
                 taken[row.name] = other.folder

@@ -226,6 +226,11 @@ class Run:
         size = self.protocol.batch
         return [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
 
+    def shows_its_prompts(self, row: Row, made: Sequence[MadeImage]) -> bool:
+        """Tell whether a row's list has all images of the run, of the right prompts, classes and seeds."""
+        wanted = [(each.index, each.text, each.class_index, row.first_seed + each.index) for each in self.prompts]
+        return [(each.index, each.prompt, each.class_index, each.seed) for each in made] == wanted
+
     @property
     def first_steps_folder(self) -> Path:
         """Where what all rows' first steps have in common is kept while images are made."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.archives import tables, tars, zips
-from elfatt_sd.evaluation.entries import BESIDE, Entry, Source, ends, is_litter, parent, sorted_out, stamp
+from elfatt_sd.evaluation.entries import BESIDE, Entry, Source, check_size, ends, is_litter, parent, sorted_out, stamp
 from elfatt_sd.files import read_plain
 
 _MOST_SHARDS = 100_000
@@ -140,7 +140,12 @@ def _folder(folder: Path) -> Source:
     images, left_out = sorted_out(files, lambda path: path.open("rb") if path.is_file() else None)
     entries = [Entry(name, path, parent(name)) for name, path in images]
     fingerprint = [stamp(name, path) for name, path in images]
-    return Source(entries, fingerprint, lambda entry: read_plain(entry.where), left_out)
+    return Source(entries, fingerprint, _read_file, left_out)
+
+
+def _read_file(entry: Entry) -> bytes:
+    check_size(entry.where.stat().st_size)
+    return read_plain(entry.where)
 
 
 def _files_below(

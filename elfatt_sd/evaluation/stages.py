@@ -126,10 +126,14 @@ def check_device(protocol: Protocol) -> None:
 
 
 def _check_prompts(protocol: Protocol) -> None:
+    from elfatt_sd.evaluation.metrics.neighbours import check_enough
     from elfatt_sd.evaluation.prompts import run_prompts
 
-    if len(run_prompts(protocol)) < 2:
+    count = len(run_prompts(protocol))
+    if count < 2:
         raise ElfattError("1 image a row has no distance; give at least 2 (limit, or classes and images_per_class).")
+    if any(choice.metric == "prdc" for choice in protocol.metrics):
+        check_enough(count * protocol.frames)
 
 
 def score(run: Run, report: Report = print) -> None:

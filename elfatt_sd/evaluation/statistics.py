@@ -38,6 +38,7 @@ DAMAGED = (  # what NumPy's readers raise for a file that is not whole: of zip, 
     zipfile.BadZipFile,
     zlib.error,
 )
+_SHOWN = 120  # characters of what a file holds, or of an error, that a message repeats
 ROWS = 4096  # rows of a feature file that are in memory at once
 
 
@@ -123,7 +124,7 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
             mean, covariance = (_numbers(key, data[key]) for key in ("mu", "sigma"))
             given = data.get("count")
     except DAMAGED as error:
-        raise ElfattError(f"{path} cannot be read ({error}); {accepted}.") from error
+        raise ElfattError(f"{path} cannot be read ({str(error)[:_SHOWN]}); {accepted}.") from error
     count = None if given is None else _count(path, given)
     if mean.dim() != 1 or covariance.shape != (len(mean), len(mean)):
         shapes = f"mu {tuple(mean.shape)} and sigma {tuple(covariance.shape)}"
@@ -144,7 +145,8 @@ def _numbers(name: str, array: np.ndarray[Any, Any]) -> Tensor:
 def _count(path: Path, given: np.ndarray[Any, Any]) -> int:
     value = given.item() if given.size == 1 else None
     if not isinstance(value, int | float) or value != value // 1 or not 2 <= value < 2**53:
-        raise ElfattError(f"{path} has count {given.tolist()!r}; accepted is a whole number of at least 2.")
+        said = f"an array of shape {list(given.shape)}" if value is None else repr(value)[:_SHOWN]
+        raise ElfattError(f"{path} has count {said}; accepted is a whole number of at least 2.")
     return int(value)
 
 

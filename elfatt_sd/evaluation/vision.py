@@ -17,7 +17,7 @@ from elfatt_sd.files import sha256_of_data, sha256_of_file
 from elfatt_sd.typed import read_typed, refused
 
 SIZES = {384: "S", 768: "B", 1024: "L", 1280: "H", 1536: "g", 1664: "bigG"}  # by the width
-_USUAL_EDGE, _LARGEST_EDGE = 224, 10_000
+_USUAL_EDGE, _LARGEST_EDGE = 224, 1024  # a batch of larger images fits few memories
 Colour = Annotated[list[float], Meta(min_length=3, max_length=3)]  # red, green and blue
 
 
@@ -69,7 +69,7 @@ class _Processor(Struct, frozen=True):
     crop_size: Any = None
     size: Any = None
     image_mean: Colour | None = None
-    image_std: Colour | None = None
+    image_std: Annotated[list[Annotated[float, Meta(gt=0)]], Meta(min_length=3, max_length=3)] | None = None
 
 
 def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
@@ -81,6 +81,8 @@ def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
     clip = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
     mean, std = clip if kind == "clip" else ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     crop = _edge(path, stored.crop_size, image_size)
+    if kind == "clip" and crop != image_size:
+        raise refused(f"{path}: crop_size={crop}", f"{image_size}, the side of the model's images")
     return {
         "crop": crop,
         "shortest_edge": max(crop, _edge(path, stored.size, crop)),

@@ -128,6 +128,19 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
     return {name: denoiser, **more, **dict(zip(names, nets, strict=False))}
 
 
+def takes_steps(name: str) -> bool:
+    """Tell by its name among `find_denoisers` whether it is no ControlNet."""
+    return not name.startswith("controlnet")
+
+
+def step_denoisers(target: Any) -> dict[str, Any]:
+    """Return the denoisers of which each step calls one, without ControlNets: Wan 2.2 has two, which take turns.
+
+    Arguments and errors are as for `find_denoisers`.
+    """
+    return {name: net for name, net in find_denoisers(target).items() if takes_steps(name)}
+
+
 def main_denoiser(target: Any) -> Any:
     """Return the denoiser of a pipeline, without its ControlNets; arguments and errors as for `find_denoisers`."""
     return next(iter(find_denoisers(target).values()))

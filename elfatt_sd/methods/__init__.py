@@ -150,8 +150,8 @@ def _imported(name: str) -> type[Attention]:
     module, _, attribute = name.partition(":")
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        reason = " ".join(str(error).split())
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ElfattError(
             f"method={name!r} cannot be imported ({reason}); give package.module:Class of what is "
             "installed or on PYTHONPATH."

@@ -203,18 +203,20 @@ def _record(runs: Any) -> dict[str, Any]:
     """Return what measurements depend on, as plain data."""
     import dataclasses
 
+    from torch import nn
+
     from elfatt_sd.devices import device_name
-    from elfatt_sd.families import unwrap
     from elfatt_sd.generation import versions
     from elfatt_sd.methods import attentions
     from elfatt_sd.tuning.store import fingerprint
 
     pipe, settings = runs.pipe, dataclasses.asdict(runs.settings)
     settings["inputs"] = {name: str(type(value)) for name, value in settings["inputs"].items()}
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     return {
         "pipeline": type(pipe).__name__,
         "model": str(getattr(pipe.config, "_name_or_path", "")),
-        "weights": fingerprint(unwrap(runs.denoiser)),
+        "weights": {name: fingerprint(part) for name, part in parts.items()},
         "scheduler": {"class": type(pipe.scheduler).__name__, **dict(pipe.scheduler.config)},
         "settings": settings,
         "device": device_name(runs.device),

@@ -14,7 +14,6 @@ from PIL import Image
 
 from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.devices import is_out_of_memory
-from elfatt_sd.families import main_denoiser
 from elfatt_sd.measuring.clock import Stopwatch
 from elfatt_sd.measuring.memory import PeakMeter
 from elfatt_sd.patch import apply_patch, restored
@@ -136,11 +135,6 @@ class Runs:
     def threads(self) -> int:
         """Threads that a CPU computes with."""
         return torch.get_num_threads()
-
-    @property
-    def denoiser(self) -> Any:
-        """The network that is called in every step."""
-        return main_denoiser(self.pipe)
 
 
 @contextlib.contextmanager

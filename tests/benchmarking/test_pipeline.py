@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
+import tiny_joint as tiny
 import torch
 from bench_checks import QUICK, check_saved
 from diffusers.models.attention_processor import Attention
 
 import elfatt_sd.benchmarking.pipeline as pipeline_bench
 from elfatt_sd.benchmarking.models import make_pipeline
+from elfatt_sd.benchmarking.names import FLOOR
 from elfatt_sd.benchmarking.pipeline import pipeline, twin
 from elfatt_sd.benchmarking.variants import Variant
 from elfatt_sd.config import PatchConfig
+from elfatt_sd.joint_processor import JointProcessor
+from elfatt_sd.phases import Phase
 from elfatt_sd.processor import ElfattProcessor
 
 
@@ -60,3 +65,16 @@ def test_twins_leave_the_pipeline_alone(small_shapes: None, methods: list[PatchC
     patched.set_progress_bar_config(disable=True)
     options: dict[str, Any] = {"num_inference_steps": 5, "height": 64, "width": 64, "output_type": "latent"}
     assert patched(**inputs, **options).images.isfinite().all()
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
+def test_twins_have_their_own_second_transformer() -> None:
+    """Wan 2.2 has two, which take turns: both are patched or left out, and those of the pipeline are as before."""
+    pipe, _ = tiny.wan(second=True)
+    config = PatchConfig("spread", (Phase(1.0, "cell_spread", block_size=8),))
+    for variant in (Variant("patch", config), Variant(FLOOR, config)):
+        other = twin(pipe, variant)
+        for part in ("transformer", "transformer_2"):
+            own, original = ([block.attn1.processor for block in getattr(each, part).blocks] for each in (other, pipe))
+            assert all(isinstance(processor, JointProcessor) for processor in own), variant.kind
+            assert not any(isinstance(processor, JointProcessor) for processor in original)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import archives, extraction, sources
+from elfatt_sd.evaluation import entries, extraction, sources
 from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages
 from elfatt_sd.evaluation.sources import open_source
 
@@ -84,12 +84,78 @@ def test_zips_with_names_that_are_not_text(tmp_path: Path) -> None:
 
 def test_a_zip_that_unpacks_to_more_than_memory_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = zipped(tmp_path / "a.zip", a_png=png(), b_png=bytes(10_000), c_bin=bytes(10_000_000))
-    monkeypatch.setattr(archives, "_LARGEST_MEMBER", 5000)
+    monkeypatch.setattr(entries, "LARGEST", 5000)
     source = open_source(path)
     assert source.left_out == ["c.bin"]
     assert source.read(source.entries[0]) == png()
-    with pytest.raises(OSError, match="GiB when unpacked; accepted: at most 1"):
+    with pytest.raises(OSError, match="GiB; accepted: at most 0 GiB an image"):
         source.read(source.entries[1])
+
+
+def test_files_with_holes_are_not_read(tmp_path: Path) -> None:
+    """They take no disk, and more memory than there is."""
+    (tmp_path / "a.png").write_bytes(png())
+    with (tmp_path / "b.png").open("wb") as file:
+        file.truncate(1 << 40)
+    first, second = (SourceImages(open_source(tmp_path), Preprocessing()).load(start, start + 1) for start in (0, 1))
+    assert np.asarray(next(first)).shape == (4, 4, 3)
+    assert next(second) == "b.png (1024 GiB; accepted: at most 1 GiB an image)"
+
+
+def test_members_of_one_name_are_images_of_their_own(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("a.png", png(4))
+        archive.writestr("a.png", png(8))
+    (tmp_path / "a.tar").write_bytes(tar(tmp_path / "b.tar", a_png=png(4), A_png=png(8)).read_bytes())
+    for name in ("a.zip", "a.tar"):
+        images = SourceImages(open_source(tmp_path / name), Preprocessing()).load(0, 2)
+        assert sorted(np.asarray(image).shape[0] for image in images) == [4, 8]
+
+
+def with_header(path: Path, **header: str) -> Path:
+    """Write an archive whose first member has an odd extended header."""
+    content = png()
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name in ("a.png", "b.png"):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            info.pax_headers = (
+                {key.replace("_", "."): value for key, value in header.items()} if name == "a.png" else {}
+            )
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    "header", [{"GNU_sparse_size": "x"}, {"GNU_sparse_map": "1,x"}, {"GNU_sparse_realsize": "x"}, {"size": "9" * 30}]
+)
+def test_odd_headers_are_told(tmp_path: Path, header: dict[str, str]) -> None:
+    refused(with_header(tmp_path / "a.tar", **header), r"a\.tar cannot be read \(.*\); accepted: an uncompressed \.tar")
+
+
+def test_a_zip_of_a_later_version_is_told(tmp_path: Path) -> None:
+    content = bytearray(zipped(tmp_path / "a.zip", a_png=png()).read_bytes())
+    content[content.index(b"PK\1\2") + 6] = 200
+    (tmp_path / "b.zip").write_bytes(content)
+    refused(tmp_path / "b.zip", "zip file version 20.0")
+
+
+def test_damaged_pages_of_a_table_are_told(tmp_path: Path) -> None:
+    """Labels are read before any image, each image when it is wanted."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pa.table({"image": [png()], "label": ["name" * 9]}), path, compression="none", use_dictionary=False
+    )
+    content = bytearray(path.read_bytes())
+    start = content.index(b"name" * 9)
+    content[start - 40 : start + 36] = b"\xff" * 76
+    path.write_bytes(content)
+    with pytest.raises(ElfattError, match=r"a\.parquet cannot be read") as raised:
+        open_source(path)
+    assert "\n" not in str(raised.value)
 
 
 def test_the_column_of_images_is_taken_or_asked_for(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from elfatt_sd.evaluation import dry_run, generate, score
 from elfatt_sd.evaluation.memory import program_of
+from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.run import Run
 
@@ -74,10 +75,25 @@ def test_every_obstacle_is_named_at_once(
         model="/nowhere/sd",
         extractors=("clip:/nowhere/clip", "dinov2:/nowhere/dino"),
         reference=dataclasses.replace(full_protocol.reference, source="/nowhere/val"),
+        metrics=(MetricChoice("lpips", "/nowhere/alex.pth"), MetricChoice("no_module:f"), MetricChoice("cmmd")),
     )
     told = dry_run.obstacles(Run(tmp_path / "new", wrong), [tmp_path / "lost"])
-    for part in ("/nowhere/sd", "/nowhere/clip", "/nowhere/dino", "/nowhere/val", "lost", "GiB of disk are needed"):
+    parts = ["/nowhere/sd", "/nowhere/clip", "/nowhere/dino", "/nowhere/val", "lost", "GiB of disk are needed"]
+    for part in (*parts, "/nowhere/alex.pth", "no_module:f"):
         assert sum(part in line for line in told) == 1, (part, told)
+
+
+def test_neighbours_need_more_images(full_protocol: Protocol, tmp_path: Path) -> None:
+    few = dataclasses.replace(full_protocol, metrics=(MetricChoice("prdc"),), limit=5)
+    told = dry_run.obstacles(Run(tmp_path / "new", few))
+    assert told == ["metric 'prdc' needs more than 5 images and reference images; there are 5."]
+
+
+def test_metrics_of_one_name_are_an_obstacle(full_protocol: Protocol, tmp_path: Path) -> None:
+    twice = dataclasses.replace(full_protocol, metrics=(MetricChoice("colorsys:rgb_to_hsv", name="x"),) * 2)
+    told = dry_run.obstacles(Run(tmp_path / "new", twice))
+    assert len(told) == 1
+    assert "'x' twice" in told[0]
 
 
 def test_the_estimate_counts_steps_that_rows_share_once(

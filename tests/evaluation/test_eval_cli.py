@@ -101,6 +101,14 @@ def test_dry_run_prints_and_makes_nothing(call: Any, workplace: Path, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_prints_labels_as_they_are(call: Any, workplace: Path, tmp_path: Path) -> None:
+    cells = small_run.UNTOUCHED.replace("SD (Baseline)", "[/b] :star: \\u001b[2J")
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15", cells)
+    done = call("run", protocol, "--out", tmp_path / "run", "--dry-run", *sets(full_overrides(workplace)))
+    assert done.code == 0, done.err
+    assert r"[/b] :star: \x1b[2J" in done.out
+
+
 def test_a_dry_run_draws_no_image_that_cannot_fit(call: Any, workplace: Path, tmp_path: Path) -> None:
     protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     sizes = ["height=131072", "width=131072"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -276,10 +277,34 @@ def test_dinov2_sees_the_whole_picture(dinov2_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"crop_size": "x"}, {"crop_size": -1}, {"size": {"height": 10**9}}, {"image_mean": [1]}]
+    "wrong",
+    [
+        {"crop_size": "x"},
+        {"crop_size": -1},
+        {"size": {"height": 10**9}},
+        {"size": 10_000},
+        {"image_mean": [1]},
+        {"image_std": [0, 1, 1]},
+    ],
 )
 def test_odd_preprocessing_is_told(dinov2_folder: Path, tmp_path: Path, wrong: dict[str, object]) -> None:
     shutil.copytree(dinov2_folder, tmp_path / "model")
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(wrong))
     with pytest.raises(ElfattError, match=r"preprocessor_config\.json"):
         load_extractor(f"dinov2:{tmp_path / 'model'}")
+
+
+def test_clip_takes_images_of_its_own_size_alone(clip_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(clip_folder, tmp_path / "model")
+    (tmp_path / "model" / "preprocessor_config.json").write_text('{"crop_size": 8}')
+    with pytest.raises(ElfattError, match="crop_size=8 is not accepted; accepted: 32, the side of the model's images"):
+        load_extractor(f"clip:{tmp_path / 'model'}")
+
+
+def test_features_that_are_not_finite_are_told(toy_extractor: ToyExtractor) -> None:
+    """What a reference keeps of them would be damaged each time that it is computed."""
+    damaged = copy.deepcopy(toy_extractor)
+    for weight in damaged.network.parameters():
+        weight.fill_(float("nan"))
+    with pytest.raises(ElfattError, match="extractor toy gives NaN or infinity"):
+        damaged(pictures(1))

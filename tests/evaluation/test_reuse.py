@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,21 @@ def test_each_row_is_told(made: tuple[Path, Protocol], tmp_path: Path) -> None:
             f"generate: row {cell.name}" for cell in protocol.cells
         ]
         assert all(f" is {said}" in line for line in told)
+
+
+@pytest.mark.parametrize("change", ["cut", "other prompt"])
+def test_lists_of_other_images_are_not_taken(made: tuple[Path, Protocol], tmp_path: Path, change: str) -> None:
+    there, protocol = made
+    shutil.copytree(there, tmp_path / "there")
+    manifest = row_of(tmp_path / "there", protocol.cells[0]).manifest
+    lines = manifest.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = lines[:3] if change == "cut" else [line.replace("owl", "dove") for line in lines]
+    manifest.write_text("".join(lines), encoding="utf-8")
+    run, told = Run(tmp_path / "new", protocol), list[str]()
+    run.begin(run_data(there)["environment"])
+    taken = take_over(run, [Run.open(tmp_path / "there")], told.append)
+    assert protocol.cells[0].name not in taken and len(taken) == len(protocol.cells) - 1
+    assert sum("does not list this run's images" in line for line in told) == 1
 
 
 def test_an_altered_image_is_named(made: tuple[Path, Protocol], tmp_path: Path) -> None:

@@ -104,6 +104,10 @@ def test_wan_goes_on_in_a_second_transformer() -> None:
     joint.check_all_keys(pipe, run)
     joint.check_methods(pipe, run)
     joint.check_steps(pipe, run, layers=2, calls=2, counts=(4, 28))
+    single, both = (elfatt_sd.plan(each, "elfatt-fast", **VIDEO) for each in (tiny.wan()[0], pipe))
+    assert len(both.layers) == 2 * len(single.layers)
+    assert both.multiply_adds_before == single.multiply_adds_before, "a step calls one of them"
+    assert (both.call.before, both.call.after) == (single.call.before, single.call.after)
     for residual_steps in (2, 3):
         config = PatchConfig("shared", (Phase(1.0, "cell_spread", block_size=8, residual_steps=residual_steps),))
         with elfatt_sd.patched(pipe, config), recorded() as calls:

@@ -91,10 +91,11 @@ def test_a_modules_time_is_the_sum_of_its_calls(monkeypatch: pytest.MonkeyPatch)
         def forward(self, seconds: float) -> None:
             now[0] += seconds
 
-    network = Network()
-    with CallTimer(network, CPU) as timer:
+    network, second = Network(), Network()
+    with CallTimer([network, second], CPU) as timer:
         network(2.0)
         now[0] += 100  # the scheduler
         network(3.0)
+        second(4.0)
     network(50.0)
-    assert timer.seconds() == 5.0
+    assert timer.seconds() == 9.0

@@ -16,6 +16,8 @@ import torch
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase, methods
+from elfatt_sd.evaluation.metrics.choice import MetricChoice
+from elfatt_sd.evaluation.metrics.own import load_own
 from elfatt_sd.methods import Attention
 from elfatt_sd.methods.conformance import check
 
@@ -297,3 +299,18 @@ def test_a_class_that_refuses_its_own_defaults_is_refused() -> None:
 
     with pytest.raises(ElfattError, match="attention 'never' does not accept its defaults"):
         elfatt_sd.register(Never)
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(0)", "def (", "1 / 0", "Mine = 3"])
+def test_modules_that_do_not_give_a_class_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    name = f"odd_{abs(hash(code))}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ElfattError, match=f"{name}:Mine|a class") as raised:
+        methods.attention_named(f"{name}:Mine")
+    assert "\n" not in str(raised.value)
+    if code != "Mine = 3":
+        with pytest.raises(ElfattError, match="cannot be imported"):
+            load_own(MetricChoice(f"{name}:mine"))

@@ -17,6 +17,7 @@ KINDS = {
     "prdc": "",
     "cmmd": "",
 }
+_LEAST_SIDE = {"lpips": 32}  # pixels of an image, of which the network's deepest layer has one left
 _REWARDS = "image-reward", "imagereward"
 
 
@@ -51,3 +52,14 @@ class MetricChoice:
         for key, value in (("name", self.name), ("better", self.better)):
             if value and not own:
                 raise refused(f"{key}={value!r} of metric {self.metric!r}", "a value for package.module:function only")
+
+
+def check_side(metric: str, height: int, width: int) -> None:
+    """Refuse images that are too small for a metric's network.
+
+    Raises:
+        ElfattError: they are.
+    """
+    least = _LEAST_SIDE.get(metric, 1)
+    if min(height, width) < least:
+        raise refused(f"metric={metric!r} of images of {height}x{width} pixels", f"{least} pixels or more on each side")

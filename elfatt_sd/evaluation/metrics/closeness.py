@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.features import exact_float32
 from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
+from elfatt_sd.evaluation.metrics.choice import check_side
 from elfatt_sd.files import sha256_of_file
 from elfatt_sd.optional import need
 
@@ -48,6 +49,7 @@ def load_lpips(path: Path, device: str) -> ImageMetric:
     network = network.to(device)
 
     def compare(images: Tensor, others: Tensor) -> Tensor:
+        check_side("lpips", *images.shape[-2:])
         values: Tensor = network(images, others, normalize=True)
         return values
 
@@ -120,8 +122,16 @@ def _fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None
         if found is None or found.shape != parameter.shape:
             shape = "no" if found is None else f"a {tuple(found.shape)}"
             raise ElfattError(f"weights {path} have {shape} 'features.{place}'; wanted is {tuple(parameter.shape)}.")
+        if not _is_plain(found):
+            raise ElfattError(f"weights {path} have a 'features.{place}' that is not of finite floating-point numbers.")
         with torch.no_grad():
             parameter.copy_(found)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Tell whether a weight has the numbers of a network: no whole or complex ones, none packed or left out."""
+    dense = weight.layout == torch.strided and not weight.is_quantized and not weight.is_meta
+    return dense and weight.is_floating_point() and bool(weight.isfinite().all())
 
 
 def _metric(name: str, known: str, path: Path, compare: Any, device: str) -> ImageMetric:

@@ -37,11 +37,7 @@ def neighbour_figures(features: Features, reference: Features, groups: Groups) -
     Raises:
         ElfattError: there are not more images than neighbours.
     """
-    fewest = min(len(features), len(reference))
-    if fewest <= NEIGHBOURS:
-        raise ElfattError(
-            f"metric 'prdc' needs more than {NEIGHBOURS} images and reference images; there are {fewest}."
-        )
+    check_enough(min(len(features), len(reference)))
     images, known = take(features, slice(None)).float(), take(reference, slice(None)).float()
     classes, place = torch.unique(torch.as_tensor(groups), return_inverse=True)
     radii = _radii(known)
@@ -62,6 +58,16 @@ def neighbour_figures(features: Features, reference: Features, groups: Groups) -
         "Density": Estimate.mean(counts / NEIGHBOURS, groups),
         "Coverage": covered.figure(),
     }
+
+
+def check_enough(count: int) -> None:
+    """Refuse a set that has not more images than neighbours.
+
+    Raises:
+        ElfattError: it is one.
+    """
+    if count <= NEIGHBOURS:
+        raise ElfattError(f"metric 'prdc' needs more than {NEIGHBOURS} images and reference images; there are {count}.")
 
 
 def _radii(points: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def _imported(metric: str) -> Callable[..., Any]:
     module, _, name = metric.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ElfattError(f"metric={metric!r} cannot be imported ({type(error).__name__}: {error}).") from error
     if not callable(found):
         raise ElfattError(f"metric={metric!r} is a {type(found).__name__}; give a {_WANTED}.")
@@ -71,7 +71,7 @@ def _called(metric: str, function: Callable[..., Any], batch: Batch, compares: b
     more = [given(batch.untouched)] if compares and batch.untouched is not None else []
     try:
         values = torch.as_tensor(function(given(batch.images), list(batch.prompts), *more))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ElfattError(f"metric={metric!r} failed ({type(error).__name__}: {reason}); mend the function.") from error
     if values.shape != (len(batch.prompts),):

@@ -124,7 +124,7 @@ class Pictures:
     def _clip(self) -> tuple[int, float]:
         """Frames of each image, and how many are shown a second."""
         frames, rate = (number(self.results.protocol, key) for key in ("frames", "frame_rate"))
-        return max(int(frames or 1), 1), rate or 16.0
+        return max(int(frames or 1), 1), rate if rate and 0.01 <= rate <= 1000 else 16.0
 
     def _folder(self, row: Row) -> RowFolder:
         return RowFolder(self.results.folder / "cells" / row.cell)
@@ -153,6 +153,8 @@ def _data_uri(path: Path, sha256: str, detail: Detail, frames: int, rate: float)
             picture = source.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None, "no image"
+    if picture.height % frames:
+        return None, f"no {frames} frames"
     height, every = picture.height // frames, -(-frames // _SHOWN)
     shown = [
         picture.crop((0, place * height, picture.width, (place + 1) * height)) for place in range(0, frames, every)

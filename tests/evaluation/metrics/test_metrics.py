@@ -17,6 +17,7 @@ from elfatt_sd.evaluation.metrics import closeness
 from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.metrics.scores import Scorer, _cmmd, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.files import sha256_of_file
 
@@ -163,10 +164,19 @@ def test_files_that_are_something_else(folder: Path, clip: Path, alexnet: Path) 
     (folder / "text.pth").write_text("no weights")
     torch.save({"other": torch.zeros(1)}, folder / "other.pth")
     torch.save([1], folder / "list.pth")
-    cut = {key: value for key, value in torch.load(alexnet).items() if key != "features.3.weight"}
+    weights = torch.load(alexnet)
+    cut = {key: value for key, value in weights.items() if key != "features.3.weight"}
     torch.save(cut, folder / "cut.pth")
     torch.save({**cut, "features.3.weight": torch.zeros(2)}, folder / "shape.pth")
     reasons = {"text": "no(t| file) .*tensors", "other": "no network", "list": "no tensors", "cut": "no 'features.3.we"}
+    odd = {
+        "whole": weights["features.3.weight"].long(),
+        "endless": weights["features.3.weight"] * float("inf"),
+        "absent": weights["features.3.weight"].to("meta"),
+    }
+    for name, weight in odd.items():
+        torch.save({**weights, "features.3.weight": weight}, folder / f"{name}.pth")
+    reasons |= dict.fromkeys(odd, "'features.3.weight' that is not of finite floating-point numbers")
     for name, reason in {**reasons, "shape": r"a \(2,\) 'features.3"}.items():
         with pytest.raises(ElfattError, match=reason):
             load(metric="lpips", weights=str(folder / f"{name}.pth"))
@@ -177,6 +187,16 @@ def test_files_that_are_something_else(folder: Path, clip: Path, alexnet: Path) 
     (vision / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ElfattError, match="of type vit"):
         load(metric="pickscore", weights=str(vision))
+
+
+def test_images_that_are_too_small_are_refused_before_they_are_made(alexnet: Path) -> None:
+    choice = MetricChoice("lpips", str(alexnet))
+    says = "metric='lpips' of images of 32x24 pixels is not accepted; accepted: 32 pixels or more on each side"
+    with pytest.raises(ElfattError, match=says):
+        Protocol("small", (Cell("sd", "SD", "sd", role="baseline"),), height=32, width=24, metrics=(choice,))
+    small = torch.zeros(1, 1, 3, 32, 24, dtype=torch.uint8)
+    with pytest.raises(ElfattError, match=says):
+        load_metrics([choice], "cpu")[0].measure(Batch(small, ["a cat"], small))
 
 
 def test_two_of_one_name_and_features_that_are_missing() -> None:

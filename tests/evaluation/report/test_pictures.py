@@ -74,6 +74,15 @@ def test_unreadable_pictures_leave_a_gap(tmp_path):
 
 
 @pytest.mark.usefixtures("one_plot")
+@pytest.mark.parametrize(("frames", "gap"), [(2**63, f"no {2**63} frames"), (7, "no 7 frames"), (2, "")])
+@pytest.mark.parametrize("rate", [1e-300, 1e300, -1, 0])
+def test_frames_and_rates_that_cannot_be_are_no_error(tmp_path, frames, gap, rate):
+    results = build_run(tmp_path / "run", images=2, size=32)
+    results["protocol"] |= {"frames": frames, "frame_rate": rate}
+    shown = Pictures(Results(results, tmp_path / "run")).grid(page.DETAILS[-2])[0][0]
+    assert (shown.gap, shown.uri is None) == (gap, bool(gap))
+
+
 def test_a_damaged_list_of_pictures_is_told(tmp_path):
     build_run(tmp_path, images=2, size=32)
     (tmp_path / "cells" / "sd" / "manifest.jsonl").write_text("not json\n")
