@@ -116,7 +116,8 @@ class Decisions:
 
     def _read(self) -> dict[str, Decision]:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            return {key: Decision(**value) for key, value in json.loads(self.path.read_text()).items()}
+            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            return {key: Decision(**value) for key, value in kept.items()}
         return {}
 
 

@@ -97,7 +97,7 @@ def build_session(
     """Check the folder, and return what makes the place where results go, which needs PyTorch.
 
     Raises:
-        ElfattError: the folder cannot be written, or the name is no file name.
+        ElfattError: the folder cannot be written, or the name is not a file name.
     """
     from elfatt_sd.files import check_writable
 

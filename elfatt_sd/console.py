@@ -260,12 +260,14 @@ def _report(error: Exception, debug: bool) -> int:
         complain(f"{error.name} is not installed: {install}")
         return WRONG_USE
     hint = "" if debug else " (--debug shows where)"
-    complain(f"{_in_plain_words(error)}{hint}")
+    complain(f"{in_plain_words(error)}{hint}")
     return FAILURE
 
 
-def _in_plain_words(error: Exception) -> str:
+def in_plain_words(error: Exception) -> str:
     """Say what failed: a file by its path, memory by how much was asked for, anything else by its class and message."""
+    if isinstance(error, ElfattError):
+        return str(error)
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"

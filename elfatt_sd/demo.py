@@ -12,7 +12,8 @@ from typing import Any
 
 from PIL import Image
 
-from elfatt_sd.config import PatchConfig
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.console import in_plain_words
 from elfatt_sd.generation import OnStep, Shot, Studio, why_unchanged
 from elfatt_sd.measuring.clock import ratios
 from elfatt_sd.patch import plan
@@ -80,6 +81,29 @@ class Demo:
             if model not in self._pipes:
                 self._pipes[model] = self.load(model)
             return self._draw(self._pipes[model], request, on_step)
+
+    def answer(
+        self,
+        model: str,
+        prompt: str,
+        method: str,
+        file: str | None,
+        steps: float | None,
+        seed: float | None,
+        on_step: OnStep,
+    ) -> Pair:
+        """Draw what the fields of a page ask for; see `draw`. An empty field is None.
+
+        Raises:
+            ElfattError: anything went wrong; the message is one line.
+        """
+        if seed is None:
+            raise ElfattError("there is no seed; give a whole number, such as 0.")
+        whole = None if steps is None else int(steps)
+        try:
+            return self.draw(model, prompt, method, file or None, whole, int(seed), on_step)
+        except Exception as error:
+            raise ElfattError(in_plain_words(error)) from error
 
     def _draw(self, pipe: Any, request: Request, on_step: OnStep) -> Pair:
         with warnings.catch_warnings(record=True) as told:

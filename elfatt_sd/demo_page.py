@@ -32,15 +32,15 @@ def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", st
         prompt: str,
         method: str,
         file: str | None,
-        steps: float,
-        seed: float,
+        steps: float | None,
+        seed: float | None,
         bar: Any = gradio.Progress(),  # noqa: B008  # how Gradio hands a bar over
     ) -> Any:
         def tell(step: int, of: int) -> None:
             bar((step, of), desc="drawing", unit="steps")
 
         try:
-            pair = demo.draw(model, prompt, method, file or None, int(steps), int(seed), tell)
+            pair = demo.answer(model, prompt, method, file, steps, seed, tell)
         except ElfattError as error:
             raise gradio.Error(str(error), duration=None, print_exception=False) from error
         return (pair.untouched, pair.patched), pair.figures, pair.plan

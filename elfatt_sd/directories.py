@@ -26,7 +26,7 @@ def check_directory(path: Path, given: Collection[str], allow_pickle: bool, vari
     """Check that a directory has all parts, with weights of the variant that may be loaded.
 
     Raises:
-        ElfattError: it is no pipeline's directory, or something is not there.
+        ElfattError: it is not a pipeline's directory, or something is not there.
     """
     wanted = [name for name in _parts(path) if name not in given]
     missing = [name for name in wanted if not (path / name).is_dir()]
@@ -108,7 +108,7 @@ def _index(path: Path) -> dict[str, Any]:
 
 
 def _advice(path: Path) -> str:
-    """Return what to give in place of a directory that is no pipeline's."""
+    """Return what to give in place of a directory that is not a pipeline's."""
     files = sorted(file.name for file in path.iterdir())
     checkpoints = [name for name in files if name.endswith(".safetensors")]
     if (path.absolute().parent / INDEX).is_file():

@@ -54,7 +54,7 @@ def read_plain(path: Path) -> bytes:
         OSError: there is no such file, or it cannot be read.
     """
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
     return path.read_bytes()
 
 

@@ -179,7 +179,7 @@ class Patch:
             )
         if not given.grid.tokens:
             self._notices.tell(
-                "no grid", "the image tokens of this call are no grid of rows and columns; they stay exact."
+                "no grid", "the image tokens of this call are not a grid of rows and columns; they stay exact."
             )
         run = self._schedule.run if position.scheduled else Run()
         self._notices.warn_if_displaced()

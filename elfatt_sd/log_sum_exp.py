@@ -76,7 +76,7 @@ def key_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def excluded(dtype: torch.dtype) -> float:
-    """Return the bias that excludes a key; finite, so that a part without any key weighs nothing and is no NaN."""
+    """Return the bias that excludes a key; finite, so that a part without any key weighs nothing and is not NaN."""
     return torch.finfo(dtype).min / 2
 
 

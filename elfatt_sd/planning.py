@@ -68,7 +68,7 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
     """Return the grid of a denoiser's input for an image size in pixels (for a bare module: of the latent itself).
 
     Raises:
-        ElfattError: the size is no positive multiple of the VAE's factor, or the frames are none that its videos have.
+        ElfattError: the size is not a positive multiple of the VAE's factor, or no video has so many frames.
     """
     module = unwrap(main_denoiser(pipe))
     family = family_of(module)

@@ -128,7 +128,7 @@ class Plan:
         multiply_adds_before: of all those layers in one call for one image, untouched.
         multiply_adds_after: the same with the patch, averaged over the run.
         blueprints: of the denoisers, for `call`; see `counting`.
-        turns: denoisers that take turns from step to step; a call is of one of them, and its multiply-adds the mean.
+        turns: denoisers of which each step calls one; a call's multiply-adds are their mean.
     """
 
     config: PatchConfig

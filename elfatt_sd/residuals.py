@@ -58,7 +58,7 @@ class Residual(NamedTuple):
     def room(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, where: Kept) -> Residual | None:
         """Return an empty one, to be filled in each group of steps; None on the host, where graphs have no memory.
 
-        Compiled code may write into it: it is no output of a CUDA graph, which the next replay overwrites.
+        Compiled code may write into it: it is not an output of a CUDA graph, which the next replay overwrites.
         """
         if where == "host":
             return None

@@ -4,7 +4,7 @@ Pipelines iterate over `scheduler.timesteps`. Each timestep that they hand to th
 its storage offset is the index of the call, on any device and for any scheduler. That also holds where a timestep
 occurs twice, where a step takes two calls, and where image-to-image starts inside the schedule.
 
-A timestep that is no such view is looked up by its value: among the timesteps, or among the other values that pipelines
+A timestep that is not such a view is looked up by value: among the timesteps, or among the other values that pipelines
 pass (noise levels, their logarithms, fractions of the run). A value that is on no schedule has a place by its noise
 level, but belongs to no run: nothing is carried over from another call. The scheduler's own counter places only
 timesteps that the device alone knows, in a run whose beginning was seen.

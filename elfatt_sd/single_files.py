@@ -119,7 +119,7 @@ def weight_shapes(path: Path) -> Shapes:
     """Return the shapes of the weights in a `.safetensors` file: a length in 8 bytes, JSON, and then the data.
 
     Raises:
-        ElfattError: it is no such file, or its end is missing.
+        ElfattError: it is not such a file, or its end is missing.
     """
     try:
         with open(path, "rb") as file:

@@ -28,7 +28,7 @@ def place(value: float, scheduler: Any) -> int | None:
     """Return the place of a timestep among all that a model was trained on, from the noisiest one.
 
     Args:
-        value: the timestep; one that is no `int` may be a noise level, as long as it is not larger than those.
+        value: the timestep; one that is not an `int` may be a noise level, as long as it is not larger than those.
         scheduler: tells both; or None.
 
     Returns:
@@ -108,7 +108,7 @@ def rises(values: Sequence[float]) -> bool:
 
 
 def schedule_length(values: Sequence[float], scheduler: Any) -> int:
-    """Return the steps of a tensor that is no scheduler's; 0 if it can be no schedule.
+    """Return the steps of a tensor that is not a scheduler's; 0 if it cannot be a schedule.
 
     A schedule falls, begins at the top of the noise as nearly as its own steps are wide, and goes down evenly: no step
     is many times as wide as its neighbour. Timesteps drawn for training do not, unless they happen to be as even. A

@@ -181,9 +181,9 @@ class Trial:
                 "a larger image gains more."
             )
         closest, fastest = max(faster, key=lambda row: row.psnr_db), max(faster, key=lambda row: row.speed)
-        text = f"Use {_with_figures(closest)}: the closest to untouched of those that were faster"
+        text = f"Use {_with_figures(closest)}: the closest to untouched of those that were faster in every round"
         return (
-            f"{text}; {_with_figures(fastest)} is the fastest."
+            f"{text}; {_with_figures(fastest)} is the fastest of them."
             if fastest is not closest
             else f"{text}, and the fastest."
         )

@@ -67,6 +67,25 @@ def test_bad_input_is_one_line(pipe: Any, given: dict[str, Any], says: str) -> N
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (["small", " ", "tome", None, 2, 0], "empty prompt"),
+        (["small", "a cat", "tome", None, 2, None], "no seed"),
+        (["large", "a cat", "tome", None, None, 0], "OSError: no such weights"),
+    ],
+)
+def test_what_is_wrong_with_a_field_is_one_line(pipe: Any, values: list[Any], says: str) -> None:
+    def load(model: str) -> Any:
+        if model != "small":
+            raise OSError("no such weights\nand more")
+        return pipe
+
+    with pytest.raises(ElfattError, match=says) as caught:
+        Demo(load).answer(*values, lambda step, steps: None)
+    assert "\n" not in str(caught.value)
+
+
 class Browser:
     """A page in Chromium, through its debugging protocol."""
 

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from elfatt_sd.pictures import is_flat
+from elfatt_sd.toy.renderer import unknown_words
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 QUICKSTART = FOLDER / "1-quickstart.ipynb"
@@ -35,6 +36,13 @@ def test_the_quickstart_shows_its_pictures() -> None:
     assert [picture.width // 256 for picture in pictures] == [1, 2, 6, 2]
     assert not any(map(is_flat, pictures))
     assert QUICKSTART.stat().st_size < 400_000
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_prompts_have_words_that_the_toy_knows(path: Path) -> None:
+    code = "".join("".join(cell["source"]) for cell in code_cells(path))
+    for prompt in re.findall(r'"(an? [^"]+ background)"', code):
+        assert not unknown_words(prompt), prompt
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)

@@ -1,7 +1,7 @@
 """A linter of prose: proselint with the project's word list, and the length of sentences: `python -m tools.prose`.
 
-It reads the pages for readers, the notebooks, and the docstrings, help, messages and templates of the package; or the
-files that are given.
+It reads the pages, the notebooks, the model cards, and the docstrings, help, messages and templates of the package and
+of the tools; or the files that are given.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Any
 from elfatt_sd.console import DONE, FAILURE, complain
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md", "eval/README.md", "benchmarks/README.md", "notebooks/*.ipynb")
-PACKAGE = ("elfatt_sd/**/*.py", "elfatt_sd/**/*.html.j2")
+PAGES = ("*.md", "docs/*.md", "eval/*.md", "benchmarks/*.md", "tools/*.md", "elfatt_sd/toy/*/*.md", "notebooks/*.ipynb")
+PACKAGE = ("elfatt_sd/**/*.py", "elfatt_sd/**/*.html.j2", "tools/**/*.py")
 RULES: dict[str, Any] = tomllib.loads((ROOT / "tools" / "words.toml").read_text(encoding="utf-8"))
 
 _KEPT = re.compile("|".join(map(re.escape, RULES["kept"]["strings"])))
 _CODE = re.compile(r"^(```|~~~).*?^\1$|<!--.*?-->|`[^`\n]+`", re.MULTILINE | re.DOTALL)
-_TABLE = re.compile(r"^(?:\||:::|    |#|!\[).*$", re.MULTILINE)
+_FENCED = re.compile(r"^(?::::|    ).*$", re.MULTILINE)
+_TABLE = re.compile(r"^(?:\||#|!\[).*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^\s*\**\w+: ", re.MULTILINE)
 _TAG = re.compile(r"<[^>]*>|\{[{%#].*?[}%#]\}", re.DOTALL)
 _TARGET = re.compile(r"\]\([^)]*\)|https?://\S+")
@@ -35,8 +36,13 @@ _END = re.compile(r"(?<=[.:;?!])\s+(?=[A-Z*\[x])")
 
 
 def prose_of(text: str) -> str:
-    """Return a page with everything but its prose blanked out, so that lines and columns stay."""
-    for pattern in (_CODE, _TABLE, _TARGET):
+    """Return a page with everything but its sentences blanked out, so that lines and columns stay."""
+    return _TABLE.sub(_blank, words_of(text))
+
+
+def words_of(text: str) -> str:
+    """Return a page with its code and its addresses blanked out; titles and tables stay."""
+    for pattern in (_CODE, _FENCED, _TARGET):
         text = pattern.sub(_blank, text)
     return text
 
@@ -108,9 +114,9 @@ def check(path: Path) -> list[str]:
     if path.suffix in (".py", ".j2"):
         text = strings_of(source) if path.suffix == ".py" else _TAG.sub(_blank, source)
         return [f"{path}:{line}: {said}" for line, said in sorted(complaints(text))]
-    text = prose_of(cells_of(source) if path.suffix == ".ipynb" else source)
-    lengths, limits = sentences(text), RULES["sentences"]
-    said = [f"{path}:{line}: {what}" for line, what in sorted(complaints(text))]
+    text = cells_of(source) if path.suffix == ".ipynb" else source
+    lengths, limits = sentences(prose_of(text)), RULES["sentences"]
+    said = [f"{path}:{line}: {what}" for line, what in sorted(complaints(words_of(text)))]
     said += [f"{path}:{line}: a sentence of {words} words" for line, words in lengths if words > limits["longest"]]
     mean = statistics.fmean([words for _, words in lengths]) if lengths else 0
     return said + [f"{path}: {mean:.1f} words a sentence, on average; at most {limits['mean']}"] * (

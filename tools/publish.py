@@ -53,7 +53,7 @@ def publish(results: Results, folder: Path, *, page: bool = True) -> Path:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Refuse a folder that is no earlier publication, for files of a report are removed there."""
+    """Refuse a folder that is not an earlier publication, for files of a report are removed there."""
     if target.is_dir() and any(target.iterdir()) and not (target / RESULTS_FILE).is_file():
         raise ElfattError(f"{target} holds something else than published results; give another --out.")
 

@@ -156,7 +156,7 @@ class Record:
         """Leave a variant out: it does not fit into memory or, where the session keeps going, failed otherwise.
 
         Raises:
-            Exception: the error, where it is no reason to leave the variant out.
+            Exception: the error, where it is not a reason to leave the variant out.
         """
         group = self.group(key)
         if is_out_of_memory(error):

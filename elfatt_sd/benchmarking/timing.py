@@ -32,7 +32,7 @@ class Watch:
 
 
 def _only_memory(error: Exception) -> None:
-    """Raise what is no lack of memory."""
+    """Raise what is not a lack of memory."""
     if not is_out_of_memory(error):
         raise error
 

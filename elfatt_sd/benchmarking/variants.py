@@ -276,7 +276,7 @@ def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named
 
 
 def fitting(lineup: Lineup, denoiser: nn.Module) -> Lineup:
-    """Leave out tomesd where the denoiser is no UNet, which are all that it patches."""
+    """Leave out tomesd where the denoiser is not a UNet, which are all that it patches."""
     if isinstance(family_of(denoiser), UNet):
         return lineup
     variants = {name: variant for name, variant in lineup.variants.items() if variant.kind != PEER}

@@ -45,8 +45,8 @@ def decode(content: bytes) -> Any:
     from 0 to 1, or from 0 to 255 where all are whole numbers and one is above 1. Colour profiles are not applied.
 
     Raises:
-        OSError: it is no image, is truncated, has several frames or pages, or its samples have no known scale; errors
-            of other kinds of damage pass as they are.
+        OSError: it is not an image, is truncated, has several frames or pages, or its samples have no known scale;
+            errors of other kinds of damage pass as they are.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -67,7 +67,7 @@ def decode(content: bytes) -> Any:
 
 
 def _check_single(opened: Any) -> None:
-    """Refuse an animation or several pages; smaller copies and masks of one image are no pages."""
+    """Refuse an animation or several pages; smaller copies and masks of one image are not pages."""
     frames = getattr(opened, "n_frames", 1)
     if frames == 1 or opened.format in ("MPO", "PSD"):  # a camera's further views; layers, of which the first is all
         return

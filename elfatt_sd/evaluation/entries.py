@@ -43,7 +43,7 @@ class Source:
         entries: the images.
         fingerprint: plain data that changes when the images do.
         read: returns the encoded bytes of an entry; safe to call from several threads.
-        left_out: names of files that are no images; without what tells of an image, such as `a.txt` next to `a.png`.
+        left_out: names of files that are not images; without what tells of an image, such as `a.txt` next to `a.png`.
     """
 
     entries: Sequence[Entry]

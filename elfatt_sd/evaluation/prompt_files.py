@@ -120,7 +120,7 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ElfattError(f"{place} is no JSON ({error}); give one object a line.") from error
+            raise ElfattError(f"{place} is not JSON ({error}); give one object a line.") from error
         if not isinstance(row, dict):
             raise ElfattError(f"{place} holds a {type(row).__name__}; give an object with a prompt.")
         yield place, row
@@ -145,7 +145,7 @@ def _value(place: str, row: Mapping[str, Any], column: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ElfattError(f"{place} has {str(value)[:_SHOWN]!r} in column {column!r}; give a text.")
     if any(char == "\0" or "\ud800" <= char <= "\udfff" for char in value):
-        raise ElfattError(f"{place} has a character in column {column!r} that is no text (NUL or a lone surrogate).")
+        raise ElfattError(f"{place} has a character in column {column!r} that is not text (NUL or a lone surrogate).")
     return value.strip()
 
 

@@ -29,7 +29,7 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit
     Args:
         path_or_name: a TOML file, or the name of one under `eval/`.
         limit: a quick look: so many images a row, and as little of time and memory; overrides go before it.
-        overrides: `key=value` or `table.key=value`, the value as TOML writes it; what is no TOML is text.
+        overrides: `key=value` or `table.key=value`, the value as TOML writes it; what is not TOML is text.
 
     Raises:
         ElfattError: no such file, not TOML, a key that is not known, or a value that is not accepted.

@@ -63,7 +63,7 @@ def unreadable_references(references: object) -> list[str]:
 
 
 def left_out_of_references(references: object) -> list[str]:
-    """Return what the references say of files that are no images, from what `scores.json` holds."""
+    """Return what the references say of files that are not images, from what `scores.json` holds."""
     parts = references.values() if isinstance(references, Mapping) else ()
     found = [part.get("left_out") for part in parts if isinstance(part, Mapping)]
     return list(dict.fromkeys(str(words) for words in found if words))

@@ -113,7 +113,7 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
     """Read `mu` `[d]` and `sigma` `[d, d]` from an `.npz` of this or another tool, and `count` where it is given.
 
     Raises:
-        ElfattError: the file cannot be read, lacks an array, their shapes do not fit, or the count is no count.
+        ElfattError: the file cannot be read, lacks an array, shapes do not fit, or the count is not a whole number.
     """
     accepted = "accepted is an .npz file with mu and sigma"
     try:

@@ -129,12 +129,12 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
 
 
 def takes_steps(name: str) -> bool:
-    """Tell by its name among `find_denoisers` whether it is no ControlNet."""
+    """Tell by its name among `find_denoisers` whether it is not a ControlNet."""
     return not name.startswith("controlnet")
 
 
 def step_denoisers(target: Any) -> dict[str, Any]:
-    """Return the denoisers of which each step calls one, without ControlNets: Wan 2.2 has two, which take turns.
+    """Return the denoisers of which each step calls one, without ControlNets: Wan 2.2 has two, each for its steps.
 
     Arguments and errors are as for `find_denoisers`.
     """

@@ -71,3 +71,13 @@ def test_smaller_copies_are_no_pages() -> None:
     small.encoderinfo = {"tiffinfo": {254: 1}}  # type: ignore[attr-defined]
     content = saved(whole, "TIFF", save_all=True, append_images=[small])
     assert decode(content).size == (8, 8)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK"])
+def test_images_without_transparency_are_read_as_pytorch_fid_and_clean_fid_do(mode: str) -> None:
+    """Both take Pillow's conversion to RGB, which drops what is transparent; here that is laid over white."""
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
+    content = saved(Image.fromarray(pixels).convert(mode), "TIFF")
+    assert decode(content).tobytes() == Image.open(io.BytesIO(content)).convert("RGB").tobytes()
+    clear = saved(Image.new("RGBA", (1, 1), (200, 0, 0, 0)), "PNG")
+    assert first_pixel(clear) == (255, 255, 255)

@@ -78,7 +78,7 @@ def test_what_is_no_plain_file_is_told(copy: Path, make: Callable[[Path], None])
         (copy / name).unlink()
         make(copy / name)
     for read in (lambda: load_results(copy), lambda: Run.open(copy)):
-        with pytest.raises(ElfattError, match=r"cannot be read: (it is no plain file|Too many levels)"):
+        with pytest.raises(ElfattError, match=r"cannot be read: (it is not a plain file|Too many levels)"):
             read()
     with pytest.raises(ElfattError, match=r"manifest\.jsonl (cannot be read|does not exist)"):
         RowFolder(copy / "cells" / "sd").made_images()

@@ -112,7 +112,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     source = flat(tmp_path)
     os.mkfifo(source / "a.JPEG")
     (pipe,) = build(source, tmp_path / "cache", allow_count=True).unreadable
-    assert pipe == "a.JPEG (it is no plain file)"
+    assert pipe == "a.JPEG (it is not a plain file)"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError("no memory")])

@@ -38,7 +38,7 @@ def fill_page(text: str, folder: Path, start: Path) -> str:
         start: folder of the page, from which links lead to the plots.
 
     Raises:
-        ElfattError: no such folder, the page has no markers, or a file is no result of a benchmark.
+        ElfattError: no such folder, the page has no markers, or a file is not a result of a benchmark.
     """
     check_results(folder)
     check_markers(text, ["bench"])

@@ -1,4 +1,4 @@
-"""Two rows beside each other, image by image: sharper than the intervals of the two means."""
+"""Two rows compared, image by image: sharper than the intervals of the two means."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _text(mean: Estimate, decimals: int) -> str:
 
 
 def check_alike(runs: Sequence[Results]) -> None:
-    """Check that rows of several runs can stand beside each other.
+    """Check that rows of several runs can be compared.
 
     Raises:
         ElfattError: the runs are of different pipelines, sizes, steps or seeds.

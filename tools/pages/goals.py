@@ -1,4 +1,4 @@
-"""What the project asks of its speed and memory, beside what was measured."""
+"""What the project asks of its speed and memory, and what was measured."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Goal:
         value: that was measured, over the rounds: `median`, `min` and `max`; None where nothing was.
         row: that it was read off.
         doubt: why the figure decides nothing; empty where it does.
-        remark: what is said beside the verdict.
+        remark: what is said next to the verdict.
         most: whether the limit is an upper one.
     """
 
@@ -85,12 +85,12 @@ def _goals(folder: Path) -> Iterator[Goal]:
             floor = _share(_rows(merging, tokens=tokens, dtype=dtype, method="floor: similarities"), PEER)
             beyond = floor is not None and floor["median"] > MERGING
             remark = f"; its floor takes {floor['median']:.2f}" if floor and beyond else ""
-            what = f"merging {tokens} tokens, {dtype}: share of tomesd's time"
+            what = f"merging {tokens} tokens, {dtype}: fraction of tomesd's time"
             yield Goal(what, MERGING, _share(rows, PEER), "ours", _doubt(merging, rows), remark)
     own = _rows(growth, part="layer", method="elfatt")
     for tokens, limit in ((4096, 0.15), (16384, 0.05)):
         rows = [row for row in own if row["tokens"] == tokens]
-        what = f"ELFATT's layer without merging, {tokens} tokens: share of fused softmax's time"
+        what = f"ELFATT's layer without merging, {tokens} tokens: fraction of fused softmax's time"
         yield Goal(what, limit, _share(rows, "softmax"), "elfatt", _doubt(growth, rows))
     exponent = growth.get("exponents", {}).get("layer", {}).get("elfatt")
     what = "ELFATT's layer without merging: exponent of the growth with the tokens"
@@ -104,14 +104,14 @@ def _goals(folder: Path) -> Iterator[Goal]:
     for name, results in calls.items():
         for kept in ("", *KEPT):
             greatest, share = greatest_peak(results, kept)
-            what = f"peak memory, {CALLS[name]}{kept and f', with `{kept}`'}: greatest share of the untouched call's"
+            what = f"peak memory, {CALLS[name]}{kept and f', with `{kept}`'}: greatest fraction of the untouched call's"
             if share is not None or not kept:
                 yield Goal(what, POSITIONS, _certain(share), greatest)
     for name, (title, speed) in TRANSFORMERS.items():
         results = _read(folder, name)
         yield from _call_goals(title, results, _fast(results, lambda _: True), FLOOR, {UNPATCHED: speed})
         greatest, share = greatest_peak(results)
-        yield Goal(f"peak memory, {title}: greatest share of the untouched call's", PEAK, _certain(share), greatest)
+        yield Goal(f"peak memory, {title}: greatest fraction of the untouched call's", PEAK, _certain(share), greatest)
 
 
 def _call_goals(

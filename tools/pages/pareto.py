@@ -144,7 +144,7 @@ def _draw_axes(axes: Any, up: Measure, judged: bool) -> None:
         axes.set_yscale("symlog", linthresh=1)
         axes.yaxis.set_major_formatter("{x:g}")
     axes.axvline(1, color=INK, linewidth=0.6, linestyle="--", zorder=1)
-    axes.set_xlabel("UNet time, share of the untouched pipeline's (left is faster)")
+    axes.set_xlabel("UNet time, fraction of the untouched pipeline's (left is faster)")
     axes.set_ylabel(up.title)
     times = axes.secondary_xaxis("top", functions=(_inverse, _inverse))
     times.set_xticks(_SPEEDS, [f"{speed:g}{TIMES}" for speed in _SPEEDS])
@@ -209,7 +209,7 @@ def _is_preset(row: Row) -> bool:
 
 
 def _table(chosen: Sequence[_Entrant], up: Measure, title: str, last: Sequence[str]) -> str:
-    titles = ["", "row", "run", "pictures", "times as fast (UNet)", up.title.split(" (")[0], title]
+    titles = ["", "row", "run", "images", "times as fast (UNet)", up.title.split(" (")[0], title]
     lines = []
     for place, (entrant, said) in enumerate(zip(chosen, last, strict=True), 1):
         speed, value = entrant.speed, entrant.spot.up

@@ -20,7 +20,7 @@ pipeline_tag: text-to-image
 
 # elfatt-sd toy: a small Stable Diffusion of shapes on patterns
 
-{size} of float16 weights; pictures of {side}x{side} pixels, latents of {grid}x{grid}, so that the finest self-attention
+{size} of float16 weights; images of {side}x{side} pixels, latents of {grid}x{grid}, so that the finest self-attention
 has {tokens} tokens, as SD 1.5 has at 512x512. It draws a {shapes} in one of eight colours ({colors}) on a {patterns}
 background of another colour. It exists to test and to show attention patches; it knows nothing else.
 
@@ -43,7 +43,7 @@ of 4x4 pixels in four directions, `scaling_factor` {scaling}), so the UNet can t
 By `python -m tools.toy.recipe`, on endless renders of `elfatt_sd.toy.renderer`; no other data. {machine}
 Seed {seed}; {versions}; {date}.
 
-| stage | steps | pictures a step | hours |
+| stage | steps | images a step | hours |
 |---|---|---|---|
 {stages}
 
@@ -59,7 +59,7 @@ softmax attention everywhere.
 {quality}
 """
 UNMEASURED = "Not measured yet: `python -m tools.toy.quality --out DIR`."
-QUALITY = """{count} pictures, {steps} PNDM steps, guidance {guidance}, seed {seed}
+QUALITY = """{count} images, {steps} PNDM steps, guidance {guidance}, seed {seed}
 (`python -m tools.toy.quality --count {count} --steps {steps} --guidance {guidance} --out DIR`):
 
 | | |
@@ -116,7 +116,7 @@ def quality_parts(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def training_folder(pipeline: Path) -> Path:
-    """Return where the training record of a pipeline lies, with what further training needs: beside it, if not here."""
+    """Return where the training record of a pipeline is, with what further training needs: next to it, if not here."""
     return PUBLISHED if pipeline.resolve() == TOY else pipeline.parent / PUBLISHED.name
 
 

@@ -33,7 +33,7 @@ def export(
     Args:
         sizes: the networks' sizes.
         parts: trained `vae`, `unet` and `text_encoder`.
-        others: what is no part of the pipeline: the `classifier`, and what further `training` needs.
+        others: what is not part of the pipeline: the `classifier`, and what further `training` needs.
         training: for the record: the `stages`, what `train` returned by name, and `notes` in words.
         out: the folder to write into.
         seed: the recipe's seed, for the record.

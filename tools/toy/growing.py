@@ -32,7 +32,7 @@ class Denoiser(nn.Module):
 
     @property
     def doors(self) -> nn.Module:
-        """Entrances and exits, which are no part of the pipeline."""
+        """Entrances and exits, which are not part of the pipeline."""
         return nn.ModuleDict({"entrances": self.entrances, "exits": self.exits})
 
     def forward(self, noisy: Tensor, timesteps: Tensor, tokens: Tensor, level: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Measure the embedded pipeline: `python -m tools.toy.quality --out DIR` generates, classifies, compares.
 
-It writes `quality.json` (attribute accuracy; `FD-toy` against held-out renders, beside that of as many other renders,
+It writes `quality.json` (attribute accuracy; `FD-toy` against held-out renders, and that of as many other renders,
 the floor) and `sheet.png`, the first 64 images. Images are kept in `DIR/images`: the same command goes on after a
 kill, and Ctrl-C measures those that are there.
 """
@@ -82,7 +82,7 @@ def predicted(classifier: ToyClassifier, images: Tensor) -> Tensor:
 
 
 def classifier_accuracy(classifier: ToyClassifier, count: int = 512, size: int = 256) -> dict[str, float]:
-    """Share of held-out renders that the classifier reads right, per attribute."""
+    """Fraction of held-out renders that the classifier reads right, per attribute."""
     truth = scene_labels(sample_scenes(count, FLOOR_SEED))
     guesses = torch.cat([predicted(classifier, images) for images in renders(count, FLOOR_SEED, size)])
     return by_attribute(guesses == truth)

@@ -169,7 +169,8 @@ def denoising_loss(
     """Squared error of the velocity at one of `levels`, weighted.
 
     Nearly clean latents weigh little (min-SNR), the object much (`object_weights`), and what noise hides little
-    (`surprise`): else the errors that no model can avoid drown those at medium noise, where outlines become straight.
+    (`surprise`). Otherwise the errors that no model can avoid drown those at medium noise,
+    where outlines become straight.
 
     The noise is that of the latent grid of `side`, averaged to the level's grid as the outer levels will hand it down.
     """
@@ -260,7 +261,7 @@ class Workshop:
         return module.to(self.device, memory_format=torch.channels_last)
 
     def load(self, folder: Path) -> None:
-        """Start from exported weights: a pipeline's folder, and the classifier's and the training's own beside it.
+        """Start from exported weights: a pipeline's folder, and the classifier's and the training's own next to it.
 
         Their training record goes on: a stage that is run again is a further row.
         """

@@ -33,7 +33,7 @@ def load_lpips(path: Path, device: str) -> ImageMetric:
     """Load LPIPS (Zhang et al. 2018) on the network that a file holds.
 
     Raises:
-        ElfattError: a package is missing, or the file is no classifier of the three.
+        ElfattError: a package is missing, or the file is not a classifier of the three.
     """
     need("metric 'lpips'", "torchmetrics", "torchvision")
     from torchmetrics.functional.image.lpips import _LPIPS

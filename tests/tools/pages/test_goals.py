@@ -90,12 +90,12 @@ def lines(table: str) -> dict[str, list[str]]:
 
 def test_what_was_measured_stands_beside_what_is_asked(folder: Path) -> None:
     table = lines(goals_table(folder))
-    merging = table["merging 4096 tokens, float32: share of tomesd's time"]
+    merging = table["merging 4096 tokens, float32: fraction of tomesd's time"]
     assert merging == ["at most 0.6", "0.500", "`ours`", "met"]
-    assert table["merging 4096 tokens, bfloat16: share of tomesd's time"][1].startswith("not measured yet")
+    assert table["merging 4096 tokens, bfloat16: fraction of tomesd's time"][1].startswith("not measured yet")
     layer = "ELFATT's layer without merging"
-    assert table[f"{layer}, 4096 tokens: share of fused softmax's time"][1:] == ["0.100", "`elfatt`", "met"]
-    assert table[f"{layer}, 16384 tokens: share of fused softmax's time"][1:] == ["0.062", "`elfatt`", "**missed**"]
+    assert table[f"{layer}, 4096 tokens: fraction of fused softmax's time"][1:] == ["0.100", "`elfatt`", "met"]
+    assert table[f"{layer}, 16384 tokens: fraction of fused softmax's time"][1:] == ["0.062", "`elfatt`", "**missed**"]
     assert table[f"{layer}: exponent of the growth with the tokens"][1:] == ["1.100", "`elfatt`", "met"]
 
 
@@ -116,7 +116,7 @@ def test_a_transformer_is_compared_with_the_untouched_call_alone(folder: Path) -
     assert table[f"elfatt-fast, {flux}: times its floor's time"] == ["at most 1.1", "1.080", "`elfatt-fast`", "met"]
     assert table[f"elfatt-fast, {flux}: times as fast as untouched"][-1] == "**missed**"
     assert not any("tomesd" in what for what in table if "Flux" in what)
-    peak = table[f"peak memory, {flux}: greatest share of the untouched call's"]
+    peak = table[f"peak memory, {flux}: greatest fraction of the untouched call's"]
     assert peak == ["at most 1.02", "1.030", "`elfatt-fast`", "**missed**"]
     assert table["elfatt-fast, Wan 1.3B, 480p, 32,760 tokens: times its floor's time"][1].startswith("not measured yet")
 
@@ -126,10 +126,10 @@ def test_few_rounds_and_a_busy_machine_decide_nothing(folder: Path) -> None:
     change(folder, "growth", groups=[group(0.3, tokens=16384, part="layer"), group(0.9, tokens=4096, part="other")])
     change(folder, "unet-512", rows={"rounds": 1}, groups=[group(0.06, size=512)])
     table = lines(goals_table(folder))
-    assert table["merging 4096 tokens, float32: share of tomesd's time"][-1] == "only 3 rounds"
+    assert table["merging 4096 tokens, float32: fraction of tomesd's time"][-1] == "only 3 rounds"
     layer = "ELFATT's layer without merging"
-    assert table[f"{layer}, 4096 tokens: share of fused softmax's time"][-1] == "met"
-    assert table[f"{layer}, 16384 tokens: share of fused softmax's time"][-1] == "machine busy (30%)"
+    assert table[f"{layer}, 4096 tokens: fraction of fused softmax's time"][-1] == "met"
+    assert table[f"{layer}, 16384 tokens: fraction of fused softmax's time"][-1] == "machine busy (30%)"
     assert table[f"{layer}: exponent of the growth with the tokens"][-1] == "machine busy (30%)"
     small = "elfatt-fast, 512x512, one level, 128 keys: "
     assert table[small + "times as fast as tomesd"][-1] == "only 1 round, machine busy (6%)"
@@ -139,10 +139,10 @@ def test_few_rounds_and_a_busy_machine_decide_nothing(folder: Path) -> None:
 def test_a_median_that_some_rounds_contradict_is_told(folder: Path) -> None:
     shares = {"median": 2.0, "min": 1.6, "max": 4.0}
     change(folder, "merging", rows={"speed": {"tomesd": shares}})
-    row = lines(goals_table(folder))["merging 4096 tokens, float32: share of tomesd's time"]
+    row = lines(goals_table(folder))["merging 4096 tokens, float32: fraction of tomesd's time"]
     assert row[1:] == ["0.500 (0.250 to 0.625)", "`ours`", "met by the median, not in every round"]
     change(folder, "merging", rows={"speed": {"tomesd": {**shares, "median": 1.62}}})
-    row = lines(goals_table(folder))["merging 4096 tokens, float32: share of tomesd's time"]
+    row = lines(goals_table(folder))["merging 4096 tokens, float32: fraction of tomesd's time"]
     assert row[-1] == "**missed** by the median, not in every round"
 
 
@@ -177,8 +177,8 @@ def test_what_mergings_floor_does_not_reach_is_told(folder: Path) -> None:
     data["rows"][1]["speed"] = {"tomesd": ratio(1.1)}
     (folder / "merging.json").write_text(json.dumps(data))
     table = lines(goals_table(folder))
-    assert table["merging 4096 tokens, float32: share of tomesd's time"][-1] == "met"
-    assert table["merging 16384 tokens, float32: share of tomesd's time"][-1] == "**missed**; its floor takes 0.80"
+    assert table["merging 4096 tokens, float32: fraction of tomesd's time"][-1] == "met"
+    assert table["merging 16384 tokens, float32: fraction of tomesd's time"][-1] == "**missed**; its floor takes 0.80"
 
 
 @pytest.mark.parametrize("keeps", [1, 2])
@@ -186,15 +186,15 @@ def test_kept_matchings_have_a_line_of_their_own(folder: Path, keeps: int) -> No
     data = json.loads((folder / "unet-512.json").read_text())
     data["settings"]["variants"]["elfatt-fast:levels=2/1"]["config"]["reuse_steps"] = keeps
     (folder / "unet-512.json").write_text(json.dumps(data))
-    row = lines(goals_table(folder))["peak memory, 512x512: greatest share of the untouched call's"]
+    row = lines(goals_table(folder))["peak memory, 512x512: greatest fraction of the untouched call's"]
     assert row[2] == ("`elfatt-fast:levels=2`" if keeps == 1 else "`elfatt-fast`")
-    own = "peak memory, 512x512, with `reuse_steps`: greatest share of the untouched call's"
+    own = "peak memory, 512x512, with `reuse_steps`: greatest fraction of the untouched call's"
     assert lines(goals_table(folder)).get(own, [""] * 3)[2] == ("`elfatt-fast:levels=2`" if keeps == 2 else "")
 
 
 def test_what_took_too_long_to_be_measured_is_no_goal(folder: Path) -> None:
     change(folder, "growth", rows={"speed": {}})
-    row = lines(goals_table(folder))["ELFATT's layer without merging, 4096 tokens: share of fused softmax's time"]
+    row = lines(goals_table(folder))["ELFATT's layer without merging, 4096 tokens: fraction of fused softmax's time"]
     assert row[1].startswith("not measured yet")
 
 
@@ -208,11 +208,11 @@ def test_the_worst_of_our_methods_counts_for_memory_at_every_size(folder: Path) 
     (folder / "unet-2048.json").write_text((folder / "unet-512.json").read_text())
     table = lines(goals_table(folder))
     for size in ("512x512", "1024x1024", "2048x2048"):
-        row = table[f"peak memory, {size}: greatest share of the untouched call's"]
+        row = table[f"peak memory, {size}: greatest fraction of the untouched call's"]
         assert row == ["at most 1.005", "1.040", "`elfatt-fast:levels=2`", "**missed**"]
-        row = table[f"peak memory, {size}, with `residual_steps`: greatest share of the untouched call's"]
+        row = table[f"peak memory, {size}, with `residual_steps`: greatest fraction of the untouched call's"]
         assert row == ["at most 1.005", "1.300", "`elfatt-fast:residual_steps=8`", "**missed**"]
-    assert table["peak memory, SDXL's shape, 1024x1024: greatest share of the untouched call's"][1].startswith("not")
+    assert table["peak memory, SDXL's shape, 1024x1024: greatest fraction of the untouched call's"][1].startswith("not")
 
 
 @pytest.mark.parametrize("untouched", [{"peak_bytes": None}, {"method": "other", "peak_bytes": None}])
@@ -220,7 +220,7 @@ def test_without_the_untouched_peak_memory_is_not_judged(folder: Path, untouched
     data = json.loads((folder / "unet-512.json").read_text())
     data["rows"][0] |= untouched
     (folder / "unet-512.json").write_text(json.dumps(data))
-    row = lines(goals_table(folder))["peak memory, 512x512: greatest share of the untouched call's"]
+    row = lines(goals_table(folder))["peak memory, 512x512: greatest fraction of the untouched call's"]
     assert row[1].startswith("not measured yet")
 
 
@@ -228,7 +228,7 @@ def test_without_results_all_that_is_asked_is_said(tmp_path: Path) -> None:
     table = lines(goals_table(tmp_path))
     assert all(row[1].startswith("not measured yet") for row in table.values())
     merging = {
-        f"merging {tokens} tokens, {dtype}: share of tomesd's time": "at most 0.6"
+        f"merging {tokens} tokens, {dtype}: fraction of tomesd's time": "at most 0.6"
         for tokens in (4096, 16384)
         for dtype in ("float32", "bfloat16")
     }
@@ -243,17 +243,17 @@ def test_without_results_all_that_is_asked_is_said(tmp_path: Path) -> None:
         f"{large}: times as fast as tomesd": "at least 2",
     }
     memory = {
-        f"peak memory, {size}: greatest share of the untouched call's": "at most 1.005"
+        f"peak memory, {size}: greatest fraction of the untouched call's": "at most 1.005"
         for size in ("512x512", "1024x1024", "2048x2048", "SDXL's shape, 1024x1024")
     }
     for model, speed in (("Flux, 2048x2048, 16,896 tokens", "1.7"), ("Wan 1.3B, 480p, 32,760 tokens", "3")):
         calls |= {f"elfatt-fast, {model}: times its floor's time": "at most 1.1"}
         calls |= {f"elfatt-fast, {model}: times as fast as untouched": f"at least {speed}"}
-        memory |= {f"peak memory, {model}: greatest share of the untouched call's": "at most 1.02"}
+        memory |= {f"peak memory, {model}: greatest fraction of the untouched call's": "at most 1.02"}
     assert {what: row[0] for what, row in table.items()} == {
         **merging,
-        f"{layer}, 4096 tokens: share of fused softmax's time": "at most 0.15",
-        f"{layer}, 16384 tokens: share of fused softmax's time": "at most 0.05",
+        f"{layer}, 4096 tokens: fraction of fused softmax's time": "at most 0.15",
+        f"{layer}, 16384 tokens: fraction of fused softmax's time": "at most 0.05",
         f"{layer}: exponent of the growth with the tokens": "at most 1.15",
         **calls,
         **memory,
