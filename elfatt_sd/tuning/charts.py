@@ -13,7 +13,7 @@ from elfatt_sd.phases import Phase
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from elfatt_sd.tuning.search import Point
+    from elfatt_sd.tuning.points import Point
     from elfatt_sd.tuning.tuned import Tuned
 
 _CHOSEN, _PREDICTED, _TRIED = METHODS[1], METHODS[0], METHODS[5]

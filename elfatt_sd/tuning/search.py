@@ -9,15 +9,17 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from elfatt_sd.choosing import fitted
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattFailure
+from elfatt_sd.families import find_denoisers
 from elfatt_sd.tuning.asked import Budget, Measure
 from elfatt_sd.tuning.model import Choice, Model
+from elfatt_sd.tuning.points import Point, Proof
 from elfatt_sd.tuning.probe import Probe, stretches_of
 from elfatt_sd.tuning.records import figures_from, figures_to
 from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness
@@ -35,74 +37,6 @@ WORTH = 1.03  # times as fast, below which a pipeline is left alone
 _EFFECTS = 3  # stretches in which the effect of a layer on the denoiser's output is measured
 
 Say = Callable[[str, int], None]
-
-
-@dataclass(frozen=True)
-class Point:
-    """A configuration that was run.
-
-    Attributes:
-        name: of it, for tables and plots.
-        config: it.
-        predicted: its predicted PSNR in dB; None for what was not chosen by prediction.
-        closeness: to the untouched image, by image.
-        speed: times as fast as the untouched pipeline, by image.
-    """
-
-    name: str
-    config: PatchConfig
-    predicted: float | None
-    closeness: tuple[float, ...]
-    speed: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        """Mean closeness."""
-        return statistics.fmean(self.closeness)
-
-    @property
-    def times(self) -> float:
-        """Median speed."""
-        return statistics.median(self.speed)
-
-
-@dataclass
-class Proof:
-    """What the held-out images say of a configuration.
-
-    Attributes:
-        point: the configuration, with its closeness and speed.
-        samples: the held-out images.
-        untouched: them, drawn by the untouched pipeline.
-        tuned: them, drawn with the configuration.
-        higher: whether a higher closeness is closer.
-    """
-
-    point: Point
-    samples: Sequence[Sample]
-    untouched: list[Drawn] = field(default_factory=list)
-    tuned: list[Drawn] = field(default_factory=list)
-    higher: bool = True
-
-    def interval(self) -> float:
-        """Return half of the 95 % interval of the mean closeness."""
-        from elfatt_sd.evaluation.intervals import student_quantile
-
-        values = self.point.closeness
-        if len(values) < 2 or not all(map(math.isfinite, values)):
-            return math.inf
-        return student_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-
-    @property
-    def peak(self) -> int:
-        """Highest memory use, in bytes."""
-        return max((drawn.peak or 0 for drawn in self.tuned), default=0)
-
-    @property
-    def worst(self) -> int:
-        """Number of the image that is farthest from the untouched one."""
-        far = min if self.higher else max
-        return far(range(len(self.samples)), key=self.point.closeness.__getitem__)
 
 
 class Search:
@@ -302,19 +236,30 @@ class Search:
                 break
             again = RETIMED if untouched else len(self.held_out)
             self.say(f"proving {choice.psnr:.1f} dB predicted", len(self.held_out) + again)
-            proof = self._proof(choice, untouched)
-            self._proofs.append(proof)
-            if self._holds(proof) and (best is None or self._betters(proof, best)):
-                best = proof
+            proof = self._proof("tuned", self.model.config(choice), choice.psnr, untouched)
+            best = self._better(best, proof)
             following = self._corrected(choice, proof)
             if following is None or attempt + 1 == PROOFS:
                 break
             choice = following
+        rival = self._rival(best)
+        if rival is not None:
+            self.say(f"proving {rival.name}", len(self.held_out) + (RETIMED if untouched else len(self.held_out)))
+            config = fitted(rival.config, find_denoisers(self.runs.pipe))
+            best = self._better(best, self._proof(rival.name, config, None, untouched))
         return best if best is not None and best.point.times >= WORTH else None
 
-    def _proof(self, choice: Choice, untouched: list[Drawn]) -> Proof:
+    def _rival(self, best: Proof | None) -> Point | None:
+        """Return a preset, or what the pipeline was patched with, that by the images of the search betters a proof."""
+        rival: Point | None = None if best is None else best.point
+        for point in self.points:
+            if point.predicted is None and point.times >= WORTH and self._keeps(point):
+                rival = point if rival is None or self._betters(point, rival) else rival
+        return None if best is not None and rival is best.point else rival
+
+    def _proof(self, name: str, config: PatchConfig, predicted: float | None, untouched: list[Drawn]) -> Proof:
         """Draw the held-out images; the untouched ones in turn with the others, the first time."""
-        config, first = self.model.config(choice), not untouched
+        first = not untouched
         tuned, speed = [], []
         for number, sample in enumerate(self.held_out):
             if first or number < RETIMED:
@@ -324,22 +269,31 @@ class Search:
             if first or number < RETIMED:
                 speed.append(before.seconds / tuned[-1].seconds)
         close = [closeness(self.measure, before, after) for before, after in zip(untouched, tuned, strict=True)]
-        point = Point("tuned", config, choice.psnr, tuple(close), tuple(speed))
+        point = Point(name, config, predicted, tuple(close), tuple(speed))
         self.points.append(point)
-        return Proof(point, self.held_out, list(untouched), tuned, self.measure.higher)
+        self._proofs.append(Proof(point, self.held_out, list(untouched), tuned, self.measure.higher))
+        return self._proofs[-1]
 
-    def _betters(self, proof: Proof, other: Proof) -> bool:
+    def _better(self, best: Proof | None, proof: Proof) -> Proof | None:
+        """Return a proof that holds and betters the best one so far; otherwise that one."""
+        return proof if self._holds(proof) and (best is None or self._betters(proof.point, best.point)) else best
+
+    def _betters(self, point: Point, other: Point) -> bool:
         """Tell which of two is better: the faster one or, where speed alone is asked for, the closer one."""
         if self.budget.closeness is not None:
-            return proof.point.times > other.point.times
-        return self.measure.keeps(proof.point.mean, other.point.mean)
+            return point.times > other.times
+        return self.measure.keeps(point.mean, other.mean)
+
+    def _keeps(self, point: Point) -> bool:
+        """Tell whether the images of a configuration are as close and as fast as asked."""
+        budget = self.budget
+        close = budget.closeness is None or self.measure.keeps(point.mean, budget.closeness)
+        return close and (budget.speed is None or point.times >= budget.speed)
 
     def _holds(self, proof: Proof) -> bool:
         """Tell whether a choice keeps to the budget on the held-out images."""
-        budget, point = self.budget, proof.point
-        close = budget.closeness is None or self.measure.keeps(point.mean, budget.closeness)
-        fast = budget.speed is None or point.times >= budget.speed
-        return close and fast and (budget.memory is None or proof.peak <= budget.memory * 2**30)
+        memory = self.budget.memory
+        return self._keeps(proof.point) and (memory is None or proof.peak <= memory * 2**30)
 
     def _corrected(self, choice: Choice, proof: Proof) -> Choice | None:
         """Return the choice to try after a proof; None if that one is right."""

@@ -14,7 +14,7 @@ from elfatt_sd.measuring.clock import Spread
 from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.tuning.asked import Budget, Measure
 from elfatt_sd.tuning.model import Choice
-from elfatt_sd.tuning.search import Point, Proof
+from elfatt_sd.tuning.points import Point, Proof
 
 Pipeline = TypeVar("Pipeline")
 UNTOUCHED = PatchConfig("untouched")
@@ -107,7 +107,7 @@ class Tuned:
         point, proof = self.proof.point, self.proof
         worst = self.measure.words(point.closeness[proof.worst])
         return [
-            f"tuned: {Spread.over(point.speed).words()} times as fast, {self._mean(proof)}",
+            f"{point.name}: {Spread.over(point.speed).words()} times as fast, {self._mean(proof)}",
             asked,
             f"held-out images: {len(proof.samples)}, worst {worst} ({proof.samples[proof.worst].prompt!r}, "
             f"seed {proof.samples[proof.worst].seed})",
@@ -125,8 +125,10 @@ class Tuned:
         return "no choice that is as close as asked was faster in the images that were drawn"
 
     def config_words(self) -> str:
-        """Say how many layers have which kinds of phases."""
+        """Say how many layers have which kinds of phases; the settings of a preset are the same in all."""
         kinds = sorted({phase.attention.name for phase in self.config.all_phases if not phase.exact})
+        if not self.config.per_layer:
+            return f"all have the settings of {self.config.method} ({', '.join(kinds)})"
         return f"{len(self.config.per_layer)} have settings of their own ({', '.join(kinds)})"
 
     def _mean(self, proof: Proof) -> str:

@@ -21,6 +21,7 @@ import elfatt_sd
 from elfatt_sd import optional, peers
 from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.families import find_layers
+from elfatt_sd.phases import Phase
 from elfatt_sd.tuning import search, tune
 from elfatt_sd.tuning.runs import Runs
 
@@ -138,6 +139,23 @@ def test_a_patch_that_is_there_is_run_and_put_back(pipe: Any, asked: dict[str, A
     tuned = tune(pipe, closeness=30, **asked)
     assert torch.equal(run(), before)
     assert [point.config for point in tuned.points if point.name == "as it was"] == [config]
+
+
+def test_what_betters_every_choice_is_the_result(
+    pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A preset, or the patch that was there, is proved like a choice; one that is farther than asked is not taken."""
+    monkeypatch.setattr(search.Search, "settle", lambda self: self.curve[0])  # no choice keeps to the budget
+    config = PatchConfig("few", (Phase(1.0, "sampled", keys=4),), levels=3)
+    elfatt_sd.apply_patch(pipe, config)
+    tuned = tune(pipe, closeness=1, **asked)
+    assert tuned.proof is not None
+    assert tuned.config == config
+    assert len(tuned.proof.point.closeness) == len(tuned.proof.samples) > 1
+    assert str(tuned).startswith("as it was: ")
+    assert "all have the settings of few (sampled)" in str(tuned)
+    assert tuned.report(tmp_path / "page").is_file()
+    assert tune(pipe, closeness=200, **asked).proof is None
 
 
 def test_the_settings_are_a_configuration_like_any_other(pipe: Any, asked: dict[str, Any], tmp_path: Path) -> None:
