@@ -17,7 +17,7 @@ from patch_checks import ACTIVE, elfatt_processors, picture
 
 import elfatt_sd
 from elfatt_sd import processor as processor_module
-from elfatt_sd.benchmarking.variants import forget_residuals, patched_layers
+from elfatt_sd.benchmarking.repeated import forget_residuals, patched_layers
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.presets import METHODS

@@ -15,15 +15,13 @@ from elfatt_sd.benchmarking.lineup import Size, height_and_width
 from elfatt_sd.benchmarking.models import Model, make_model, unet_call
 from elfatt_sd.benchmarking.names import COMPILED, FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
+from elfatt_sd.benchmarking.repeated import forget_matchings, forget_residuals, repeated_call
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.variants import (
     Variant,
     by_phase,
     fitted_methods,
     fitting,
-    forget_matchings,
-    forget_residuals,
-    repeated_call,
     resolve_methods,
     with_autotuned,
     with_compiled,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from elfatt_sd.benchmarking.names import (
     is_peer,
 )
 from elfatt_sd.benchmarking.presets import MERGING, VARIATIONS
-from elfatt_sd.calls import STATE, Call
+from elfatt_sd.benchmarking.repeated import forget_residuals, repeat_step
 from elfatt_sd.choosing import fits, fitted
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.families import (
@@ -43,7 +43,6 @@ from elfatt_sd.peers import running
 from elfatt_sd.phases import EXACT
 from elfatt_sd.planning import describe
 from elfatt_sd.presets import METHODS
-from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.settings import Backend
 
 ALL_LEVELS = 100
@@ -348,51 +347,6 @@ def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:
         variant = Variant("patch", part, measures=measures) if part.active else UNTOUCHED
         counts[variant] = counts.get(variant, 0) + 1
     return list(counts.items())
-
-
-def patched_layers(unet: nn.Module) -> list[PatchedLayer]:
-    """Return the patched layers of a UNet."""
-    return [getattr(module, STATE) for module in unet.modules() if hasattr(module, STATE)]
-
-
-def _latest_calls(unet: nn.Module) -> list[Call]:
-    """Return the latest call of a UNet, if it has a patch and was called."""
-    found = {id(layer.denoiser): layer.denoiser.latest for layer in patched_layers(unet)}
-    return [call for call in found.values() if call is not None]
-
-
-def repeat_step(unet: nn.Module) -> None:
-    """Let the call that now begins take over what an earlier one kept, though it is of the same step."""
-    for call in _latest_calls(unet):
-        call.memory.repeat_step()
-
-
-@contextmanager
-def repeated_call(unet: nn.Module) -> Iterator[None]:
-    """Let `unet.forward` be a part of the latest call: nothing is drawn and no step is looked for."""
-    denoisers = {id(layer.denoiser): layer.denoiser for layer in patched_layers(unet)}.values()
-    for denoiser in denoisers:
-        if denoiser.latest is not None:
-            denoiser.latest.restart()
-            denoiser.enter(denoiser.latest)
-    try:
-        yield
-    finally:
-        for denoiser in denoisers:
-            denoiser.end()
-
-
-def forget_residuals(unet: nn.Module) -> None:
-    """Forget the differences to exact attention, so that the call that now begins measures them."""
-    for call in _latest_calls(unet):
-        for state in call.states.values():
-            state.residuals.clear()
-
-
-def forget_matchings(unet: nn.Module) -> None:
-    """Forget which tokens the last call merged, so that the call that now begins matches again."""
-    for call in _latest_calls(unet):
-        call.matchings.clear()
 
 
 def layers_of(config: PatchConfig) -> PatchConfig:

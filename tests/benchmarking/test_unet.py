@@ -21,10 +21,11 @@ from elfatt_sd.benchmarking import timing
 from elfatt_sd.benchmarking.models import Model, unet_call
 from elfatt_sd.benchmarking.plots import plot
 from elfatt_sd.benchmarking.record import Session
+from elfatt_sd.benchmarking.repeated import patched_layers
 from elfatt_sd.benchmarking.rows import make_rows
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.unet import _graphed_call, _peak, unet
-from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, patched_layers, varied
+from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, varied
 from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import copy_structure
