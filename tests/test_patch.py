@@ -329,7 +329,7 @@ def test_blocks_and_samples_are_drawn_in_every_step_or_once(pipe: Any, attention
     drawn = []
 
     def record(*_: Any) -> None:
-        prepared = state.latest.prepared
+        prepared = state.denoiser.latest.states[state.index].prepared
         drawn.append(prepared.keys if attention == "sampled" else prepared.order)
 
     hook = pipe.unet.register_forward_hook(record)
