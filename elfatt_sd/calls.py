@@ -21,6 +21,7 @@ from elfatt_sd.families.base import Given, SelfAttention
 from elfatt_sd.kept import Memory
 from elfatt_sd.merging import Candidates, Matching, Split, find_candidates, match_candidates
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
+from elfatt_sd.methods.base import Ahead
 from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.residuals import Residual, check_memory, kept_bytes
@@ -278,7 +279,7 @@ class LayerState:
         """Whether its phase would merge tokens and do nothing else, and the grid allows none."""
         return self.phase.attention.exact and self.phase.merge.ratio > 0 and not self.phase.merge.merged(self.grid)
 
-    def begin(self, phase: Phase, step: int, device: torch.device, ahead: RunDraws | None = None) -> bool:
+    def begin(self, phase: Phase, step: int, device: torch.device, ahead: Ahead | None = None) -> bool:
         """Set the phase, and prepare it on the grid: what is merged into what, and what its attention prepares.
 
         Args:

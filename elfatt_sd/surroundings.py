@@ -95,13 +95,30 @@ def after_forward(module: Any, after: Callable[[Callable[[], Any], Any], None]) 
     Returns:
         what puts the module's own forward back.
     """
+
+    def around(compute: Callable[[], Any]) -> Any:
+        output = compute()
+        after(compute, output)
+        return output
+
+    return around_forward(module, around)
+
+
+def around_forward(module: Any, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Let a function decide what a module's forward returns.
+
+    Args:
+        module: its `forward` is replaced.
+        around: is given what calls the forward with the arguments of the call; returns what the call is to return.
+
+    Returns:
+        what puts the module's own forward back.
+    """
     forward, own = module.forward, module.__dict__.get("forward")
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        after(lambda: forward(*args, **kwargs), output)
-        return output
+        return around(functools.partial(forward, *args, **kwargs))
 
     def put_back() -> None:
         if own is None:

@@ -14,7 +14,7 @@ from elfatt_sd.methods import Merge, attentions
 from elfatt_sd.phases import EXACT, Phase
 
 RATIOS = (0.5, 0.7)  # of tokens that are merged before exact attention
-SHARED = (1, 2, 3, 4)  # steps that share a difference to exact attention, or a whole output
+SHARED = (1, 2, 4, 8)  # steps that share a difference to exact attention, or a whole output
 
 
 @dataclass(frozen=True)

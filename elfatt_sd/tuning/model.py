@@ -10,16 +10,17 @@ are told apart only as far as several images agree.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.tuning.candidates import EXACTLY, Candidate, candidates
-from elfatt_sd.tuning.probe import REUSED, LayerFigures, Stretch
+from elfatt_sd.tuning.probe import LayerFigures, Stretch
 
 LEAST_PART = 0.03  # of the slowest layer's time; faster layers stay exact
 _SLOPES = 400  # prices of an error that are tried
@@ -115,13 +116,21 @@ class Model:
         return found
 
     def error(self, layer: str, stretch: int, candidate: Candidate) -> float:
-        """Return the mean over a stretch's steps of the squared relative error of a layer's output."""
-        own, shared = self._figures[layer], candidate.phase.residual_steps
+        """Return what an approximation adds in a stretch, by step: the squared norm of the sum of its errors.
+
+        Errors of fresh draws are independent, so that their squares add up. Otherwise two steps have much of an error in
+        common: `2 <E_i, E_j> = |E_i|^2 + |E_j|^2 - |E_i - E_j|^2`, whose last term was measured.
+        """
+        own, steps = self._figures[layer], self._stretches[stretch]
+        shared, base = candidate.phase.residual_steps, candidate.base
         if candidate is EXACTLY:
             return 0.0
-        if shared == 1:
-            return own.error(stretch, candidate.base)
-        return sum(own.error(stretch, candidate.base, since) for since in range(1, shared)) / shared
+        plain = functools.partial(own.error, stretch, base)
+        if shared > 1:  # a step that measures has no error, and is what the others are corrected by
+            return sum(_summed([plain(since) for since in range(1, size)], plain) for size in steps.groups(shared)) / len(
+                steps
+            )
+        return plain() if base in own.fresh else _summed([plain()] * len(steps), plain) / len(steps)
 
     def _effect(self, layer: str, stretch: int) -> float:
         """Return `W_ls`; of a stretch in which it was not measured, that of the nearest one."""
@@ -130,17 +139,15 @@ class Model:
             return 1.0
         return statistics.fmean(effects[min(effects, key=lambda known: abs(known - stretch))])
 
-    def seconds(self, layer: str, candidate: Candidate) -> float:
-        """Return the mean seconds of one call of a layer."""
+    def seconds(self, layer: str, stretch: int, candidate: Candidate) -> float:
+        """Return the mean seconds of one call of a layer; a step that measures a difference computes both."""
         own, shared = self._figures[layer], candidate.phase.residual_steps
         exact = statistics.median(own.seconds)
         if candidate is EXACTLY:
             return exact
-        ratio = own.ratio(candidate.base)
-        if candidate.base == REUSED:
-            return exact / shared
-        measured = (1 / shared) if shared > 1 else 0.0  # the step that measures computes both
-        return exact * (ratio + measured)
+        steps = self._stretches[stretch]
+        measured = len(steps.groups(shared)) / len(steps) if shared > 1 else 0.0
+        return exact * (own.ratio(candidate.base) + measured)
 
     def options(self, layer: str, stretch: int, calls: float) -> list[Option]:
         """Return what a layer can do in a stretch, without what is slower and farther than another option.
@@ -151,11 +158,11 @@ class Model:
             calls: of the layer in one step.
         """
         own, steps = self._figures[layer], len(self._stretches[stretch])
-        exact = self.seconds(layer, EXACTLY)
+        exact = self.seconds(layer, stretch, EXACTLY)
         weight = self.scale[stretch] * self._effect(layer, stretch)
         found = []
         for each in candidates(own.bases, steps, share=self._share):
-            saved = (exact - self.seconds(layer, each)) * steps * calls
+            saved = (exact - self.seconds(layer, stretch, each)) * steps * calls
             mse = weight * self.error(layer, stretch, each)
             if each is EXACTLY or (saved > 0 and math.isfinite(mse)):
                 found.append(Option(each, saved, mse))
@@ -211,6 +218,17 @@ class Model:
             before = (_until(EXACT, first),) if first else ()
             own.append(LayerPhases(layer, (*before, _until(candidate.phase, end))))
         return PatchConfig("probe", per_layer=tuple(own))
+
+
+def _summed(squares: Sequence[float], apart: Callable[[int], float]) -> float:
+    """Return the squared norm of a sum of errors.
+
+    Args:
+        squares: of the errors, in the order of the steps.
+        apart: of a number of steps, returns the square of the difference of errors that are so far apart.
+    """
+    pairs = itertools.combinations(range(len(squares)), 2)
+    return sum(squares) + sum(max(0.0, squares[i] + squares[j] - apart(j - i)) for i, j in pairs)
 
 
 def _trust(table: Sequence[Sequence[float]]) -> float:

@@ -26,13 +26,15 @@ from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.families import find_denoisers, unwrap
 from elfatt_sd.installed import Patch
 from elfatt_sd.measuring.clock import Stopwatch, timed
+from elfatt_sd.methods.base import Draws
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.schedule import Schedule, SchedulerFinder
 from elfatt_sd.surroundings import after_forward
 from elfatt_sd.tuning.candidates import bases
 
-SINCE = (0, 1, 3)  # steps since the difference to exact attention was measured; in between, errors are interpolated
+SINCE = (0, 1, 3, 7)  # steps since the difference to exact attention was measured; in between, errors are interpolated
+ALIGNED = 4  # stretches begin at multiples of it, where differences that steps share are measured
 KEPT = 2**16  # values of a difference that are kept, so that memory stays bounded however large the model is
 REUSED = -1  # in place of an approximation's number: the output of an earlier step
 _PLACEHOLDER = PatchConfig(
@@ -47,6 +49,7 @@ class LayerFigures:
     Attributes:
         bases: the approximations.
         lost: numbers of those that ran out of memory, or gave values that are not finite.
+        fresh: numbers of those that draw at random in each step, so that their errors in two steps are independent.
         seconds: of exact attention, by call.
         calls: of the layer in the probed steps.
         ratios: of each approximation, time by time of exact attention.
@@ -58,6 +61,7 @@ class LayerFigures:
 
     bases: list[Phase]
     lost: set[int] = field(default_factory=set)
+    fresh: set[int] = field(default_factory=set)
     seconds: list[float] = field(default_factory=list)
     calls: int = 0
     ratios: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -106,6 +110,11 @@ class Stretch:
     def probed(self) -> list[int]:
         """Steps since its first one that are measured."""
         return [since for since in SINCE if since < len(self)]
+
+    def groups(self, shared: int) -> list[int]:
+        """Return the lengths of the groups of steps in it that share a difference, `shared` steps at most."""
+        inner = (step for step in range(self.first + 1, self.last + 1) if step % shared == 0)
+        return [end - start for start, end in itertools.pairwise([self.first, *inner, self.last + 1])]
 
 
 class Probe:
@@ -221,11 +230,13 @@ class Probe:
         """Measure one approximation: its draws are those of the steps that share, its time has them in it."""
         name, _, number = key
         stretch, device = place[0], exact.device
+        draws = _Seen()
         with Stopwatch(device) as watch:
-            state.begin(phase, self._stretches[stretch].first, device)
+            state.begin(phase, self._stretches[stretch].first, device, draws)
             state.block_input = self._block_inputs.get(name)
             output = again()
         figures.ratios[number].append(watch.seconds / figures.seconds[-1])
+        figures.fresh.update({number} if draws.fresh else ())
         approximated = _flat(output)
         error = exact - approximated
         squared = float(error.square().sum()) / size
@@ -278,6 +289,18 @@ class Probe:
         call.restart()
 
 
+class _Seen:
+    """Sees whether an approximation draws at random in each step."""
+
+    def __init__(self) -> None:
+        self.fresh = False
+
+    def made(self, draws: Draws, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Make what is drawn in one step."""
+        self.fresh = self.fresh or draws.shared > 0
+        return draws.upload(make(draws.uniform(what, count)))
+
+
 @contextlib.contextmanager
 def _loses(figures: LayerFigures, number: int) -> Iterator[None]:
     """Leave an approximation out that runs out of memory."""
@@ -299,12 +322,15 @@ def _flat(output: Any) -> Tensor:
 
 
 def stretches_of(steps: int, count: int) -> list[Stretch]:
-    """Cut a run in stretches of nearly equal length.
+    """Cut a run in stretches, which begin at multiples of `ALIGNED`; the last one is as short as it can be.
+
+    In the last steps the image changes most from step to step, so that they share least: they are measured apart.
 
     Args:
         steps: calls of the denoiser in the run.
         count: of the stretches, at most.
     """
-    count = max(1, min(count, steps))
-    ends = [round(steps * number / count) for number in range(count + 1)]
-    return [Stretch(first, last - 1) for first, last in itertools.pairwise(ends)]
+    last = (steps - 1) // ALIGNED * ALIGNED if count > 1 else 0
+    before = (int(last * number / (count - 1) / ALIGNED + 0.5) * ALIGNED for number in range(count - 1))
+    starts = sorted({*before, last})
+    return [Stretch(first, end - 1) for first, end in itertools.pairwise([*starts, steps])]

@@ -33,6 +33,7 @@ def _to_dict(own: LayerFigures) -> dict[str, Any]:
     return {
         "bases": [phase.to_dict() for phase in own.bases],
         "lost": sorted(own.lost),
+        "fresh": sorted(own.fresh),
         "seconds": own.seconds,
         "calls": own.calls,
         **tables,
@@ -40,7 +41,8 @@ def _to_dict(own: LayerFigures) -> dict[str, Any]:
 
 
 def _from_dict(data: Mapping[str, Any]) -> LayerFigures:
-    figures = LayerFigures(list(map(Phase.from_dict, data["bases"])), set(data["lost"]), data["seconds"], data["calls"])
+    bases, numbers = list(map(Phase.from_dict, data["bases"])), (set(data["lost"]), set(data["fresh"]))
+    figures = LayerFigures(bases, *numbers, data["seconds"], data["calls"])
     for name in _TABLES:
         table: Any = defaultdict(list, {_unkey(key): values for key, values in data[name].items()})
         setattr(figures, name, table)

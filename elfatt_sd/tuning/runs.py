@@ -20,6 +20,7 @@ from elfatt_sd.patch import apply_patch, restored
 from elfatt_sd.planning import input_grid
 from elfatt_sd.running import dimensions_of, exact_size, guidance_options, taken, watched
 from elfatt_sd.tuning.asked import Measure
+from elfatt_sd.tuning.playback import Playback
 
 OnStep = Callable[[int, int], None]
 
@@ -102,6 +103,7 @@ class Runs:
         self.on_step = on_step
         self.device = torch.device(pipe.device)
         self.steps_done = 0  # of all runs, to say what tuning cost
+        self._playbacks: dict[Sample, Playback] = {}
 
     def draw(self, sample: Sample, config: PatchConfig | None = None) -> Drawn:
         """Draw one image.
@@ -115,14 +117,39 @@ class Runs:
                 apply_patch(self.pipe, config)
             return self.draw_as_is(sample)
 
-    def draw_as_is(self, sample: Sample) -> Drawn:
-        """Draw one image with whatever is in the pipeline."""
+    def draw_recorded(self, sample: Sample) -> Drawn:
+        """Draw one image with the pipeline as it is, and keep what the denoiser gives for `draw_from`."""
+        playback = Playback(self.pipe)
+        if not playback.possible:
+            return self.draw(sample)
+        with playback.recording():
+            drawn = self.draw_as_is(sample, playback.end_step)
+        self._playbacks[sample] = playback
+        return drawn
+
+    def draw_from(self, step: int, sample: Sample, config: PatchConfig) -> Drawn:
+        """Draw one image with a patch that approximates nothing before a step; what is known until then is not computed.
+
+        Its seconds say nothing where the image was recorded.
+        """
+        playback = self._playbacks.get(sample)
+        with contextlib.nullcontext() if playback is None else playback.playing(step):
+            return self.draw(sample, config)
+
+    def draw_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> Drawn:
+        """Draw one image with whatever is in the pipeline.
+
+        Args:
+            sample: of what.
+            end_step: called after every step of the scheduler.
+        """
         settings, meter = self.settings, PeakMeter(self.device)
         given = settings.arguments(self.pipe)
         generator = torch.Generator().manual_seed(sample.seed)
 
         def tell(step: int, steps: int) -> None:
             self.steps_done += 1
+            end_step()
             self.on_step(step, steps)
 
         with _memory(), torch.no_grad(), watched(self.pipe, settings.steps, tell), Stopwatch(self.device) as watch:

@@ -79,14 +79,14 @@ class Search:
         """Draw the untouched images of the search, the first of them twice: does the model repeat itself?"""
         self.say("drawing untouched images", len(self.samples) + 1)
         first, *others = self.samples
-        again = self.runs.draw(first)
+        again = self.runs.draw_recorded(first)
         drawn = self._first(again)
         self.floor = closeness(self.measure, drawn, again)
         self.untouched = [dataclasses.replace(drawn, seconds=again.seconds), *map(self._untouched, others)]
         self.calls = len(self.runs.pipe.scheduler.timesteps)
 
     def _untouched(self, sample: Sample) -> Drawn:
-        return self.store.drawn(sample, functools.partial(self.runs.draw, sample))
+        return self.store.drawn(sample, functools.partial(self.runs.draw_recorded, sample))
 
     def _first(self, again: Drawn) -> Drawn:
         """Return the first image; where the one that is kept is another model's, everything that is kept is forgotten.
@@ -137,7 +137,7 @@ class Search:
     def _alone(self, number: int, image: int) -> float:
         """Return the mean squared error of an image in which one stretch alone is approximated."""
         config = self.model.alone(number, self.model.reference(number))
-        drawn = self.runs.draw(self.samples[image], config)
+        drawn = self.runs.draw_from(self.stretches[number].first, self.samples[image], config)
         return squared_error(self.untouched[image], drawn)
 
     def settle(self) -> Choice:
@@ -231,35 +231,43 @@ class Search:
         """
         untouched: list[Drawn] = []
         best: Proof | None = None
-        for attempt in range(PROOFS):
-            if choice.saved <= 0:
+        following: Choice | None = choice
+        for last in (*[False] * PROOFS, True):
+            if last or (following is not None and following.saved <= 0):
+                following = None
+            rival = self._rival(best)
+            if rival is not None and (following is None or self._is_ahead(rival, following)):
+                config = fitted(rival.config, find_denoisers(self.runs.pipe))
+                proof = self._proof(rival.name, config, None, untouched)
+            elif following is not None and (best is None or self._times(following) > best.point.times):
+                proof = self._proof("tuned", self.model.config(following), following.psnr, untouched)
+                following = self._corrected(following, proof)
+            else:
                 break
-            again = RETIMED if untouched else len(self.held_out)
-            self.say(f"proving {choice.psnr:.1f} dB predicted", len(self.held_out) + again)
-            proof = self._proof("tuned", self.model.config(choice), choice.psnr, untouched)
             best = self._better(best, proof)
-            following = self._corrected(choice, proof)
-            if following is None or attempt + 1 == PROOFS:
-                break
-            choice = following
-        rival = self._rival(best)
-        if rival is not None:
-            self.say(f"proving {rival.name}", len(self.held_out) + (RETIMED if untouched else len(self.held_out)))
-            config = fitted(rival.config, find_denoisers(self.runs.pipe))
-            best = self._better(best, self._proof(rival.name, config, None, untouched))
         return best if best is not None and best.point.times >= WORTH else None
 
     def _rival(self, best: Proof | None) -> Point | None:
         """Return a preset, or what the pipeline was patched with, that by the images of the search betters a proof."""
         rival: Point | None = None if best is None else best.point
+        proved = {proof.point.name for proof in self._proofs}
         for point in self.points:
-            if point.predicted is None and point.times >= WORTH and self._keeps(point):
+            if point.predicted is None and point.name not in proved and point.times >= WORTH and self._keeps(point):
                 rival = point if rival is None or self._betters(point, rival) else rival
         return None if best is not None and rival is best.point else rival
+
+    def _is_ahead(self, rival: Point, choice: Choice) -> bool:
+        """Tell whether a rival is to be proved before a choice, which is expected to be slower."""
+        return self.budget.closeness is not None and rival.times >= self._times(choice)
+
+    def _times(self, choice: Choice) -> float:
+        """Return how many times as fast as untouched a choice is expected to be."""
+        return self.seconds / (self.seconds - self.realised * choice.saved)
 
     def _proof(self, name: str, config: PatchConfig, predicted: float | None, untouched: list[Drawn]) -> Proof:
         """Draw the held-out images; the untouched ones in turn with the others, the first time."""
         first = not untouched
+        self.say(f"proving {name}", len(self.held_out) + (len(self.held_out) if first else RETIMED))
         tuned, speed = [], []
         for number, sample in enumerate(self.held_out):
             if first or number < RETIMED:

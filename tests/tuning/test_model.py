@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import defaultdict
 
+import numpy as np
 import pytest
 
 from elfatt_sd.phases import Phase
 from elfatt_sd.tuning.candidates import EXACTLY, Candidate, candidates
 from elfatt_sd.tuning.model import Model
-from elfatt_sd.tuning.probe import REUSED, LayerFigures, stretches_of
+from elfatt_sd.tuning.probe import REUSED, LayerFigures, Stretch, stretches_of
 from elfatt_sd.tuning.records import figures_from, figures_to
 
 BASES = [Phase(1.0, "sampled", keys=keys) for keys in (32, 128)]
@@ -19,7 +21,7 @@ STRETCHES = stretches_of(8, 2)
 
 
 def figures(seconds: float = 1.0, error: float = 1.0) -> LayerFigures:
-    own = LayerFigures(list(BASES), seconds=[seconds], calls=6)
+    own = LayerFigures(list(BASES), fresh={0, 1}, seconds=[seconds], calls=6)
     for number, (ratio, squared) in enumerate(((0.2, 0.04), (0.5, 0.01))):
         own.ratios[number] = [ratio]
         for stretch in (0, 1):
@@ -44,13 +46,36 @@ def model() -> Model:
 def test_time_and_error_of_a_candidate(model: Model) -> None:
     alone, shared = Candidate(BASES[0], 0), Candidate(Phase(1.0, "sampled", keys=32, residual_steps=4), 0)
     reused = Candidate(Phase(1.0, "reuse", residual_steps=2), REUSED)
-    assert model.seconds("a", EXACTLY) == 1.0
-    assert model.seconds("a", alone) == 0.2
-    assert model.seconds("a", shared) == pytest.approx(0.2 + 0.25), "one step of four computes both"
-    assert model.seconds("a", reused) == 0.5
+    assert model.seconds("a", 0, EXACTLY) == 1.0
+    assert model.seconds("a", 0, alone) == 0.2
+    assert model.seconds("a", 0, shared) == pytest.approx(0.2 + 0.25), "one step of four computes both"
+    assert model.seconds("a", 0, reused) == 0.5
     assert model.error("a", 0, alone) == 0.04
-    assert model.error("a", 0, shared) == pytest.approx((0 + 0.004 + 0.006 + 0.008) / 4), "interpolated in between"
     assert model.error("a", 0, reused) == pytest.approx(0.01)
+    alone_too, in_common = 0.004 + 0.006 + 0.008, 0.006 + 0.01 + 0.006  # of two steps: a + b - c, with c between them
+    assert model.error("a", 0, shared) == pytest.approx((alone_too + in_common) / 4)
+
+
+def test_errors_that_are_not_drawn_anew_add_up() -> None:
+    """The squared norm of a sum of vectors, of which lengths and distances are known."""
+    path = np.cumsum(np.random.default_rng(0).normal(size=(4, 50)), axis=0)  # a step's error, and how it wanders off
+    own = LayerFigures(list(BASES[:1]), seconds=[1.0], ratios=defaultdict(list, {0: [0.2]}))
+    own.plain[0, 0] = [float((path**2).sum(1).mean())]
+    for since in (1, 2, 3):
+        own.shared[0, 0, since] = [float(((path[since:] - path[:-since]) ** 2).sum(1).mean())]
+    model, candidate = Model({"a": own}, stretches_of(4, 1)), Candidate(BASES[0], 0)
+    own.shared[0, 0, 2] = []  # it is interpolated
+    assert model.error("a", 0, candidate) == pytest.approx(float((path.sum(0) ** 2).sum()) / 4, rel=0.1)
+    own.fresh.add(0)
+    assert model.error("a", 0, candidate) == own.plain[0, 0][0]
+
+
+def test_a_difference_is_measured_where_a_stretch_begins_and_at_multiples() -> None:
+    assert Stretch(0, 7).groups(4) == [4, 4]
+    assert Stretch(24, 25).groups(4) == [2]
+    assert Stretch(5, 9).groups(4) == [3, 2], "a stretch that begins elsewhere measures more often"
+    assert Stretch(4, 11).groups(8) == [4, 4]
+    assert Stretch(2, 4).groups(1) == [1, 1, 1]
 
 
 def calibrated(*images: tuple[float, float]) -> Model:

@@ -67,9 +67,19 @@ def test_compiled_models_are_probed_as_they_are(pipe: Any, folder: Path) -> None
 
 
 def test_stretches_cover_the_run() -> None:
-    assert [(each.first, each.last) for each in stretches_of(7, 3)] == [(0, 1), (2, 4), (5, 6)]
-    assert [len(each) for each in stretches_of(2, 5)] == [1, 1]
-    assert stretches_of(25, 5)[0].probed == [0, 1, 3]
+    def ends(steps: int, count: int) -> list[tuple[int, int]]:
+        return [(each.first, each.last) for each in stretches_of(steps, count)]
+
+    assert ends(26, 5) == [(0, 7), (8, 11), (12, 19), (20, 23), (24, 25)]
+    assert ends(12, 3) == [(0, 3), (4, 7), (8, 11)]
+    assert ends(3, 1) == [(0, 2)]
+    assert ends(9, 2) == [(0, 7), (8, 8)]
+    for steps in range(1, 60):
+        stretches = stretches_of(steps, max(1, min(5, steps // 4)))
+        assert [step for each in stretches for step in range(each.first, each.last + 1)] == list(range(steps))
+        assert all(each.first % 4 == 0 for each in stretches), "there, steps that share measure a difference"
+        assert stretches[-1].probed[-1] in (len(stretches[-1]) - 1, 7), "the last step is measured"
+    assert stretches_of(26, 5)[0].probed == [0, 1, 3, 7]
 
 
 def test_what_is_kept_is_bounded(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
