@@ -2,8 +2,9 @@
 
 An error of a layer changes the denoiser's output in proportion to it, and that changes the image. Errors of different
 layers and steps are nearly independent, so that their squares add up:
-`MSE = sum over stretches s of B_s * sum over layers l of W_ls * e_ls^2`. Here `e_ls` is the relative error of a layer's
-output, and `W_ls` its effect on the denoiser's output. `B_s` is measured by runs in which stretch `s` alone is
+`MSE = sum over stretches s of B_s * R_s * sum over layers l of W_ls * e_ls^2`. Here `e_ls` is the relative error of a
+layer's output, and `W_ls` its effect on the denoiser's output. `R_s` is what their sum is wrong by: it is measured in runs of
+some choices that are kept on the untouched path. `B_s` is measured by runs in which stretch `s` alone is
 approximated. What one image says of it is noisy (on the embedded pipelines by a factor of about e), so that stretches
 are told apart only as far as several images agree.
 """
@@ -82,6 +83,8 @@ class Model:
         self._stretches = stretches
         self._share = share
         self._scales: list[list[float]] = [[] for _ in stretches]  # log B_s, by stretch and image
+        self._ratios = [1.0 for _ in stretches]  # of the denoiser's error, as measured, to the sum over layers
+        self._compared = False
 
     def calibrate(self, stretch: int, mse: float, phases: Mapping[str, Candidate]) -> None:
         """Learn a stretch's part in the image from a run in which it alone is approximated.
@@ -91,9 +94,38 @@ class Model:
             mse: of that run's image; every stretch is learnt from the same images, in the same order.
             phases: what each layer did.
         """
-        effect = sum(self._effect(name, stretch) * self.error(name, stretch, each) for name, each in phases.items())
+        effect = self._ratios[stretch] * self._denoiser_error(stretch, phases)
         if effect > 0:
             self._scales[stretch].append(math.log(max(mse, _LEAST_MSE) / effect))
+
+    def compare(self, choice: Choice, errors: Sequence[float]) -> None:
+        """Learn by which factor the denoiser's error in each stretch differs from the sum over layers.
+
+        Later choices are trusted as much as all earlier ones together: the sum is wrong by another factor for each.
+
+        Args:
+            choice: what each layer did.
+            errors: squared relative errors of the denoiser's output, by step.
+        """
+        for number, steps in enumerate(self._stretches):
+            phases = {layer: option.candidate for (layer, own), option in choice.options.items() if own == number}
+            expected = self._denoiser_error(number, phases)
+            measured = statistics.fmean(errors[steps.first : steps.last + 1])
+            if expected > 0 and measured > 0:
+                ratio = measured / expected
+                self._ratios[number] = math.sqrt(self._ratios[number] * ratio) if self._compared else ratio
+        self._compared = True
+
+    def _denoiser_error(self, stretch: int, phases: Mapping[str, Candidate]) -> float:
+        """Return the squared relative error of the denoiser's output, as the sum over layers."""
+        return sum(self._effect(name, stretch) * self.error(name, stretch, each) for name, each in phases.items())
+
+    def everywhere(self) -> Choice:
+        """Return the choice of which each stretch alone is run: `reference` in all of them."""
+        numbers = range(len(self._stretches))
+        return _choice(
+            {(layer, each): Option(own, 0.0, 0.0) for each in numbers for layer, own in self.reference(each).items()}
+        )
 
     @property
     def scale(self) -> list[float]:
@@ -127,9 +159,9 @@ class Model:
             return 0.0
         plain = functools.partial(own.error, stretch, base)
         if shared > 1:  # a step that measures has no error, and is what the others are corrected by
-            return sum(_summed([plain(since) for since in range(1, size)], plain) for size in steps.groups(shared)) / len(
-                steps
-            )
+            return sum(
+                _summed([plain(since) for since in range(1, size)], plain) for size in steps.groups(shared)
+            ) / len(steps)
         return plain() if base in own.fresh else _summed([plain()] * len(steps), plain) / len(steps)
 
     def _effect(self, layer: str, stretch: int) -> float:
@@ -159,7 +191,7 @@ class Model:
         """
         own, steps = self._figures[layer], len(self._stretches[stretch])
         exact = self.seconds(layer, stretch, EXACTLY)
-        weight = self.scale[stretch] * self._effect(layer, stretch)
+        weight = self.scale[stretch] * self._ratios[stretch] * self._effect(layer, stretch)
         found = []
         for each in candidates(own.bases, steps, share=self._share):
             saved = (exact - self.seconds(layer, stretch, each)) * steps * calls

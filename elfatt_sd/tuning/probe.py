@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,10 +123,11 @@ class Probe:
     Args:
         pipe: a pipeline without a patch.
         stretches: of the run.
-        effects_of: numbers of the stretches in which the effect of each layer on the denoiser's output is measured.
+        effects: calls of the denoiser at most that measure the effect of each layer on its output; each takes one a layer
+            and a stretch.
     """
 
-    def __init__(self, pipe: Any, stretches: list[Stretch], *, effects_of: Collection[int] = ()) -> None:
+    def __init__(self, pipe: Any, stretches: list[Stretch], *, effects: int = 0) -> None:
         self._denoisers = find_denoisers(pipe)
         chosen = choose_layers(self._denoisers, _PLACEHOLDER)
         schedule = Schedule(SchedulerFinder(pipe), False)
@@ -135,7 +136,8 @@ class Probe:
             for name, denoiser in self._denoisers.items()
         }
         self._stretches = stretches
-        self._effects_of = effects_of
+        count = effects // max(1, sum(len(patch._shared.layers) for patch in self._patches.values()))
+        self._effects_of = {round(number) for number in np.linspace(0, len(stretches) - 1, min(count, len(stretches)))}
         self._undo = contextlib.ExitStack()
         self._busy = False
         self._block_inputs: dict[str, Tensor] = {}
@@ -202,7 +204,7 @@ class Probe:
         name, turn = layer.layer.name, state.calls
         figures = self.figures.setdefault(name, LayerFigures(bases(state.grid.tokens, self._denoisers)))
         figures.calls += 1
-        exact, device = _flat(output), output[0].device if isinstance(output, tuple) else output.device
+        exact, device = flat(output), output[0].device if isinstance(output, tuple) else output.device
         if place[1] == 0 or not figures.seconds:
             figures.seconds.append(timed(again, device))
         size = float(exact.square().sum()) or 1.0
@@ -237,7 +239,7 @@ class Probe:
             output = again()
         figures.ratios[number].append(watch.seconds / figures.seconds[-1])
         figures.fresh.update({number} if draws.fresh else ())
-        approximated = _flat(output)
+        approximated = flat(output)
         error = exact - approximated
         squared = float(error.square().sum()) / size
         if not math.isfinite(squared):
@@ -271,7 +273,7 @@ class Probe:
         place = None if call is None else self._place(call.step)
         if call is None or place is None or place[1] != 0 or place[0] not in self._effects_of:
             return
-        exact = _flat(output)
+        exact = flat(output)
         size = float(exact.square().sum()) or 1.0
         for state in call.states.values():
             errors = self._latest.get(state.layer.name)
@@ -282,7 +284,7 @@ class Probe:
             call.restart()
             with _loses(figures, number):
                 state.begin(figures.bases[number], self._stretches[place[0]].first, exact.device)
-                effect = float((_flat(again()) - exact).square().sum()) / size
+                effect = float((flat(again()) - exact).square().sum()) / size
                 if errors[number] > 0 and math.isfinite(effect):
                     figures.effects[place[0]].append(effect / errors[number])
             state.begin(EXACT, call.step, exact.device)
@@ -312,13 +314,13 @@ def _loses(figures: LayerFigures, number: int) -> Iterator[None]:
         figures.lost.add(number)
 
 
-def _flat(output: Any) -> Tensor:
+def flat(output: Any) -> Tensor:
     """Return what a layer or a denoiser gave as one float32 tensor without shape."""
     if isinstance(output, Tensor):
         return output.detach().float().flatten()
     if isinstance(output, tuple | list):
-        return torch.cat([_flat(each) for each in output if each is not None])
-    return _flat(output.sample)
+        return torch.cat([flat(each) for each in output if each is not None])
+    return flat(output.sample)
 
 
 def stretches_of(steps: int, count: int) -> list[Stretch]:

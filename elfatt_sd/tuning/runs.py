@@ -133,8 +133,20 @@ class Runs:
         Its seconds say nothing where the image was recorded.
         """
         playback = self._playbacks.get(sample)
-        with contextlib.nullcontext() if playback is None else playback.playing(step):
+        with _eager(), contextlib.nullcontext() if playback is None else playback.playing(step):
             return self.draw(sample, config)
+
+    def errors(self, sample: Sample, config: PatchConfig) -> list[float] | None:
+        """Return the squared relative errors of the denoiser's output with a patch, by step of an untouched run.
+
+        None where the sample was not recorded.
+        """
+        playback = self._playbacks.get(sample)
+        if playback is None:
+            return None
+        with _eager(), playback.comparing() as errors:
+            self.draw(sample, config)
+        return playback.by_step(errors)
 
     def draw_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> Drawn:
         """Draw one image with whatever is in the pipeline.
@@ -162,6 +174,11 @@ class Runs:
     def threads(self) -> int:
         """Threads that a CPU computes with."""
         return torch.get_num_threads()
+
+
+def _eager() -> contextlib.AbstractContextManager[None]:
+    """Compile nothing for a run whose time does not matter."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import math
 import statistics
 import warnings
@@ -34,7 +36,8 @@ NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
 RETIMED = 2  # held-out images of which the untouched one is drawn again to time a corrected choice
 WORTH = 1.03  # times as fast, below which a pipeline is left alone
-_EFFECTS = 3  # stretches in which the effect of a layer on the denoiser's output is measured
+_EFFECTS = 2  # untouched images that the effects of layers on the denoiser's output may cost
+_COMPARED = 2  # choices whose errors are measured on the untouched path, before one is run
 
 Say = Callable[[str, int], None]
 
@@ -112,6 +115,7 @@ class Search:
         figures = self.store.known("layers", self._probe, figures_from)
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
         self.layer_calls = {name: own.calls / self._probed for name, own in figures.items()}
+        self._compare(self.model.everywhere())
         for number in range(len(self.stretches)):
             images = min(CALIBRATED, len(self.samples))
             self.say(f"measuring stretch {number + 1} of {len(self.stretches)}", images)
@@ -127,12 +131,20 @@ class Search:
         return sum(len(stretch.probed) for stretch in self.stretches)
 
     def _probe(self) -> Any:
-        count = len(self.stretches)
-        effects = sorted({round(index * (count - 1) / max(1, _EFFECTS - 1)) for index in range(_EFFECTS)})
-        with Probe(self.runs.pipe, self.stretches, effects_of=effects) as probe, warnings.catch_warnings():
+        with Probe(self.runs.pipe, self.stretches, effects=_EFFECTS * self.calls) as probe, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.runs.draw_as_is(self.samples[0])
         return figures_to(probe.figures)
+
+    def _compare(self, choice: Choice) -> None:
+        """See what error a choice really gives the denoiser's output."""
+        self.say("measuring a choice", 1)
+        config = self.model.config(choice)
+        name = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
+        measure = functools.partial(self.runs.errors, self.samples[0], config)
+        errors = self.store.known(f"choice-{name}", measure, lambda known: known)
+        if errors is not None:
+            self.model.compare(choice, errors)
 
     def _alone(self, number: int, image: int) -> float:
         """Return the mean squared error of an image in which one stretch alone is approximated."""
@@ -144,6 +156,10 @@ class Search:
         """Return the fastest choice that keeps to the budget by runs of the search's images; untouched if none does."""
         tried: dict[float, Point] = {}  # by predicted PSNR
         choice = self._start()
+        for _ in range(_COMPARED):
+            self._compare(choice)
+            self.curve = self.model.curve(self.layer_calls)
+            choice = self._start()
         while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.say(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
             tried[choice.psnr] = point = self.run(choice, self.samples, self.untouched)

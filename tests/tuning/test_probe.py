@@ -22,7 +22,7 @@ from elfatt_sd.tuning.probe import REUSED, Probe, stretches_of
 def test_a_probed_run_is_untouched(family: str) -> None:
     pipe, run = getattr(tiny_joint, family)()
     untouched = run()
-    with Probe(pipe, stretches_of(3, 1), effects_of=[0]) as probe:
+    with Probe(pipe, stretches_of(3, 1), effects=100) as probe:
         assert torch.equal(run(), untouched)
     assert torch.equal(run(), untouched), "nothing is left behind"
     assert set(probe.figures) <= {layer.name for layer in find_layers(main_denoiser(pipe))}
