@@ -53,13 +53,9 @@ Methods = Annotated[
     typer.Option(
         "--method",
         help=f"One of {', '.join((*METHODS, *PEERS, *ALONE))}; with settings as in "
-        "elfatt-fast:block_size=512,levels=2; several times, or all presets and their variations.",
+        "elfatt-fast:block_size=512,levels=2; several times, or the benchmark's own set.",
     ),
 ]
-COMPARED = (
-    f"One of {', '.join((*METHODS, *ALONE))}; with settings as in cell_spread:cell=256,block_size=1024; several "
-    "times, or a set of attentions, each in all steps."
-)
 Model = Annotated[str, typer.Option(help="sd15 or sdxl (random weights), toy, a directory, a hub id or a file.")]
 Ratio = Annotated[float | None, typer.Option(help="Fraction of the tokens that are merged, for all that merge.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
@@ -81,10 +77,7 @@ MemoryBatch = Annotated[
     ),
 ]
 Seconds = Annotated[float, typer.Option(help="Start no further round past this time, for each size.")]
-RecordAt = Annotated[
-    list[int] | None,
-    typer.Option(help="Index of a call of the denoiser to compare in; several times, or five of the run."),
-]
+RecordAt = Annotated[list[int] | None, typer.Option(help="Index of a call to compare in; several times, or five.")]
 Steps = Annotated[int, typer.Option(help="Denoising steps.")]
 SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
     "out": optional(
@@ -264,7 +257,7 @@ def host(
 def orders(
     session: Any,
     model: Annotated[str, typer.Option(help="toy, toy-dit, a directory, a hub id or a file.")] = "toy",
-    methods: Annotated[list[str] | None, typer.Option("--method", help=COMPARED)] = None,
+    methods: Methods = None,
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="May be given several times.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps; the model's own if not given.")] = None,
     record_at: RecordAt = None,
@@ -285,14 +278,14 @@ def orders(
     chosen = None if size is None else read_size(size)
     _check(model, variant, device, dtype, [] if chosen is None else [chosen], len(prompts or ()) or 2)
     if record_at and every_step:
-        raise ElfattError("--record-at is not accepted with --every-step; leave one of them out.")
-    steps = steps or (EMBEDDED[model].steps if model in EMBEDDED else None)
-    most = 2 * (steps or 1000)  # some schedulers take two calls for a step
-    if not all(0 <= call < most for call in record_at or ()):
+        raise ElfattError("--record-at is not accepted with --every-step; leave one out.")
+    most = steps or (EMBEDDED[model].steps if model in EMBEDDED else 1000)
+    if not all(0 <= call < 2 * most for call in record_at or ()):  # some schedulers take two calls for a step
         raise ElfattError(f"record_at={record_at} is not accepted; give indices of the run's calls.")
     options = {"model": model, "device": device, "dtype": dtype, "seed": seed, "draws": draws}
-    options |= {"guidance": guidance, "steps": steps, "every_step": every_step, "methods": methods}
-    _run("orders", session, **options, **_given(prompts=prompts, variant=variant, record_at=record_at, size=chosen))
+    options |= {"guidance": guidance, "every_step": every_step, "methods": methods}
+    options |= _given(prompts=prompts, variant=variant, record_at=record_at, size=chosen, steps=steps)
+    _run("orders", session, **options)
 
 
 @app.command()

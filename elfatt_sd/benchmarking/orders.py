@@ -119,19 +119,20 @@ def _compare(
 ) -> None:
     """Compare what is not known yet, and keep it step by step."""
     done = {(row["method"], row["step"]) for row in record.results["rows"]}
-    if calls is not None and done >= {*itertools.product(configs, calls)}:
+    left = [call for call in calls or range(steps) if not done >= {*itertools.product(configs, [call])}]
+    if calls and not left:
         return
-    total, compared = len(calls or range(steps)), itertools.count(1)
+    compared = itertools.count(1)
 
     def keep(step: int, rows: list[Row]) -> None:
         for method in configs:
             record.keep_errors(method, [row for row in rows if row["method"] == method])
-        record.tell(f"step {step}", next(compared), total)
+        record.tell(f"step {step}", next(compared), len(left))
 
     def wanted(method: str, step: int) -> bool:
         return (calls is None or step in calls) and (method, step) not in done
 
-    record.tell("untouched", 0, total)
+    record.tell("untouched", 0, len(left))
     measure_errors(pipe, configs, run, keep, wanted=wanted, draws=draws)
     if missing := [call for call in calls or () if not any(row["step"] == call for row in record.results["rows"])]:
         count = len(pipe.scheduler.timesteps)

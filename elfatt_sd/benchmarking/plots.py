@@ -12,7 +12,7 @@ from typing import Any
 
 from elfatt_sd.benchmarking.names import is_reference
 from elfatt_sd.benchmarking.rows import Results, own_part
-from elfatt_sd.benchmarking.tables import groups, markdown, methods_of
+from elfatt_sd.benchmarking.tables import groups, markdown, mean_error, methods_of
 from elfatt_sd.evaluation.report.plots import drawing
 from elfatt_sd.files import atomic_file, write_file
 from elfatt_sd.optional import need
@@ -26,7 +26,7 @@ def plot(results: Results) -> Any:
     need("a plot", "matplotlib")
     if results["kind"] == "orders" and len(methods_of(results["rows"])) <= MOST_MAPS:
         with drawing():
-            return _maps(results["rows"], f"Errors of attentions in {results['settings']['model']}")
+            return _maps(results["rows"], f"What attentions lose, by layer and step: {results['settings']['model']}")
     figure, settings = _figure(results), results["settings"]
     what = settings.get("model") or results["kind"].replace("_", " ")
     about = filter(None, [what, settings.get("dtype"), results["machine"]["device"]])
@@ -191,46 +191,58 @@ def _draw_errors(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _maps(rows: Sequence[Mapping[str, Any]], title: str) -> Any:
     """Draw the errors of each method as a map of layers and steps, all in the same colours."""
-    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, PercentFormatter
 
     methods, layers = methods_of(rows), list(dict.fromkeys(row["layer"] for row in rows))
     columns = min(3, len(methods))
     lines = math.ceil(len(methods) / columns)
-    figure = Figure(figsize=(1.3 + 2.7 * columns, 1.2 + lines * (1.3 + 0.16 * len(layers))), layout="constrained")
+    height = 1.3 + 0.16 * min(len(layers), 24)
+    figure = Figure(figsize=(1.3 + 2.7 * columns, 1.2 + lines * height), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
-    errors = [row["error"] for row in rows if row["error"] > 0] or [1.0]
-    norm = LogNorm(max(min(errors), max(errors) / 100), max(errors))
+    colours = _colours_of(rows)
     for axes, method in zip(panels.flatten(), methods, strict=False):
-        image = _draw_map(axes, rows, method, layers, norm)
+        _draw_map(axes, [row for row in rows if row["method"] == method], layers, colours)
     for axes in panels.flatten()[len(methods) :]:
         axes.set_visible(False)
-    bar = figure.colorbar(image, ax=panels, ticks=LogLocator(subs=(1, 2, 5)), format=PercentFormatter(1, decimals=0))
-    bar.ax.minorticks_off()
-    bar.ax.tick_params(labelsize=_LARGE)
-    bar.set_label("relative error", fontsize=_LARGE)
+    bar = figure.colorbar(colours, ax=panels, label="relative error", format="{x:g}")
+    _mark_colours(bar)
     figure.suptitle(title, fontsize=_LARGE, fontweight="bold")
     figure.supxlabel("denoising step, from 0", fontsize=_LARGE)
     figure.supylabel("layer, from the first", fontsize=_LARGE)
     return figure
 
 
-def _draw_map(axes: Any, rows: Sequence[Mapping[str, Any]], method: str, layers: Sequence[str], norm: Any) -> Any:
+def _colours_of(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the colours of errors: two powers of ten below the greatest at most."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+
+    errors = [row["error"] for row in rows if row["error"] > 0] or [1.0]
+    return ScalarMappable(LogNorm(max(min(errors), max(errors) / 100), max(errors)), "OrRd")
+
+
+def _mark_colours(bar: Any) -> None:
+    """Write what the colours stand for in large letters."""
+    from matplotlib.ticker import LogLocator
+
+    bar.locator = LogLocator(subs=(1, 2, 5))
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(labelsize=_LARGE)
+    bar.ax.yaxis.label.set_size(_LARGE)
+
+
+def _draw_map(axes: Any, rows: Sequence[Mapping[str, Any]], layers: Sequence[str], colours: Any) -> None:
     """Draw one method's errors; what is exact, or was not compared, is grey."""
     steps = sorted({row["step"] for row in rows})
-    own = {(row["layer"], row["step"]): row["error"] for row in rows if row["method"] == method}
+    own = {(row["layer"], row["step"]): row["error"] for row in rows}
     shown = [[own.get((layer, step)) or math.nan for step in steps] for layer in layers]
+    axes.imshow(shown, cmap=colours.cmap, norm=colours.norm, aspect="auto")
     axes.set_facecolor("0.85")
     axes.grid(False)
-    axes.set_title(
-        f"{textwrap.fill(method, 24)}\nmean {_mean(row for row in rows if row['method'] == method):.1%}",
-        fontsize=_LARGE,
-    )
+    axes.set_title(f"{textwrap.fill(rows[0]['method'], 28)}\nmean {mean_error(rows)}", fontsize=_LARGE)
     every, each = math.ceil(len(steps) / 6), math.ceil(len(layers) / 8)
     axes.set_xticks(range(0, len(steps), every), steps[::every], fontsize=_LARGE)
     axes.set_yticks(range(0, len(layers), each), range(1, len(layers) + 1, each), fontsize=_LARGE)
-    return axes.imshow(shown, cmap="OrRd", norm=norm, aspect="auto")
 
 
 def _draw_means(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
