@@ -127,7 +127,8 @@ def _compare(
     def keep(step: int, rows: list[Row]) -> None:
         for method in configs:
             record.keep_errors(method, [row for row in rows if row["method"] == method])
-        record.tell(f"step {step}", next(compared), len(left))
+        count = next(compared)
+        record.tell(f"step {step}", count, max(count, len(left)))  # some schedulers have more calls than steps
 
     def wanted(method: str, step: int) -> bool:
         return (calls is None or step in calls) and (method, step) not in done

@@ -207,7 +207,8 @@ def _maps(rows: Sequence[Mapping[str, Any]], title: str) -> Any:
     bar = figure.colorbar(colours, ax=panels, label="relative error", format="{x:g}")
     _mark_colours(bar)
     figure.suptitle(title, fontsize=_LARGE, fontweight="bold")
-    figure.supxlabel("denoising step, from 0", fontsize=_LARGE)
+    exact = "; grey: exact" * any(row["error"] == 0 for row in rows)
+    figure.supxlabel(f"denoising step, from 0{exact}", fontsize=_LARGE)
     figure.supylabel("layer, from the first", fontsize=_LARGE)
     return figure
 
@@ -232,7 +233,7 @@ def _mark_colours(bar: Any) -> None:
 
 
 def _draw_map(axes: Any, rows: Sequence[Mapping[str, Any]], layers: Sequence[str], colours: Any) -> None:
-    """Draw one method's errors; what is exact, or was not compared, is grey."""
+    """Draw one method's errors; what is exact is grey."""
     steps = sorted({row["step"] for row in rows})
     own = {(row["layer"], row["step"]): row["error"] for row in rows}
     shown = [[own.get((layer, step)) or math.nan for step in steps] for layer in layers]
