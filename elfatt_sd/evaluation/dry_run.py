@@ -186,7 +186,7 @@ def obstacles(run: Run, reuse: Sequence[Path] = (), *, force: bool = False) -> l
     Args:
         run: which one.
         reuse: folders of other runs.
-        force: what is estimated not to fit into memory is no obstacle.
+        force: leave out what is estimated not to fit into memory.
     """
     from elfatt_sd.evaluation.metrics.scores import OF_FEATURES, check_feature_metrics, load_metrics
     from elfatt_sd.evaluation.reference import Wanted
