@@ -14,9 +14,10 @@ import typer
 from elfatt_sd.cli_options import Force
 from elfatt_sd.config import ElfattError
 from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, one_line, optional, output, quiet_libraries
+from elfatt_sd.evaluation.fits import check_batches_fit
 from elfatt_sd.evaluation.prompt_files import read_prompts
 from elfatt_sd.evaluation.protocol_files import load_protocol
-from elfatt_sd.evaluation.protocols import Protocol, check_packages, check_protocol_fits
+from elfatt_sd.evaluation.protocols import Protocol, check_packages
 from elfatt_sd.evaluation.run import Run, RunFailure
 from elfatt_sd.evaluation.sources import check_exists
 from elfatt_sd.files import check_writable
@@ -109,7 +110,7 @@ def run_command(
     quiet_libraries()
     run = Run(out, protocol)
     if dry_run:
-        _print_estimate(run, reuse or ())
+        _print_estimate(run, reuse or (), force)
         return
     failed = evaluate(run, _reporter(quiet), reuse=others, show_progress=not quiet, force=force)
     if is_first():
@@ -229,10 +230,10 @@ def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
         raise ElfattError(f"inception_weights={weights!r} is not a file; give the one that Inception's weights are in.")
     check_steps(protocol.model, protocol.steps)
     if not force:
-        check_protocol_fits(protocol)
+        check_batches_fit(protocol)
 
 
-def _print_estimate(run: Run, reuse: Sequence[Path]) -> None:
+def _print_estimate(run: Run, reuse: Sequence[Path], force: bool) -> None:
     """Print what a run would do and take, and every obstacle.
 
     Raises:
@@ -248,7 +249,7 @@ def _print_estimate(run: Run, reuse: Sequence[Path]) -> None:
         table.add_row(cell.name, one_line(cell.label), cell.role, one_line(settings))
     console = output()
     console.print(table)
-    found = obstacles(run, reuse)
+    found = obstacles(run, reuse, force=force)
     try:
         console.print(
             f"{count_images(run)} images, {len(run.prompts)} a row, about {disk_gib(run):.2g} GiB of disk "

@@ -13,12 +13,13 @@ import torch
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.first_steps import kept_calls
-from elfatt_sd.evaluation.images import check_batch_fits, image_seed, load_protocol_pipeline, row_patch
+from elfatt_sd.evaluation.fits import check_batches_fit, misfits
+from elfatt_sd.evaluation.images import image_seed, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import WARMUP_STEPS, timed_call
 from elfatt_sd.evaluation.memory import program_of
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.processes import process_state
-from elfatt_sd.evaluation.protocols import Cell, Protocol, check_protocol_fits
+from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.results import STAGE_FILES
 from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, TIME_FILE, Row, Run, RunFailure
@@ -161,10 +162,10 @@ def probe_seconds(protocol: Protocol) -> float:
     """
     from elfatt_sd.evaluation.prompts import run_prompts
 
-    check_protocol_fits(protocol)
+    short = dataclasses.replace(protocol, steps=_PROBE_STEPS, time=None, memory=None)
+    check_batches_fit(short)
     pipe = load_protocol_pipeline(protocol)
-    check_batch_fits(pipe, protocol)
-    short = dataclasses.replace(protocol, steps=_PROBE_STEPS)
+    check_batches_fit(short, pipe)
     prompts = [prompt.text for prompt in run_prompts(protocol)[: protocol.batch]]
     seeds = [image_seed(protocol, protocol.baseline, index) for index in range(len(prompts))]
     timed_call(pipe, short, protocol.baseline, prompts, seeds)
@@ -179,12 +180,13 @@ def probe_seconds(protocol: Protocol) -> float:
     return seconds["unet"] * steps / probed + rest
 
 
-def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
+def obstacles(run: Run, reuse: Sequence[Path] = (), *, force: bool = False) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row.
 
     Args:
         run: which one.
         reuse: folders of other runs.
+        force: leave out what is estimated not to fit into memory.
     """
     from elfatt_sd.evaluation.metrics.scores import OF_FEATURES, check_feature_metrics, load_metrics
     from elfatt_sd.evaluation.reference import Wanted
@@ -218,7 +220,7 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
         lambda: _check_disk(run),
     ]
     found = [reason for check in checks if (reason := _reason_against(check))]
-    return list(dict.fromkeys([*found, *_obstacles_of_rows(runnable)]))
+    return list(dict.fromkeys([*found, *_obstacles_of_rows(runnable, force)]))
 
 
 def _reason_against(check: Callable[[], Any]) -> str:
@@ -237,17 +239,16 @@ def _check_disk(run: Run) -> None:
         )
 
 
-def _obstacles_of_rows(protocol: Protocol) -> list[str]:
+def _obstacles_of_rows(protocol: Protocol, force: bool) -> list[str]:
     """Load the pipeline and patch it with each row's method."""
     loaded: list[Any] = []
-    missing = _reason_against(lambda: check_protocol_fits(protocol)) or _reason_against(
-        lambda: loaded.append(load_protocol_pipeline(protocol))
-    )
-    if missing:
+    if not force and (beyond := misfits(protocol)):
+        return beyond
+    if missing := _reason_against(lambda: loaded.append(load_protocol_pipeline(protocol))):
         return [missing]
     (pipe,) = loaded
-    if beyond := _reason_against(lambda: check_batch_fits(pipe, protocol)):
-        return [beyond]
+    if not force and (beyond := misfits(protocol, pipe)):
+        return beyond
 
     def patch(cell: Cell) -> None:
         with row_patch(pipe, cell):

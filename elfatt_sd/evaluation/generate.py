@@ -25,8 +25,8 @@ from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.evaluation.cost import write_cost
 from elfatt_sd.evaluation.environment import same_images
 from elfatt_sd.evaluation.first_steps import first_steps, kept_calls
+from elfatt_sd.evaluation.fits import check_batches_fit
 from elfatt_sd.evaluation.images import (
-    check_batch_fits,
     check_images,
     load_protocol_pipeline,
     make_images,
@@ -76,7 +76,7 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True,
     device = str(state.device) if state.num_processes > 1 and run.protocol.device == "auto" else None
     pipe = load_protocol_pipeline(run.protocol, device)
     if not force:
-        check_batch_fits(pipe, run.protocol)
+        check_batches_fit(run.protocol, pipe)
     environment = image_environment(run.protocol, pipe)
     _check_processes(environment, [row.cell for row in _pending(run)])
     run.check_environment(environment)

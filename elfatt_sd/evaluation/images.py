@@ -17,8 +17,7 @@ from torch import Tensor
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
-from elfatt_sd.planning import input_grid
-from elfatt_sd.running import check_steps, dimensions_of, exact_size, guidance_options, rows_of, taken
+from elfatt_sd.running import check_steps, exact_size, guidance_options, taken
 
 
 class BadImage(ElfattError):
@@ -165,24 +164,6 @@ def make_images(pipe: Any, protocol: Protocol, prompts: Sequence[str], seeds: Se
     if made != protocol.frames:
         raise ElfattError(f"frames={protocol.frames} is not accepted; {type(pipe).__name__} makes {made}.")
     return images[:, 0] if clips and made == 1 else images
-
-
-def check_batch_fits(pipe: Any, protocol: Protocol) -> None:
-    """Refuse a batch that is estimated not to fit into the memory of a pipeline's device; warn where it is near.
-
-    Raises:
-        ElfattError: it is refused, or the model cannot draw its size.
-    """
-    from elfatt_sd.budget import check_fits
-
-    dimensions_of(pipe).check(protocol.height, protocol.width)
-    if makes_clips(pipe):
-        input_grid(pipe, protocol.height, protocol.width, protocol.frames)
-    elif protocol.frames > 1:
-        raise ElfattError(f"frames={protocol.frames} is not accepted; {type(pipe).__name__} makes images, of 1 frame.")
-    rows = rows_of(pipe, protocol.guidance)
-    work = {"steps": protocol.steps, "images": 0, "frames": protocol.frames}  # a dry run tells the time
-    check_fits(pipe, protocol.height, protocol.width, **work, rows=rows, batch=protocol.batch)
 
 
 def to_uint8(images: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from elfatt_sd.evaluation.prompt_files import PromptFile
 from elfatt_sd.files import is_plain_name, one_folder, sha256_of_data
 from elfatt_sd.optional import REPORT, need
 from elfatt_sd.peers import PEERS, check_settings, packages_of
-from elfatt_sd.preflight import check_sizes_fit
 from elfatt_sd.presets import known_method
 from elfatt_sd.settings import setting_names
 from elfatt_sd.typed import checked, known_keys, refused
@@ -355,16 +354,6 @@ def check_packages(protocol: Protocol) -> None:
         ElfattError: one of them is not.
     """
     need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers))
-
-
-def check_protocol_fits(protocol: Protocol) -> None:
-    """Refuse a batch that the CPU's memory cannot hold, as far as a directory tells.
-
-    Raises:
-        ElfattError: it is refused.
-    """
-    sizes, rows = [(protocol.height, protocol.width)], 1 + (protocol.guidance > 1)
-    check_sizes_fit(protocol.model, protocol.device, protocol.dtype, sizes, rows * protocol.batch, protocol.batch)
 
 
 def _check_published(published: Mapping[str, Any]) -> None:

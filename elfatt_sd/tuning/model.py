@@ -3,8 +3,8 @@
 An error of a layer changes the denoiser's output in proportion to it, and that changes the image. Errors of different
 layers and steps are nearly independent, so that their squares add up:
 `MSE = sum over stretches s of B_s * R_s * sum over layers l of W_ls * e_ls^2`. Here `e_ls` is the relative error of a
-layer's output, and `W_ls` its effect on the denoiser's output. `R_s` is what their sum is wrong by: it is measured in runs of
-some choices that are kept on the untouched path. `B_s` is measured by runs in which stretch `s` alone is
+layer's output, and `W_ls` its effect on the denoiser's output. `R_s` is what their sum is wrong by: it is measured with
+some choices, in runs that are kept on the untouched path. `B_s` is measured by runs in which stretch `s` alone is
 approximated. What one image says of it is noisy (on the embedded pipelines by a factor of about e), so that stretches
 are told apart only as far as several images agree.
 """
@@ -150,8 +150,8 @@ class Model:
     def error(self, layer: str, stretch: int, candidate: Candidate) -> float:
         """Return what an approximation adds in a stretch, by step: the squared norm of the sum of its errors.
 
-        Errors of fresh draws are independent, so that their squares add up. Otherwise two steps have much of an error in
-        common: `2 <E_i, E_j> = |E_i|^2 + |E_j|^2 - |E_i - E_j|^2`, whose last term was measured.
+        Errors of fresh draws are independent, so that their squares add up. Otherwise two steps have much of an error
+        in common: `2 <E_i, E_j> = |E_i|^2 + |E_j|^2 - |E_i - E_j|^2`, whose last term was measured.
         """
         own, steps = self._figures[layer], self._stretches[stretch]
         shared, base = candidate.phase.residual_steps, candidate.base

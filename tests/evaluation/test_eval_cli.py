@@ -165,6 +165,19 @@ def test_wrong_use_is_one_line_and_exit_code_2(
         assert part in done.err
 
 
+@pytest.mark.parametrize("words", [("--dry-run",), ("--quiet",)], ids=["dry run", "run"])
+def test_a_batch_of_timing_that_fits_nowhere_is_refused(
+    call: Any, workplace: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+    overrides = sets([*full_overrides(workplace), "time.batch=1000000"])
+    done = call("run", protocol, "--out", tmp_path / "run", *overrides, *words)
+    assert done.code == 2
+    assert "time.batch=1000000: a batch of 1000000 at 32x32 needs about" in done.err
+    assert len(done.err.splitlines()) == 1, done.err
+    assert not (tmp_path / "run" / "cells").exists()
+
+
 def test_wrong_inception_weights_are_refused(call: Any, workplace: Path, tmp_path: Path) -> None:
     protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     weights = tmp_path / "weights.pth"

@@ -181,7 +181,13 @@ def test_a_folder_of_something_else_is_kept(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "marker", ["eval toy_full ../../x", "compare toy_full ../x/sd sd", "pareto closeness ../x", "eval toy_full /etc/x"]
+    "marker",
+    [
+        "eval toy_full ../../x",
+        "compare toy_full ../x/sd sd",
+        "pareto closeness ../x",
+        "eval toy_full /etc/x",
+    ],
 )
 def test_names_on_a_page_lead_nowhere_else(published: Path, tmp_path: Path, marker: str) -> None:
     text = f"<!-- eval toy_full -->\n<!-- end -->\n<!-- {marker} -->\n<!-- end -->\n"

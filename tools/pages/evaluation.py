@@ -4,7 +4,7 @@
 <!-- rows NAME PLOT ROW ROW -->               one plot and at most six rows of a run, in the columns that vary
 <!-- headline RUN/ROW RUN/ROW -->             a table and a plot of closeness and speed; see `draw_headline`
 <!-- compare NAME ROW OTHER ROW OTHER -->     rows image by image; see `compare_rows`
-<!-- pareto MEASURE NAME NAME -->             several runs in one plane; see `draw_pareto`
+<!-- pareto PLOT NAME NAME -->                several runs in one plane; see `draw_pareto`
 <!-- end -->
 """
 
@@ -48,7 +48,7 @@ def fill_page(text: str, folder: Path, start: Path) -> tuple[str, dict[Path, byt
         "eval": lambda name, options: _section(place_of(folder, name), options, start),
         "rows": lambda name, options: _rows(place_of(folder, name), options, start),
         "compare": lambda name, cells: _compare(name, cells, folder),
-        "pareto": lambda measure, names: _pareto(measure, names, folder, start, plots),
+        "pareto": lambda plot, names: _pareto(plot, names, folder, start, plots),
         "headline": lambda plot, cells: _headline(plot, cells, folder, start, plots),
     }
     check_markers(text, [*writers])
@@ -94,7 +94,7 @@ def _rows(folder: Path, options: Sequence[str], start: Path) -> str:
     return "\n".join([*lines, f"[All rows]({link(folder / 'table.md', start)}). {_origin(results)}", ""])
 
 
-def _pareto(measure: str, names: Sequence[str], folder: Path, start: Path, plots: dict[Path, bytes]) -> str:
+def _pareto(plot: str, names: Sequence[str], folder: Path, start: Path, plots: dict[Path, bytes]) -> str:
     from elfatt_sd.evaluation.report.plots import drawing, to_png
     from tools.pages.pareto import draw_pareto
 
@@ -102,8 +102,8 @@ def _pareto(measure: str, names: Sequence[str], folder: Path, start: Path, plots
     if not there:
         return f"{MISSING}\n"
     with drawing():
-        chart, table = draw_pareto([load_results(folder / name) for name in there], measure)
-        path = folder / f"{chart.name}.png"
+        chart, table = draw_pareto([load_results(folder / name) for name in there])
+        path = place_of(folder, plot, ".png")
         plots[path] = to_png(chart.figure)
     absent = [name for name in names if name not in there]
     said = f" Not in it yet: {', '.join(f'`{name}`' for name in absent)}." if absent else ""

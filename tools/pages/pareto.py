@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.intervals import BETTER, WORSE
 from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, legend_above
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.palette import INK, PAPER
 from elfatt_sd.evaluation.report.palette import METHODS as COLOURS
 from elfatt_sd.evaluation.report.rows import METHOD, Row
-from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Measure, Spot, draw_front, front, write_beside
-from elfatt_sd.evaluation.report.text import MISSING, TIMES, decimals_for, fixed, interval, span
+from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Spot, draw_front, front, write_beside
+from elfatt_sd.evaluation.report.text import TIMES, decimals_for, fixed, interval, span
 from elfatt_sd.evaluation.report.values import Estimate, dig, number, setting_text
 from elfatt_sd.evaluation.report.writers import md_table
 from elfatt_sd.phases import Phase
@@ -35,6 +34,7 @@ _KINDS = {
     "agents": ("v", COLOURS[4]),
     "ELFATT": ("P", COLOURS[6]),
 }
+_CLOSENESS = "PSNR to untouched, dB"
 _SPEEDS = (1, 1.25, 1.5, 2, 2.5, 3)  # marks of the upper axis
 
 
@@ -48,11 +48,6 @@ class _Entrant:
     def name(self) -> str:
         row = self.spot.row
         return f"{row.label} {row.suffix}".strip()
-
-    @property
-    def verdict(self) -> str:
-        """What the scoring said of the distance."""
-        return self.spot.row.verdict(self.run.distance or "") or MISSING
 
     @property
     def phases(self) -> list[Phase]:
@@ -78,38 +73,29 @@ class _Entrant:
         return any(phase.residual_steps > 1 for phase in self.phases)
 
 
-def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
-    """Draw a measure of every row of several runs over the UNet's time, and name some of them.
+def draw_pareto(runs: Sequence[Results]) -> tuple[Chart, str]:
+    """Draw the closeness of every row of several runs over the UNet's time, and name the rows that no other beats.
 
     Args:
-        runs: with times; the null row and rows without time or measure have no place.
-        measure: `closeness` (PSNR to the untouched images), which names the rows that no other beats, or `distance`
-            (its paired difference to untouched), which names those that are shown to differ from untouched at all.
+        runs: with times; the null row and rows without time or closeness have no place.
 
     Returns:
         The plot, and a Markdown table of the rows that it names and of the presets.
 
     Raises:
-        ElfattError: another measure, runs of different pipelines, or no row has both figures.
+        ElfattError: runs of different pipelines, or no row has both figures.
     """
     check_alike(runs)
-    up = _measures(runs).get(measure)
-    if up is None:
-        raise ElfattError(f"measure {measure!r} is not accepted; accepted: {', '.join(_measures(runs))}.")
-    entrants = _entrants(runs, up)
+    entrants = _entrants(runs)
     if not entrants:
-        raise ElfattError(f"no row of {', '.join(run.name for run in runs)} has both UNet time and {measure}.")
-    best = front([entrant.spot for entrant in entrants], low_is_better=up.low_is_better)
-    standing_out = [entrant for entrant in entrants if entrant.spot in best]
-    judged = measure == "distance"
-    if judged:  # a front of values whose intervals hold zero would be one of chance
-        best, standing_out = [], [entrant for entrant in entrants if entrant.verdict in (BETTER, WORSE)]
-    chosen = [entrant for entrant in entrants if entrant in standing_out or _is_preset(entrant.spot.row)]
+        raise ElfattError(f"no row of {', '.join(run.name for run in runs)} has both UNet time and closeness.")
+    best = front([entrant.spot for entrant in entrants], low_is_better=False)
+    chosen = [entrant for entrant in entrants if entrant.spot in best or _is_preset(entrant.spot.row)]
     chosen.sort(key=lambda entrant: entrant.spot.across)
     figure, axes = figure_and_axes(CROWDED_HEIGHT)
     for entrant in sorted(entrants, key=lambda entrant: [*_KINDS].index(entrant.kind)):  # the legend's order
-        _draw_entrant(axes, entrant, named=entrant in chosen, judged=judged)
-    _draw_axes(axes, up, judged)
+        _draw_entrant(axes, entrant, named=entrant in chosen)
+    _draw_axes(axes)
     said = draw_front(axes, best)
     legend_above(figure, axes)
     numbers = {id(entrant): str(place) for place, entrant in enumerate(chosen, 1)}
@@ -119,42 +105,35 @@ def draw_pareto(runs: Sequence[Results], measure: str) -> tuple[Chart, str]:
     ]
     write_beside(figure, axes, marks)
     points = [f"{entrant.name}: {entrant.spot.across:.2f}, {entrant.spot.up.value:.3g}" for entrant in entrants]
-    title = f"{up.title.split(' (')[0]} over UNet time"
-    last = [entrant.verdict if judged else "no" if entrant in standing_out else "yes" for entrant in chosen]
-    table = _table(chosen, up, "verdict" if judged else "beaten in both", last)
-    return Chart(f"pareto_{measure}", title, _caption(runs, entrants, said, judged), figure, points), table
+    table = _table(chosen, ["no" if entrant.spot in best else "yes" for entrant in chosen])
+    return Chart("pareto", f"{_CLOSENESS} over UNet time", _caption(runs, entrants, said), figure, points), table
 
 
-def _draw_entrant(axes: Any, entrant: _Entrant, *, named: bool, judged: bool) -> None:
-    """Draw a row's marker; its intervals where it is named, and pale ones where distances are judged by them."""
+def _draw_entrant(axes: Any, entrant: _Entrant, *, named: bool) -> None:
+    """Draw a row's marker, and its intervals where it is named."""
     (marker, colour), spot = _KINDS[entrant.kind], entrant.spot
     axes.plot(
         spot.across, spot.up.value, marker, label=entrant.kind,
         color=colour, markerfacecolor=PAPER if entrant.shared else colour, markersize=4, zorder=3,
     )  # fmt: skip
     thin: dict[str, Any] = {"color": colour, "linewidth": 0.9, "alpha": 0.6}
-    if spot.up.ends and (named or judged):
-        axes.vlines(spot.across, *spot.up.ends, **(thin if named else {**thin, "linewidth": 0.6, "alpha": 0.25}))
+    if spot.up.ends and named:
+        axes.vlines(spot.across, *spot.up.ends, **thin)
     if entrant.speed.ends and named:
         axes.hlines(spot.up.value, 1 / entrant.speed.ends[1], 1 / entrant.speed.ends[0], **thin)
 
 
-def _draw_axes(axes: Any, up: Measure, judged: bool) -> None:
-    if judged:  # some rows are a hundred times as far off as most
-        axes.set_yscale("symlog", linthresh=1)
-        axes.yaxis.set_major_formatter("{x:g}")
+def _draw_axes(axes: Any) -> None:
     axes.axvline(1, color=INK, linewidth=0.6, linestyle="--", zorder=1)
     axes.set_xlabel("UNet time, fraction of the untouched pipeline's (left is faster)")
-    axes.set_ylabel(up.title)
+    axes.set_ylabel(f"{_CLOSENESS} (up is closer)")
     times = axes.secondary_xaxis("top", functions=(_inverse, _inverse))
     times.set_xticks(_SPEEDS, [f"{speed:g}{TIMES}" for speed in _SPEEDS])
 
 
-def _caption(runs: Sequence[Results], entrants: Sequence[_Entrant], said: str, judged: bool) -> str:
+def _caption(runs: Sequence[Results], entrants: Sequence[_Entrant], said: str) -> str:
     caption = f"Every row of every run; times are ratios within a run.{said} Numbers: the rows of the table. Lines up "
     caption += "and down: 95 % interval; across: fastest and slowest round."
-    if judged:
-        caption += " Beyond 1 the axis is logarithmic." + _extrapolated(runs)
     if any(entrant.shared for entrant in entrants):
         caption += " Hollow: several steps share the difference to exact attention."
     return caption + _threads(runs)
@@ -177,28 +156,11 @@ def _threads(runs: Sequence[Results]) -> str:
     return f" Timed with different numbers of threads: {', '.join(said)}, the others with {most}."
 
 
-def _extrapolated(runs: Sequence[Results]) -> str:
-    """Say which runs have differences of infinitely many images."""
-    names = [f"`{run.name}`" for run in runs if run.distance and run.extrapolated(run.distance)]
-    if not names:
-        return ""
-    whose = "All differences" if len(names) == len(runs) else f"The differences of {', '.join(names)}"
-    return f" {whose} are extrapolated to infinitely many images."
-
-
-def _measures(runs: Sequence[Results]) -> Mapping[str, Measure]:
-    name = next((run.distance for run in runs if run.distance), "distance")
-    return {
-        "closeness": Measure("PSNR to untouched, dB (up is closer)", lambda row: row.psnr, low_is_better=False),
-        "distance": Measure(f"{name} minus untouched (down is better)", lambda row: row.difference(name)),
-    }
-
-
-def _entrants(runs: Sequence[Results], up: Measure) -> list[_Entrant]:
+def _entrants(runs: Sequence[Results]) -> list[_Entrant]:
     found: list[_Entrant] = []
     for run in runs:
         for row in run.rows:
-            speed, value = row.speedup("unet"), up.get(row)
+            speed, value = row.speedup("unet"), row.psnr
             if row.role == METHOD and speed is not None and value is not None:
                 found.append(_Entrant(run, Spot(row, 1 / speed.value, value), speed))
     return found
@@ -208,10 +170,10 @@ def _is_preset(row: Row) -> bool:
     return row.method in METHODS and not row.settings
 
 
-def _table(chosen: Sequence[_Entrant], up: Measure, title: str, last: Sequence[str]) -> str:
-    titles = ["", "row", "run", "images", "times as fast (UNet)", up.title.split(" (")[0], title]
+def _table(chosen: Sequence[_Entrant], beaten: Sequence[str]) -> str:
+    titles = ["", "row", "run", "images", "times as fast (UNet)", _CLOSENESS, "beaten in both"]
     lines = []
-    for place, (entrant, said) in enumerate(zip(chosen, last, strict=True), 1):
+    for place, (entrant, said) in enumerate(zip(chosen, beaten, strict=True), 1):
         speed, value = entrant.speed, entrant.spot.up
         decimals = decimals_for([value])  # runs of more images have narrower intervals
         lines.append(

@@ -53,8 +53,9 @@ def ablation(results: Results, palette: Palette, setting: str) -> Chart | str:
     panels[-1].set_xlabel(title)
     legend_above(figure, panels[0])
     caption = "The values of the setting, evenly spaced. Lines up and down: 95 % interval"
-    caption += f", for {results.distance} that of the paired difference to untouched" if results.distance else ""
-    if results.distance and results.extrapolated(results.distance):
+    named = results.distance if results.distance in dict(measures) else None
+    caption += f", for {named} that of the paired difference to untouched" if named else ""
+    if named and results.extrapolated(named):
         caption += " (extrapolated to infinitely many images, and added to the value of untouched)"
     if TIME_COLUMNS[results.time_part] in dict(measures):
         caption += ", for times those of the fastest and the slowest round"

@@ -47,7 +47,8 @@ def differences(results: Results, palette: Palette) -> Chart | str:
     name = results.distance or "distance"
     rows = [row for row in results.rows if row.role != BASELINE and row.difference(name) is not None]
     if not rows:
-        return "Difference to the untouched pipeline: no paired difference was measured."
+        why = "the classes are too few" if results.withheld(name) else "no paired difference was measured"
+        return f"Difference to the untouched pipeline: {why}."
     rows.sort(key=lambda row: row.role != NULL)
     figure, axes = figure_and_axes(0.9 + 0.27 * len(rows))
     decimals = decimals_for(row.difference(name) for row in rows)

@@ -139,10 +139,9 @@ class Results:
         """Tell whether paired differences in a distance are of infinitely many images."""
         return any(row.extrapolated(name) for row in self.rows)
 
-    @cached_property
-    def kernel(self) -> str | None:
-        """The kernel distance of the same features as the distance of the main table, or the first one."""
-        return next((name for name in self.distances if is_kernel(name) and name != self.distance), None)
+    def withheld(self, name: str) -> bool:
+        """Tell whether paired differences in a distance are of too few classes to be shown."""
+        return any(row.withheld(name) for row in self.rows)
 
     @cached_property
     def attributes(self) -> list[str]:

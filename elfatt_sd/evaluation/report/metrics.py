@@ -32,13 +32,6 @@ def compares(results: Results, name: str) -> bool:
     return any(dig(row.data, "metrics", name, "compares") for row in results.rows)
 
 
-def judging_metric(results: Results) -> str | None:
-    """Return the first metric with verdicts."""
-    return next(
-        (name for name in metric_names(results) if any(row.verdict(name, "metrics") for row in results.rows)), None
-    )
-
-
 def metrics_table(results: Results) -> Table | None:
     """Build the table of all metrics; None where there is none."""
     makers: list[tuple[str, Callable[[Row], Entry]]] = []

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elfatt_sd.evaluation.intervals import TOO_FEW
 from elfatt_sd.evaluation.report.values import Estimate, dig, estimate, number, numbers, shortened
 
 BASELINE, NULL, METHOD = "baseline", "null", "method"
@@ -111,8 +112,15 @@ class Row:
         Args:
             name: of the distance, attribute or metric.
             of: `distances`, `accuracy` or `metrics`.
+
+        Returns:
+            None also where it is withheld.
         """
-        return estimate(dig(self.data, of, name, "difference"))
+        return None if of == "distances" and self.withheld(name) else estimate(dig(self.data, of, name, "difference"))
+
+    def withheld(self, name: str) -> bool:
+        """Tell whether a distance has a difference that no reader should see: extrapolated from too few classes."""
+        return self.extrapolated(name) and self.verdict(name) == TOO_FEW
 
     def extrapolated(self, name: str) -> bool:
         """Tell whether that difference is of infinitely many images; otherwise it is that of the two distances."""

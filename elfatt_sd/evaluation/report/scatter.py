@@ -66,6 +66,8 @@ def _distance(results: Results, palette: Palette, what: str, file: str, across: 
     name = results.distance
     if name is None:
         return f"Distance over {what}: no distance was measured."
+    if results.withheld(name):
+        return f"{name} over {what}: the classes are too few for a difference."
     limit = results.extrapolated(name)
     title = f"{name} of untouched + difference" if limit else name
     up = Measure(f"{title} (down is better)", results.paired_distance)

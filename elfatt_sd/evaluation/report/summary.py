@@ -12,10 +12,10 @@ from pathlib import PurePath
 from elfatt_sd.evaluation.intervals import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.evaluation.report.data import PARTS, Results
-from elfatt_sd.evaluation.report.metrics import judging_metric
 from elfatt_sd.evaluation.report.rows import Row, is_kernel
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval, join_names, plural, span
 from elfatt_sd.evaluation.report.values import Estimate, dig, number, numbers
+from elfatt_sd.evaluation.report.verdicts import Judge, disagreements, first_verdict, judged_worse, judges, said_of
 from elfatt_sd.evaluation.results import left_out_of_references, unreadable_references
 
 _COUNTED = (
@@ -33,17 +33,17 @@ _TRIFLE = 0.05  # by which the untouched pipeline may differ from itself before 
 def headline(results: Results) -> str:
     """Say what a user wants to know: the fastest method that is not shown to be worse, and how close it stays."""
     faster = [row for row in results.methods if not row.failed and _is_faster(results, row)]
-    judged = [row for row in faster if _verdict_of(results, row) in (BETTER, NO_DIFFERENCE)]
-    good = [row for row in judged if not _is_worse(results, row)]
+    judged = [row for row in faster if first_verdict(results, row) in (BETTER, NO_DIFFERENCE)]
+    good = [row for row in judged if not judged_worse(results, row)]
     if good:
         best = _fastest(results, good)
-        return f"{_as_fast(results, best)}, {_said(results, best)}{_closeness(best)}{_beside_null(results)}."
+        return f"{_as_fast(results, best)}, {said_of(results, best)}{_closeness(best)}{_beside_null(results)}."
     if not faster:
         return _no_gain(results)
     best = _fastest(results, faster)
-    if _is_worse(results, best):
+    if judged_worse(results, best):
         start = f"No setting is shown to be faster without being worse. {_as_fast(results, best)}"
-        return f"{start}, {_said(results, best)}{_closeness(best)}."
+        return f"{start}, {said_of(results, best)}{_closeness(best)}."
     figures = f"{_as_fast(results, best)}{_closeness(best)}{_beside_null(results)}"
     return f"{figures}. Its quality is not judged: {_no_verdict(results)}."
 
@@ -65,44 +65,9 @@ def _no_gain(results: Results) -> str:
 def recommended(results: Results) -> Row | None:
     """Return the row that a reader should look at first: the fastest that is not worse, otherwise the fastest."""
     timed = [row for row in results.methods if not row.failed and row.speedup(results.time_part)]
-    good = [row for row in timed if not _is_worse(results, row)] or timed
+    good = [row for row in timed if not judged_worse(results, row)] or timed
     known = [row for row in results.methods if not row.failed]
     return _fastest(results, good) if good else next(iter(known), None)
-
-
-def _judge(results: Results) -> str | None:
-    """Return what the verdicts of the headline are by: the distance of the main table, otherwise the first metric."""
-    return results.distance or judging_metric(results)
-
-
-def _verdict_of(results: Results, row: Row) -> str | None:
-    if results.distance:
-        return row.verdict(results.distance)
-    name = judging_metric(results)
-    return row.verdict(name, "metrics") if name else None
-
-
-def _kernel_verdict(results: Results, row: Row) -> str | None:
-    """Return the verdict on the kernel distance of the same features; None where it says no more than the other."""
-    said = row.verdict(results.kernel) if results.kernel else None
-    return None if said == TOO_FEW else said
-
-
-def _is_worse(results: Results, row: Row) -> bool:
-    return WORSE in (_verdict_of(results, row), _kernel_verdict(results, row))
-
-
-def _said(results: Results, row: Row) -> str:
-    """Write both verdicts: `better in FID and KID`, or `not shown to be worse in FID, but worse in KID`."""
-    first, second = _verdict_of(results, row), _kernel_verdict(results, row)
-    words = {BETTER: "better", WORSE: "worse"}
-    start = f"{words.get(first or '', 'not shown to be worse')} in {_judge(results)}"
-    if second is None:
-        return start
-    if first == second:
-        return f"{start} and {results.kernel}"
-    join = "but" if WORSE in (first, second) else "and"
-    return f"{start}, {join} {words.get(second, 'not shown to be worse')} in {results.kernel}"
 
 
 def _fastest(results: Results, rows: Sequence[Row]) -> Row:
@@ -146,7 +111,7 @@ def _beside_null(results: Results) -> str:
 
 
 def _no_verdict(results: Results) -> str:
-    said = {_verdict_of(results, row) for row in results.methods}
+    said = {first_verdict(results, row) for row in results.methods}
     return "the classes are too few" if TOO_FEW in said else "no paired difference was measured"
 
 
@@ -163,29 +128,26 @@ def scope(results: Results) -> str:
 
 
 def _verdict_counts(results: Results) -> str:
-    name = _judge(results)
-    said = [_verdict_of(results, row) for row in results.methods]
+    said = [first_verdict(results, row) for row in results.methods]
     counts = [(title, sum(verdict == known for verdict in said)) for known, title in _COUNTED]
     parts = [title.format(count, *(("is", "s") if count == 1 else ("are", ""))) for title, count in counts if count]
     failed = sum(row.failed is not None for row in results.methods)
     parts += [f"{failed} failed"] if failed else []
     if any(count for _, count in counts):
-        others = len(_disagreeing(results))
-        beside = f"; {results.kernel} disagrees on {others}" if others else ""
-        return f"by {name}, {join_names(parts)}{beside}"
+        others = [f"{other.name} disagrees on {len(rows)}" for _, other, rows in disagreements(results)]
+        return "; ".join([f"by {judges(results)[0].name}, {join_names(parts)}", *others])
     return join_names([f"no verdict, since {_no_verdict(results)}", *parts])
 
 
 def findings(results: Results) -> list[str]:
     """Return one sentence for each thing a reader must know: verdicts by name, chance, speed, kernels, memory, gaps."""
-    parts = (_named_verdicts, _disagreement, _null, _bias, _speed, _kernels, _memory)
-    found = [part(results) for part in parts]
-    return [sentence for sentence in (*found, *_gaps(results)) if sentence]
+    divided = [_disagreement(*parts) for parts in disagreements(results)]
+    rest = [part(results) for part in (_null, _bias, _speed, _kernels, _memory)]
+    return [sentence for sentence in (_named_verdicts(results), *divided, *rest, *_gaps(results)) if sentence]
 
 
 def _named_verdicts(results: Results) -> str:
-    name = _judge(results)
-    judged = [(row, _verdict_of(results, row)) for row in results.methods] if name else []
+    judged = [(row, first_verdict(results, row)) for row in results.methods]
     if any(said == TOO_FEW for _, said in judged):
         classes = next((row.classes for row, _ in judged if row.classes), None)
         seen = "" if classes is None else f" from {plural(classes, 'class')}"
@@ -199,23 +161,15 @@ def _named_verdicts(results: Results) -> str:
     chance = ""
     if count >= _MANY:
         chance = f"; of {count} rows that do not differ, about {max(round(count * _ERROR_RATE), 1)} would get one"
-    rest = f"verdicts rest on the paired 95 % interval of the difference in {name}{chance}"
+    rest = f"verdicts rest on the paired 95 % interval of the difference in {judges(results)[0].name}{chance}"
     return f"{text[0].upper()}{text[1:]} ({rest})."
 
 
-def _disagreeing(results: Results) -> list[Row]:
-    """Return the methods whose kernel distance has another verdict."""
-    pairs = ((row, _verdict_of(results, row), _kernel_verdict(results, row)) for row in results.methods)
-    return [row for row, first, second in pairs if None not in (first, second) and first != second]
-
-
-def _disagreement(results: Results) -> str:
-    """Name the rows on which the two distances disagree, with what the kernel distance says."""
-    rows = _disagreeing(results)
-    said = [(title, [row for row in rows if _kernel_verdict(results, row) == title]) for title, _ in _COUNTED]
+def _disagreement(first: Judge, other: Judge, rows: Sequence[Row]) -> str:
+    """Name the rows on which two figures disagree, with what the second one says."""
+    said = [(title, [row for row in rows if other.verdict(row) == title]) for title, _ in _COUNTED]
     parts = [f"{title}: {_grouped(found)}" for title, found in said if found]
-    start = f"{results.kernel} disagrees with {results.distance}, so look at both"
-    return f"{start}. By {results.kernel}, {'; '.join(parts)}." if parts else ""
+    return f"{other.name} disagrees with {first.name}, so look at both. By {other.name}, {'; '.join(parts)}."
 
 
 def _grouped(rows: Sequence[Row]) -> str:
@@ -242,17 +196,21 @@ def _stretches(numbers: Sequence[int]) -> list[str]:
 
 
 def _null(results: Results) -> str:
-    name, row = results.distance, results.null
-    found = row.difference(name) if row and name else None
-    if row is None or found is None or name is None:
+    row, first = results.null, next(iter(judges(results)), None)
+    if row is None:
         return "There is no null row: how far chance alone moves the figures is not known."
+    found = None if first is None else row.difference(first.key, first.of)
+    if first is None or found is None:
+        return ""
     decimals = decimals_for([found])
     sentence = (
         f"The null row, the same pipeline with other seeds, differs by {fixed(found.value, decimals, sign=True)} "
-        f"{interval(found, decimals, sign=True)}, by chance alone."
+        f"{interval(found, decimals, sign=True)} in {first.name}, by chance alone."
     )
-    if row.verdict(name) in (BETTER, WORSE):
-        sentence += " It was itself judged different, so every verdict of this run needs more images."
+    odd = [judge.name for judge in judges(results) if judge.verdict(row) in (BETTER, WORSE)]
+    if odd:
+        sentence += f" It was itself judged different in {join_names(odd)}, so every verdict of this run needs more "
+        sentence += "images."
     return sentence
 
 
@@ -262,7 +220,9 @@ def _bias(results: Results) -> str:
     if fewest is None or results.features is None or fewest > results.features:
         return ""
     unbiased = next((name for name in results.distances if is_kernel(name)), None)
-    free = ["the difference, which is extrapolated"] if results.extrapolated(results.distance or "") else []
+    name = results.distance or ""
+    limit = results.extrapolated(name) and not results.withheld(name)
+    free = ["the difference, which is extrapolated"] if limit else []
     free += [f"{unbiased}, among the other measures"] if unbiased else []
     other = f"; {join_names(free)}, {'are' if len(free) > 1 else 'is'} free of it" if free else ""
     return (

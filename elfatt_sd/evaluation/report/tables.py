@@ -231,10 +231,14 @@ def _count(value: int | None) -> Entry:
 def _distance_columns(results: Results, name: str) -> list[tuple[str, _Maker]]:
     power = unit_for(row.distance(name) for row in results.rows)
     values = estimate_maker(results, lambda row: in_unit(row.distance(name), power))
-    difference = difference_maker(results, lambda row: in_unit(row.difference(name), power))
+    shown = difference_maker(results, lambda row: in_unit(row.difference(name), power))
     verdict, unit = verdict_maker(lambda row: row.verdict(name)), unit_text(power)
     titles = ("Difference", "Verdict") if name == results.distance else (f"{name} difference", f"{name} verdict")
     limit = EXTRAPOLATED if results.extrapolated(name) else ""
+
+    def difference(row: Row) -> Entry:
+        return Entry(DASH, kind="missing") if row.withheld(name) else shown(row)
+
     return [(f"{name}{unit} ↓", values), (f"{titles[0]}{limit}{unit}", difference), (titles[1], verdict)]
 
 

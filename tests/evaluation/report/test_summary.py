@@ -10,13 +10,16 @@ from report_pages import Page, told_of
 
 from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.evaluation.report import charts, load_results, write_report
+from elfatt_sd.evaluation.report.ablation import ablation
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.palette import PAPER, Palette
 from elfatt_sd.evaluation.report.published import comparability, comparable_words
+from elfatt_sd.evaluation.report.scatter import distance_over_time
 from elfatt_sd.evaluation.report.summary import findings, headline, recommended, scope
-from elfatt_sd.evaluation.report.tables import main_table, more_table
+from elfatt_sd.evaluation.report.tables import main_table, more_table, study_table
 from elfatt_sd.evaluation.report.terminal import terminal_summary
 from elfatt_sd.evaluation.report.values import Estimate
+from elfatt_sd.evaluation.report.writers import to_markdown
 
 
 def test_headline_counts_the_verdicts(run):
@@ -46,7 +49,7 @@ def test_headline_names_the_fastest_that_is_not_worse(results):
     speed(results, [(1.4, 1.5, 1.6), (1.8, 1.9, 2.0)] + [(0.7, 0.8, 0.9)] * 7)
     shown = verdicts(results, none, "worse", *[none] * 7)
     start = "ToMe-SD 0.1: 1.50 times as fast as the untouched pipeline (1.40–1.60)"  # noqa: RUF001
-    assert headline(shown).startswith(f"{start}, not shown to be worse in FD-toy and KD-toy, PSNR")
+    assert headline(shown).startswith(f"{start}, not shown to be worse in FD-toy, KD-toy and accuracy, PSNR")
     assert recommended(shown).name == "ToMe-SD 0.1"
     assert len(headline(shown)) < 160
     assert ", better in FD-toy and KD-toy," in headline(verdicts(results, "better"))
@@ -200,9 +203,67 @@ def test_a_kernel_verdict_that_disagrees_is_named(results):
             row["distances"]["KD-toy"]["difference"]["verdict"] = "worse"
     shown = Results(results)
     assert headline(shown).startswith(f"No setting is shown to be faster without being worse. {first}")
-    assert ", not shown to be worse in FD-toy, but worse in KD-toy" in headline(shown)
+    assert ", not shown to be worse in FD-toy and accuracy, but worse in KD-toy" in headline(shown)
     assert "; KD-toy disagrees on" in scope(shown)
     assert any(told.startswith("KD-toy disagrees with FD-toy") for told in findings(shown))
+
+
+def shown_rows(results):
+    return [row for row in results["rows"] if row["role"] == "method" and not row["failed"]]
+
+
+def test_a_row_that_is_worse_in_anything_is_not_recommended(results):
+    """No gain in one figure makes up for a loss in another: accuracy, a second extractor's distance, a metric."""
+    speed(results, [(1.8, 1.9, 2.0), (1.4, 1.5, 1.6)] + [(0.7, 0.8, 0.9)] * 7)
+    assert recommended(verdicts(results, *["better"] * 9)).name == "ToMe-SD 0.1"
+
+    def check(worst, name):
+        said = headline(Results(results))
+        assert said.startswith("ToMe-SD 0.3: 1.50 times") and recommended(Results(results)).name == "ToMe-SD 0.3"
+        assert any(told.startswith(f"{name} disagrees with FD-toy") for told in findings(Results(results)))
+        worst["verdict"] = "better"
+
+    fastest, *_ = shown_rows(results)
+    fastest["accuracy"]["mean"]["difference"]["verdict"] = "worse"
+    check(fastest["accuracy"]["mean"]["difference"], "accuracy")
+    for row in shown_rows(results):
+        row["distances"]["FD-CLIP"] = copy.deepcopy(row["distances"]["FD-toy"])
+    fastest["distances"]["FD-CLIP"]["difference"]["verdict"] = "worse"
+    check(fastest["distances"]["FD-CLIP"]["difference"], "FD-CLIP")
+    fastest["metrics"] = {"CLIPScore": {"value": 1.0, "difference": {"value": -1.0, "verdict": "worse"}}}
+    check(fastest["metrics"]["CLIPScore"]["difference"], "CLIPScore")
+
+
+def test_without_distances_accuracy_judges(results):
+    for row in results["rows"]:
+        row["distances"] = None
+    fewer = shown_rows(results)[0]["accuracy"]["mean"]["difference"]
+    fewer["verdict"] = "worse"
+    assert ": by accuracy, 1 is worse than the untouched pipeline" in scope(Results(results))
+    assert not any("no null row" in told for told in findings(Results(results))), "there is one"
+
+
+@pytest.mark.usefixtures("one_plot")
+def test_no_extrapolated_difference_of_few_classes_is_shown(tmp_path, results):
+    """Of two images the extrapolation may say -2132: no table, file, sentence or plot repeats it."""
+    for row in results["rows"]:
+        for distance in (row["distances"] or {}).values():
+            if "difference" in distance:
+                distance["difference"] = {"value": -2132.0, "interval": [-5132.0, 868.0]}
+                distance["difference"] |= {"verdict": TOO_FEW, "images": "infinite"}
+    save(tmp_path, results)
+    page = write_report(load_results(tmp_path))
+    kept = Results(results)
+    texts = [path.read_text(encoding="utf-8") for path in page.parent.glob("*.*") if path.suffix != ".png"]
+    texts += [terminal_summary(kept), " ".join(findings(kept)), to_markdown(study_table(kept))]
+    palette = Palette(kept)
+    for made in (charts.differences(kept, palette), distance_over_time(kept, palette, "end_to_end")):
+        assert isinstance(made, str) and "the classes are too few" in made
+    texts += ablation(kept, palette, "ratio").points
+    assert len(texts) > 7
+    for number in ("2132", "5132", "868.0", "+868"):
+        assert not any(number in text for text in texts)
+    assert TOO_FEW in texts[-1] + "".join(texts)
 
 
 def test_a_difference_of_infinitely_many_images_says_so(results):

@@ -18,7 +18,7 @@ from tools.pages.pareto import draw_pareto
 UNTOUCHED = {"cell": "sd", "method": "sd", "label": "SD", "role": "baseline"}
 
 
-def row(label: str, speed: float | None, psnr: float, difference: float = 1.0, **fields: Any) -> dict[str, Any]:
+def row(label: str, speed: float | None, psnr: float, **fields: Any) -> dict[str, Any]:
     ratio = {"median": speed, "low": 0.9 * speed, "high": 1.1 * speed} if speed else None
     return {
         "cell": label,
@@ -26,7 +26,6 @@ def row(label: str, speed: float | None, psnr: float, difference: float = 1.0, *
         "method": "custom",
         "images": 64,
         "paired": {"psnr": {"mean": psnr, "interval": [psnr - 1, psnr + 1], "identical": 0}},
-        "distances": {"FD-toy": {"value": 9.0, "difference": {"value": difference, "interval": [0, 2 * difference]}}},
         "time": ratio and {"unet": {"seconds_per_image": 1.0, "ratio": ratio}},
         **fields,
     }
@@ -40,14 +39,14 @@ def data(name: str, rows: list[dict[str, Any]], **protocol: Any) -> dict[str, An
 @pytest.fixture
 def runs() -> list[dict[str, Any]]:
     """`fast` and `close` are best in one figure, `middle` lies above their line, `worse` is beaten by all."""
-    first = [row("fast", 2.0, 20.0, 3.0), row("worse", 1.1, 15.0, 5.0), row("null", 3.0, 50.0, role="null")]
-    second = [row("close", 1.25, 40.0, 1.0), row("middle", 1.6, 30.0, 2.0), row("untimed", None, 60.0)]
-    return [data("study_a", first), data("study_b", [*second, row("preset", 1.2, 16.0, 4.0, method="elfatt")])]
+    first = [row("fast", 2.0, 20.0), row("worse", 1.1, 15.0), row("null", 3.0, 50.0, role="null")]
+    second = [row("close", 1.25, 40.0), row("middle", 1.6, 30.0), row("untimed", None, 60.0)]
+    return [data("study_a", first), data("study_b", [*second, row("preset", 1.2, 16.0, method="elfatt")])]
 
 
 def test_rows_that_no_other_beats_are_named(runs: list[dict[str, Any]]) -> None:
     """From the fastest to the slowest; a preset is named wherever it lies."""
-    chart, table = draw_pareto([Results(run) for run in runs], "closeness")
+    chart, table = draw_pareto([Results(run) for run in runs])
     lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     assert [(line[1], line[2], line[-1]) for line in lines] == [
         ("fast", "study\\_a", "no"),
@@ -61,20 +60,9 @@ def test_rows_that_no_other_beats_are_named(runs: list[dict[str, Any]]) -> None:
     assert chart.points[0].startswith("fast: 0.50, ")
 
 
-def test_rows_whose_distance_differs_are_named(runs: list[dict[str, Any]]) -> None:
-    """By the scoring's verdict, as everywhere."""
-    for entry, low, verdict in zip(runs[0]["rows"][1:3], (1.0, -1.0), ("worse", "no difference shown"), strict=True):
-        entry["distances"]["FD-toy"]["difference"] |= {"interval": [low, 9.0], "verdict": verdict}
-    chart, table = draw_pareto([Results(run) for run in runs], "distance")
-    lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    assert [(line[1], line[-1]) for line in lines] == [("fast", "worse"), ("preset", "not measured")]
-    assert sorted(text.get_text() for text in chart.figure.axes[0].texts) == ["1", "2"]
-    assert "Stepped line" not in chart.caption and len(chart.points) == 5
-
-
 def test_each_row_has_the_digits_of_its_own_interval(runs: list[dict[str, Any]]) -> None:
     runs[0]["rows"][1]["paired"]["psnr"] = {"mean": 20.125, "interval": [20.1, 20.15], "identical": 0}
-    table = draw_pareto([Results(run) for run in runs], "closeness")[1]
+    table = draw_pareto([Results(run) for run in runs])[1]
     assert r"| 20.125 \[20.100, 20.150\] |" in table
     assert r"| 40.0 \[39.0, 41.0\] |" in table
 
@@ -112,7 +100,7 @@ def test_a_mark_tells_the_kind_of_approximation(
     """The phases are those of the row, where exact steps and merging beside another kind do not count."""
     phases = [PHASE, PHASE | {"ratio": 0.5}, PHASE | phase] if phase.get("attention") else [PHASE, PHASE | phase]
     runs[0]["protocol"]["cells"] = [{"name": "fast", "config": {"phases": phases}}, {"name": "worse"}]
-    chart = draw_pareto([Results(run) for run in runs], "closeness")[0]
+    chart = draw_pareto([Results(run) for run in runs])[0]
     labels = [text.get_text() for text in chart.figure.legends[0].get_texts()]
     assert {*labels} == {"unknown", kind}
     mark = next(line for line in chart.figure.axes[0].lines if list(line.get_xdata()) == [0.5])
@@ -124,22 +112,20 @@ def test_a_mark_tells_the_kind_of_approximation(
 def test_different_numbers_of_threads_are_told(runs: list[dict[str, Any]]) -> None:
     """Two threads may speed up one part of a UNet more than another."""
     timed = [{**run, "environment": {"cpu_threads": count}} for run, count in zip(runs, (1, 2), strict=True)]
-    assert "threads" not in draw_pareto([Results(timed[0]), Results(timed[0])], "closeness")[0].caption
-    said = draw_pareto([Results(each) for each in (*timed, timed[1])], "closeness")[0].caption
+    assert "threads" not in draw_pareto([Results(timed[0]), Results(timed[0])])[0].caption
+    said = draw_pareto([Results(each) for each in (*timed, timed[1])])[0].caption
     assert said.endswith("Timed with different numbers of threads: `study_a` with 1, the others with 2.")
 
 
 def test_what_does_not_fit_together_is_refused(runs: list[dict[str, Any]]) -> None:
     with pytest.raises(ElfattError, match="different steps have nothing in common: study_a 25, large 50"):
-        draw_pareto([Results(runs[0]), Results(data("large", [], steps=50))], "closeness")
-    with pytest.raises(ElfattError, match="measure 'beauty' is not accepted; accepted: closeness, distance"):
-        draw_pareto([Results(runs[0])], "beauty")
+        draw_pareto([Results(runs[0]), Results(data("large", [], steps=50))])
     with pytest.raises(ElfattError, match="no row of empty has both UNet time and closeness"):
-        draw_pareto([Results(data("empty", []))], "closeness")
+        draw_pareto([Results(data("empty", []))])
 
 
 def test_a_page_holds_table_and_plot(runs: list[dict[str, Any]], tmp_path: Path) -> None:
-    text = "<!-- eval none -->\n<!-- end -->\n<!-- pareto closeness study_a study_b study_c -->\n<!-- end -->\n"
+    text = "<!-- eval none -->\n<!-- end -->\n<!-- pareto pareto_closeness study_a study_b study_c -->\n<!-- end -->\n"
     page, plots = fill_page(text, tmp_path, tmp_path)
     assert page.count(MISSING) == 2 and plots == {}
     for run in runs:

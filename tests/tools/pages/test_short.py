@@ -27,9 +27,9 @@ def test_columns_without_differences_are_left_out() -> None:
 
 
 def test_verdicts_that_differ_are_shown() -> None:
-    table = short_study(load_results(RESULTS / "study_agents"), ["pooled-agents64", "regions-agents64"])
-    assert {"Agents", "Feature cosine"} & {*titles(table)} == set()
-    assert {"FD-toy difference", "Verdict", "Accuracy ↑"} <= {*titles(table)}
+    table = short_study(load_results(RESULTS / "study_transformer"), ["few-keys", "no-cell"])
+    assert {"Block size", "Feature cosine"} & {*titles(table)} == set()
+    assert {"FD-toy difference, extrapolated", "Verdict", "Accuracy ↑"} <= {*titles(table)}
 
 
 def test_too_many_rows_and_unknown_ones_are_refused() -> None:
