@@ -206,9 +206,9 @@ def _null(results: Results) -> str:
     if first is None or found is None:
         return ""
     decimals = decimals_for([found])
+    figure = f"{fixed(found.value, decimals, sign=True)} {interval(found, decimals, sign=True)}".strip()
     sentence = (
-        f"The null row, the same pipeline with other seeds, differs by {fixed(found.value, decimals, sign=True)} "
-        f"{interval(found, decimals, sign=True)} in {first.name}, by chance alone."
+        f"The null row, the same pipeline with other seeds, differs by {figure} in {first.name}, by chance alone."
     )
     odd = [judge.name for judge in judges(results) if judge.verdict(row) in (BETTER, WORSE)]
     if odd:
