@@ -35,6 +35,7 @@ from elfatt_sd.presets import METHODS, complaints_anywhere
 from elfatt_sd.progress import Forecast, progress_of
 from elfatt_sd.request import check_run
 from elfatt_sd.sizes import SHAPE_NAMES, UNET_NAMES
+from elfatt_sd.toy import EMBEDDED
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
@@ -52,7 +53,7 @@ Methods = Annotated[
     typer.Option(
         "--method",
         help=f"One of {', '.join((*METHODS, *PEERS, *ALONE))}; with settings as in "
-        "elfatt-fast:block_size=512,levels=2; several times, or all presets and their variations.",
+        "elfatt-fast:block_size=512,levels=2; several times, or the benchmark's own set.",
     ),
 ]
 Model = Annotated[str, typer.Option(help="sd15 or sdxl (random weights), toy, a directory, a hub id or a file.")]
@@ -76,7 +77,7 @@ MemoryBatch = Annotated[
     ),
 ]
 Seconds = Annotated[float, typer.Option(help="Start no further round past this time, for each size.")]
-RecordAt = Annotated[list[int], typer.Option(help="Index of a UNet call to compare in; may be given several times.")]
+RecordAt = Annotated[list[int] | None, typer.Option(help="Index of a call to compare in; several times, or five.")]
 Steps = Annotated[int, typer.Option(help="Denoising steps.")]
 SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
     "out": optional(
@@ -255,26 +256,36 @@ def host(
 @takes_session
 def orders(
     session: Any,
-    model: Annotated[str, typer.Option(help="toy, a directory, a hub id or a file.")] = "toy",
+    model: Annotated[str, typer.Option(help="toy, toy-dit, a directory, a hub id or a file.")] = "toy",
+    methods: Methods = None,
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="May be given several times.")] = None,
-    steps: Steps = 25,
-    record_at: RecordAt = [2, 6, 12, 18, 23],  # noqa: B006
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; the model's own if not given.")] = None,
+    record_at: RecordAt = None,
+    every_step: Annotated[bool, typer.Option("--every-step", help="Compare in every step, not in five.")] = False,
+    size: Annotated[str | None, typer.Option(help="Of the images, as 1024 or 832x480, width first.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; the model's own if not given.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first image.")] = 0,
     draws: Annotated[int, typer.Option(help="How often what is random is drawn.")] = 4,
     device: Device = "auto",
+    dtype: Dtype = "float32",
     variant: Variant = None,
 ) -> None:
-    """The error of every block order, size and attention on a pipeline's own activations."""
+    """The error of attentions by layer and step, on a pipeline's own activations; of a UNet also every block order."""
     if model in SHAPE_NAMES:
         raise ElfattError(f"model={model!r} has random weights, which say nothing about errors; give a real model.")
     check_run(steps, guidance, seed, None, None)
     check_steps(model, steps)
-    _check(model, variant, device)
-    if not all(0 <= call < 2 * steps for call in record_at):  # some schedulers take two calls for a step
-        raise ElfattError(f"record_at={record_at} is not accepted with steps={steps}; give indices of its calls.")
-    options = {"steps": steps, "record_at": record_at, "guidance": guidance, "seed": seed, "draws": draws}
-    _run("orders", session, model=model, device=device, **options, **_given(prompts=prompts, variant=variant))
+    chosen = None if size is None else read_size(size)
+    _check(model, variant, device, dtype, [] if chosen is None else [chosen], len(prompts or ()) or 2)
+    if record_at and every_step:
+        raise ElfattError("--record-at is not accepted with --every-step; leave one out.")
+    most = steps or (EMBEDDED[model].steps if model in EMBEDDED else 1000)
+    if not all(0 <= call < 2 * most for call in record_at or ()):  # some schedulers take two calls for a step
+        raise ElfattError(f"record_at={record_at} is not accepted; give indices of the run's calls.")
+    options = {"model": model, "device": device, "dtype": dtype, "seed": seed, "draws": draws}
+    options |= {"guidance": guidance, "every_step": every_step, "methods": methods}
+    options |= _given(prompts=prompts, variant=variant, record_at=record_at, size=chosen, steps=steps)
+    _run("orders", session, **options)
 
 
 @app.command()

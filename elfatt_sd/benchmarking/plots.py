@@ -5,20 +5,28 @@ from __future__ import annotations
 import math
 import re
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from elfatt_sd.benchmarking.names import is_reference
 from elfatt_sd.benchmarking.rows import Results, own_part
-from elfatt_sd.benchmarking.tables import groups, markdown
+from elfatt_sd.benchmarking.tables import groups, markdown, mean_error, methods_of
+from elfatt_sd.evaluation.report.plots import drawing
 from elfatt_sd.files import atomic_file, write_file
 from elfatt_sd.optional import need
 
+MOST_MAPS = 9  # of layers and steps in one plot
+_LARGE = 12  # points, readable where the plot is 400 pixels wide
+
 
 def plot(results: Results) -> Any:
-    """Draw time over tokens for a layer, errors over steps for orders, else bars of the speed with its spread."""
+    """Draw time over tokens for a layer, errors over steps or as maps, otherwise bars of the speed with its spread."""
     need("a plot", "matplotlib")
+    if results["kind"] == "orders" and len(methods_of(results["rows"])) <= MOST_MAPS:
+        with drawing():
+            return _maps(results["rows"], f"What attentions lose, by layer and step: {results['settings']['model']}")
     figure, settings = _figure(results), results["settings"]
     what = settings.get("model") or results["kind"].replace("_", " ")
     about = filter(None, [what, settings.get("dtype"), results["machine"]["device"]])
@@ -179,6 +187,63 @@ def _draw_errors(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.grid(alpha=0.3, which="both")
     lines.sort(key=lambda line: line.get_ydata()[-1], reverse=True)
     axes.legend(handles=lines, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _maps(rows: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Draw the errors of each method as a map of layers and steps, all in the same colours."""
+    from matplotlib.figure import Figure
+
+    methods, layers = methods_of(rows), list(dict.fromkeys(row["layer"] for row in rows))
+    columns = min(3, len(methods))
+    lines = math.ceil(len(methods) / columns)
+    height = 1.3 + 0.16 * min(len(layers), 24)
+    figure = Figure(figsize=(1.3 + 2.7 * columns, 1.2 + lines * height), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    colours = _colours_of(rows)
+    for axes, method in zip(panels.flatten(), methods, strict=False):
+        _draw_map(axes, [row for row in rows if row["method"] == method], layers, colours)
+    for axes in panels.flatten()[len(methods) :]:
+        axes.set_visible(False)
+    bar = figure.colorbar(colours, ax=panels, label="relative error", format="{x:g}")
+    _mark_colours(bar)
+    figure.suptitle(title, fontsize=_LARGE, fontweight="bold")
+    exact = "; grey: exact" * any(row["error"] == 0 for row in rows)
+    figure.supxlabel(f"denoising step, from 0{exact}", fontsize=_LARGE)
+    figure.supylabel("layer, from the first", fontsize=_LARGE)
+    return figure
+
+
+def _colours_of(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the colours of errors: two powers of ten below the greatest at most."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+
+    errors = [row["error"] for row in rows if row["error"] > 0] or [1.0]
+    return ScalarMappable(LogNorm(max(min(errors), max(errors) / 100), max(errors)), "OrRd")
+
+
+def _mark_colours(bar: Any) -> None:
+    """Write what the colours stand for in large letters."""
+    from matplotlib.ticker import LogLocator
+
+    bar.locator = LogLocator(subs=(1, 2, 5))
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(labelsize=_LARGE)
+    bar.ax.yaxis.label.set_size(_LARGE)
+
+
+def _draw_map(axes: Any, rows: Sequence[Mapping[str, Any]], layers: Sequence[str], colours: Any) -> None:
+    """Draw one method's errors; what is exact is grey."""
+    steps = sorted({row["step"] for row in rows})
+    own = {(row["layer"], row["step"]): row["error"] for row in rows}
+    shown = [[own.get((layer, step)) or math.nan for step in steps] for layer in layers]
+    axes.imshow(shown, cmap=colours.cmap, norm=colours.norm, aspect="auto")
+    axes.set_facecolor("0.85")
+    axes.grid(False)
+    axes.set_title(f"{textwrap.fill(rows[0]['method'], 28)}\nmean {mean_error(rows)}", fontsize=_LARGE)
+    every, each = math.ceil(len(steps) / 6), math.ceil(len(layers) / 8)
+    axes.set_xticks(range(0, len(steps), every), steps[::every], fontsize=_LARGE)
+    axes.set_yticks(range(0, len(layers), each), range(1, len(layers) + 1, each), fontsize=_LARGE)
 
 
 def _draw_means(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -81,5 +81,18 @@ def order_configs() -> dict[str, PatchConfig]:
     return {name: PatchConfig(name, (phase,)) for name, phase in phases.items()}
 
 
+def joint_configs() -> dict[str, PatchConfig]:
+    """Return the methods whose errors are compared on transformers, by name, each in all steps."""
+    phases = {
+        "own cell of 256, 1024 keys": Phase(1.0, "cell_spread", cell=256, block_size=1024),
+        "1280 keys, no own cell": Phase(1.0, "sampled", keys=1280),
+        "64 agents": Phase(1.0, "agent", agents=AGENTS, block_order="windows"),
+        "own cell of 64, 128 keys": Phase(1.0, "cell_spread", cell=64, block_size=128),
+        "192 keys, no own cell": Phase(1.0, "sampled", keys=192),
+        "64 agents and windows": Phase(1.0, "elfatt", agents=AGENTS, block_order="windows"),
+    }
+    return {name: PatchConfig(name, (phase,)) for name, phase in phases.items()}
+
+
 def _blocks(attention: AttentionName, size: int, order: BlockOrder) -> Phase:
     return Phase(1.0, attention, block_size=size, block_order=order)

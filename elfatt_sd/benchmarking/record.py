@@ -200,8 +200,8 @@ class Record:
             self.tell(f"{title(key)}, memory at batch {batch}", 0, 0)
 
     def keep_errors(self, method: str, rows: list[dict[str, Any]]) -> None:
-        """Keep the rows of a method that was compared with exact attention."""
-        self.group({"method": method})["errors"] = rows
+        """Keep further rows of a method that is compared with exact attention."""
+        self.group({"method": method}).setdefault("errors", []).extend(rows)
         self.save()
 
     def keep_rows(self, key: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from elfatt_sd.benchmarking.record import title
 from elfatt_sd.benchmarking.rows import Results, beats_its_floor
 from elfatt_sd.measuring.clock import Spread
 
+MOST_COLUMNS = 10  # of a table of errors: where there are more steps and layers, they are lines
 KEYS = ("size", "tokens", "batch", "dtype", "part")
 
 
@@ -104,16 +105,38 @@ CELLS = {"host": host_cells, "correctness": correctness_cells, "profile": profil
 def error_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the relative errors, as a mean over layers and steps, for each step, and for each layer."""
     steps, layers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("step", "layer"))
+    if len(steps) + len(layers) > MOST_COLUMNS:
+        return _errors_by("layer", rows) + "\n" + _errors_by("step", rows)
     short = [f"layer {index + 1}" for index in range(len(layers))]
     lines = _start(["method", "mean", *(f"step {step}" for step in steps), *short])
-    for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method]
-        parts = [own, *([row for row in own if row["step"] == step] for step in steps)]
-        parts += [[row for row in own if row["layer"] == layer] for layer in layers]
-        means = ["" if not part else f"{statistics.fmean(row['error'] for row in part):.3f}" for part in parts]
-        lines.append(_line([method, *means]))
+    for method in methods_of(rows):
+        parts = [mean_error(rows, method=method), *(mean_error(rows, method=method, step=step) for step in steps)]
+        parts += [mean_error(rows, method=method, layer=layer) for layer in layers]
+        lines.append(_line([method, *parts]))
     named = ", ".join(f"{name} is `{layer}`" for name, layer in zip(short, layers, strict=True))
     return "\n".join([*lines, "", f"{named}."]) + "\n" if layers else ""
+
+
+def _errors_by(what: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the relative errors of each layer or step as a line, and their means."""
+    methods, found = methods_of(rows), list(dict.fromkeys(row[what] for row in rows))
+    lines = _start([f"relative error by {what}", *methods])
+    for number, value in enumerate(found, 1):
+        name = f"{number}: `{value}`" if what == "layer" else str(value)
+        lines.append(_line([name, *(mean_error(rows, method=method, **{what: value}) for method in methods)]))
+    lines.append(_line(["mean", *(mean_error(rows, method=method) for method in methods)]))
+    return "\n".join(lines) + "\n"
+
+
+def methods_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the methods, in the order of the rows."""
+    return list(dict.fromkeys(row["method"] for row in rows))
+
+
+def mean_error(rows: Sequence[Mapping[str, Any]], **wanted: Any) -> str:
+    """Return the mean error of the rows that have these values; nothing where there are none."""
+    errors = [row["error"] for row in rows if all(row[name] == value for name, value in wanted.items())]
+    return f"{statistics.fmean(errors):.3f}" if errors else ""
 
 
 def _table(rows: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +13,9 @@ from rich.text import Text
 from elfatt_sd.benchmarking.conclusion import conclude
 from elfatt_sd.benchmarking.names import legend
 from elfatt_sd.benchmarking.rows import Results, beats_its_floor
-from elfatt_sd.benchmarking.tables import clock, groups, host_cells, lost, parts, scaled, spread
+from elfatt_sd.benchmarking.tables import clock, groups, host_cells, lost, mean_error, methods_of, parts, scaled, spread
 
+MOST_STEPS = 6  # of a table of errors
 WIDE = 110  # columns from which on every figure is shown
 
 
@@ -80,16 +80,15 @@ def _host(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _errors(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the relative errors as means over layers, for all steps and for each."""
+    """Return the relative errors as means over layers, for all steps and for some of them."""
     steps = list(dict.fromkeys(row["step"] for row in rows))
+    some = steps[:: -(-len(steps) // MOST_STEPS)]
     table = Table(title="relative error, mean over the layers", title_justify="left", box=SIMPLE)
     table.add_column("method", overflow="fold")
-    for head in ["mean", *(f"step {step}" for step in steps)]:
+    for head in ["mean", *(f"step {step}" for step in some)]:
         table.add_column(head, justify="right")
-    for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method]
-        some = [own, *([row for row in own if row["step"] == step] for step in steps)]
-        means = [f"{statistics.fmean(row['error'] for row in part):.3f}" if part else "" for part in some]
+    for method in methods_of(rows):
+        means = [mean_error(rows, method=method), *(mean_error(rows, method=method, step=step) for step in some)]
         table.add_row(Text(method), *means)
     return table
 

@@ -1,201 +1,123 @@
-"""How far an approximation is from exact attention, layer by layer and step by step, on a pipeline's own activations.
+"""How far approximations are from exact attention, layer by layer and step by step, on a pipeline's own activations.
 
-The pipeline runs untouched and the inputs of its self-attention layers are kept at a few steps. Each method is then
-applied to these inputs, in float32, and compared with exact attention: the output of the layer after its output
-projection, before the residual is added. So no error carries over from one step or layer to another.
+The pipeline runs untouched. Each method is applied to what its layers are given, and compared with exact attention: the
+layer's output for the tokens of the image. So no error carries over from one step or layer to another.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import AttnProcessor2_0
-from torch import Tensor, nn
+from torch import Tensor
 
+from elfatt_sd.calls import LayerState
+from elfatt_sd.choosing import choose_layers
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.evaluation.images import denoiser
-from elfatt_sd.families import SelfAttention, family_of, find_layers, levels_of, select_layers
+from elfatt_sd.exact_run import ExactRun, image_of
+from elfatt_sd.families import step_denoisers
 from elfatt_sd.methods import Draws, Grid
 from elfatt_sd.phases import Phase
-from elfatt_sd.schedule import Position, Schedule
-from elfatt_sd.standalone import StandaloneLayer
 
 DRAWS = 4  # times that what is random is drawn
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a layer got in one call of its UNet, in float32.
-
-    Attributes:
-        layer: the layer, as a copy in float32 without residual connection.
-        index: its number among all layers of the UNet that have self-attention.
-        position: of the call in the schedule.
-        latent: shape of the UNet's input.
-        hidden_states: the layer's input, `[batch, tokens, channels]`.
-        block_input: of the transformer block, before its normalisation; None where the layer is in none.
-        exact: the layer's output with exact attention.
-    """
-
-    layer: SelfAttention
-    index: int
-    position: Position
-    latent: torch.Size
-    hidden_states: Tensor
-    block_input: Tensor | None
-    exact: Tensor
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The inputs of a UNet's self-attention layers at some steps.
-
-    Attributes:
-        inputs: by step, then in the order of the layers.
-        levels: the downsampling factors at which the UNet has self-attention, rising.
-    """
-
-    inputs: tuple[Inputs, ...]
-    levels: tuple[int, ...]
-
-
-def method_errors(
-    recording: Recording, method: str, config: PatchConfig, *, draws: int = DRAWS
-) -> list[dict[str, Any]]:
-    """Compare one method with exact attention on recorded inputs.
-
-    Args:
-        recording: of a pipeline's own activations.
-        method: its name.
-        config: the method; it is compared in the layers and with the phase that it would use.
-        draws: how often it is applied where it draws at random.
-
-    Returns:
-        Rows with `layer`, `step`, `method`, and the relative L2 `error`: the mean over images (with guidance, two
-        for each prompt) and draws, and the `least` and `greatest` of them.
-
-    Raises:
-        ElfattError: the method has `residual_steps`.
-    """
-    shared = max((phase.residual_steps for phase in config.all_phases), default=1)
-    if shared > 1:
-        raise ElfattError(f"residual_steps={shared} is not accepted here; errors are those of single steps.")
-    rows = []
-    for inputs in recording.inputs:
-        if not select_layers([inputs.layer], config, list(recording.levels)):
-            continue
-        phase = config.for_layer(inputs.layer.name).phase_at(inputs.position.step, inputs.position.steps)
-        grid = inputs.layer.grid(Grid.image(*inputs.latent[-2:]))
-        seeds = range(config.seed, config.seed + (draws if _draws_at_random(config, phase, grid) else 1))
-        each = torch.cat([_relative_errors(inputs, dataclasses.replace(config, seed=seed)) for seed in seeds])
-        row = {"layer": inputs.layer.name, "step": inputs.position.step, "method": method}
-        rows.append(row | {"error": float(each.mean()), "least": float(each.min()), "greatest": float(each.max())})
-    return rows
+Row = dict[str, Any]
 
 
 @torch.no_grad()
-def record_inputs(
+def measure_errors(
     pipe: Any,
-    configs: Iterable[PatchConfig],
-    prompts: Sequence[str],
-    steps: int,
-    record_at: Sequence[int],
-    seed: int,
-    **options: Any,
-) -> Recording:
-    """Run a pipeline untouched and keep the inputs of the layers that any of the methods would patch.
+    configs: Mapping[str, PatchConfig],
+    run: Callable[[], Any],
+    keep: Callable[[int, list[Row]], None],
+    *,
+    wanted: Callable[[str, int], bool] = lambda method, step: True,
+    draws: int = DRAWS,
+) -> None:
+    """Run a pipeline untouched, and compare methods with exact attention in its layers.
 
     Args:
         pipe: a pipeline that is not patched; it is as before afterwards.
-        configs: the methods.
-        prompts: one image each, all in one batch.
-        steps: denoising steps.
-        record_at: indices of the UNet calls to keep.
-        seed: of the first image's latent; the next ones count up.
-        **options: of the pipeline, such as `guidance_scale`.
+        configs: by name, methods that go with its family; each is compared in the layers and with the phase that it
+            would use.
+        run: runs the pipeline.
+        keep: is given each step when it is over, by its index in the schedule, and its rows: `layer`, `step`, `method`,
+            and the relative L2 `error`, which is the mean over images (with guidance, two for each prompt) and draws,
+            and the `least` and `greatest` of them.
+        wanted: tells whether a method is compared in a step.
+        draws: how often a method is applied where it draws at random.
 
     Raises:
-        ElfattError: a step that the schedule does not have.
+        ElfattError: a method has `residual_steps`, or does not fit the pipeline.
     """
-    unet = denoiser(pipe)
-    layers = find_layers(unet)
-    levels = levels_of(layers)
-    wanted = {layer.name for config in configs for layer in select_layers(layers, config, levels)}
-    copies = {layer.name: _in_float32(layer) for layer in layers if layer.name in wanted}
-    recorder = _Recorder(Schedule(lambda: pipe.scheduler), frozenset(record_at))
-    generators = [torch.Generator().manual_seed(seed + index) for index in range(len(prompts))]
-    with ExitStack() as hooks:
-        hooks.callback(unet.register_forward_pre_hook(recorder.begin, with_kwargs=True).remove)
-        for index, layer in enumerate(layers):
-            if layer.name in wanted:
-                for handle in recorder.watch(layer, copies[layer.name], index):
-                    hooks.callback(handle.remove)
-        pipe(list(prompts), num_inference_steps=steps, generator=generators, output_type="latent", **options)
-    if missing := sorted(set(record_at) - {inputs.position.step for inputs in recorder.inputs}):
-        calls = len(pipe.scheduler.timesteps)
-        raise ElfattError(f"record_at={missing[0]} is not accepted; the run has the UNet calls 0 to {calls - 1}.")
-    return Recording(tuple(recorder.inputs), tuple(levels))
+    for config in configs.values():
+        shared = max((phase.residual_steps for phase in config.all_phases), default=1)
+        if shared > 1:
+            raise ElfattError(f"residual_steps={shared} is not accepted here; errors are those of single steps.")
+    measured = _Measured(pipe, configs, keep, wanted, draws)
+    with measured.run:
+        run()
+    measured.end_step()
 
 
-class _Recorder:
-    """Keeps what the watched layers get in the wanted calls of their UNet."""
+class _Measured:
+    """What is measured in a run; see `measure_errors`."""
 
-    def __init__(self, schedule: Schedule, wanted: frozenset[int]) -> None:
-        self._schedule = schedule
-        self._wanted = wanted
-        self._position: Position | None = None
-        self._latent = torch.Size()
-        self._block_inputs: dict[str, Tensor] = {}
-        self.inputs: list[Inputs] = []
+    def __init__(
+        self,
+        pipe: Any,
+        configs: Mapping[str, PatchConfig],
+        keep: Callable[[int, list[Row]], None],
+        wanted: Callable[[str, int], bool],
+        draws: int,
+    ) -> None:
+        denoisers = step_denoisers(pipe)
+        chosen = {name: choose_layers(denoisers, config).values() for name, config in configs.items()}
+        self._layers = {
+            name: {layer.name for _, patched in layers for layer in patched} for name, layers in chosen.items()
+        }
+        self._configs, self._keep, self._wanted, self._draws = configs, keep, wanted, draws
+        self._step = 0
+        self._errors: dict[tuple[str, str], list[Tensor]] = defaultdict(list)  # of this step, by method and layer
+        self.run = ExactRun(pipe, denoisers, self._after_layer)
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the UNet: find the step."""
-        given = family_of(module).call(module, args, kwargs)
-        position = self._schedule.locate(given.timestep)
-        self._position = position if position is not None and position.step in self._wanted else None
-        self._latent = given.sample.shape
+    def end_step(self) -> None:
+        """Hand over the rows of the step that goes on."""
+        rows = []
+        for (method, layer), errors in self._errors.items():
+            each = torch.cat(errors)
+            row = {"layer": layer, "step": self._step, "method": method, "error": float(each.mean())}
+            rows.append(row | {"least": float(each.min()), "greatest": float(each.max())})
+        self._errors.clear()
+        if rows:
+            self._keep(self._step, rows)
 
-    def watch(self, layer: SelfAttention, copied: SelfAttention, index: int) -> list[Any]:
-        """Hang hooks on a layer and the normalisation before it; return their handles."""
+    def _after_layer(self, state: LayerState, again: Callable[[], Any], output: Any) -> None:
+        step, layer = state.call.step, state.layer.name
+        if not state.call.scheduled:
+            return
+        if step != self._step:
+            self.end_step()
+            self._step = step
+        exact = image_of(output, state).float()
+        for name, config in self._configs.items():
+            if layer in self._layers[name] and self._wanted(name, step):
+                self._errors[name, layer] += self._compare(config, state, again, exact)
 
-        def keep_block_input(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if self._position is not None:
-                self._block_inputs[layer.name] = args[0].to(torch.float32, copy=True)
-
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._position is None:
-                return
-            hidden_states = (args[0] if args else kwargs["hidden_states"]).to(torch.float32, copy=True)
-            block_input, exact = self._block_inputs.get(layer.name), copied.attention(hidden_states)
-            self.inputs.append(Inputs(copied, index, self._position, self._latent, hidden_states, block_input, exact))
-
-        handles = [layer.attention.register_forward_pre_hook(keep, with_kwargs=True)]
-        return handles if layer.norm is None else [layer.norm.register_forward_pre_hook(keep_block_input), *handles]
-
-
-def _in_float32(layer: SelfAttention) -> SelfAttention:
-    """Copy a layer, with exact attention and without its residual connection."""
-    attention: Any = copy.deepcopy(layer.attention).float()
-    exact: Any = AttnProcessor2_0
-    attention.set_processor(exact())
-    attention.residual_connection = False
-    return dataclasses.replace(layer, attention=attention)
-
-
-def _relative_errors(inputs: Inputs, config: PatchConfig) -> Tensor:
-    """Return the relative L2 error of each image of the batch."""
-    layer = StandaloneLayer(inputs.layer, config, inputs.index)
-    layer.begin(inputs.position, inputs.latent, inputs.block_input)
-    with torch.no_grad():
-        difference = layer(inputs.hidden_states) - inputs.exact
-    errors: Tensor = difference.flatten(1).norm(dim=1) / inputs.exact.flatten(1).norm(dim=1)
-    return errors
+    def _compare(self, config: PatchConfig, state: LayerState, again: Callable[[], Any], exact: Tensor) -> list[Tensor]:
+        """Return the relative L2 errors of the images of the batch, for each draw."""
+        step = state.call.step
+        phase = config.for_layer(state.layer.name).phase_at(step, self.run.steps)
+        draws = self._draws if _draws_at_random(config, phase, state.grid) else 1
+        found = []
+        for seed in range(config.seed, config.seed + draws):
+            drawn = dataclasses.replace(config, seed=seed)
+            approximated = self.run.approximate(state, again, phase, step, drawn)
+            difference = image_of(approximated, state).float() - exact
+            found.append((difference.flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).cpu())
+        return found
 
 
 def _draws_at_random(config: PatchConfig, phase: Phase, grid: Grid) -> bool:

@@ -6,7 +6,6 @@ The run stays untouched: a layer's exact output goes on, and the approximations 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import statistics
@@ -17,27 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from elfatt_sd.calls import LayerState
-from elfatt_sd.choosing import choose_layers
-from elfatt_sd.config import LayerPhases, PatchConfig
+from elfatt_sd.calls import Call, LayerState
 from elfatt_sd.devices import is_out_of_memory
-from elfatt_sd.families import find_denoisers, unwrap
-from elfatt_sd.installed import Patch
+from elfatt_sd.exact_run import ExactRun
+from elfatt_sd.families import find_denoisers
 from elfatt_sd.measuring.clock import Stopwatch, timed
 from elfatt_sd.phases import EXACT, Phase
-from elfatt_sd.processor import PatchedLayer
-from elfatt_sd.schedule import Schedule, SchedulerFinder
-from elfatt_sd.surroundings import after_forward
 from elfatt_sd.tuning.candidates import bases
 
 SINCE = (0, 1, 3)  # steps since the difference to exact attention was measured; in between, errors are interpolated
 KEPT = 2**16  # values of a difference that are kept, so that memory stays bounded however large the model is
 REUSED = -1  # in place of an approximation's number: the output of an earlier step
-_PLACEHOLDER = PatchConfig(
-    "probe", residual_limit=10**6, per_layer=(LayerPhases("*", (Phase(1.0, "reuse", residual_steps=2),)),)
-)
 
 
 @dataclass
@@ -119,64 +110,22 @@ class Probe:
 
     def __init__(self, pipe: Any, stretches: list[Stretch], *, effects_of: Collection[int] = ()) -> None:
         self._denoisers = find_denoisers(pipe)
-        chosen = choose_layers(self._denoisers, _PLACEHOLDER)
-        schedule = Schedule(SchedulerFinder(pipe), False)
-        self._patches = {
-            name: Patch(_PLACEHOLDER, False, (), schedule, denoiser, chosen[name])
-            for name, denoiser in self._denoisers.items()
-        }
+        self._run = ExactRun(pipe, self._denoisers, self._after_layer, self._after_call if effects_of else None)
         self._stretches = stretches
         self._effects_of = effects_of
-        self._undo = contextlib.ExitStack()
-        self._busy = False
-        self._block_inputs: dict[str, Tensor] = {}
         self._kept: dict[tuple[str, int, int], Tensor] = {}  # by layer, call within the step and approximation
         self._latest: dict[str, dict[int, float]] = {}  # plain squared errors of the latest visit, by layer
         self.figures: dict[str, LayerFigures] = {}
 
     def __enter__(self) -> Probe:
         """Install."""
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
-            for name, patch in self._patches.items():
-                patch.install()
-                undo.callback(patch.remove)
-                patch._shared.pays = lambda *_: False  # so that every layer stays exact
-                for layer in patch._shared.layers:
-                    self._watch(layer, undo)
-                if self._effects_of and name.startswith(("unet", "transformer")):
-                    self._wrap(unwrap(self._denoisers[name]), functools.partial(self._after_call, patch), undo)
-            self._undo = undo.pop_all()
+        self._run.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Put everything back."""
-        self._undo.close()
+        self._run.__exit__()
         self._kept.clear()
-        self._block_inputs.clear()
-
-    def _watch(self, layer: PatchedLayer, undo: contextlib.ExitStack) -> None:
-        if layer.layer.norm is not None:
-
-            def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
-                if not self._busy:
-                    self._block_inputs[layer.layer.name] = args[0]
-
-            undo.callback(layer.layer.norm.register_forward_pre_hook(keep).remove)
-        self._wrap(layer.layer.attention, functools.partial(self._after_layer, layer), undo)
-
-    def _wrap(self, module: Any, after: Callable[..., None], undo: contextlib.ExitStack) -> None:
-        """Call `after(call_again, output)` after every call of a module's forward."""
-
-        def measured(again: Callable[[], Any], output: Any) -> None:
-            if not self._busy:
-                self._busy = True
-                try:
-                    after(again, output)
-                finally:
-                    self._busy = False
-
-        undo.callback(after_forward(module, measured))
 
     def _place(self, step: int) -> tuple[int, int] | None:
         """Return the stretch of a step, and its place among those that may share; None where nothing is measured."""
@@ -185,12 +134,11 @@ class Probe:
                 return number, step - stretch.first
         return None
 
-    def _after_layer(self, layer: PatchedLayer, again: Callable[[], Any], output: Any) -> None:
-        state = layer.state
-        place = None if state is None or not state.grid.tokens else self._place(state.call.step)
-        if state is None or place is None:
+    def _after_layer(self, state: LayerState, again: Callable[[], Any], output: Any) -> None:
+        place = self._place(state.call.step)
+        if place is None:
             return
-        name, turn = layer.layer.name, state.calls
+        name, turn = state.layer.name, state.calls
         figures = self.figures.setdefault(name, LayerFigures(bases(state.grid.tokens, self._denoisers)))
         figures.calls += 1
         exact, device = _flat(output), output[0].device if isinstance(output, tuple) else output.device
@@ -204,8 +152,6 @@ class Probe:
                 continue
             with _loses(figures, number):
                 self._measure(figures, state, (name, turn, number), phase, place, again, exact, size)
-        state.begin(EXACT, state.call.step, device)
-        state.calls = turn
 
     def _measure(
         self,
@@ -220,11 +166,9 @@ class Probe:
     ) -> None:
         """Measure one approximation: its draws are those of the steps that share, its time has them in it."""
         name, _, number = key
-        stretch, device = place[0], exact.device
-        with Stopwatch(device) as watch:
-            state.begin(phase, self._stretches[stretch].first, device)
-            state.block_input = self._block_inputs.get(name)
-            output = again()
+        stretch = place[0]
+        with Stopwatch(exact.device) as watch:
+            output = self._run.approximate(state, again, phase, self._stretches[stretch].first)
         figures.ratios[number].append(watch.seconds / figures.seconds[-1])
         approximated = _flat(output)
         error = exact - approximated
@@ -254,11 +198,10 @@ class Probe:
             left = float((error[::every] - known).square().mean()) * error.numel() / size
             figures.shared[stretch, key[2], since].append(left)
 
-    def _after_call(self, patch: Patch, again: Callable[[], Any], output: Any) -> None:
+    def _after_call(self, call: Call, again: Callable[[], Any], output: Any) -> None:
         """Measure what an error of each layer does to the denoiser's output."""
-        call = patch._shared.call
-        place = None if call is None else self._place(call.step)
-        if call is None or place is None or place[1] != 0 or place[0] not in self._effects_of:
+        place = self._place(call.step)
+        if place is None or place[1] != 0 or place[0] not in self._effects_of:
             return
         exact = _flat(output)
         size = float(exact.square().sum()) or 1.0

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError
+from elfatt_sd.exact_run import image_of
 from elfatt_sd.installed import Patch
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared
 from elfatt_sd.ordering import order_merged
@@ -150,13 +151,13 @@ class _Watcher:
         phase, turn = state.phase, state.calls
         seen = _Seen(state, phase, token_at(state.grid, self._asked.at))
         state.phase = EXACT
-        exact = _image_of(again(), state)
+        exact = image_of(again(), state)[ROW].float()
         if not phase.attention.empty:
             state.phase = Phase(1.0, _Watched(phase.attention, seen), merge=phase.merge)
             state.block_input = self._block_input
             again()
         state.phase, state.calls, state.outcome = phase, turn, "done"
-        error, relative = errors(_image_of(output, state), exact)
+        error, relative = errors(image_of(output, state)[ROW].float(), exact)
         return Look(
             method=state.call.config.method,
             what=describe(phase, [state.grid]),
@@ -171,14 +172,6 @@ class _Watcher:
             error=error,
             relative_error=relative,
         )
-
-
-def _image_of(output: Any, state: LayerState) -> Tensor:
-    """Return a layer's output for the image tokens of one image, `[N, channels]`."""
-    given: Tensor = output[0] if isinstance(output, tuple) else output
-    given = given.flatten(2).transpose(1, 2) if given.ndim == 4 else given
-    before = state.call.given.before if given.shape[1] > state.grid.tokens else 0
-    return given[ROW, before : before + state.grid.tokens].detach().float()
 
 
 @dataclass(frozen=True)

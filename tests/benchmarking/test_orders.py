@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_pipelines as tiny
+import tiny_transformers
+import torch
 
 from elfatt_sd.benchmarking import orders as module
 from elfatt_sd.benchmarking.orders import orders
 from elfatt_sd.benchmarking.plots import save
-from elfatt_sd.benchmarking.presets import order_configs
+from elfatt_sd.benchmarking.presets import joint_configs, order_configs
 from elfatt_sd.benchmarking.record import Session
-from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.exact_run import ExactRun
 from elfatt_sd.methods import attentions
 from elfatt_sd.tiling import BLOCK_ORDERS
+from elfatt_sd.toy import GUIDANCE, STEPS
 
-RUN: dict[str, Any] = {"prompts": ["a"], "steps": 3, "record_at": [0, 2], "device": "cpu", "draws": 2}
+RUN: dict[str, Any] = {"prompts": ["a"], "steps": 3, "device": "cpu", "draws": 2}
+SOME: dict[str, Any] = {**RUN, "record_at": [0, 2]}
 
 
 @pytest.fixture(autouse=True)
-def small_pipeline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     pipe = tiny.sd15(folder, scheduler=tiny.ddim())
     monkeypatch.setattr(module, "load_pipeline", lambda model, **_: pipe)
+    return pipe
 
 
-def configs(*names: str) -> dict[str, PatchConfig]:
-    known = {
-        "raster": PatchConfig("raster", (Phase(1.0, "block", block_size=16),)),
-        "spread": PatchConfig("spread", (Phase(1.0, "block", block_size=16, block_order="spread"),)),
-    }
-    return {name: known[name] for name in names}
+@pytest.fixture
+def flux(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    pipe = tiny_transformers.flux(folder)
+    monkeypatch.setattr(module, "load_pipeline", lambda model, **_: pipe)
+    return pipe
+
+
+RASTER = PatchConfig("raster", (Phase(1.0, "block", block_size=16),))
+SPREAD = PatchConfig("spread", (Phase(1.0, "block", block_size=16, block_order="spread"),))
 
 
 def test_every_order_size_and_attention_is_compared() -> None:
@@ -45,7 +56,7 @@ def test_every_order_size_and_attention_is_compared() -> None:
 
 
 def test_orders(tmp_path: Path) -> None:
-    results = orders("x", configs=configs("raster", "spread"), session=Session(tmp_path), **RUN)
+    results = orders("x", methods=[RASTER, SPREAD], session=Session(tmp_path), **SOME)
     assert len(results["rows"]) == 2 * 2 * 3  # methods, steps, layers
     assert results["settings"]["guidance"] == 7.5
     _, table, plot = save(results, tmp_path / "orders.json")
@@ -58,26 +69,92 @@ def test_orders(tmp_path: Path) -> None:
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compared before Ctrl-C is not compared again."""
-    compared: list[str] = []
-    original = module.method_errors
+    """What was compared before Ctrl-C is not compared again, and the end is that of a run without it."""
+    original, told = ExactRun.approximate, list[tuple[int, int]]()
+    steps: list[int] = []
 
-    def compare(recording: Any, method: str, *rest: Any, **options: Any) -> Any:
-        compared.append(method)
-        if compared == ["raster", "spread"]:
+    def approximate(run: ExactRun, state: Any, again: Any, phase: Phase, step: int, config: PatchConfig) -> Any:
+        steps.append(step)
+        if steps.count(2) == 4 and 0 in steps:
             raise KeyboardInterrupt
-        return original(recording, method, *rest, **options)
+        return original(run, state, again, phase, step, config)
 
-    monkeypatch.setattr(module, "method_errors", compare)
-    both = configs("raster", "spread")
+    monkeypatch.setattr(ExactRun, "approximate", approximate)
+    both = {"methods": [RASTER, SPREAD], **SOME}
     with pytest.raises(KeyboardInterrupt):
-        orders("x", configs=both, session=Session(tmp_path), **RUN)
-    results = orders("x", configs=both, session=Session(tmp_path), **RUN)
-    assert compared == ["raster", "spread", "spread"]
-    assert {row["method"] for row in results["rows"]} == {"raster", "spread"}
+        orders("x", session=Session(tmp_path), **both)
+    assert {row["step"] for row in json.loads((tmp_path / "orders.json").read_text())["rows"]} == {0}
+    steps.clear()
+    session = Session(tmp_path, progress=lambda name, done, total: told.append((done, total)))
+    results = orders("x", session=session, **both)
+    assert set(steps) == {2} and told[-1] == (1, 1)
+    by_place = lambda rows: sorted(rows, key=lambda row: (row["method"], row["step"]))  # noqa: E731
+    assert by_place(results["rows"]) == by_place(orders("x", **both)["rows"])
+    steps.clear()
+    orders("x", session=Session(tmp_path), **both)
+    assert not steps, "nothing is left to compare"
 
 
-def test_the_toy_has_its_own_guidance() -> None:
-    from elfatt_sd.toy import GUIDANCE
+def test_the_toy_has_its_own_guidance_and_steps() -> None:
+    settings = orders("toy", methods=[RASTER], record_at=[1], prompts=["a"], device="cpu", draws=1)["settings"]
+    assert (settings["guidance"], settings["steps"]) == (GUIDANCE, STEPS)
 
-    assert orders("toy", configs=configs("raster"), **RUN)["settings"]["guidance"] == GUIDANCE
+
+def test_five_calls_are_compared_in_if_nobody_says_where() -> None:
+    assert orders("x", methods=[RASTER], **{**RUN, "steps": 25})["settings"]["record_at"] == [2, 6, 12, 18, 23]
+    assert {row["step"] for row in orders("x", methods=[RASTER], **{**RUN, "steps": 4})["rows"]} == {0, 1, 2, 3}
+
+
+@pytest.mark.usefixtures("flux")
+def test_every_step_of_a_transformer(tmp_path: Path) -> None:
+    """Each approximation has a map; with many layers and steps, these are the lines of the tables."""
+    results = orders("x", every_step=True, size=64, session=Session(tmp_path), **{**RUN, "steps": 9})
+    methods = dict.fromkeys(row["method"] for row in results["rows"])
+    assert list(methods) == list(joint_configs())
+    assert len(results["rows"]) == len(methods) * 9 * 2
+    _, table, plot = save(results, tmp_path / "orders.json")
+    by_layer, by_step = table.read_text().split("\n\n")
+    assert [line.split(" | ")[0] for line in by_layer.splitlines()[2:]] == [
+        "| 1: `transformer_blocks.0.attn`",
+        "| 2: `single_transformer_blocks.0.attn`",
+        "| mean",
+    ]
+    assert [line.split(" | ")[0] for line in by_step.splitlines()[2:]] == [
+        *(f"| {step}" for step in range(9)),
+        "| mean",
+    ]
+    for line, step in zip(by_step.splitlines()[2:-1], range(9), strict=True):
+        for method, cell in zip(methods, line.strip("| ").split(" | ")[1:], strict=True):
+            own = [row["error"] for row in results["rows"] if (row["method"], row["step"]) == (method, step)]
+            assert len(own) == 2 and cell == f"{sum(own) / 2:.3f}"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("flux")
+def test_a_preset_is_what_it_is_on_the_family() -> None:
+    """Exact in its first step, as elfatt-fast of transformers is."""
+    rows = orders("x", methods=["elfatt-fast"], every_step=True, size=64, **{**RUN, "steps": 5})["rows"]
+    assert [row["step"] for row in rows if row["error"] == 0] == [0, 0]
+    assert len(rows) == 10
+
+
+@pytest.mark.usefixtures("flux")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"methods": ["tome"]}, "method 'tome' merges tokens"),
+        ({"methods": ["taylorseer"]}, "method='taylorseer' is not accepted here"),
+        ({"methods": ["faster"]}, "method='faster'"),
+        ({"record_at": [7]}, "record_at=7 is not accepted; the run has the denoiser's calls 0 to 2"),
+        ({"steps": 5000}, "steps=5000"),
+    ],
+)
+def test_what_is_not_accepted(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ElfattError, match=re.escape(says)):
+        orders("x", size=64, **{**RUN, **options})
+
+
+def test_a_model_of_no_known_family_is_refused(monkeypatch: pytest.MonkeyPatch, pipe: Any) -> None:
+    monkeypatch.setattr(pipe, "unet", torch.nn.Linear(1, 1))
+    with pytest.raises(ElfattError, match="Linear cannot be patched"):
+        orders("x", **RUN)
