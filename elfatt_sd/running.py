@@ -81,11 +81,16 @@ def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
 
 
 def check_steps(pipe: Any, steps: int) -> None:
-    """Refuse more steps than a pipeline's scheduler has timesteps.
+    """Refuse steps that a pipeline's scheduler cannot take.
 
     Raises:
-        ElfattError: there are more.
+        ElfattError: there are more than its timesteps, or it is a scheduler for other pipelines.
     """
+    wanted = ("set_timesteps", "step", *(("init_noise_sigma", "scale_model_input") if hasattr(pipe, "unet") else ()))
+    lacking = next((name for name in wanted if not hasattr(pipe.scheduler, name)), None)
+    if lacking:
+        name, kind = type(pipe.scheduler).__name__, type(pipe).__name__
+        raise ElfattError(f"scheduler={name!r} is not accepted; {kind} needs one with {lacking}.")
     most = pipe.scheduler.config.get("num_train_timesteps") or steps
     if steps > most:
         raise ElfattError(f"steps={steps} is not accepted; give a whole number from 1 to {most}.")

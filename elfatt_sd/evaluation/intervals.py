@@ -103,7 +103,7 @@ def verdict(interval: Interval | None, classes: int, *, lower_is_better: bool = 
 
     Args:
         interval: of the difference.
-        classes: number of distinct classes behind it; fewer than `FEWEST_CLASSES` show nothing.
+        classes: `even_classes` of the images behind it; fewer than `FEWEST_CLASSES` show nothing.
         lower_is_better: which way is better.
     """
     if classes < FEWEST_CLASSES:
@@ -111,6 +111,16 @@ def verdict(interval: Interval | None, classes: int, *, lower_is_better: bool = 
     if interval is None or interval[0] <= 0 <= interval[1]:
         return NO_DIFFERENCE
     return BETTER if (interval[1] < 0) == lower_is_better else WORSE
+
+
+def even_classes(groups: Groups) -> int:
+    """Number of classes of one size that tell as much as these (Kish 1965): with one large class hardly more than one.
+
+    Args:
+        groups: the class of each image.
+    """
+    sizes = torch.unique(torch.as_tensor(groups), return_counts=True)[1].double()
+    return round(float(sizes.sum() ** 2 / sizes.square().sum()))
 
 
 def student_quantile(probability: float, freedom: int) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from elfatt_sd.errors import ElfattError
 PROMPT_LISTS = {name: Path(__file__).with_name("prompt_lists") / f"{name}.csv" for name in ("images", "clips")}
 _USUAL = ("prompt", "prompts", "caption", "text")  # columns, whatever their case
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_LINES = (".jsonl", ".ndjson")
+_LINES = (".jsonl", ".ndjson", ".json")
 _SHOWN = 40  # characters of a value that a message repeats
 
 
@@ -25,11 +27,12 @@ class PromptFile:
     """Where a protocol's prompts are.
 
     Attributes:
-        file: `.csv` or `.tsv` with a header, `.jsonl` or `.ndjson` with an object a line, any other file with one
-            prompt a line; or the name of a list in the package.
+        file: `.csv` or `.tsv` with a header; `.jsonl`, `.ndjson` or `.json` with an object a line; any other file with
+            one prompt a line; or the name of a list in the package.
         column: that holds the prompts of a table; empty takes `prompt`, `prompts`, `caption` or `text`.
         cluster: column that says which prompts belong together. Intervals are over clusters: images of one cluster
-            may depend on each other. Empty makes each different prompt a cluster of its own.
+            may depend on each other. Empty makes each different prompt a cluster of its own; capitals, spaces and
+            forms of one character make no difference.
     """
 
     file: str
@@ -92,7 +95,12 @@ def _pairs(path: Path, text: str, source: PromptFile) -> Iterator[tuple[str, str
         rows = ((f"{path}, line {number}", {"prompt": line}) for number, line in lines if line.strip())
     for place, row in rows:
         prompt = _value(place, row, _column(place, row, source.column))
-        yield prompt, _value(place, row, source.cluster) if source.cluster else prompt
+        yield prompt, _value(place, row, source.cluster) if source.cluster else _likeness(prompt)
+
+
+def _likeness(prompt: str) -> str:
+    """Return what prompts have in common that a model hardly tells apart."""
+    return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
 
 
 def _table_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -140,7 +148,8 @@ def _value(place: str, row: Mapping[str, Any], column: str) -> str:
     if column not in row:
         raise ElfattError(f"{place} has no column {column!r}, but {_named(row)}; give one of these.")
     value = row[column]
-    if isinstance(value, bool | int | float):
+    nothing = isinstance(value, float) and not math.isfinite(value)  # pandas writes NaN where there is no text
+    if isinstance(value, bool | int | float) and not nothing:
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise ElfattError(f"{place} has {str(value)[:_SHOWN]!r} in column {column!r}; give a text.")

@@ -60,6 +60,12 @@ class Reference:
     metric_suffix: str
     description: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Refuse images that do not differ at all: no Gaussian fits them."""
+        if not self.statistics.covariance.any():
+            source = self.description.get("source", "")
+            raise ElfattError(f"reference {source} has one image over and over; accepted are images that differ.")
+
 
 @dataclass(frozen=True)
 class Wanted:

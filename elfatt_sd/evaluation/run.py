@@ -252,8 +252,11 @@ class Run:
         """Refuse a folder that belongs to another protocol or to something else.
 
         Raises:
-            ElfattError: the message lists what differs.
+            ElfattError: the message lists what differs; or the reference is of the run's own images.
         """
+        source = Path(self.protocol.reference.source).resolve()
+        if source.exists() and source.is_relative_to(self.folder.resolve()):
+            raise ElfattError(f"reference {source} is of this run; give images that it is compared with.")
         record = _read_record(self.folder)
         if record is None:
             there = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []

@@ -19,7 +19,15 @@ from elfatt_sd.devices import accelerators
 from elfatt_sd.evaluation.extraction import Preprocessing
 from elfatt_sd.evaluation.features import Extractor, load_extractor
 from elfatt_sd.evaluation.frechet import FrechetFigures
-from elfatt_sd.evaluation.intervals import Estimate, Interval, as_list, figure_as_dict, share_interval, verdict
+from elfatt_sd.evaluation.intervals import (
+    Estimate,
+    Interval,
+    as_list,
+    even_classes,
+    figure_as_dict,
+    share_interval,
+    verdict,
+)
 from elfatt_sd.evaluation.metrics.scores import Scorer, check_feature_metrics, load_metrics
 from elfatt_sd.evaluation.pairs import cosines, most_changed, pair_changes, paired
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
@@ -204,7 +212,7 @@ def _distances(images: Images, baseline: Images | None, scales: Sequence[Scale])
         own = scale.distances(images)
         others = scale.distances(baseline) if baseline else {}
         for name, figure in own.items():
-            rows[name] = _distance(figure, others.get(name), len(set(images.classes)))
+            rows[name] = _distance(figure, others.get(name), even_classes(images.classes))
     return rows
 
 
@@ -249,7 +257,7 @@ def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) 
     if scale is None:
         return None
     right = scale.right(images)
-    other = scale.right(baseline) if baseline else None
+    other, classes = scale.right(baseline) if baseline else None, even_classes(images.classes)
     rows: dict[str, Any] = {}
     for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
         figure = Estimate.mean(values, images.classes)
@@ -258,5 +266,5 @@ def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) 
         if other is not None:
             known = other[name] if name in other else torch.stack(list(other.values())).mean(0)
             before = Estimate.mean(known, images.classes)
-            rows[name]["difference"] = _difference(figure, before, figure.classes, lower_is_better=False)
+            rows[name]["difference"] = _difference(figure, before, classes, lower_is_better=False)
     return rows

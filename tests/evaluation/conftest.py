@@ -21,7 +21,7 @@ from elfatt_sd.evaluation.stages import evaluate
 
 def draw_few_plots(patch: pytest.MonkeyPatch) -> None:
     """Let reports have one plot: all of them take longer to draw than a small run to be made."""
-    patch.setattr(plots, "_makers", lambda results: [charts.differences])
+    patch.setattr(plots, "_makers", lambda results: [charts.closeness])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -89,6 +89,19 @@ def test_neighbours_need_more_images(full_protocol: Protocol, tmp_path: Path) ->
     assert told == ["metric 'prdc' needs more than 5 images and reference images; there are 5."]
 
 
+def test_a_scheduler_of_other_pipelines_is_an_obstacle(full_protocol: Protocol, tmp_path: Path) -> None:
+    other = dataclasses.replace(full_protocol, scheduler="FlowMatchEulerDiscreteScheduler")
+    (told,) = dry_run.obstacles(Run(tmp_path / "new", other))
+    assert told.startswith(f"scheduler={other.scheduler!r} is not accepted; StableDiffusionPipeline needs one with")
+
+
+def test_images_of_the_run_are_no_reference(full_protocol: Protocol, tmp_path: Path) -> None:
+    (own := tmp_path / "run" / "cells" / "sd" / "images").mkdir(parents=True)
+    given = dataclasses.replace(full_protocol.reference, source=str(own))
+    told = dry_run.obstacles(Run(tmp_path / "run", dataclasses.replace(full_protocol, reference=given)))
+    assert any("is of this run; give images that it is compared with" in line for line in told)
+
+
 def test_metrics_of_one_name_are_an_obstacle(full_protocol: Protocol, tmp_path: Path) -> None:
     twice = dataclasses.replace(full_protocol, metrics=(MetricChoice("colorsys:rgb_to_hsv", name="x"),) * 2)
     told = dry_run.obstacles(Run(tmp_path / "new", twice))

@@ -12,6 +12,7 @@ from elfatt_sd.evaluation.intervals import (
     TOO_FEW,
     WORSE,
     Estimate,
+    even_classes,
     share_interval,
     student_quantile,
     verdict,
@@ -51,6 +52,29 @@ def test_verdicts() -> None:
     assert verdict((-0.2, -0.1), enough, lower_is_better=False) == WORSE
     for interval in ((-2.0, -1.0), (1.0, 2.0), (-1.0, 1.0), None):
         assert verdict(interval, enough - 1) == TOO_FEW
+
+
+def test_classes_of_different_sizes_count_as_fewer() -> None:
+    """One class of half the images decides what the others say."""
+    assert even_classes([1, 1, 2, 2, 3, 3]) == 3
+    assert even_classes(torch.arange(64)) == 64
+    assert even_classes([0] * 33 + list(range(1, 32))) == 4
+    assert even_classes([5] * 9) == 1
+
+
+def test_a_large_class_makes_no_false_verdicts() -> None:
+    """Of images that resemble each other; counted by their number alone, such classes misjudge a quarter of runs."""
+    classes = torch.tensor([0] * 33 + list(range(1, 32)))
+    generator = torch.Generator().manual_seed(0)
+    said, naive = [], []
+    for _ in range(200):
+        shared = torch.randn(32, generator=generator, dtype=torch.float64)[classes]
+        noise = torch.randn(64, generator=generator, dtype=torch.float64)
+        estimate = Estimate.mean((shared + noise) / 2**0.5, classes)
+        said.append(verdict(estimate.interval(), even_classes(classes)))
+        naive.append(verdict(estimate.interval(), estimate.classes))
+    assert set(said) == {TOO_FEW}
+    assert sum(each != NO_DIFFERENCE for each in naive) > 30
 
 
 def test_quantiles_of_student_against_tables() -> None:

@@ -50,6 +50,11 @@ def test_json_lines(tmp_path: Path) -> None:
     assert [(each.text, each.cluster) for each in found] == [("a", 0), ("b", 1), ("c", 0)]
 
 
+def test_prompts_that_a_model_hardly_tells_apart_are_one_cluster(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.txt", "a cafe\u0301\nA  caf\u00e9\na cafe\n")
+    assert [each.cluster for each in read_prompts(PromptFile(file))] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("name", PROMPT_LISTS)
 def test_lists_in_the_package(name: str) -> None:
     found = read_prompts(PromptFile(name))
@@ -81,6 +86,9 @@ def test_lists_in_the_package(name: str) -> None:
         ("a.jsonl", "{}\n", {}, "no columns"),
         ("a.jsonl", '{"prompt": null}\n', {}, "line 1 has 'None'"),
         ("a.jsonl", '{"prompt": ["a"]}\n', {}, "give a text"),
+        ("a.jsonl", '{"prompt": NaN}\n', {}, "has 'nan' in column 'prompt'"),
+        ("a.json", '[{"prompt": "a"}]', {}, "line 1 holds a list"),
+        ("a.json", '[\n{"prompt": "a"}\n]', {}, "line 1 is not JSON"),
         ("a.jsonl", '{"prompt": "\\ud800"}\n', {}, "surrogate"),
     ],
 )

@@ -283,6 +283,7 @@ def test_renders_are_known_before_they_are_drawn(monkeypatch: pytest.MonkeyPatch
         ({"sigma": np.diag([-1.0] + 11 * [1.0])}, "negative eigenvalue -1"),
         ({"sigma": np.triu(np.ones((12, 12)))}, "not symmetric"),
         ({"sigma": np.full((12, 12), np.nan)}, "NaN"),
+        ({"sigma": np.zeros((12, 12))}, "one image over and over"),
         ({"sigma": np.ones((12, 12), dtype=object)}, "cannot be read"),
         ({"mu": np.array(["x"] * 12)}, "cannot be read"),
     ],

@@ -80,8 +80,8 @@ def test_what_scores_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return score.score_inputs(specification, score.load_extractors(specification))
 
     pixels = np.zeros((8, 8, 3), np.uint8)
-    for name in ("a.png", "b.png"):
-        Image.fromarray(pixels).save(tmp_path / name)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    Image.fromarray(~pixels).save(tmp_path / "b.png")
     specification = protocol(reference=Reference(str(tmp_path), count=2))
     before = inputs(specification)
     assert inputs(specification) == before

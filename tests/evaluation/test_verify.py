@@ -240,12 +240,12 @@ def test_an_edited_report_is_found(copy: Path, name: str) -> None:
 
 
 def test_the_report_has_all_its_files_and_no_others(copy: Path) -> None:
-    for name in ("table.tex", "index.html", "difference.png"):
+    for name in ("table.tex", "index.html", "closeness.png"):
         (copy / "report" / name).unlink()
     (copy / "report" / "ablation_old.png").touch()
     problems = verify_run(Run.open(copy), recompute=False)
     assert [problem.partition("report/")[2].split(",")[0] for problem in problems] == [
-        "table.tex: deleted", "difference.png: deleted", "index.html: deleted", "ablation_old.png: not of this report",
+        "table.tex: deleted", "closeness.png: deleted", "index.html: deleted", "ablation_old.png: not of this report",
     ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from elfatt_sd.evaluation.environment import sha256_of_code
 from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
 
+# Figures that a report has already: distances, and what compares with the untouched image.
+_TAKEN = re.compile(r"(FID|KID|FD|KD|PSNR|SSIM|cosine|accuracy)\b.*|cell|label|method|role|images|classes|failed", re.I)
 _WANTED = "function(images, prompts) or function(images, prompts, untouched)"
 
 
@@ -22,26 +25,39 @@ def load_own(choice: MetricChoice) -> ImageMetric:
     """Import a function that gives a number for every image.
 
     It is called as `function(images, prompts)` or, where it has a third parameter, `function(images, prompts,
-    untouched)`, which then has no value for the untouched pipeline itself. `images` are uint8 `[n, 3, h, w]`, of clips
+    untouched)`, which then has no value for the untouched pipeline itself. Parameters with a default are left at it,
+    but for one named `untouched`. `images` are uint8 `[n, 3, h, w]`, of clips
     `[n, f, 3, h, w]`; `prompts` n texts; `untouched` the baseline's images of the same latents. It returns n numbers.
 
     Raises:
-        ElfattError: there is no such function, or it takes other arguments.
+        ElfattError: there is no such function, it takes other arguments, or its name is taken.
     """
     function = _imported(choice.metric)
-    try:
-        count = len(inspect.signature(function).parameters)
-    except (TypeError, ValueError) as error:
-        raise ElfattError(f"metric={choice.metric!r} tells no parameters; give a {_WANTED}.") from error
-    if count not in (2, 3):
-        raise ElfattError(f"metric={choice.metric!r} takes {count} arguments; give a {_WANTED}.")
+    count = _arguments(choice.metric, function)
     name = choice.name or str(getattr(function, "__name__", choice.metric))
+
+    if _TAKEN.fullmatch(name):
+        raise ElfattError(f"name={name!r} of metric {choice.metric!r} is that of another figure; give another name.")
 
     def measure(batch: Batch) -> Tensor:
         return _called(choice.metric, function, batch, count == 3)
 
     description = {"function": choice.metric, "code_sha256": _code(function)}
     return ImageMetric(name, measure, description, better=choice.better, compares=count == 3)
+
+
+def _arguments(metric: str, function: Callable[..., Any]) -> int:
+    """Return how many arguments a function is called with; what has a value of its own and another name is left."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ElfattError(f"metric={metric!r} tells no parameters; give a {_WANTED}.") from error
+    wanted = [each for each in parameters if each.default is each.empty or each.name == "untouched"]
+    by_place = all(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in wanted)
+    if not by_place or len(wanted) not in (2, 3):
+        said = ", ".join(str(each) for each in wanted)
+        raise ElfattError(f"metric={metric!r} takes ({said}); give a {_WANTED}.")
+    return len(wanted)
 
 
 def _imported(metric: str) -> Callable[..., Any]:
@@ -77,4 +93,6 @@ def _called(metric: str, function: Callable[..., Any], batch: Batch, compares: b
     if values.shape != (len(batch.prompts),):
         wanted = f"one number for each of {len(batch.prompts)} images"
         raise ElfattError(f"metric={metric!r} returned the shape {tuple(values.shape)}; give {wanted}.")
+    if values.is_complex():
+        raise ElfattError(f"metric={metric!r} returned complex numbers; give real ones.")
     return values.detach().cpu()

@@ -15,7 +15,7 @@ from torch.nn import functional
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.extraction import quiet_pillow
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.intervals import Estimate, figure_as_dict, verdict
+from elfatt_sd.evaluation.intervals import Estimate, even_classes, figure_as_dict, verdict
 from elfatt_sd.evaluation.kernel import gaussian, kernel_distance
 from elfatt_sd.evaluation.metrics.base import Batch, Better, ImageMetric
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
@@ -27,6 +27,7 @@ from elfatt_sd.files import atomic_file, sha256_of_data
 from elfatt_sd.progress import Progress
 
 OF_FEATURES = ("prdc", "cmmd")
+_LARGEST = 1e100  # of a metric; squares of larger numbers overflow
 _CMMD_SCALE = 1000  # as Jayasumana et al. 2024 have it
 
 
@@ -115,7 +116,8 @@ class Scorer:
             found[name] = _summary(estimate, better, None)
             if name in others:
                 difference = estimate - others[name][0]
-                said = verdict(difference.interval(), estimate.classes, lower_is_better=better == "lower")
+                classes = even_classes(images.classes)
+                said = verdict(difference.interval(), classes, lower_is_better=better == "lower")
                 found[name]["difference"] = figure_as_dict(difference.value, difference.interval())
                 found[name]["difference"] |= {"verdict": said} if better else {}
         return found
@@ -160,9 +162,10 @@ class Scorer:
             return torch.from_numpy(np.array(known))
         with quiet_pillow():
             values = torch.cat(list(self._measured(metric, images, baseline))).double()
-        odd = next((index for index, value in enumerate(values.tolist()) if not np.isfinite(value)), None)
+        odd = next((index for index, value in enumerate(values.tolist()) if not abs(value) < _LARGEST), None)
         if odd is not None:
-            raise ElfattError(f"metric {metric.name!r} of image {odd} of row {images.name!r} is {values[odd]}.")
+            said = f"metric {metric.name!r} of image {odd} of row {images.name!r} is {values[odd]}"
+            raise ElfattError(f"{said}; accepted are numbers between -{_LARGEST:g} and {_LARGEST:g}.")
         with atomic_file(path) as file:
             np.save(file, values.numpy())
         return values

@@ -27,6 +27,7 @@ _LISTED = 6  # methods that a headline names; more are counted
 _NAMED = 3  # unreadable images that a sentence names
 _MANY = 10  # comparisons from which on chance verdicts are worth a word
 _ERROR_RATE = 0.05  # of a 95 % interval
+_NOTHING = 1e-9  # a distance of images to themselves: rounding alone
 _TRIFLE = 0.05  # by which the untouched pipeline may differ from itself before a headline says so
 
 
@@ -142,7 +143,7 @@ def _verdict_counts(results: Results) -> str:
 def findings(results: Results) -> list[str]:
     """Return one sentence for each thing a reader must know: verdicts by name, chance, speed, kernels, memory, gaps."""
     divided = [_disagreement(*parts) for parts in disagreements(results)]
-    rest = [part(results) for part in (_null, _bias, _speed, _kernels, _memory)]
+    rest = [part(results) for part in (_null, _reference, _bias, _speed, _kernels, _memory)]
     return [sentence for sentence in (_named_verdicts(results), *divided, *rest, *_gaps(results)) if sentence]
 
 
@@ -151,7 +152,9 @@ def _named_verdicts(results: Results) -> str:
     if any(said == TOO_FEW for _, said in judged):
         classes = next((row.classes for row, _ in judged if row.classes), None)
         seen = "" if classes is None else f" from {plural(classes, 'class')}"
-        return f"No verdicts{seen}: an interval over fewer than {FEWEST_CLASSES} classes may be far too short."
+        uneven = " of very different sizes" if classes and classes >= FEWEST_CLASSES else ""
+        why = f"an interval over fewer than {FEWEST_CLASSES} classes of one size may be far too short"
+        return f"No verdicts{seen}{uneven}: {why}."
     known = (BETTER, WORSE, NO_DIFFERENCE)
     grouped = [(title, [row for row, said in judged if said == title]) for title in known]
     parts = [f"{title}: {_grouped(rows)}" for title, rows in grouped if rows]
@@ -203,15 +206,29 @@ def _null(results: Results) -> str:
     if first is None or found is None:
         return ""
     decimals = decimals_for([found])
+    figure = f"{fixed(found.value, decimals, sign=True)} {interval(found, decimals, sign=True)}".strip()
     sentence = (
-        f"The null row, the same pipeline with other seeds, differs by {fixed(found.value, decimals, sign=True)} "
-        f"{interval(found, decimals, sign=True)} in {first.name}, by chance alone."
+        f"The null row, the same pipeline with other seeds, differs by {figure} in {first.name}, by chance alone."
     )
     odd = [judge.name for judge in judges(results) if judge.verdict(row) in (BETTER, WORSE)]
     if odd:
         sentence += f" It was itself judged different in {join_names(odd)}, so every verdict of this run needs more "
         sentence += "images."
     return sentence
+
+
+def _reference(results: Results) -> str:
+    """Warn of a reference that says little: the images of a row, or no more images than features."""
+    name = results.distance or ""
+    known = [(row, row.distance(name)) for row in results.rows] if name and not is_kernel(name) else []
+    same = [row for row, found in known if found is not None and found.value < _NOTHING]
+    if same:
+        return f"The reference is the images of {_grouped(same)}: no distance to it, and no verdict by it, counts."
+    count = number(results.data, "reference", name, "count")
+    if count is None or results.features is None or count > results.features:
+        return ""
+    few = plural(int(count), "reference image")
+    return f"{few} are no more than the {results.features} features of {name}: they show only a part of their variety."
 
 
 def _bias(results: Results) -> str:

@@ -25,6 +25,30 @@ def endless(images: Tensor, prompts: list[str]) -> list[float]:
     return [float("inf")] * len(prompts)
 
 
+def complex_numbers(images: Tensor, prompts: list[str]) -> Tensor:
+    return brightness(images, prompts) + 1j
+
+
+def scaled(images: Tensor, prompts: list[str], scale: float = 2.0, *, more: float = 0.0) -> Tensor:
+    return brightness(images, prompts) * scale + more
+
+
+def needs_a_word(images: Tensor, prompts: list[str], *, scale: float) -> Tensor:
+    return brightness(images, prompts) * scale
+
+
+def maybe_moved(images: Tensor, prompts: list[str], untouched: Tensor | None = None) -> list[float]:
+    return [] if untouched is None else moved(images, prompts, untouched)
+
+
+def ssim(images: Tensor, prompts: list[str]) -> Tensor:
+    return brightness(images, prompts)
+
+
+def astronomic(images: Tensor, prompts: list[str]) -> list[float]:
+    return [1e308] * len(prompts)
+
+
 def alone(images: Tensor) -> Tensor:
     return images
 

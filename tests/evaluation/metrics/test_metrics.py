@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,24 @@ def test_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bright.identity != load(metric="own_metrics:brightness", better="lower").identity
 
 
+def test_a_parameter_with_a_default_is_not_the_untouched_image() -> None:
+    ours = images(0)
+    scaled = load(metric="own_metrics:scaled")
+    assert not scaled.compares
+    torch.testing.assert_close(scaled.measure(Batch(ours, PROMPTS)), 2 * ours.flatten(1).double().mean(1))
+    compares = load(metric="own_metrics:maybe_moved")
+    assert compares.compares and compares.measure(Batch(ours, PROMPTS, ours)).tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("one_number", r"the shape \(\)"), ("broken", "RuntimeError: no;|RuntimeError: no\\)"), ("alone", "1 arguments")],
+    [
+        ("one_number", r"the shape \(\)"),
+        ("broken", "RuntimeError: no;|RuntimeError: no\\)"),
+        ("alone", r"takes \(images: "),
+        ("complex_numbers", "complex numbers; give real"),
+        ("needs_a_word", r"takes \(images: .*scale: "),
+    ],
 )
 def test_functions_that_fail(name: str, reason: str) -> None:
     with pytest.raises(ElfattError, match=reason) as raised:
@@ -153,6 +169,8 @@ def test_functions_that_fail(name: str, reason: str) -> None:
         ({"metric": "absent_module:f"}, "cannot be imported"),
         ({"metric": "own_metrics:NUMBER"}, "is a int"),
         ({"metric": ":f"}, "cannot be imported"),
+        ({"metric": "own_metrics:ssim"}, "name='ssim' .* is that of another figure"),
+        ({"metric": "own_metrics:brightness", "name": "FID (mine)"}, "is that of another figure"),
     ],
 )
 def test_what_is_refused(choice: dict[str, Any], reason: str) -> None:
@@ -227,6 +245,22 @@ def test_a_paired_difference_has_a_verdict(tmp_path: Path, better: Any, verdict:
     assert found["moved"]["value"] == pytest.approx(20)
     assert "difference" not in scorer.score(dark, None)["brightness"]
     assert "moved" not in scorer.score(dark, None)
+
+
+def test_a_row_of_few_even_classes_has_no_verdict(tmp_path: Path) -> None:
+    choices = [MetricChoice("own_metrics:brightness", better="higher")]
+    scorer: Any = Scorer(choices, load_metrics(choices, "cpu"), [], tmp_path)
+    classes = [0] * 9 + list(range(1, 32))
+    light, dark = (dataclasses.replace(row(tmp_path, name, by), classes=classes) for name, by in (("a", 20), ("b", 0)))
+    assert scorer.score(light, dark)["brightness"]["difference"]["verdict"] == "too few classes to tell"
+
+
+@pytest.mark.parametrize("name", ["endless", "astronomic"])
+def test_numbers_that_no_mean_holds_are_refused(tmp_path: Path, name: str) -> None:
+    choices = [MetricChoice(f"own_metrics:{name}")]
+    scorer: Any = Scorer(choices, load_metrics(choices, "cpu"), [], tmp_path)
+    with pytest.raises(ElfattError, match="of image 0 of row 'a' is"):
+        scorer.score(row(tmp_path, "a", 0), None)
 
 
 def test_cmmd_is_its_formula() -> None:

@@ -176,7 +176,7 @@ def test_no_verdict_is_given_from_few_classes(tmp_path, results):
     page = Page(write_report(load_results(tmp_path)))
     assert "no verdict, since the classes are too few" in scope(Results(results))
     told = " ".join(findings(Results(results)))
-    assert f"No verdicts from 5 classes: an interval over fewer than {FEWEST_CLASSES} classes" in told
+    assert f"No verdicts from 5 classes: an interval over fewer than {FEWEST_CLASSES} classes of one size" in told
     for word in ("better than", "worse than", "Better:", "Worse:"):
         assert word not in told + scope(Results(results))
     assert sum(item.get("class") == "few" for item in page.all("td")) == 2 * 9, "distance and kernel distance"
@@ -192,6 +192,13 @@ def test_a_singular_covariance_is_told(results):
     assert "features of FD-toy" not in " ".join(findings(Results(results)))
     results["reference"]["FD-toy"]["features"] = 64
     assert "64 images a row are no more than the 64 features of FD-toy" in told_of(results, "KD-toy, among the other")
+
+
+def test_a_reference_that_says_little_is_named(results):
+    results["reference"]["FD-toy"] |= {"features": 64, "count": 64}
+    assert told_of(results, "64 reference images are no more than the 64 features of FD-toy")
+    results["rows"][0]["distances"]["FD-toy"]["value"] = -7e-15
+    assert told_of(results, "The reference is the images of SD (Baseline): no distance to it, and no verdict")
 
 
 def test_a_kernel_verdict_that_disagrees_is_named(results):
