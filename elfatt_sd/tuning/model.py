@@ -140,10 +140,7 @@ class Model:
         """Return, for each layer, the approximation of median error in a stretch, without sharing."""
         found = {}
         for name, own in self._figures.items():
-            errors = {number: own.error(stretch, number) for number in own.ratios}
-            usable = sorted((number for number in errors if math.isfinite(errors[number])), key=errors.__getitem__)
-            if usable:
-                number = usable[len(usable) // 2]
+            if (number := own.middle(stretch)) is not None:
                 found[name] = Candidate(own.bases[number], number)
         return found
 

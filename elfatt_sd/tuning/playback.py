@@ -1,4 +1,4 @@
-"""Keep what the denoiser gave in an untouched run, so that other runs of the same image need not compute their beginning.
+"""Keep what the denoiser gave in an untouched run, so that other runs of that image need not compute their beginning.
 
 Up to the first step that is approximated, a run is the untouched one.
 """

@@ -76,6 +76,12 @@ class LayerFigures:
         errors = [statistics.fmean(self.shared[stretch, base, each]) for each in known]
         return float(np.interp(since, known, errors)) if known else math.inf
 
+    def middle(self, stretch: int) -> int | None:
+        """Return the number of the approximation of median error in a stretch; None where there is none."""
+        errors = {number: self.error(stretch, number) for number in self.ratios}
+        usable = sorted((number for number in errors if math.isfinite(errors[number])), key=errors.__getitem__)
+        return usable[len(usable) // 2] if usable else None
+
     def ratio(self, base: int) -> float:
         """Return an approximation's time by that of exact attention."""
         return 0.0 if base == REUSED else statistics.median(self.ratios[base] or [math.inf])
@@ -116,17 +122,28 @@ class Probe:
         stretches: of the run.
         effects: calls of the denoiser, at most, that measure the effect of each layer on its output: one a layer in
             some stretches.
+        known: figures of another image; of this one, the effects alone are measured, and join theirs.
     """
 
-    def __init__(self, pipe: Any, stretches: list[Stretch], *, effects: int = 0) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        stretches: list[Stretch],
+        *,
+        effects: int = 0,
+        known: dict[str, LayerFigures] | None = None,
+    ) -> None:
         self._denoisers = find_denoisers(pipe)
         self._run = ExactRun(pipe, self._denoisers, self._after_layer, self._after_call)
         self._stretches = stretches
         count = min(len(stretches), effects // max(1, self._run.layers))
         self._effects_of = set(map(round, np.linspace(0, len(stretches) - 1, count)))
         self._kept: dict[tuple[str, int, int], Tensor] = {}  # by layer, call within the step and approximation
-        self._latest: dict[str, dict[int, float]] = {}  # plain squared errors of the latest visit, by layer
-        self.figures: dict[str, LayerFigures] = {}
+        self._latest: dict[
+            str, tuple[int, float]
+        ] = {}  # an approximation's squared error in the latest visit, by layer
+        self._effects_alone = known is not None
+        self.figures: dict[str, LayerFigures] = known or {}
 
     def __enter__(self) -> Probe:
         """Install."""
@@ -150,6 +167,10 @@ class Probe:
         if place is None:
             return
         name, turn = state.layer.name, state.calls
+        self._latest.pop(name, None)
+        if self._effects_alone:
+            self._see(state, place, again, flat(output))
+            return
         figures = self.figures.setdefault(name, LayerFigures(bases(state.grid.tokens, self._denoisers)))
         figures.calls += 1
         exact, device = flat(output), output[0].device if isinstance(output, tuple) else output.device
@@ -157,12 +178,27 @@ class Probe:
             figures.seconds.append(timed(again, device))
         size = float(exact.square().sum()) or 1.0
         self._share(figures, (name, turn, REUSED), place, exact, exact, size)
-        self._latest[name] = {}
         for number, phase in enumerate(figures.bases):
             if number in figures.lost:
                 continue
             with _loses(figures, number):
                 self._measure(figures, state, (name, turn, number), phase, place, again, exact, size)
+        if (number := figures.middle(place[0])) is not None:
+            self._latest[name] = number, figures.plain[place[0], number][-1]
+
+    def _see(self, state: LayerState, place: tuple[int, int], again: Callable[[], Any], exact: Tensor) -> None:
+        """Measure the error of the approximation whose effect is measured."""
+        figures = self.figures.get(state.layer.name)
+        number = None if figures is None or not self._affects(place) else figures.middle(place[0])
+        if figures is not None and number is not None:
+            with _loses(figures, number):
+                first = self._stretches[place[0]].first
+                error = exact - flat(self._run.approximate(state, again, figures.bases[number], first))
+                self._latest[state.layer.name] = number, float(error.square().sum() / exact.square().sum())
+
+    def _affects(self, place: tuple[int, int]) -> bool:
+        """Tell whether the effects of layers are measured in a step."""
+        return place[1] == 0 and place[0] in self._effects_of
 
     def _measure(
         self,
@@ -189,7 +225,6 @@ class Probe:
         if not math.isfinite(squared):
             figures.lost.add(number)
             return
-        self._latest[name][number] = squared
         figures.plain[stretch, number].append(squared)
         self._share(figures, key, place, error, error, size)
 
@@ -214,22 +249,21 @@ class Probe:
     def _after_call(self, call: Call, again: Callable[[], Any], output: Any) -> None:
         """Measure what an error of each layer does to the denoiser's output."""
         place = self._place(call.step)
-        if place is None or place[1] != 0 or place[0] not in self._effects_of:
+        if place is None or not self._affects(place):
             return
         exact = flat(output)
         size = float(exact.square().sum()) or 1.0
         for state in call.states.values():
-            errors = self._latest.get(state.layer.name)
-            if not errors:
+            if state.layer.name not in self._latest:
                 continue
-            number = sorted(errors, key=lambda each: errors[each])[len(errors) // 2]
+            number, error = self._latest[state.layer.name]
             figures = self.figures[state.layer.name]
             call.restart()
             with _loses(figures, number):
                 state.begin(figures.bases[number], self._stretches[place[0]].first, exact.device)
                 effect = float((flat(again()) - exact).square().sum()) / size
-                if errors[number] > 0 and math.isfinite(effect):
-                    figures.effects[place[0]].append(effect / errors[number])
+                if error > 0 and math.isfinite(effect):
+                    figures.effects[place[0]].append(effect / error)
             state.begin(EXACT, call.step, exact.device)
         call.restart()
 

@@ -105,17 +105,20 @@ class Runs:
         self.steps_done = 0  # of all runs, to say what tuning cost
         self._playbacks: dict[Sample, Playback] = {}
 
-    def draw(self, sample: Sample, config: PatchConfig | None = None) -> Drawn:
+    def draw(
+        self, sample: Sample, config: PatchConfig | None = None, end_step: Callable[[], None] = lambda: None
+    ) -> Drawn:
         """Draw one image.
 
         Args:
             sample: of what.
             config: the patch; None draws with the pipeline as it is.
+            end_step: called after every step of the scheduler.
         """
         with restored(self.pipe):
             if config is not None:
                 apply_patch(self.pipe, config)
-            return self.draw_as_is(sample)
+            return self.draw_as_is(sample, end_step)
 
     def draw_recorded(self, sample: Sample) -> Drawn:
         """Draw one image with the pipeline as it is, and keep what the denoiser gives for `draw_from`."""
@@ -123,12 +126,12 @@ class Runs:
         if not playback.possible:
             return self.draw(sample)
         with playback.recording():
-            drawn = self.draw_as_is(sample, playback.end_step)
+            drawn = self.draw(sample, end_step=playback.end_step)
         self._playbacks[sample] = playback
         return drawn
 
     def draw_from(self, step: int, sample: Sample, config: PatchConfig) -> Drawn:
-        """Draw one image with a patch that approximates nothing before a step; what is known until then is not computed.
+        """Draw one image with a patch that is exact before a step; what is known until then is not computed.
 
         Its seconds say nothing where the image was recorded.
         """
@@ -149,12 +152,7 @@ class Runs:
         return playback.by_step(errors)
 
     def draw_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> Drawn:
-        """Draw one image with whatever is in the pipeline.
-
-        Args:
-            sample: of what.
-            end_step: called after every step of the scheduler.
-        """
+        """Draw one image with whatever is in the pipeline; arguments are as for `draw`."""
         settings, meter = self.settings, PeakMeter(self.device)
         given = settings.arguments(self.pipe)
         generator = torch.Generator().manual_seed(sample.seed)

@@ -36,7 +36,7 @@ NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
 RETIMED = 2  # held-out images of which the untouched one is drawn again to time a corrected choice
 WORTH = 1.03  # times as fast, below which a pipeline is left alone
-_EFFECTS = 2  # untouched images that the effects of layers on the denoiser's output may cost
+_EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost, by each image
 _COMPARED = 2  # choices whose errors are measured on the untouched path, before one is run
 
 Say = Callable[[str, int], None]
@@ -111,7 +111,7 @@ class Search:
     def measure_layers(self) -> None:
         """Measure every approximation in every layer, and what a layer's error does to the image."""
         self.stretches = stretches_of(self.calls, max(1, min(STRETCHES, self.calls // LEAST_STEPS)))
-        self.say("measuring layers", 1)
+        self.say("measuring layers", min(CALIBRATED, len(self.samples)))
         figures = self.store.known("layers", self._probe, figures_from)
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
         self.layer_calls = {name: own.calls / self._probed for name, own in figures.items()}
@@ -131,19 +131,26 @@ class Search:
         return sum(len(stretch.probed) for stretch in self.stretches)
 
     def _probe(self) -> Any:
-        with Probe(self.runs.pipe, self.stretches, effects=_EFFECTS * self.calls) as probe, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.runs.draw_as_is(self.samples[0])
+        known = None
+        for sample in self.samples[:CALIBRATED]:
+            probe = Probe(self.runs.pipe, self.stretches, effects=round(_EFFECTS * self.calls), known=known)
+            with probe, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.runs.draw_as_is(sample)
+            known = probe.figures
         return figures_to(probe.figures)
 
     def _compare(self, choice: Choice) -> None:
         """See what error a choice really gives the denoiser's output."""
-        self.say("measuring a choice", 1)
+        self.say("measuring a choice", min(CALIBRATED, len(self.samples)))
         config = self.model.config(choice)
         name = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
-        measure = functools.partial(self.runs.errors, self.samples[0], config)
-        errors = self.store.known(f"choice-{name}", measure, lambda known: known)
-        if errors is not None:
+
+        def measure() -> list[float]:
+            errors = [self.runs.errors(sample, config) for sample in self.samples[:CALIBRATED]]
+            return np.mean([each for each in errors if each], axis=0).tolist() if any(errors) else []
+
+        if errors := self.store.known(f"choice-{name}", measure, list[float]):
             self.model.compare(choice, errors)
 
     def _alone(self, number: int, image: int) -> float:

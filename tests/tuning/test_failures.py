@@ -70,9 +70,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     draw = Runs.draw
 
-    def counted(runs: Runs, sample: Any, config: Any = None) -> Any:
+    def counted(runs: Runs, sample: Any, config: Any = None, **others: Any) -> Any:
         found.append(config)
-        return draw(runs, sample, config)
+        return draw(runs, sample, config, **others)
 
     monkeypatch.setattr(Runs, "draw", counted)
     return found

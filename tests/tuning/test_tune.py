@@ -32,9 +32,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     draw = Runs.draw
 
-    def counted(runs: Runs, sample: Any, config: PatchConfig | None = None) -> Any:
+    def counted(runs: Runs, sample: Any, config: PatchConfig | None = None, **others: Any) -> Any:
         found.append(config is not None)
-        return draw(runs, sample, config)
+        return draw(runs, sample, config, **others)
 
     monkeypatch.setattr(Runs, "draw", counted)
     return found
