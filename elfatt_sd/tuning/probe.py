@@ -183,8 +183,8 @@ class Probe:
                 continue
             with _loses(figures, number):
                 self._measure(figures, state, (name, turn, number), phase, place, again, exact, size)
-        if (number := figures.middle(place[0])) is not None:
-            self._latest[name] = number, figures.plain[place[0], number][-1]
+        if (middle := figures.middle(place[0])) is not None:
+            self._latest[name] = middle, figures.plain[place[0], middle][-1]
 
     def _see(self, state: LayerState, place: tuple[int, int], again: Callable[[], Any], exact: Tensor) -> None:
         """Measure the error of the approximation whose effect is measured."""
@@ -212,8 +212,7 @@ class Probe:
         size: float,
     ) -> None:
         """Measure one approximation: its draws are those of the steps that share, its time has them in it."""
-        name, _, number = key
-        stretch = place[0]
+        number, stretch = key[2], place[0]
         draws = _Seen()
         with Stopwatch(exact.device) as watch:
             output = self._run.approximate(state, again, phase, self._stretches[stretch].first, ahead=draws)

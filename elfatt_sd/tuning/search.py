@@ -37,7 +37,7 @@ STARTS = 35.0  # dB predicted, where closeness is measured by something else
 RETIMED = 2  # held-out images of which the untouched one is drawn again to time a corrected choice
 WORTH = 1.03  # times as fast, below which a pipeline is left alone
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost, by each image
-_COMPARED = 2  # choices whose errors are measured on the untouched path, before one is run
+_COMPARED = 1  # choices whose errors are measured on the untouched path, before one is run
 
 Say = Callable[[str, int], None]
 
