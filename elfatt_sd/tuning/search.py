@@ -32,6 +32,7 @@ CALIBRATED = 2  # images of the search by which the stretches are told apart
 TRIES = 2  # choices that are run with the prompts of the search
 ALIKE = 0.5  # dB between two predictions that are not worth a run each
 PROOFS = 3  # choices that are run with the held-out prompts
+LEAST_SLOPE = 0.3  # dB of held-out images for each that is predicted, of which corrections make use
 NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
 RETIMED = 2  # held-out images of which the untouched one is drawn again to time a corrected choice
@@ -337,8 +338,17 @@ class Search:
             return None if self._holds(proof) else self._closer(choice)
         if not math.isfinite(off) or 0 <= off <= NEAR:
             return None
-        following = self.at(choice.psnr - off + (0.3 if off < 0 else NEAR / 2))
+        following = self.at(choice.psnr + (0.3 if off < 0 else NEAR / 2) - off / self._slope())
         return None if following.psnr == choice.psnr else following
+
+    def _slope(self) -> float:
+        """Return by how many dB images come closer for each that is predicted, as far as two proofs show it."""
+        known = [(proof.point.predicted, proof.point.mean) for proof in self._proofs]
+        proved = [(predicted, mean) for predicted, mean in known if predicted is not None and math.isfinite(mean)]
+        if len(proved) < 2 or proved[-1][0] == proved[-2][0]:
+            return 1.0
+        slope = (proved[-1][1] - proved[-2][1]) / (proved[-1][0] - proved[-2][0])
+        return min(1.0, max(LEAST_SLOPE, slope))
 
     def _closer(self, choice: Choice) -> Choice:
         """Return a choice that is 3 dB closer by prediction."""
