@@ -1,0 +1,81 @@
+"""Runs of which the beginning is known, or which are kept on the untouched path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elfatt_sd import PatchConfig
+from elfatt_sd.phases import Phase
+from elfatt_sd.tuning.runs import Runs, Sample, Settings
+
+LATE = PatchConfig("late", (Phase(0.5), Phase(1.0, "sampled", keys=16)))
+SAMPLE = Sample("a red star", 3)
+
+
+@pytest.fixture
+def runs(pipe: Any) -> Runs:
+    return Runs(pipe, Settings(6, height=48, width=48))
+
+
+@pytest.fixture
+def calls(pipe: Any) -> Iterator[list[None]]:
+    """One for each call of the denoiser that is computed."""
+    found: list[None] = []
+    handle = pipe.unet.conv_in.register_forward_pre_hook(lambda *_: found.append(None))
+    yield found
+    handle.remove()
+
+
+def test_what_is_known_is_not_computed_and_nothing_changes(runs: Runs, calls: list[None]) -> None:
+    plain, late = runs.draw(SAMPLE), runs.draw(SAMPLE, LATE)
+    every, _ = len(calls) // 2, calls.clear()
+    assert runs.draw_from(3, SAMPLE, LATE).same(late), "nothing was recorded"
+    assert len(calls) == every
+    assert runs.draw_recorded(SAMPLE).same(plain)
+    calls.clear()
+    assert runs.draw_from(3, SAMPLE, LATE).same(late)
+    assert len(calls) == every - 3
+    calls.clear()
+    assert runs.draw_from(0, SAMPLE, LATE).same(late)
+    assert len(calls) == every
+    assert runs.draw(SAMPLE).same(plain), "the forward is put back"
+
+
+def test_errors_are_those_of_approximated_steps(runs: Runs) -> None:
+    runs.draw_recorded(SAMPLE)
+    errors = runs.errors(SAMPLE, LATE)
+    assert errors is not None
+    assert errors[:4] == [0.0] * 4, "four of seven calls are exact"
+    assert all(0 < error < 1 for error in errors[4:])
+    more = runs.errors(SAMPLE, PatchConfig("late", (Phase(0.5), Phase(1.0, "sampled", keys=4))))
+    assert more is not None
+    assert sum(more) > 2 * sum(errors)
+    assert runs.errors(Sample("a cat", 0), LATE) is None
+
+
+def test_a_denoiser_that_was_compiled_in_place_is_left_alone(pipe: Any, runs: Runs) -> None:
+    pipe.unet.compile(backend="eager")
+    try:
+        runs.draw_recorded(SAMPLE)
+        assert runs.errors(SAMPLE, LATE) is None
+        assert "forward" not in vars(pipe.unet)
+    finally:
+        pipe.unet._compiled_call_impl = None
+
+
+def test_what_fails_leaves_the_denoiser_as_it_was(pipe: Any, runs: Runs) -> None:
+    runs.draw_recorded(SAMPLE)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    handle = pipe.vae.decoder.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(RuntimeError, match="no"):
+            runs.errors(SAMPLE, LATE)
+    finally:
+        handle.remove()
+    assert "forward" not in vars(pipe.unet)
