@@ -336,10 +336,17 @@ class Search:
         off = proof.point.mean - self.budget.closeness
         if self.measure.name != "PSNR":
             return None if self._holds(proof) else self._closer(choice)
-        if not math.isfinite(off) or 0 <= off <= NEAR:
+        room = min(off, choice.psnr + self._offset() - self.budget.closeness)
+        if not math.isfinite(off) or (off >= 0 and room <= NEAR):
             return None
-        following = self.at(choice.psnr + (0.3 if off < 0 else NEAR / 2) - off / self._slope())
+        following = self.at(choice.psnr + 0.3 - off / self._slope() if off < 0 else choice.psnr + NEAR / 2 - room)
         return None if following.psnr == choice.psnr else following
+
+    def _offset(self) -> float:
+        """Return by how many dB all images that were drawn with choices are closer than predicted."""
+        known = ((point.mean - point.predicted, len(point.closeness)) for point in self.points if point.predicted)
+        pairs = [(off, images) for off, images in known if math.isfinite(off)]
+        return sum(off * images for off, images in pairs) / max(1, sum(images for _, images in pairs))
 
     def _slope(self) -> float:
         """Return by how many dB images come closer for each that is predicted, as far as two proofs show it."""

@@ -52,7 +52,7 @@ def test_errors_are_those_of_approximated_steps(runs: Runs) -> None:
     assert all(0 < error < 1 for error in errors[4:])
     more = runs.errors(SAMPLE, PatchConfig("late", (Phase(0.5), Phase(1.0, "sampled", keys=4))))
     assert more is not None
-    assert sum(more) > 2 * sum(errors)
+    assert sum(more) > 1.1 * sum(errors), "fewer keys"
     assert runs.errors(Sample("a cat", 0), LATE) is None
 
 
