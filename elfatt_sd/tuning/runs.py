@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -213,3 +214,12 @@ def closeness(measure: Measure, untouched: Drawn, other: Drawn) -> float:
     """Return how close an image is to the untouched one; of a clip, the mean over its frames."""
     values = [measure.between(one, two) for one, two in zip(untouched.frames, other.frames, strict=True)]
     return float(np.mean(values))
+
+
+def squared_error(untouched: Drawn, other: Drawn) -> float:
+    """Return the mean squared error of an image, of pixels from 0 to 255."""
+    errors = []
+    for before, after in zip(untouched.frames, other.frames, strict=True):
+        one, two = (np.asarray(frame, dtype=np.float64) for frame in (before, after))
+        errors.append(float(np.mean((one - two) ** 2)))
+    return statistics.fmean(errors)

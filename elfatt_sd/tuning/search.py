@@ -24,7 +24,7 @@ from elfatt_sd.tuning.model import Choice, Model
 from elfatt_sd.tuning.points import Point, Proof
 from elfatt_sd.tuning.probe import Probe, stretches_of
 from elfatt_sd.tuning.records import figures_from, figures_to
-from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness
+from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness, squared_error
 from elfatt_sd.tuning.store import Store
 
 STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
@@ -224,14 +224,13 @@ class Search:
 
     def run(self, choice: Choice, samples: Sequence[Sample], untouched: Sequence[Drawn]) -> Point:
         """Draw images with a choice, and compare them with the untouched ones."""
-        return self._run("tuned", self.model.config(choice), choice.psnr, samples, untouched)[0]
+        return self._run("tuned", self.model.config(choice), choice.psnr, samples, untouched)
 
     def run_config(self, name: str, config: PatchConfig, count: int) -> Point:
         """Draw the first images of the search with a configuration that was not chosen here, such as a preset's."""
         self.say(f"running {name}", min(count, len(self.samples)))
-        point, _ = self._run(name, config, None, self.samples[:count], self.untouched)
-        self.points.append(point)
-        return point
+        self.points.append(self._run(name, config, None, self.samples[:count], self.untouched))
+        return self.points[-1]
 
     def _run(
         self,
@@ -240,12 +239,12 @@ class Search:
         predicted: float | None,
         samples: Sequence[Sample],
         untouched: Sequence[Drawn],
-    ) -> tuple[Point, list[Drawn]]:
+    ) -> Point:
         drawn = [self.runs.draw(sample, config) for sample in samples]
         pairs = list(zip(untouched, drawn, strict=False))
         close = tuple(closeness(self.measure, before, after) for before, after in pairs)
         speed = tuple(before.seconds / after.seconds for before, after in pairs)
-        return Point(name, config, predicted, close, speed), drawn
+        return Point(name, config, predicted, close, speed)
 
     def prove(self, choice: Choice) -> Proof | None:
         """Draw the held-out images, untouched and with a choice in turn, and correct the choice until it holds there.
@@ -256,8 +255,8 @@ class Search:
         untouched: list[Drawn] = []
         best: Proof | None = None
         following: Choice | None = choice
-        for last in (*[False] * PROOFS, True):
-            if last or (following is not None and following.saved <= 0):
+        for left in reversed(range(PROOFS + 1)):
+            if following is not None and (not left or following.saved <= 0):
                 following = None
             rival = self._rival(best)
             if rival is not None and (following is None or self._is_ahead(rival, following)):
@@ -399,12 +398,3 @@ def _around(known: Sequence[tuple[float, float]], asked: float) -> tuple[tuple[f
     """Return the two neighbouring points between which a value lies, or the two nearest to it."""
     pairs = list(itertools.pairwise(known))
     return min(pairs, key=lambda pair: min(abs(pair[0][1] - asked), abs(pair[1][1] - asked)))
-
-
-def squared_error(untouched: Drawn, other: Drawn) -> float:
-    """Return the mean squared error of an image, of pixels from 0 to 255."""
-    errors = []
-    for before, after in zip(untouched.frames, other.frames, strict=True):
-        one, two = (np.asarray(frame, dtype=np.float64) for frame in (before, after))
-        errors.append(float(np.mean((one - two) ** 2)))
-    return statistics.fmean(errors)

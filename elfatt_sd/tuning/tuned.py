@@ -151,7 +151,7 @@ class Tuned:
         rows = [f"{'what was run':<16} {'times as fast':>13} {self.measure.name:>9} {'images':>6}"]
         for point in sorted(self.points, key=lambda each: each.times):
             rows.append(
-                f"{point.name:<16} {point.times:>13.2f} {point.mean:>9.{self.measure.digits}f} {len(point.speed):>6}"
+                f"{point.name:<16} {point.times:>13.2f} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}"
             )
         return rows if self.points else []
 
