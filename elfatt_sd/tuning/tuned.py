@@ -150,9 +150,8 @@ class Tuned:
     def _curve(self) -> list[str]:
         rows = [f"{'what was run':<16} {'times as fast':>13} {self.measure.name:>9} {'images':>6}"]
         for point in sorted(self.points, key=lambda each: each.times):
-            rows.append(
-                f"{point.name:<16} {point.times:>13.2f} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}"
-            )
+            measured = f"{point.times:>13.2f} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}"
+            rows.append(f"{point.name:<16} {measured}")
         return rows if self.points else []
 
     def _noise(self) -> list[str]:
