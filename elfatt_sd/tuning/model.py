@@ -156,9 +156,8 @@ class Model:
             return 0.0
         plain = functools.partial(own.error, stretch, base)
         if shared > 1:  # a step that measures has no error, and is what the others are corrected by
-            return sum(
-                _summed([plain(since) for since in range(1, size)], plain) for size in steps.groups(shared)
-            ) / len(steps)
+            sums = (_summed(list(map(plain, range(1, size))), plain) for size in steps.groups(shared))
+            return sum(sums) / len(steps)
         return plain() if base in own.fresh else _summed([plain()] * len(steps), plain) / len(steps)
 
     def _effect(self, layer: str, stretch: int) -> float:

@@ -139,9 +139,7 @@ class Probe:
         count = min(len(stretches), effects // max(1, self._run.layers))
         self._effects_of = set(map(round, np.linspace(0, len(stretches) - 1, count)))
         self._kept: dict[tuple[str, int, int], Tensor] = {}  # by layer, call within the step and approximation
-        self._latest: dict[
-            str, tuple[int, float]
-        ] = {}  # an approximation's squared error in the latest visit, by layer
+        self._latest: dict[str, tuple[int, float]] = {}  # by layer, an approximation and its squared error
         self._effects_alone = known is not None
         self.figures: dict[str, LayerFigures] = known or {}
 
