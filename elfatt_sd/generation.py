@@ -10,7 +10,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -44,6 +44,7 @@ from elfatt_sd.running import (
     text_room,
     watched,
 )
+from elfatt_sd.schedulers import scheduler_like
 
 OnStep = Callable[[int, int], None]
 NAMED = 5  # prompts that are cut off, each in a line of its own
@@ -352,13 +353,23 @@ def make_scheduler(name: str, own: Any) -> Any:
     """
     import diffusers
 
-    kind: Any = getattr(diffusers, scheduler_class(name))
-    if kind not in own.compatibles:
-        fitting = ", ".join(short for short, each in SCHEDULERS.items() if getattr(diffusers, each) in own.compatibles)
+    def make(short: str) -> Any:
+        kind = getattr(diffusers, scheduler_class(short))
+        return scheduler_like(own, kind, **({"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}))
+
+    def fits(short: str) -> bool:
+        with suppress(ElfattError):
+            return make(short) is not None
+        return False
+
+    try:
+        return make(name)
+    except ElfattError as error:
+        fitting = ", ".join(filter(fits, SCHEDULERS))
         remedy = f"accepted: {fitting}" if fitting else "leave it out, as no other does"
-        raise ElfattError(f"scheduler={name!r} does not fit the model's {type(own).__name__}; {remedy}.")
-    extra = {"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}
-    return kind.from_config(own.config, **extra)
+        raise ElfattError(
+            f"scheduler={name!r} does not fit the model's {type(own).__name__}: {error}; {remedy}."
+        ) from error
 
 
 def cut_off(pipe: Any, prompt: str) -> str:
