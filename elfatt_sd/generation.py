@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import platform
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +26,7 @@ from elfatt_sd.budget import check_fits
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.devices import memory_counters
 from elfatt_sd.files import atomic_file, write_json
-from elfatt_sd.measuring.clock import Stopwatch, ratios
+from elfatt_sd.measuring.clock import Spread, Stopwatch, busy, ratios, times_as_fast
 from elfatt_sd.measuring.memory import PeakMeter
 from elfatt_sd.patch import apply_patch, restored
 from elfatt_sd.pictures import psnr, side_by_side
@@ -42,6 +44,7 @@ from elfatt_sd.running import (
     text_room,
     watched,
 )
+from elfatt_sd.schedulers import scheduler_like
 
 OnStep = Callable[[int, int], None]
 NAMED = 5  # prompts that are cut off, each in a line of its own
@@ -83,7 +86,7 @@ class Result:
         picture: what the method drew.
         seconds: prompt to image, with the method.
         memory: peak while it was drawn.
-        untouched_seconds: prompt to image without the method, where both were drawn.
+        untouched: prompt to image without the method, before and after it, where both were drawn.
         psnr_db: of the method's image against the untouched one, where both were drawn.
         unchanged: what to say where both are identical; empty otherwise.
     """
@@ -92,7 +95,7 @@ class Result:
     picture: Image.Image
     seconds: float
     memory: PeakMemory
-    untouched_seconds: float | None = None
+    untouched: tuple[float, ...] = ()
     psnr_db: float | None = None
     unchanged: str = ""
 
@@ -103,19 +106,26 @@ class Result:
 
     def summary(self) -> str:
         """Return its path and how long it took, for people."""
-        if self.untouched_seconds is None:
+        if not self.untouched:
             return f"{self.path}\n  {self.seconds:.2f} s"
         times = f"untouched {self.untouched_seconds:.2f} s, patched {self.seconds:.2f} s"
         if self.unchanged:
             return f"{self.path}\n  {self.unchanged} ({times})"
+        speed = Spread.over(ratios(self.untouched, [self.seconds] * 2)).words()
+        told = f"\n  {text}" if (text := busy([self.untouched])) else ""
         return (
-            f"{self.path}\n  {times}: {self.speed_ratio:.2f} times as fast (one run each, in turn, after a warm-up); "
-            f"PSNR {self.psnr_db:.1f} dB"
+            f"{self.path}\n  {times}: {speed} times as fast (between two untouched runs, after a warm-up); "
+            f"PSNR {self.psnr_db:.1f} dB{told}"
         )
 
     def without_picture(self) -> Result:
         """Return its like that holds no image."""
         return replace(self, picture=Image.new("RGB", (1, 1)))
+
+    @property
+    def untouched_seconds(self) -> float | None:
+        """Prompt to image without the method, as the mean of before and after."""
+        return mean(self.untouched) if self.untouched else None
 
     @property
     def speed_ratio(self) -> float | None:
@@ -196,13 +206,24 @@ class Studio:
     def results(self) -> Iterator[Result]:
         """Draw, write and yield one image after the other; what is written stays, whatever happens later."""
         request = self.request
+        seeds = range(request.seed, request.seed + request.num_images)
+        asked = list(itertools.product(request.prompts, seeds))
         if request.compare:
-            self._warm_up_both()
-        draw = self._compare if request.compare else self._single
-        with nullcontext() if request.compare else self.patched():
-            for prompt in request.prompts:
-                for seed in range(request.seed, request.seed + request.num_images):
-                    yield draw(prompt, seed)
+            yield from self._compared(asked)
+        else:
+            with self.patched():
+                yield from itertools.starmap(self._single, asked)
+
+    def _compared(self, asked: Sequence[tuple[str, int]]) -> Iterator[Result]:
+        """Draw each patched image between two untouched ones: its own, and the next one's or, at the end, its own."""
+        self._warm_up_both()
+        before = self.draw(*asked[0])
+        for (prompt, seed), following in zip(asked, (*asked[1:], asked[-1]), strict=True):
+            with self.patched():
+                own = self.draw(prompt, seed)
+            after = self.draw(*following)
+            yield self._compare(prompt, seed, own, before, after.seconds)
+            before = after
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -227,28 +248,28 @@ class Studio:
         path = write_image(free_name(self.folder, prompt), shot.picture, self._record(prompt, seed, shot))
         return Result(path, shot.picture, shot.seconds, shot.memory)
 
-    def _compare(self, prompt: str, seed: int) -> Result:
-        before = self.draw(prompt, seed)
-        with self.patched():
-            after = self.draw(prompt, seed)
-        ratio, decibel = ratios([before.seconds], [after.seconds])[0], psnr(before.picture, after.picture)
-        unchanged, details = "", f"{ratio:.2f} times as fast, PSNR {decibel:.1f} dB"
+    def _compare(self, prompt: str, seed: int, after: Shot, before: Shot, again: float) -> Result:
+        untouched, decibel = (before.seconds, again), psnr(before.picture, after.picture)
+        ratio = mean(untouched) / after.seconds
+        speed = times_as_fast(ratio, bool(busy([untouched])))
+        unchanged, details = "", f"{speed}, PSNR {decibel:.1f} dB"
         if not math.isfinite(decibel):
             calls = len(self.pipe.scheduler.timesteps)
             unchanged = why_unchanged(self.request.config, calls)
             details = "identical: it changed nothing in this run"
         method = self.request.config.method
-        captions = [(f"untouched, {before.seconds:.2f} s", ""), (f"{method}, {after.seconds:.2f} s", details)]
+        captions = [(f"untouched, {mean(untouched):.2f} s", ""), (f"{method}, {after.seconds:.2f} s", details)]
         sheet = side_by_side([before.picture, after.picture], captions, title=prompt)
         record = self._record(prompt, seed, after) | {
-            "untouched_seconds": before.seconds,
+            "untouched_seconds": mean(untouched),
             "speed_ratio": ratio,
+            "speed_ratios": list(ratios(untouched, [after.seconds] * 2)),
             "psnr_db": decibel if math.isfinite(decibel) else None,
             "identical": not math.isfinite(decibel),
-            "timing": "one run each, in turn, after a warm-up of two steps",
+            "timing": "one run between two untouched ones, after a warm-up of two steps",
         }
         path = write_image(free_name(self.folder, prompt), sheet, record)
-        return Result(path, after.picture, after.seconds, after.memory, before.seconds, decibel, unchanged)
+        return Result(path, after.picture, after.seconds, after.memory, untouched, decibel, unchanged)
 
     def draw(self, prompt: str, seed: int, steps: int | None = None) -> Shot:
         """Draw one image with the pipeline as it is.
@@ -332,13 +353,23 @@ def make_scheduler(name: str, own: Any) -> Any:
     """
     import diffusers
 
-    kind: Any = getattr(diffusers, scheduler_class(name))
-    if kind not in own.compatibles:
-        fitting = ", ".join(short for short, each in SCHEDULERS.items() if getattr(diffusers, each) in own.compatibles)
+    def make(short: str) -> Any:
+        kind = getattr(diffusers, scheduler_class(short))
+        return scheduler_like(own, kind, **({"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}))
+
+    def fits(short: str) -> bool:
+        with suppress(ElfattError):
+            return make(short) is not None
+        return False
+
+    try:
+        return make(name)
+    except ElfattError as error:
+        fitting = ", ".join(filter(fits, SCHEDULERS))
         remedy = f"accepted: {fitting}" if fitting else "leave it out, as no other does"
-        raise ElfattError(f"scheduler={name!r} does not fit the model's {type(own).__name__}; {remedy}.")
-    extra = {"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}
-    return kind.from_config(own.config, **extra)
+        raise ElfattError(
+            f"scheduler={name!r} does not fit the model's {type(own).__name__}: {error}; {remedy}."
+        ) from error
 
 
 def cut_off(pipe: Any, prompt: str) -> str:

@@ -16,7 +16,7 @@ from elfatt_sd.choosing import fits
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import find_denoisers
 from elfatt_sd.generation import OnStep, free_name, write_image
-from elfatt_sd.measuring.clock import Spread
+from elfatt_sd.measuring.clock import Spread, busy, times_as_fast
 from elfatt_sd.pictures import side_by_side
 from elfatt_sd.presets import METHODS
 from elfatt_sd.request import Request
@@ -25,6 +25,7 @@ from elfatt_sd.trial import UNTOUCHED, Drawn, Row, Trial
 PROMPTS = ("a red star on a striped blue background", "a yellow circle on a checkered purple background")
 LEAST = 20.0  # dB: unrelated images have 10 to 20
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
+BUSY_TITLE = "the machine was busy: the speeds, and which method is the fastest, are not to be trusted"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Sheet:
     ) -> None:
         self._load, self._models, self._prompts, self._steps, self._seed = load, models, prompts, steps, seed
         self.lines: list[Line] = []
-        self.images = len(models) * (len(METHODS) + (len(prompts) - 1) * 3)  # at most
+        self.images = len(models) * (len(METHODS) + 1 + (len(prompts) - 1) * 4)  # at most
         self._records: list[dict[str, Any]] = []
 
     def run(self, on_step: OnStep) -> Iterator[Drawn]:
@@ -80,10 +81,12 @@ class Sheet:
             methods: list[str] = [method for method in METHODS if fits(PatchConfig.preset(method), denoisers)]
             for prompt in self._prompts:
                 request = Request((prompt,), PatchConfig.preset("sd"), model=model, steps=self._steps, seed=self._seed)
-                trial = Trial(pipe, request, methods, rounds=1)
+                first = prompt == self._prompts[0]
+                trial = Trial(pipe, request, methods, rounds=1, again=True, warm=not first)
                 for drawn in trial.run(on_step):
-                    yield dataclasses.replace(drawn, name=f"{model}, {prompt}: {drawn.name.partition(',')[0]}")
-                rows = chosen(trial.rows) if prompt == self._prompts[0] else trial.rows
+                    name = drawn.name.removesuffix(", round 1 of 1")
+                    yield dataclasses.replace(drawn, name=f"{model}, {prompt}: {name}")
+                rows = chosen(trial.rows) if first else trial.rows
                 methods = [row.method for row in rows]
                 self.lines.append(Line(model, prompt, tuple(rows)))
                 self._records.append(trial.to_dict())
@@ -95,23 +98,36 @@ class Sheet:
         size = max(line.rows[0].picture.size for line in self.lines)
         blank = Image.new("RGB", size, "white")
         images = [blank if row is None else row.picture.resize(size) for _, row in cells]
-        captions = [("", "") if row is None else caption(line, row) for line, row in cells]
-        sheet = side_by_side(images, captions, TITLE, columns)
+        told = {model: bool(self.busy(model)) for model in self._models}
+        captions = [("", "") if row is None else caption(line, row, told[line.model]) for line, row in cells]
+        title = f"{TITLE}; {BUSY_TITLE}" if any(told.values()) else TITLE
+        sheet = side_by_side(images, captions, title, columns)
         return write_image(free_name(folder, "demo sheet"), sheet, {"trials": self._records, "timing": TIMING})
 
     def summary(self) -> Iterator[str]:
         """Yield a line for each method of each pipeline: how many times as fast, and how close."""
         for model in self._models:
-            lines = [line for line in self.lines if line.model == model]
-            for method in dict.fromkeys(row.method for line in lines for row in line.rows if row.method != UNTOUCHED):
-                rows = [row for line in lines for row in line.rows if row.method == method]
+            for method, rows in self._rows(model).items():
+                if method == UNTOUCHED:
+                    continue
                 speed = Spread.over([ratio for row in rows for ratio in row.ratios]).words()
                 close = [row.psnr_db for row in rows if math.isfinite(row.psnr_db)]
                 psnr = f"PSNR {median(close):.1f} dB" if close else "identical"
                 yield f"{model}, {method}: {speed} times as fast, {psnr} (median of {len(rows)} prompts)"
+            if told := self.busy(model):
+                yield f"{model}: {told}"
+
+    def busy(self, model: str) -> str:
+        """Return what to say where the times of a pipeline do not count; empty otherwise."""
+        return busy([second for row in rows for second in row.times] for rows in self._rows(model).values())
+
+    def _rows(self, model: str) -> dict[str, list[Row]]:
+        """Return what is shown of a pipeline, by method: every prompt computes the same."""
+        rows = [row for line in self.lines if line.model == model for row in line.rows]
+        return {name: [row for row in rows if row.method == name] for name in dict.fromkeys(row.method for row in rows)}
 
 
-TIMING = "one image each, in turn, after a warm-up of two steps"
+TIMING = "one image each between two untouched ones, after a warm-up of two steps"
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:
@@ -130,8 +146,8 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
     return [untouched, fastest] + ([closest] if closest is not fastest else [])
 
 
-def caption(line: Line, row: Row) -> tuple[str, str]:
-    """Return the two lines below an image: what it is, and its figures."""
+def caption(line: Line, row: Row, busy: bool = False) -> tuple[str, str]:
+    """Return the two lines below an image: what it is, and its figures; a speed only where the machine was idle."""
     if row.method == UNTOUCHED:
         return f"{line.model}, untouched", line.prompt
-    return row.label, f"{row.speed:.2f} times as fast, PSNR {row.psnr_text()} dB"
+    return row.label, f"{times_as_fast(row.speed, busy)}, PSNR {row.psnr_text()} dB"

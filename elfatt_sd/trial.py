@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +35,7 @@ class Row:
         method: its name.
         picture: its image.
         times: seconds from prompt to image, by round.
-        ratios: how many times as fast as untouched in the same round; 1 for untouched itself.
+        ratios: how many times as fast as untouched in the same round, or before and after it; 1 for untouched itself.
         psnr_db: of its image compared with the untouched one; infinity where they are identical.
         unchanged: what to say where they are identical; empty otherwise.
     """
@@ -104,12 +105,16 @@ class Trial:
         request: its first prompt, and its first seed; its method does not count.
         methods: names of presets; the untouched pipeline is always the first.
         rounds: how often each is drawn; all methods have their turn before the next round.
+        again: draw untouched once more at the end, so that a single round, too, has a ratio to it before and after.
+        warm: all methods ran already, and need no warm-up.
     """
 
     pipe: Any
     request: Request
     methods: Sequence[str] = METHODS
     rounds: int = 2
+    again: bool = False
+    warm: bool = False
     _pictures: dict[str, Image.Image] = field(default_factory=dict)
     _times: dict[str, list[float]] = field(default_factory=dict)
 
@@ -121,13 +126,12 @@ class Trial:
         """
         self.methods = (UNTOUCHED, *(method for method in self.methods if method != UNTOUCHED))
         self._configs = {method: PatchConfig.preset(known_method(method)) for method in self.methods}
-        images = self.rounds * len(self.methods)
-        self._studio = Studio(self.pipe, dataclasses.replace(self.request, num_images=images), Path())
+        self._studio = Studio(self.pipe, dataclasses.replace(self.request, num_images=self.images), Path())
 
     @property
     def images(self) -> int:
         """How many images a whole run draws."""
-        return self.rounds * len(self.methods)
+        return self.rounds * len(self.methods) + self.again
 
     def run(self, on_step: OnStep) -> Iterator[Drawn]:
         """Draw everything, after a warm-up of two steps for each method; what is drawn is kept if it is stopped.
@@ -137,18 +141,23 @@ class Trial:
         """
         self._studio.on_step = on_step
         remove_patch(self.pipe)
-        for turns in interleave(self.methods, self._draw, range(self.rounds)):
+        rounds = interleave(self.methods, self._draw, range(self.rounds))
+        again = interleave((UNTOUCHED,), self._draw, (self.rounds,) * self.again)
+        for turns in chain(rounds, again):
             for turn, shot in turns:
                 self._calls = len(self.pipe.scheduler.timesteps)
                 self._pictures.setdefault(turn.name, shot.picture)
                 self._times.setdefault(turn.name, []).append(shot.seconds)
                 label = "untouched" if turn.name == UNTOUCHED else turn.name
-                yield Drawn(f"{label}, round {turn.number + 1} of {self.rounds}", shot.picture, shot.seconds)
+                yield Drawn(f"{label}, {self._round(turn.number)}", shot.picture, shot.seconds)
+
+    def _round(self, number: int) -> str:
+        return f"round {number + 1} of {self.rounds}" if number < self.rounds else "again"
 
     def _draw(self, turn: Turn) -> Shot:
         config = self._configs[turn.name]
         with patched(self.pipe, config) if config.active else nullcontext():
-            if turn.number == 0:
+            if turn.number == 0 and not self.warm:
                 self._studio.warm_up()
             return self._studio.draw(self.request.prompts[0], self.request.seed)
 
@@ -158,11 +167,16 @@ class Trial:
         return [self._row(method) for method in self._times]
 
     def _row(self, method: str) -> Row:
-        times, untouched = self._times[method], self._times[UNTOUCHED]
+        times = self._times[method]
         decibel = psnr(self._pictures[UNTOUCHED], self._pictures[method])
         same = method != UNTOUCHED and not math.isfinite(decibel)
         reason = why_unchanged(self._configs[method], self._calls) if same else ""
-        return Row(method, self._pictures[method], tuple(times), ratios(untouched, times), decibel, reason)
+        return Row(method, self._pictures[method], tuple(times), self._ratios(method), decibel, reason)
+
+    def _ratios(self, method: str) -> tuple[float, ...]:
+        untouched, times = self._times[UNTOUCHED], self._times[method]
+        own = ratios(untouched, times)
+        return own if method == UNTOUCHED or not self.again else own + ratios(untouched[1:], times)
 
     def recommendation(self) -> str:
         """Return in a sentence which method to use here."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,13 @@ FIRST = Phase(0.5, "elfatt", ratio=0.5, block_size=16, agents=8)
 TWO_PHASES = PatchConfig("two", (FIRST, Phase(1.0, "softmax", ratio=0.5)))
 SEED = 7
 STEPS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "latent"}
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> None:
+    """Have the stopwatches read these times, one after the other."""
+    readings = iter([moment for second in seconds for moment in (0.0, float(second))])
+    stopped = SimpleNamespace(perf_counter=lambda: next(readings), monotonic=time.monotonic)
+    monkeypatch.setattr("elfatt_sd.measuring.clock.time", stopped)
 
 
 def load_script(path: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_pipelines as tiny
+from checks import set_clock
 from PIL import Image
 
 from elfatt_sd.config import ElfattError, PatchConfig
@@ -44,6 +45,18 @@ def test_all_methods_are_drawn_interleaved_and_written(pipe: Any, tmp_path: Path
     assert record["recommendation"] == trial.recommendation()
     with Image.open(path) as strip:
         assert strip.width == 3 * 32 + 4 * 16
+
+
+def test_a_single_round_can_have_ratios_to_untouched_before_and_after(pipe: Any, monkeypatch: Any) -> None:
+    set_clock(monkeypatch, [2, 1, 3, 4])
+    trial = Trial(pipe, request(), ("tome", "agent"), rounds=1, again=True, warm=True)
+    seen = [drawn.name for drawn in trial.run(lambda step, steps: None)]
+    assert len(seen) == trial.images and seen[-1] == "untouched, again"
+    assert [row.ratios for row in trial.rows] == [
+        (1, 1),
+        pytest.approx((2, 4)),
+        pytest.approx((2 / 3, 4 / 3)),
+    ]
 
 
 def test_chosen_methods_from_python(pipe: Any) -> None:

@@ -18,6 +18,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
 from elfatt_sd.running import check_steps, exact_size, guidance_options, taken
+from elfatt_sd.schedulers import scheduler_like
 
 
 class BadImage(ElfattError):
@@ -37,14 +38,14 @@ def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any
         device: takes the place of the protocol's.
 
     Raises:
-        ElfattError: the model cannot be loaded, or diffusers has no such scheduler, or it has too few timesteps.
+        ElfattError: the model cannot be loaded, or no such scheduler fits it, or it has too few timesteps.
     """
     from elfatt_sd.pipelines import load_pipeline
 
     place = device or protocol.device
     pipe = load_pipeline(protocol.model, device=place, dtype=protocol.dtype, variant=protocol.variant or None)
     if protocol.scheduler != "stored":
-        pipe.scheduler = _scheduler(protocol.scheduler, pipe.scheduler.config)
+        pipe.scheduler = _scheduler(protocol.scheduler, pipe.scheduler)
     for extra in ("safety_checker", "watermark"):
         if getattr(pipe, extra, None) is not None:
             setattr(pipe, extra, None)
@@ -59,12 +60,14 @@ def _scheduler(name: str, stored: Any) -> Any:
 
     plms = name == "PLMS"
     kind = getattr(diffusers, "PNDMScheduler" if plms else name, None)
+    accepted = "accepted: stored, PLMS, or a scheduler class of diffusers for such a model."
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
-        raise ElfattError(
-            f"scheduler={name!r} is not known; accepted: stored, PLMS, or a scheduler class of diffusers."
-        )
-    from_config: Any = kind.from_config
-    return from_config(stored, **({"skip_prk_steps": True} if plms else {}))
+        raise ElfattError(f"scheduler={name!r} is not known; {accepted}")
+    try:
+        return scheduler_like(stored, kind, **({"skip_prk_steps": True} if plms else {}))
+    except ElfattError as error:
+        own = type(stored).__name__
+        raise ElfattError(f"scheduler={name!r} does not fit the model's {own}: {error}; {accepted}") from error
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from elfatt_sd.devices import synchronize
 Reading = TypeVar("Reading")
 Call = Callable[[], Any]
 _CPU = torch.device("cpu")
+BUSY = 1.2  # longest over shortest time of equal runs, above which something else took the machine
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,26 @@ class CallTimer:
 def ratios(base: Sequence[float], own: Sequence[float]) -> tuple[float, ...]:
     """Return `base / own` of each round that both have."""
     return tuple(before / after for before, after in zip(base, own, strict=False))
+
+
+def busy(times: Iterable[Sequence[float]]) -> str:
+    """Return what to say where equal runs took times so far apart that no ratio of them counts; empty otherwise.
+
+    Args:
+        times: seconds of runs; those of one sequence computed the same.
+    """
+    shortest, longest = max(((min(each), max(each)) for each in times), key=lambda pair: pair[1] / pair[0])
+    if longest <= BUSY * shortest:
+        return ""
+    return (
+        f"the machine was busy: equal runs took {shortest:.2f} to {longest:.2f} s. Do not trust these speeds: close "
+        "what else runs, and repeat"
+    )
+
+
+def times_as_fast(ratio: float, busy: bool) -> str:
+    """Return a speed for a caption, which shows none where the machine was busy."""
+    return "machine busy, speed unknown" if busy else f"{ratio:.2f} times as fast"
 
 
 class Spread(NamedTuple):

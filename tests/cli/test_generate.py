@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import set_clock
 from cli_checks import PROMPT, call, draw, files, pixels
 from PIL import Image
 
@@ -94,7 +95,7 @@ def test_existing_files_are_kept(model: Path, tmp_path: Path) -> None:
 
 def test_compare_shows_both_and_says_how_they_differ(model: Path, tmp_path: Path) -> None:
     result = draw(model, tmp_path, "--compare", "--height", 64, "--width", 48)
-    assert "times as fast (one run each, in turn, after a warm-up); PSNR" in result.stdout
+    assert "times as fast (between two untouched runs, after a warm-up); PSNR" in result.stdout
     path = tmp_path / "0001-a-red-star.png"
     record = json.loads(path.with_suffix(".json").read_text())
     assert record["speed_ratio"] == pytest.approx(record["untouched_seconds"] / record["seconds"])
@@ -128,6 +129,21 @@ def test_compare_leaves_the_pipeline_as_it_was_and_labels_both(model: Path, tmp_
         f"tome, {result.seconds:.2f} s",
     ]
     assert labels[1][1] == f"{result.speed_ratio:.2f} times as fast, PSNR {result.psnr_db:.1f} dB"
+
+
+@pytest.mark.parametrize(("last", "told"), [(2.2, False), (6.0, True)])
+def test_each_patched_image_stands_between_untouched_ones(
+    pipe: Any, tmp_path: Path, monkeypatch: Any, last: float, told: bool
+) -> None:
+    set_clock(monkeypatch, [9, 9, 2, 1, 2, 1, last])  # two warm-ups; an untouched image is of both its neighbours
+    request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("tome"), steps=1, num_images=2, compare=True)
+    first, second = Studio(pipe, request, tmp_path).results()
+    assert [result.untouched for result in (first, second)] == [pytest.approx((2, 2)), pytest.approx((2, last))]
+    assert "patched 1.00 s: 2.00 times as fast" in first.summary() and "busy" not in first.summary()
+    assert ("the machine was busy: equal runs took 2.00 to 6.00 s" in second.summary()) == told
+    record = json.loads(second.path.with_suffix(".json").read_text())
+    assert record["speed_ratios"] == pytest.approx([2, last])
+    assert record["speed_ratio"] == pytest.approx(second.speed_ratio) == pytest.approx(1 + last / 2)
 
 
 def test_progress_reports_every_step(model: Path, tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from diffusers.image_processor import VaeImageProcessor
 import elfatt_sd
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import generate
+from elfatt_sd.evaluation.dry_run import obstacles
 from elfatt_sd.evaluation.images import BadImage, check_images, row_patch, start_noise, to_uint8
 from elfatt_sd.evaluation.progress import image_progress
 from elfatt_sd.evaluation.prompts import run_prompts, spread
 from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.run import Run
 
 
 def test_latents_do_not_depend_on_batches_or_rows(protocol: Protocol) -> None:
@@ -119,6 +121,16 @@ def test_schedulers_by_name(tmp_path: Path, model: Path) -> None:
     wrong = small_run.small_protocol(tmp_path, model, "scheduler=Eulerish")
     with pytest.raises(ElfattError, match="'Eulerish' is not known"):
         generate.load_protocol_pipeline(wrong)
+
+
+@pytest.mark.parametrize(
+    "name", ["SchedulerMixin", "RePaintScheduler", "FlowMatchEulerDiscreteScheduler", "IPNDMScheduler"]
+)
+def test_a_dry_run_tells_that_a_scheduler_does_not_fit(tmp_path: Path, model: Path, name: str) -> None:
+    protocol = small_run.small_protocol(tmp_path, model, f"scheduler={name}")
+    (told,) = [line for line in obstacles(Run(tmp_path / "run", protocol)) if "scheduler" in line]
+    assert told.startswith(f"scheduler='{name}' does not fit the model's PNDMScheduler: ")
+    assert told.endswith("; accepted: stored, PLMS, or a scheduler class of diffusers for such a model.")
 
 
 def test_spread_is_even_and_not_in_step_with_the_list() -> None:
