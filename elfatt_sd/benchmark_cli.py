@@ -263,6 +263,7 @@ def orders(
     record_at: RecordAt = None,
     every_step: Annotated[bool, typer.Option("--every-step", help="Compare in every step, not in five.")] = False,
     size: Annotated[str | None, typer.Option(help="Of the images, as 1024 or 832x480, width first.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Of a clip; the model's own if not given.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; the model's own if not given.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first image.")] = 0,
     draws: Annotated[int, typer.Option(help="How often what is random is drawn.")] = 4,
@@ -275,6 +276,7 @@ def orders(
         raise ElfattError(f"model={model!r} has random weights, which say nothing about errors; give a real model.")
     check_run(steps, guidance, seed, None, None)
     check_steps(model, steps)
+    checks.whole("frames", 1 if frames is None else frames, 1)
     chosen = None if size is None else read_size(size)
     _check(model, variant, device, dtype, [] if chosen is None else [chosen], len(prompts or ()) or 2)
     if record_at and every_step:
@@ -284,7 +286,7 @@ def orders(
         raise ElfattError(f"record_at={record_at} is not accepted; give indices of the run's calls.")
     options = {"model": model, "device": device, "dtype": dtype, "seed": seed, "draws": draws}
     options |= {"guidance": guidance, "every_step": every_step, "methods": methods}
-    options |= _given(prompts=prompts, variant=variant, record_at=record_at, size=chosen, steps=steps)
+    options |= _given(prompts=prompts, variant=variant, record_at=record_at, size=chosen, steps=steps, frames=frames)
     _run("orders", session, **options)
 
 

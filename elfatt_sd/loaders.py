@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elfatt_sd.config import ElfattError, ElfattFailure
-
-if TYPE_CHECKING:
-    pass
 
 
 def call_loader(model: str | Path, load: Callable[..., Any], *args: Any, source: str = "", **options: Any) -> Any:
@@ -21,8 +20,15 @@ def call_loader(model: str | Path, load: Callable[..., Any], *args: Any, source:
         kind = ElfattFailure if _unreachable(error) else ElfattError
         if kind is ElfattFailure:
             source = source.replace("the hub", "the hub, which cannot be reached")
-        reason = shortened(error.__cause__ or error)
+        reason = _lacking(error) or shortened(error.__cause__ or error)
         raise kind(f"model={str(model)!r} could not be loaded{source}: {reason}") from error
+
+
+def _lacking(error: Exception) -> str:
+    """Return what to say of a class that the installed diffusers does not have; empty of any other error."""
+    found = re.search(r"diffusers['`]? has no (?:attribute|class) ['`]?(\w+)", str(error))
+    lacks = f"the installed diffusers {version('diffusers')} has no "
+    return f"{lacks}{found[1]}; pip install -U diffusers." if found else ""
 
 
 _NOT_REACHED = {"ConnectionError", "TransportError", "Timeout", "TimeoutError", "gaierror", "OfflineModeIsEnabled"}

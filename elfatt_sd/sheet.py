@@ -25,6 +25,7 @@ from elfatt_sd.trial import UNTOUCHED, Drawn, Row, Trial
 PROMPTS = ("a red star on a striped blue background", "a yellow circle on a checkered purple background")
 LEAST = 20.0  # dB: unrelated images have 10 to 20
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
+BUSY_TITLE = "the machine was busy: the speeds, and which method is the fastest, are not to be trusted"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Sheet:
         images = [blank if row is None else row.picture.resize(size) for _, row in cells]
         told = {model: bool(self.busy(model)) for model in self._models}
         captions = [("", "") if row is None else caption(line, row, told[line.model]) for line, row in cells]
-        sheet = side_by_side(images, captions, TITLE, columns)
+        title = f"{TITLE}; {BUSY_TITLE}" if any(told.values()) else TITLE
+        sheet = side_by_side(images, captions, title, columns)
         return write_image(free_name(folder, "demo sheet"), sheet, {"trials": self._records, "timing": TIMING})
 
     def summary(self) -> Iterator[str]:

@@ -88,8 +88,7 @@ class Dimensions:
         widths = _decoder_widths(vae or {})
         factor = factor or (2 ** (len(widths) - 1) if widths else 8)
         if own is None:
-            side = denoiser["sample_size"]
-            height, width = side if isinstance(side, list | tuple) else (side, side)
+            height, width = _own_sides(denoiser)
             own = height * factor, width * factor
         second = widths[min(1, len(widths) - 1)] if widths else 0
         channels = denoiser.get("block_out_channels")
@@ -161,6 +160,14 @@ def transformer_width(config: Config) -> int:
     if "num_attention_heads" in config and "attention_head_dim" in config:
         return int(config["num_attention_heads"] * config["attention_head_dim"])
     return int(config["hidden_size"] if "hidden_size" in config else config["dim"])
+
+
+def _own_sides(denoiser: Config) -> tuple[int, int]:
+    """Return height and width of the latent that a model was trained for; CogVideoX has a name for each."""
+    if "sample_height" in denoiser:
+        return denoiser["sample_height"], denoiser["sample_width"]
+    side = denoiser["sample_size"]
+    return (side[0], side[1]) if isinstance(side, list | tuple) else (side, side)
 
 
 def _patch_side(transformer: Config, vae: Config) -> int:

@@ -123,10 +123,14 @@ def test_a_part_that_is_missing(damaged: Path, part: str) -> None:
     refused(damaged, f"lacks a part: {part}")
 
 
-def test_a_class_that_diffusers_does_not_have(damaged: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [({"_class_name": "NoSuchPipeline"}, "NoSuchPipeline"), ({"unet": ["diffusers", "NoSuchModel"]}, "NoSuchModel")],
+)
+def test_a_class_that_diffusers_does_not_have(damaged: Path, changes: dict[str, Any], name: str) -> None:
     index = damaged / "model_index.json"
-    index.write_text(json.dumps({**json.loads(index.read_text()), "_class_name": "NoSuchPipeline"}))
-    refused(damaged, "could not be loaded")
+    index.write_text(json.dumps({**json.loads(index.read_text()), **changes}))
+    refused(damaged, f"could not be loaded: the installed diffusers .* has no {name}; pip install -U diffusers")
 
 
 def test_weights_that_are_cut_off(damaged: Path) -> None:

@@ -68,8 +68,15 @@ def test_a_busy_machine_is_told_of(
     first, second = [9, 2, 9, 1, 2], [2, 1, last]  # the first prompt warms each method up
     set_clock(monkeypatch, [*first, *second])
     captions: list[tuple[str, str]] = []
+    titles: list[str] = []
     draw = pictures.side_by_side
-    monkeypatch.setattr("elfatt_sd.sheet.side_by_side", lambda *given: captions.extend(given[1]) or draw(*given))
+
+    def keep(images: Any, written: Any, title: str, columns: int) -> Image.Image:
+        captions.extend(written)
+        titles.append(title)
+        return draw(images, written, title, columns)
+
+    monkeypatch.setattr("elfatt_sd.sheet.side_by_side", keep)
     sheet = Sheet(lambda model: pipe, ["toy"], ["a cat", "a dog"], steps=2)
     assert len(list(sheet.run(lambda step, steps: None))) == 6
     assert [row.ratios for row in sheet.lines[1].rows[1:]] == [pytest.approx((2.0, last))]
@@ -78,6 +85,7 @@ def test_a_busy_machine_is_told_of(
     assert said[1:] == [f"toy: {BUSY}"] * told
     sheet.write(tmp_path)
     assert ["busy" in details for _, details in captions] == [False, told, False, told]
+    assert ["busy" in title for title in titles] == [told]
 
 
 BUSY = (

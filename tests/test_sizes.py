@@ -22,6 +22,13 @@ def test_what_a_configuration_says() -> None:
     assert SD15.size(None, 768) == (512, 768)
 
 
+def test_a_height_and_a_width_have_names_of_their_own() -> None:
+    config = {"num_attention_heads": 48, "attention_head_dim": 64, "patch_size": 2, "in_channels": 16}
+    assert Dimensions.of({**config, "sample_height": 60, "sample_width": 90}, VAE16).own == (480, 720)
+    with pytest.raises(LookupError, match="sample_size"):
+        Dimensions.of(config, VAE16)
+
+
 def test_sides_that_the_levels_cannot_halve_are_refused() -> None:
     SD15.check(64, None)
     with pytest.raises(ElfattError, match="width=56 is not accepted; this model needs at least 64, and is"):

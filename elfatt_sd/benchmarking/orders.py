@@ -20,7 +20,8 @@ from elfatt_sd.evaluation.errors import DRAWS, Row, measure_errors
 from elfatt_sd.evaluation.provenance import weights_sha256
 from elfatt_sd.families import family_of, main_denoiser, step_denoisers
 from elfatt_sd.pipelines import load_pipeline, pick_device, pick_dtype
-from elfatt_sd.running import check_steps, exact_size, guidance_options, own_settings
+from elfatt_sd.running import check_steps, own_settings
+from elfatt_sd.tuning.runs import Settings
 
 PROMPTS = ("a red star on a striped blue background", "a green circle on a plain yellow background")
 _SOME = (2, 6, 12, 18, 23)  # of 25 calls: where methods are compared if nobody says where
@@ -35,6 +36,7 @@ def orders(
     record_at: Sequence[int] | None = None,
     every_step: bool = False,
     size: Size | None = None,
+    frames: int | None = None,
     guidance: float | None = None,
     seed: int = 0,
     draws: int = DRAWS,
@@ -53,6 +55,7 @@ def orders(
         record_at: indices of the denoiser's calls to compare in; five of the run, by default.
         every_step: compare in every call.
         size: of the images in pixels; the model's own, by default.
+        frames: of each clip, of models that make videos; the model's own, by default.
         guidance: scale; the model's own, by default.
         seed: of the first image.
         draws: how often what is random is drawn.
@@ -65,7 +68,8 @@ def orders(
         Machine, settings and rows; see `measure_errors`.
 
     Raises:
-        ElfattError: a method that does not go with the model, or a call that the run does not have.
+        ElfattError: a method that does not go with the model, a size that it cannot draw, or a call that the run does
+            not have.
     """
     place = pick_device(device)
     precision = str(pick_dtype(dtype, place)).removeprefix("torch.")
@@ -75,6 +79,9 @@ def orders(
     own_steps, own_guidance = own_settings(pipe, model)
     steps, guidance = steps or own_steps, own_guidance if guidance is None else guidance
     check_steps(pipe, steps)
+    height, width = (None, None) if size is None else height_and_width(size)
+    settings = Settings(steps, guidance, height, width, frames)
+    settings.check(pipe)
     calls = None if every_step else sorted(record_at or {call * steps // 25 for call in _SOME})
     asked: dict[str, Any] = {"model": model, "prompts": list(prompts), "steps": steps, "record_at": calls}
     asked |= {
@@ -83,12 +90,11 @@ def orders(
         "draws": draws,
         "dtype": precision,
         **({"size": size} if size else {}),
+        **({"frames": frames} if frames else {}),
     }
     asked["methods"] = {name: config.to_dict() for name, config in configs.items()}
     record = Record(session, "orders", place, {**asked, "weights": weights_sha256(pipe)}, bases=[])
-    given = {"num_inference_steps": steps, "output_type": "latent", **guidance_options(pipe, guidance, None)}
-    if size is not None:
-        given |= exact_size(pipe, *height_and_width(size))
+    given = {"num_inference_steps": steps, "output_type": "latent", **settings.arguments(pipe)}
     generators = [torch.Generator().manual_seed(seed + index) for index in range(len(prompts))]
     run = functools.partial(pipe, list(prompts), generator=generators, **given)
     _compare(pipe, configs, run, record, calls, steps, draws)

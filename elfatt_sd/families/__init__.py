@@ -118,9 +118,10 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
             "pipeline with one, or a UNet or transformer."
         )
     name, denoiser = next(iter(held.items()))
-    family_of(denoiser)
     second = getattr(target, "transformer_2", None)  # which goes on in the low noise
-    more = {"transformer_2": second} if is_denoiser(second) else {}
+    more = {"transformer_2": second} if isinstance(second, nn.Module) else {}
+    for each in (denoiser, *more.values()):
+        family_of(each)
     controlnet = getattr(target, "controlnet", None)
     nets = list(controlnet) if isinstance(controlnet, list | tuple) else list(getattr(controlnet, "nets", [controlnet]))
     nets = list({id(unwrap(net)): net for net in nets if is_denoiser(net)}.values())  # one may take several images

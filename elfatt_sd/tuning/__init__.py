@@ -126,6 +126,7 @@ def _tuned(search: Any, known: Sequence[tuple[str, PatchConfig]], record: dict[s
         known: what is run for the curve: presets, and the settings that the pipeline was patched with.
         record: what measurements depend on.
     """
+    from elfatt_sd.tuning.proving import Proving
     from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
     start = time.monotonic()
@@ -135,8 +136,9 @@ def _tuned(search: Any, known: Sequence[tuple[str, PatchConfig]], record: dict[s
     for name, config in known:
         _run_known(search, name, config)
     choice = search.settle()
-    proof = search.prove(choice)
-    search.check_proved(proof)
+    proving = Proving(search)
+    proof = proving.prove(choice)
+    proving.check(proof)
     seconds = search.seconds
     return Tuned(
         UNTOUCHED if proof is None else proof.point.config,

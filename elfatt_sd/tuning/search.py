@@ -1,4 +1,4 @@
-"""Tune a pipeline: measure its layers, predict, choose by runs of a few prompts, and prove the choice on others."""
+"""Measure a pipeline's layers, predict what choices do, and choose by runs of a few prompts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from elfatt_sd.choosing import fitted
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattFailure
-from elfatt_sd.families import find_denoisers
 from elfatt_sd.tuning.asked import Budget, Measure
 from elfatt_sd.tuning.model import Choice, Model
-from elfatt_sd.tuning.points import Point, Proof
+from elfatt_sd.tuning.points import Point
 from elfatt_sd.tuning.probe import Probe, stretches_of
 from elfatt_sd.tuning.records import figures_from, figures_to
 from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness, squared_error
@@ -31,12 +29,8 @@ STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, s
 CALIBRATED = 2  # images of the search by which the stretches are told apart
 TRIES = 2  # choices that are run with the prompts of the search
 ALIKE = 0.5  # dB between two predictions that are not worth a run each
-PROOFS = 3  # choices that are run with the held-out prompts
-LEAST_SLOPE = 0.3  # dB of held-out images for each that is predicted, of which corrections make use
-NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
+WORTH = 1.03  # times as fast as something else, below which nothing is worth its while
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
-RETIMED = 2  # held-out images of which the untouched one is drawn again to time a corrected choice
-WORTH = 1.03  # times as fast, below which a pipeline is left alone
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost, by each image
 _COMPARED = 1  # choices whose errors are measured on the untouched path, before one is run
 
@@ -76,7 +70,6 @@ class Search:
         self.floor = math.inf  # closeness of two untouched images of the same seed
         self.curve: list[Choice] = []
         self.untouched: list[Drawn] = []
-        self._proofs: list[Proof] = []
         self.realised = 1.0  # fraction of the predicted seconds that is really saved
 
     def measure_untouched(self) -> None:
@@ -172,9 +165,16 @@ class Search:
             self.say(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
             tried[choice.psnr] = point = self.run(choice, self.samples, self.untouched)
             self.points.append(point)
-            self._learn_speed(point, choice)
+            self.learn_speed(point, choice)
             choice = self._next()
+            if self._is_behind(choice):
+                break
         return self._next()
+
+    def _is_behind(self, choice: Choice) -> bool:
+        """Tell whether something that was not chosen here is as fast as a choice, so that this is not worth a run."""
+        fastest = max((rival.times for rival in self.rivals()), default=0.0)
+        return self.budget.closeness is not None and fastest * WORTH >= self.times(choice)
 
     def _start(self) -> Choice:
         asked = self.budget.closeness
@@ -182,7 +182,7 @@ class Search:
             return self.fast(self.budget.speed or 1.0)
         return self.at(asked if self.measure.name == "PSNR" else STARTS)
 
-    def _learn_speed(self, point: Point, choice: Choice) -> None:
+    def learn_speed(self, point: Point, choice: Choice) -> None:
         """Learn what part of the predicted seconds a run really saves."""
         saved = self.seconds * (1 - 1 / point.times)
         self.realised = min(1.5, max(0.2, saved / max(choice.saved, 1e-9)))
@@ -222,6 +222,20 @@ class Search:
         enough = [choice for choice in self.curve if choice.saved >= wanted]
         return min(enough, key=lambda choice: choice.mse, default=self.curve[-1])
 
+    def times(self, choice: Choice) -> float:
+        """Return how many times as fast as untouched a choice is expected to be."""
+        return self.seconds / (self.seconds - self.realised * choice.saved)
+
+    def keeps(self, point: Point) -> bool:
+        """Tell whether the images of a configuration are as close and as fast as asked."""
+        budget = self.budget
+        close = budget.closeness is None or self.measure.keeps(point.mean, budget.closeness)
+        return close and (budget.speed is None or point.times >= budget.speed)
+
+    def rivals(self) -> list[Point]:
+        """Return what was run and not chosen here, a preset or the patch that was there, and keeps to the budget."""
+        return [point for point in self.points if point.predicted is None and self.keeps(point)]
+
     def run(self, choice: Choice, samples: Sequence[Sample], untouched: Sequence[Drawn]) -> Point:
         """Draw images with a choice, and compare them with the untouched ones."""
         return self._run("tuned", self.model.config(choice), choice.psnr, samples, untouched)
@@ -246,120 +260,6 @@ class Search:
         speed = tuple(before.seconds / after.seconds for before, after in pairs)
         return Point(name, config, predicted, close, speed)
 
-    def prove(self, choice: Choice) -> Proof | None:
-        """Draw the held-out images, untouched and with a choice in turn, and correct the choice until it holds there.
-
-        Returns:
-            What holds; None where the pipeline is best left untouched.
-        """
-        untouched: list[Drawn] = []
-        best: Proof | None = None
-        following: Choice | None = choice
-        for left in reversed(range(PROOFS + 1)):
-            if following is not None and (not left or following.saved <= 0):
-                following = None
-            rival = self._rival(best)
-            if rival is not None and (following is None or self._is_ahead(rival, following)):
-                config = fitted(rival.config, find_denoisers(self.runs.pipe))
-                proof = self._proof(rival.name, config, None, untouched)
-            elif following is not None and (best is None or self._times(following) > best.point.times):
-                proof = self._proof("tuned", self.model.config(following), following.psnr, untouched)
-                following = self._corrected(following, proof)
-            else:
-                break
-            best = self._better(best, proof)
-        return best if best is not None and best.point.times >= WORTH else None
-
-    def _rival(self, best: Proof | None) -> Point | None:
-        """Return a preset, or what the pipeline was patched with, that by the images of the search betters a proof."""
-        rival: Point | None = None if best is None else best.point
-        proved = {proof.point.name for proof in self._proofs}
-        for point in self.points:
-            if point.predicted is None and point.name not in proved and point.times >= WORTH and self._keeps(point):
-                rival = point if rival is None or self._betters(point, rival) else rival
-        return None if best is not None and rival is best.point else rival
-
-    def _is_ahead(self, rival: Point, choice: Choice) -> bool:
-        """Tell whether a rival is to be proved before a choice, which is expected to be slower."""
-        return self.budget.closeness is not None and rival.times >= self._times(choice)
-
-    def _times(self, choice: Choice) -> float:
-        """Return how many times as fast as untouched a choice is expected to be."""
-        return self.seconds / (self.seconds - self.realised * choice.saved)
-
-    def _proof(self, name: str, config: PatchConfig, predicted: float | None, untouched: list[Drawn]) -> Proof:
-        """Draw the held-out images; the untouched ones in turn with the others, the first time."""
-        first = not untouched
-        self.say(f"proving {name}", len(self.held_out) + (len(self.held_out) if first else RETIMED))
-        tuned, speed = [], []
-        for number, sample in enumerate(self.held_out):
-            if first or number < RETIMED:
-                before = self.runs.draw(sample)
-                untouched[number : number + 1] = [before]
-            tuned.append(self.runs.draw(sample, config))
-            if first or number < RETIMED:
-                speed.append(before.seconds / tuned[-1].seconds)
-        close = [closeness(self.measure, before, after) for before, after in zip(untouched, tuned, strict=True)]
-        point = Point(name, config, predicted, tuple(close), tuple(speed))
-        self.points.append(point)
-        self._proofs.append(Proof(point, self.held_out, list(untouched), tuned, self.measure.higher))
-        return self._proofs[-1]
-
-    def _better(self, best: Proof | None, proof: Proof) -> Proof | None:
-        """Return a proof that holds and betters the best one so far; otherwise that one."""
-        return proof if self._holds(proof) and (best is None or self._betters(proof.point, best.point)) else best
-
-    def _betters(self, point: Point, other: Point) -> bool:
-        """Tell which of two is better: the faster one or, where speed alone is asked for, the closer one."""
-        if self.budget.closeness is not None:
-            return point.times > other.times
-        return self.measure.keeps(point.mean, other.mean)
-
-    def _keeps(self, point: Point) -> bool:
-        """Tell whether the images of a configuration are as close and as fast as asked."""
-        budget = self.budget
-        close = budget.closeness is None or self.measure.keeps(point.mean, budget.closeness)
-        return close and (budget.speed is None or point.times >= budget.speed)
-
-    def _holds(self, proof: Proof) -> bool:
-        """Tell whether a choice keeps to the budget on the held-out images."""
-        memory = self.budget.memory
-        return self._keeps(proof.point) and (memory is None or proof.peak <= memory * 2**30)
-
-    def _corrected(self, choice: Choice, proof: Proof) -> Choice | None:
-        """Return the choice to try after a proof; None if that one is right."""
-        self._learn_speed(proof.point, choice)
-        if self.budget.closeness is None:
-            following = self.fast(self.budget.speed or 1.0)
-            return None if self._holds(proof) or following is choice else following
-        off = proof.point.mean - self.budget.closeness
-        if self.measure.name != "PSNR":
-            return None if self._holds(proof) else self._closer(choice)
-        room = min(off, choice.psnr + self._offset() - self.budget.closeness)
-        if not math.isfinite(off) or (off >= 0 and room <= NEAR):
-            return None
-        following = self.at(choice.psnr + 0.3 - off / self._slope() if off < 0 else choice.psnr + NEAR / 2 - room)
-        return None if following.psnr == choice.psnr else following
-
-    def _offset(self) -> float:
-        """Return by how many dB all images that were drawn with choices are closer than predicted."""
-        known = ((point.mean - point.predicted, len(point.closeness)) for point in self.points if point.predicted)
-        pairs = [(off, images) for off, images in known if math.isfinite(off)]
-        return sum(off * images for off, images in pairs) / max(1, sum(images for _, images in pairs))
-
-    def _slope(self) -> float:
-        """Return by how many dB images come closer for each that is predicted, as far as two proofs show it."""
-        known = [(proof.point.predicted, proof.point.mean) for proof in self._proofs]
-        proved = [(predicted, mean) for predicted, mean in known if predicted is not None and math.isfinite(mean)]
-        if len(proved) < 2 or proved[-1][0] == proved[-2][0]:
-            return 1.0
-        slope = (proved[-1][1] - proved[-2][1]) / (proved[-1][0] - proved[-2][0])
-        return min(1.0, max(LEAST_SLOPE, slope))
-
-    def _closer(self, choice: Choice) -> Choice:
-        """Return a choice that is 3 dB closer by prediction."""
-        return self.at(choice.psnr + 3.0)
-
     def check_reachable(self) -> None:
         """Refuse a speed that no choice has; where the prediction falls short of it, the fastest choice is run.
 
@@ -372,26 +272,12 @@ class Search:
         self.say("running the fastest choice", len(self.samples))
         point = self.run(fastest, self.samples, self.untouched)
         self.points.append(point)
-        self._learn_speed(point, fastest)
+        self.learn_speed(point, fastest)
         if point.times < speed:
             raise ElfattFailure(
                 f"speed={speed:g} is not reached: the fastest choice is {point.times:.2f} times as fast as untouched, "
                 f"at {self.measure.words(point.mean)}; ask for less, or for larger images."
             )
-
-    def check_proved(self, proof: Proof | None) -> None:
-        """Refuse a speed that was not reached on the held-out images, or not together with the closeness.
-
-        Raises:
-            ElfattFailure: what the choice was that came nearest.
-        """
-        if proof is not None or self.budget.speed is None or not self._proofs:
-            return
-        near = max(self._proofs, key=lambda each: each.point.times)
-        raise ElfattFailure(
-            f"{self.budget.words(self.measure)}: not reached on held-out images; the nearest choice is "
-            f"{near.point.times:.2f} times as fast, at {self.measure.words(near.point.mean)}. Ask for less of either."
-        )
 
 
 def _around(known: Sequence[tuple[float, float]], asked: float) -> tuple[tuple[float, float], tuple[float, float]]:

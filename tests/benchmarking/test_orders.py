@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_transformers
 import tiny_pipelines as tiny
 import tiny_transformers
 import torch
@@ -136,6 +137,30 @@ def test_a_preset_is_what_it_is_on_the_family() -> None:
     rows = orders("x", methods=["elfatt-fast"], every_step=True, size=64, **{**RUN, "steps": 5})["rows"]
     assert [row["step"] for row in rows if row["error"] == 0] == [0, 0]
     assert len(rows) == 10
+
+
+def test_a_video_model_has_frames(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wan 2.2: in each step, the layers of the transformer that it calls."""
+    pipe = small_transformers.wan22(folder)
+    monkeypatch.setattr(module, "load_pipeline", lambda model, **_: pipe)
+    clip = {"every_step": True, "size": "64x96", "frames": 9, "session": Session(tmp_path)}
+    sampled = PatchConfig("few keys", (Phase(1.0, "sampled", block_size=16),))
+    results = orders("x", methods=[sampled], **{**RUN, **clip})
+    assert results["settings"]["frames"] == 9
+    places = [(row["step"], row["layer"]) for row in results["rows"]]
+    assert places == [(step, f"blocks.{block}.attn1") for step in range(3) for block in range(2)]
+    assert all(row["error"] > 0 for row in results["rows"])
+    _, table, plot = save(results, tmp_path / "orders.json")
+    assert "layer 1 is `blocks.0.attn1`, layer 2 is `blocks.1.attn1`." in table.read_text()
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ElfattError, match="height=100"):
+        orders("x", methods=[sampled], **{**RUN, **clip, "size": "64x100"})
+
+
+@pytest.mark.usefixtures("flux")
+def test_frames_of_a_model_that_makes_none_have_no_effect() -> None:
+    with pytest.warns(UserWarning, match="frames=9 has no effect on a FluxPipeline"):
+        orders("x", methods=[RASTER], size=64, frames=9, **SOME)
 
 
 @pytest.mark.usefixtures("flux")

@@ -25,11 +25,13 @@ def text_encoder() -> T5EncoderModel:
     return tiny_t5.text_encoder(100, WIDTH)
 
 
+def _pipeline(folder: Path, name: str, *transformers: Any, **parts: Any) -> Any:
+    parts |= {"text_encoder": text_encoder(), "tokenizer": tokenizer(folder / "words")}
+    return tiny_joint.pipeline(name, *transformers, **parts)
+
+
 def _save(folder: Path, name: str, transformer: Any, vae: Any) -> Path:
-    pipe = tiny_joint.pipeline(
-        name, transformer, vae=vae, text_encoder=text_encoder(), tokenizer=tokenizer(folder / "words")
-    )
-    pipe.save_pretrained(folder / name)
+    _pipeline(folder, name, transformer, vae=vae).save_pretrained(folder / name)
     return folder / name
 
 
@@ -54,3 +56,9 @@ def write_qwen_image(folder: Path) -> Path:
 
 def write_wan(folder: Path) -> Path:
     return _save(folder, "WanPipeline", tiny_joint.wan_transformer(), _vae("AutoencoderKLWan"))
+
+
+def wan22(folder: Path) -> Any:
+    """Two transformers, of which the second takes over at 0.8 of the noise."""
+    transformers = tiny_joint.wan_transformer(), tiny_joint.wan_transformer()
+    return _pipeline(folder, "WanPipeline", *transformers, boundary_ratio=0.8, vae=_vae("AutoencoderKLWan"))

@@ -116,6 +116,16 @@ def test_wan_goes_on_in_a_second_transformer() -> None:
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
+def test_a_second_transformer_that_is_not_known_is_refused() -> None:
+    pipe, _ = tiny.wan(second=True)
+    pipe.transformer_2 = torch.nn.Linear(1, 1)
+    before = dict(pipe.transformer.attn_processors)
+    with pytest.raises(elfatt_sd.ElfattError, match="Linear cannot be patched"):
+        elfatt_sd.apply_patch(pipe)
+    assert pipe.transformer.attn_processors == before
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
 def test_wan_with_a_timestep_for_each_token() -> None:
     """TI2V-5B: tokens of a given first frame have timestep 0."""
     pipe, run = tiny.wan()

@@ -20,6 +20,7 @@ from elfatt_sd.families import find_layers
 from elfatt_sd.patch import current_config
 from elfatt_sd.tuning import tune
 from elfatt_sd.tuning.probe import Probe
+from elfatt_sd.tuning.proving import Proving
 from elfatt_sd.tuning.runs import Runs
 from elfatt_sd.tuning.search import Search
 
@@ -103,7 +104,7 @@ def out_of_memory(pipe: Any, method: str | None, error: Exception) -> Iterator[N
         (Probe, "_after_call"),
         (Search, "_alone"),
         (Search, "settle"),
-        (Search, "_proof"),
+        (Proving, "_proof"),
     ],
 )
 def test_where_it_is_stopped_the_pipeline_is_as_it_was(

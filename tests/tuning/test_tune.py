@@ -22,7 +22,7 @@ from elfatt_sd import optional, peers
 from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.families import find_layers
 from elfatt_sd.phases import Phase
-from elfatt_sd.tuning import search, tune
+from elfatt_sd.tuning import proving, search, tune
 from elfatt_sd.tuning.runs import Runs
 
 
@@ -189,7 +189,7 @@ def test_where_nothing_is_faster_the_pipeline_is_left_alone(
     pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """No choice is worth it when an image takes the same time whatever is chosen."""
-    monkeypatch.setattr(search, "WORTH", 1000.0)
+    monkeypatch.setattr(proving, "WORTH", 1000.0)
     tuned = tune(pipe, closeness=30, **asked)
     assert tuned.proof is None
     assert not tuned.config.active
