@@ -187,7 +187,7 @@ def _check_report(run: Run) -> Iterator[str]:
 
     How these are encoded depends on the versions of other packages.
     """
-    from elfatt_sd.evaluation.report import leftovers, load_results, report_files
+    from elfatt_sd.evaluation.report import WRITTEN, leftovers, load_results, report_files, writer_of
 
     report = run.folder / "report"
     remedy = f"`elfatt-sd eval report {run.folder}` writes it again"
@@ -197,8 +197,10 @@ def _check_report(run: Run) -> Iterator[str]:
         if not path.is_file():
             yield f"{path}: deleted, or the report is not written yet; {remedy}"
         elif path.suffix != ".png" and _words(path.read_bytes()) != _words(content):
-            yield f"{path}: not that of {RESULTS_FILE}; {remedy}"
-    for path in leftovers(report, files):
+            writer = writer_of(path)
+            why = f"as {writer} wrote it, and not as this version does" if writer else f"not that of {RESULTS_FILE}"
+            yield f"{path}: {why}; {remedy}"
+    for path in leftovers(report, [*files, WRITTEN]):
         yield f"{path}: not of this report"
 
 

@@ -14,6 +14,7 @@ from small_run import row_of
 
 from elfatt_sd.evaluation.memory import summarize_memory
 from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.report import load_results, write_report
 from elfatt_sd.evaluation.results import write_results
 from elfatt_sd.evaluation.run import RUN_FILE, Run
 from elfatt_sd.evaluation.verify import unequal, verify_run
@@ -237,6 +238,27 @@ def test_an_edited_report_is_found(copy: Path, name: str) -> None:
     path.write_bytes(path.read_bytes().replace(b"ELFATT-SD", b"ELFATT-SD*", 1))
     (problem,) = verify_run(Run.open(copy), recompute=False)
     assert f"report/{name}: not that of results.json" in problem
+
+
+def test_a_report_of_another_version_is_told_from_one_that_was_altered(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("elfatt_sd.__version__", "0.0.9")
+        patch.setattr("elfatt_sd.evaluation.report.summary._null", lambda results: "An older sentence.")
+        patch.setattr("elfatt_sd.evaluation.report.commit_of", lambda folder: "0123456789abcdef")
+        write_report(load_results(copy))
+    told = verify_run(Run.open(copy), recompute=False)
+    assert {line.partition("report/")[2].split(":")[0] for line in told} == {"table.md", "index.html"}
+    assert all(
+        "as version 0.0.9 at commit 0123456789ab wrote it, and not as this version does" in line for line in told
+    )
+    path = copy / "report/table.md"
+    path.write_bytes(path.read_bytes() + b"Better.\n")
+    told = [line for line in verify_run(Run.open(copy), recompute=False) if "table.md" in line]
+    assert ["not that of results.json; " in line for line in told] == [True]
+    (copy / "report/written.json").write_text("[]")
+    assert all("not that of results.json; " in line for line in verify_run(Run.open(copy), recompute=False))
 
 
 def test_the_report_has_all_its_files_and_no_others(copy: Path) -> None:

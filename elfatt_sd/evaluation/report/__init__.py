@@ -6,19 +6,34 @@ in the published table; what is not there is shown as "not measured".
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import elfatt_sd
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.evaluation.run import is_full
-from elfatt_sd.files import write_file
+from elfatt_sd.files import sha256_of_file, write_file
+from elfatt_sd.measuring.machine import commit_of, short_commit
 from elfatt_sd.optional import REPORT, need
 
-__all__ = ["PAGE", "leftovers", "load_results", "replace_files", "report_files", "write_report", "written_tables"]
+__all__ = [
+    "PAGE",
+    "WRITTEN",
+    "leftovers",
+    "load_results",
+    "replace_files",
+    "report_files",
+    "write_report",
+    "writer_of",
+    "written_tables",
+]
 
 PAGE = "index.html"
-_FILES = (PAGE, "table.*", "*.png")
+WRITTEN = "written.json"  # by which version, and the hash of each file as it was then
+_FILES = (PAGE, "table.*", "*.png", WRITTEN)
 
 
 def write_report(results: Results) -> Path:
@@ -31,8 +46,29 @@ def write_report(results: Results) -> Path:
         ElfattError: the folder cannot be written.
     """
     folder = results.folder / "report"
-    replace_files(folder, report_files(results))
+    contents = report_files(results)
+    replace_files(folder, {**contents, WRITTEN: _written(contents)})
     return folder / PAGE
+
+
+def _written(contents: Mapping[str, bytes]) -> bytes:
+    record = {
+        "elfatt_sd": elfatt_sd.__version__,
+        "commit": commit_of(Path(elfatt_sd.__file__).parent),
+        "files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
+    }
+    return json.dumps(record, indent=2).encode("utf-8")
+
+
+def writer_of(path: Path) -> str:
+    """Name the version that wrote a file of a report, if the file is as it was then; empty otherwise."""
+    try:
+        record = json.loads((path.parent / WRITTEN).read_bytes())
+        version, commit, digest = record["elfatt_sd"], record["commit"], record["files"][path.name]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    at = f" at commit {short_commit(commit)}" if isinstance(commit, str) else ""
+    return f"version {version}{at}" if digest == sha256_of_file(path) else ""
 
 
 def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
