@@ -154,7 +154,8 @@ def _named_verdicts(results: Results) -> str:
         seen = "" if classes is None else f" from {plural(classes, 'class')}"
         uneven = " of very different sizes" if classes and classes >= FEWEST_CLASSES else ""
         why = f"an interval over fewer than {FEWEST_CLASSES} classes of one size may be far too short"
-        return f"No verdicts{seen}{uneven}: {why}."
+        rest = " but that of accuracy" if results.attributes else ""
+        return f"No verdicts{seen}{uneven}, and no intervals{rest}: {why}."
     known = (BETTER, WORSE, NO_DIFFERENCE)
     grouped = [(title, [row for row, said in judged if said == title]) for title in known]
     parts = [f"{title}: {_grouped(rows)}" for title, rows in grouped if rows]

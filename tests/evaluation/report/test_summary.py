@@ -176,7 +176,7 @@ def test_no_verdict_is_given_from_few_classes(tmp_path, results):
     page = Page(write_report(load_results(tmp_path)))
     assert "no verdict, since the classes are too few" in scope(Results(results))
     told = " ".join(findings(Results(results)))
-    assert f"No verdicts from 5 classes: an interval over fewer than {FEWEST_CLASSES} classes of one size" in told
+    assert "No verdicts from 5 classes, and no intervals but that of accuracy: an interval over fewer" in told
     for word in ("better than", "worse than", "Better:", "Worse:"):
         assert word not in told + scope(Results(results))
     assert sum(item.get("class") == "few" for item in page.all("td")) == 2 * 9, "distance and kernel distance"
@@ -251,6 +251,30 @@ def test_without_distances_accuracy_judges(results):
 
 
 @pytest.mark.usefixtures("one_plot")
+def test_intervals_of_few_classes_are_not_shown(results):
+    ends = {"interval": [0.1, 0.9]}
+    row = results["rows"][2] | {"classes": 29, "metrics": {"lpips": {"value": 0.5} | ends}}
+    row["distances"] = {"KD-toy": {"value": 0.5, "difference": {"value": 0.5, "verdict": TOO_FEW} | ends} | ends}
+    row["accuracy"] = {"mean": {"value": 0.5, "difference": {"value": 0.5, "verdict": TOO_FEW} | ends} | ends}
+    row["paired"] = {"psnr": {"mean": 40.0, "interval": [39.0, 41.0]}}
+    uneven, enough = row | {"classes": 64}, row | {"classes": FEWEST_CLASSES}
+    for part in ("distances", "accuracy"):
+        enough[part] = {key: {**value, "difference": {"value": 0.5} | ends} for key, value in row[part].items()}
+
+    def shown(data):
+        found = Results({"rows": [data]}).rows[0]
+        differences = found.difference("KD-toy"), found.difference("mean", "accuracy")
+        return [*differences, found.distance("KD-toy"), found.paired("psnr"), found.metric("lpips")], found.accuracy(
+            "mean"
+        )
+
+    for data in (row, uneven):  # 64 classes, of which one has most images
+        figures, accuracy = shown(data)
+        assert [figure.ends for figure in figures] == [None] * 5 and figures[0].value == 0.5
+        assert accuracy.ends == (0.1, 0.9)
+    assert all(figure.ends for figure in shown(enough)[0])
+
+
 def test_no_extrapolated_difference_of_few_classes_is_shown(tmp_path, results):
     """Of two images the extrapolation may say -2132: no table, file, sentence or plot repeats it."""
     for row in results["rows"]:
