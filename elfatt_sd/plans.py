@@ -18,6 +18,7 @@ from elfatt_sd.methods import Grid
 from elfatt_sd.residuals import kept_bytes
 from elfatt_sd.shapes import Blueprint
 
+PAYS = 8000  # tokens of a transformer, from about which on attention is a large part of its step
 _MOST_PLACES = 8  # that a plan lists one by one; a UNet has fewer blocks on a level
 
 
@@ -193,7 +194,7 @@ class Plan:
         return f"{self.config.method}: patches {patched} of {len(self.layers)} self-attention layers"
 
     def summary(self) -> list[str]:
-        """Return what happens in each phase and what it adds up to, also of the whole call where that is known."""
+        """Return what happens in each phase, what it adds up to, of the whole call too, and whether the size pays."""
         rows = [
             f"{phase.start:.0%} to {phase.until:.0%} of the steps: {phase.what}, "
             f"{giga(phase.multiply_adds)} G multiply-adds"
@@ -210,7 +211,11 @@ class Plan:
             what = "in 8 bits" if self.config.residuals == "fp8" else "in 16 bits"
             where = "host" if self.config.residuals == "host" else "device"
             rows.append(f"differences that steps share: {size} for each image of a batch {what}, kept on the {where}")
-        return [*rows, str(self.call)] if self.blueprints else rows
+        rows += [str(self.call)] if self.blueprints else []
+        tokens = max((layer.tokens for layer in self.layers if layer.denoiser.startswith("transformer")), default=PAYS)
+        if tokens < PAYS:
+            rows.append(f"little can be gained: below about {PAYS} tokens, attention is a small part of a step")
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""

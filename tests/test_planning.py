@@ -14,6 +14,7 @@ from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.methods import Grid
 from elfatt_sd.planning import _fitted, describe, multiply_adds
 from elfatt_sd.presets import METHODS
+from elfatt_sd.shapes import sketch
 
 SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 
@@ -198,3 +199,11 @@ def test_bad_sizes_are_one_line(pipe: Any, size: Any) -> None:
 def test_a_controlnet_alone_has_a_plan(pipe: Any) -> None:
     assert elfatt_sd.plan(tiny.controlnet(pipe.unet), "tome", height=16, width=16).layers
     assert elfatt_sd.plan(tiny.controlnet(pipe.unet), "tome").height == 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "small"), [("flux", 1024, True), ("flux", 2048, False), ("sd15", 512, False)]
+)
+def test_a_size_at_which_a_transformer_gains_little_is_said(shape: str, size: int, small: bool) -> None:
+    lines = elfatt_sd.plan(sketch(shape), "elfatt-fast", height=size, width=size).summary()
+    assert any(line.startswith("little can be gained") for line in lines) == small
