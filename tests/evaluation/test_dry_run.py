@@ -92,7 +92,7 @@ def test_neighbours_need_more_images(full_protocol: Protocol, tmp_path: Path) ->
 def test_a_scheduler_of_other_pipelines_is_an_obstacle(full_protocol: Protocol, tmp_path: Path) -> None:
     other = dataclasses.replace(full_protocol, scheduler="FlowMatchEulerDiscreteScheduler")
     (told,) = dry_run.obstacles(Run(tmp_path / "new", other))
-    assert told.startswith(f"scheduler={other.scheduler!r} is not accepted; StableDiffusionPipeline needs one with")
+    assert told.startswith(f"scheduler={other.scheduler!r} does not fit the model's PNDMScheduler: it takes ")
 
 
 def test_images_of_the_run_are_no_reference(full_protocol: Protocol, tmp_path: Path) -> None:
