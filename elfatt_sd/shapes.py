@@ -21,8 +21,6 @@ from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
 from elfatt_sd.sizes import SHAPES, Dimensions
 
-LATENT_CHANNELS = 16  # of the VAEs of all `TRANSFORMERS`
-
 
 @dataclass(frozen=True)
 class Transformer:
@@ -32,27 +30,42 @@ class Transformer:
         kind: name of its class in diffusers.
         config: what differs from that class's own.
         few: the same, for a model with a few of its blocks, which can be timed where the whole one does not fit.
+        channels: of the latent.
+        scale: pixels to one of the latent, on each side.
+        frames: of a video, past the first one, to one of the latent.
     """
 
     kind: str
     config: Mapping[str, Any]
     few: Mapping[str, Any]
+    channels: int = 16
+    scale: int = SCALE
+    frames: int = 4
 
 
 _SD35_MEDIUM = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "qk_norm": "rms_norm"}
 _SD35_MEDIUM |= {"pos_embed_max_size": 384, "dual_attention_layers": tuple(range(13))}
 _WAN_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+_COGVIDEOX_5B = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
+_FEW = {"num_layers": 2}
+_ONE_EACH = {"num_layers": 1, "num_single_layers": 1}
+_ONE_AND_TWO = {"num_layers": 1, "num_single_layers": 2}
 TRANSFORMERS: dict[str, Transformer] = {
-    "sd3.5-medium": Transformer(
-        "SD3Transformer2DModel", _SD35_MEDIUM, {"num_layers": 2, "dual_attention_layers": (0,)}
+    "pixart": Transformer("PixArtTransformer2DModel", {"caption_channels": 4096}, _FEW, channels=4),
+    "sd3.5-medium": Transformer("SD3Transformer2DModel", _SD35_MEDIUM, {**_FEW, "dual_attention_layers": (0,)}),
+    "flux": Transformer("FluxTransformer2DModel", {"guidance_embeds": True}, _ONE_AND_TWO),
+    "chroma": Transformer("ChromaTransformer2DModel", {}, _ONE_AND_TWO),
+    "flux.2": Transformer("Flux2Transformer2DModel", {}, _ONE_AND_TWO, channels=32),
+    "qwen-image": Transformer("QwenImageTransformer2DModel", {}, _FEW),
+    "z-image": Transformer("ZImageTransformer2DModel", {}, {"n_layers": 2, "n_refiner_layers": 1}),
+    "wan-1.3b": Transformer("WanTransformer3DModel", _WAN_SMALL, _FEW),
+    "wan-14b": Transformer("WanTransformer3DModel", {}, _FEW),
+    "ltx-video": Transformer("LTXVideoTransformer3DModel", {}, _FEW, channels=128, scale=32, frames=8),
+    "hunyuan-video": Transformer("HunyuanVideoTransformer3DModel", {}, {**_ONE_EACH, "num_refiner_layers": 1}),
+    "hunyuan-video-1.5": Transformer(
+        "HunyuanVideo15Transformer3DModel", {}, {**_FEW, "num_refiner_layers": 1}, channels=32, scale=16
     ),
-    "flux": Transformer("FluxTransformer2DModel", {"guidance_embeds": True}, {"num_layers": 1, "num_single_layers": 2}),
-    "qwen-image": Transformer("QwenImageTransformer2DModel", {}, {"num_layers": 2}),
-    "wan-1.3b": Transformer("WanTransformer3DModel", _WAN_SMALL, {"num_layers": 2}),
-    "wan-14b": Transformer("WanTransformer3DModel", {}, {"num_layers": 2}),
-    "hunyuan-video": Transformer(
-        "HunyuanVideoTransformer3DModel", {}, {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1}
-    ),
+    "cogvideox-5b": Transformer("CogVideoXTransformer3DModel", _COGVIDEOX_5B, _FEW),
 }
 
 
@@ -69,8 +82,8 @@ class TransformerSketch:
     """The same of a pipeline with a transformer."""
 
     transformer: nn.Module
-    vae_scale_factor: int = SCALE
-    vae_scale_factor_temporal: int = 4
+    vae_scale_factor: int
+    vae_scale_factor_temporal: int
 
 
 def sketch(name: str) -> Sketch | TransformerSketch:
@@ -80,7 +93,8 @@ def sketch(name: str) -> Sketch | TransformerSketch:
         ElfattError: the installed diffusers has no such model.
     """
     if name in TRANSFORMERS:
-        return TransformerSketch(empty_transformer(TRANSFORMERS[name]))
+        shape = TRANSFORMERS[name]
+        return TransformerSketch(empty_transformer(shape), shape.scale, shape.frames)
     return Sketch(empty_unet(SHAPES[name]))
 
 
@@ -97,7 +111,8 @@ def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:
         raise ElfattError(
             f"the installed diffusers {diffusers.__version__} has no {shape.kind}; pip install -U diffusers."
         )
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # diffusers' own, of how it builds the model
         transformer: nn.Module = make(**{**shape.config, **(shape.few if few else {})})
     return transformer
 
@@ -108,10 +123,11 @@ def dimensions_of_transformer(name: str) -> Dimensions:
     Raises:
         ElfattError: the installed diffusers has no such model.
     """
-    module: Any = empty_transformer(TRANSFORMERS[name], few=True)
+    shape = TRANSFORMERS[name]
+    module: Any = empty_transformer(shape, few=True)
     latent = family_of(module).latent(module)
-    own = latent.rows * SCALE, latent.columns * SCALE
-    one = Dimensions.of(module.config, {"latent_channels": LATENT_CHANNELS}, SCALE, own)
+    own = latent.rows * shape.scale, latent.columns * shape.scale
+    one = Dimensions.of(module.config, {"latent_channels": shape.channels}, shape.scale, own)
     return dataclasses.replace(one, held=one.held * latent.frames)
 
 

@@ -44,7 +44,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 UNET_NAMES = tuple(SHAPES)
-TRANSFORMER_NAMES = ("sd3.5-medium", "flux", "qwen-image", "wan-1.3b", "wan-14b", "hunyuan-video")  # of `shapes`
+IMAGE_NAMES = ("pixart", "sd3.5-medium", "flux", "chroma", "flux.2", "qwen-image", "z-image")
+VIDEO_NAMES = ("wan-1.3b", "wan-14b", "ltx-video", "hunyuan-video", "hunyuan-video-1.5", "cogvideox-5b")
+TRANSFORMER_NAMES = (*IMAGE_NAMES, *VIDEO_NAMES)  # of `shapes`
 SHAPE_NAMES = (*UNET_NAMES, *TRANSFORMER_NAMES)
 SHAPE_VAE = {"block_out_channels": (128, 256, 512, 512), "latent_channels": 4}
 SHAPE_WEIGHTS = {"sd15": 860e6, "sdxl": 2567e6}  # numbers

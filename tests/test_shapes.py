@@ -107,7 +107,9 @@ def test_names_are_known_without_pytorch() -> None:
 
 # Tokens, and billions of parameters, as published.
 SIZES = {"sd3.5-medium": (4096, 2.2), "flux": (4096, 11.9), "qwen-image": (6889, 20.4), "wan-1.3b": (32760, 1.4)}
-SIZES |= {"wan-14b": (32760, 14.3), "hunyuan-video": (118800, 12.8)}
+SIZES |= {"wan-14b": (32760, 14.3), "hunyuan-video": (118800, 12.8), "pixart": (4096, 0.61), "chroma": (4096, 8.9)}
+SIZES |= {"flux.2": (4096, 32.2), "z-image": (4096, 6.15), "ltx-video": (7392, 1.92), "cogvideox-5b": (17550, 5.57)}
+SIZES |= {"hunyuan-video-1.5": (111600, 8.3)}
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

@@ -90,7 +90,8 @@ def make_model(name: str, device: torch.device, dtype: torch.dtype, variant: str
     Of a transformer, a few blocks are built: the whole of one fits few machines, and its blocks are alike.
     """
     if name in TRANSFORMERS:
-        return Model(fill(empty_transformer(TRANSFORMERS[name], few=True), device, dtype).eval(), SCALE)
+        shape = TRANSFORMERS[name]
+        return Model(fill(empty_transformer(shape, few=True), device, dtype).eval(), shape.scale)
     if name in SHAPES:
         return Model(random_unet(SHAPES[name], device, dtype), SCALE)
     pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)

@@ -16,7 +16,6 @@ class CogVideoX(JointFamily):
 
     classes = ("CogVideoXTransformer3DModel",)
     processors = ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
-    text = 226
     default = Grid(13, 60, 90)
 
     def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
@@ -25,8 +24,9 @@ class CogVideoX(JointFamily):
         return config.get("patch_size_t") or 1, config.patch_size, config.patch_size
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the attention of every block."""
-        return self.blocks(module, "transformer_blocks", "attn1", "norm1")
+        """Return the attention of every block; texts are padded to one length."""
+        text: int = module.config.max_text_seq_length  # type: ignore[assignment,union-attr]
+        return self.blocks(module, "transformer_blocks", "attn1", "norm1", text)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Return what a call was given."""

@@ -117,10 +117,12 @@ class JointFamily:
         """Return arguments of a call; `grid` is that of the tokens."""
         raise NotImplementedError
 
-    def blocks(self, module: nn.Module, blocks: str, attention: str, norm: str) -> list[SelfAttention]:
+    def blocks(
+        self, module: nn.Module, blocks: str, attention: str, norm: str, text: int | None = None
+    ) -> list[SelfAttention]:
         """Return one layer of each of some blocks, by the names of its attention and of the normalisation before it."""
         return [
-            self.layer(f"{blocks}.{index}.{attention}", getattr(block, attention), getattr(block, norm))
+            self.layer(f"{blocks}.{index}.{attention}", getattr(block, attention), getattr(block, norm), text)
             for index, block in enumerate(getattr(module, blocks))
         ]
 
