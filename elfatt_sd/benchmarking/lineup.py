@@ -106,6 +106,11 @@ def height_and_width(size: Size) -> tuple[int, int]:
     return int(height or width), int(width)
 
 
+def as_size(height: int, width: int) -> Size:
+    """Return the size of a height and a width in pixels; a square is its side."""
+    return width if height == width else f"{width}x{height}"
+
+
 def grid_side(tokens: int) -> int:
     """Return the side of a square grid.
 

@@ -15,6 +15,7 @@ from elfatt_sd.families import family_of, find_layers, main_denoiser, unwrap
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
 from elfatt_sd.pipelines import load_pipeline
+from elfatt_sd.running import dimensions_of
 from elfatt_sd.shapes import TRANSFORMERS, call_arguments, empty_transformer, empty_unet
 from elfatt_sd.sizes import SHAPE_VAE
 from elfatt_sd.sizes import SHAPES as SHAPES
@@ -95,7 +96,7 @@ def make_model(name: str, device: torch.device, dtype: torch.dtype, variant: str
     if name in SHAPES:
         return Model(random_unet(SHAPES[name], device, dtype), SCALE)
     pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
-    return Model(main_denoiser(pipe), int(pipe.vae_scale_factor))
+    return Model(main_denoiser(pipe), dimensions_of(pipe).factor)
 
 
 def make_pipeline(

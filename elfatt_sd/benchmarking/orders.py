@@ -14,13 +14,14 @@ from elfatt_sd.benchmarking.names import is_peer
 from elfatt_sd.benchmarking.presets import joint_configs, order_configs
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.budget import check_fits
 from elfatt_sd.choosing import fits, fitted
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.errors import DRAWS, Row, measure_errors
 from elfatt_sd.evaluation.provenance import weights_sha256
 from elfatt_sd.families import family_of, main_denoiser, step_denoisers
 from elfatt_sd.pipelines import load_pipeline, pick_device, pick_dtype
-from elfatt_sd.running import check_steps, own_settings
+from elfatt_sd.running import check_steps, own_settings, rows_of
 from elfatt_sd.tuning.runs import Settings
 
 PROMPTS = ("a red star on a striped blue background", "a green circle on a plain yellow background")
@@ -68,8 +69,8 @@ def orders(
         Machine, settings and rows; see `measure_errors`.
 
     Raises:
-        ElfattError: a method that does not go with the model, a size that it cannot draw, or a call that the run does
-            not have.
+        ElfattError: a method that does not go with the model, a size that it cannot draw or that does not fit into
+            memory, or a call that the run does not have.
     """
     place = pick_device(device)
     precision = str(pick_dtype(dtype, place)).removeprefix("torch.")
@@ -82,6 +83,8 @@ def orders(
     height, width = (None, None) if size is None else height_and_width(size)
     settings = Settings(steps, guidance, height, width, frames)
     settings.check(pipe)
+    rows = len(prompts) * rows_of(pipe, guidance)
+    check_fits(pipe, height, width, steps=steps, images=len(prompts), rows=rows, frames=frames)
     calls = None if every_step else sorted(record_at or {call * steps // 25 for call in _SOME})
     asked: dict[str, Any] = {"model": model, "prompts": list(prompts), "steps": steps, "record_at": calls}
     asked |= {

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.benchmarking.lineup import Size, height_and_width
+from elfatt_sd.benchmarking.lineup import Size, as_size, height_and_width
 from elfatt_sd.benchmarking.models import make_pipeline
 from elfatt_sd.benchmarking.names import FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.variants import Variant, fitting, resolve_methods, whole
+from elfatt_sd.benchmarking.variants import Variant, fitted_methods, fitting, resolve_methods, whole
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import copy_structure, main_denoiser, step_denoisers
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.pipelines import pick_device, pick_dtype
-from elfatt_sd.running import exact_size
+from elfatt_sd.running import dimensions_of, exact_size
 
 
 def pipeline(
@@ -58,15 +58,16 @@ def pipeline(
     """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
-    lineup = whole(resolve_methods(methods, **settings))
+    chosen = resolve_methods(methods, **settings)
     pipe, inputs = make_pipeline(model, place, precision, batch, variant)
     pipe.set_progress_bar_config(disable=True)
-    lineup = fitting(lineup, main_denoiser(pipe))
+    denoiser = main_denoiser(pipe)
+    lineup = fitting(whole(fitted_methods(chosen, denoiser, named=methods is not None)), denoiser)
     twins = {name: twin(pipe, variant) for name, variant in lineup.variants.items()}
     asked: dict[str, Any] = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
     asked |= {"variants": lineup.described(), **({"variant": variant} if variant else {})}
     record = Record(session, "pipeline", place, asked, **lineup.details((UNPATCHED, PEER)))
-    sizes = sizes or (int(main_denoiser(pipe).config.sample_size * pipe.vae_scale_factor),)
+    sizes = sizes or (as_size(*dimensions_of(pipe).own),)
     measured = [name for name, variant in lineup.variants.items() if memory and variant.kind != FLOOR]
     record.announce(len(sizes) * (repeats * len(twins) + len(measured)))
     for size in sizes:

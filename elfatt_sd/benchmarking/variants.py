@@ -178,8 +178,13 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
     found = [method if isinstance(method, PatchConfig) else _with(settings, named(method)) for method in wanted]
     if methods is None:
         found += [_with(settings, varied(method, **changes), changes) for method, changes in VARIATIONS]
+    return _once(found)
+
+
+def _once(configs: Iterable[PatchConfig]) -> list[PatchConfig]:
+    """Leave out what is the same work as one before it."""
     kept: list[PatchConfig] = []
-    for config in found:
+    for config in configs:
         if not any(same_work(config, other) for other in kept):
             kept.append(config)
     return kept
@@ -260,7 +265,7 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
 
 
 def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool) -> list[PatchConfig]:
-    """Return the configurations that methods are on a denoiser.
+    """Return the configurations that methods are on a denoiser, each kind of work once.
 
     Args:
         configs: the methods.
@@ -270,8 +275,9 @@ def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named
     Raises:
         ElfattError: a named method does not go with the denoiser.
     """
-    denoisers = {"denoiser": denoiser}
-    return [fitted(config, denoisers) for config in configs if named or fits(config, denoisers)]
+    denoisers, levels = {"denoiser": denoiser}, max(1, len(levels_of(find_layers(denoiser))))
+    found = (fitted(config, denoisers) for config in configs if named or fits(config, denoisers))
+    return _once(dataclasses.replace(config, levels=levels) if config.levels > levels else config for config in found)
 
 
 def fitting(lineup: Lineup, denoiser: nn.Module) -> Lineup:

@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 import pytest
 import tiny_joint as tiny
+import tiny_transformers
 import torch
 from bench_checks import QUICK, check_saved
 from diffusers.models.attention_processor import Attention
@@ -45,6 +46,19 @@ def test_pipeline_with_random_weights(
     assert peaks.pop("floor") is peaks.pop("floor of 2 levels") is None
     assert all(peak > 64 * 64 * 3 * 4 for peak in peaks.values()), "the picture at least"
     check_saved(results, tmp_path)
+
+
+def test_a_transformer_is_timed_at_its_own_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration does not name one; the pipeline does."""
+    pipe = tiny_transformers.flux(folder)
+    pipe.default_sample_size = 8
+    pipe.vae.register_to_config(shift_factor=0.0)
+    monkeypatch.setattr(pipeline_bench, "make_pipeline", lambda *_: (pipe, {"prompt": ["a red circle"]}))
+    results = pipeline("x", steps=5, **QUICK)
+    sizes = {row["method"]: row["size"] for row in results["rows"]}
+    assert {"untouched", "elfatt-fast", "floor"} <= set(sizes), "as they are on transformers, where one level is all"
+    assert not {"tome", "tomesd", "floor of 2 levels"} & set(sizes)
+    assert set(sizes.values()) == {8 * pipe.vae_scale_factor}
 
 
 def processors(unet: Any) -> dict[str, str]:
