@@ -18,13 +18,13 @@ from elfatt_sd.ahead import AT_ONCE, RunDraws, split_of
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import beneath_transforms
 from elfatt_sd.families.base import Given, SelfAttention
-from elfatt_sd.kept import Memory
+from elfatt_sd.kept import Memory, check_differences
 from elfatt_sd.merging import Candidates, Matching, Split, find_candidates, match_candidates
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
 from elfatt_sd.methods.base import Ahead
 from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.phases import EXACT, Phase
-from elfatt_sd.residuals import Residual, check_memory, kept_bytes
+from elfatt_sd.residuals import Residual, kept_bytes
 from elfatt_sd.runs import Run
 from elfatt_sd.schedule import Position
 from elfatt_sd.surroundings import device_of, device_of_weights
@@ -133,8 +133,11 @@ class Denoiser:
                 group = step // phase.residual_steps, phase
                 state.residuals = memory.residuals[layer.index].take(group, place, kept and phase.residual_steps > 1)
                 state.room = memory.room(state, place) if given.compiled and state.shares else None
-        if step == run.first:
-            self._check_memory(call)
+        for other in run.kept.values():
+            other.let_go(step)
+        if kept and place not in memory.needs:
+            memory.needs[place] = self._needed(call, position)
+            check_differences(run, config, sample.device)
         self.enter(call)
 
     def _phases(self, step: int, steps: int) -> dict[int, Phase]:
@@ -182,20 +185,13 @@ class Denoiser:
         ahead.allocate()
         return ahead
 
-    def _check_memory(self, call: Call) -> None:
-        """Refuse differences that take too much memory; called at the beginning of a run.
-
-        Raises:
-            ElfattError: they do.
-        """
-        config, sample = self.config, call.given.sample
-        sharing = [state for state in call.states.values() if state.shares]
-        if not sharing:
-            return
-        sizes = [(state.layer.grid(call.given.grid).tokens, state.layer.channels) for state in sharing]
+    def _needed(self, call: Call, position: Position) -> float:
+        """Return the bytes of the differences that a call and its like in later steps keep."""
+        sample, rest = call.given.sample, (position.step, position.steps)
+        sharing = [layer.layer for layer in self.layers if layer.config.shares_any(*rest)]
+        sizes = [(layer.grid(call.given.grid).tokens, layer.channels) for layer in sharing]
         dtype = sample.dtype if sample.dtype.is_floating_point else torch.float32
-        needed = kept_bytes(sizes, len(sample), dtype, config.residuals)
-        check_memory(needed, config.residuals, config.residual_limit, sample.device)
+        return kept_bytes(sizes, len(sample), dtype, self.config.residuals)
 
     def enter(self, call: Call) -> None:
         """Let a call be the one that goes on in this thread."""

@@ -321,6 +321,11 @@ class PatchConfig:
         last_of_group = step % phase.residual_steps == phase.residual_steps - 1
         return not last_of_group and step + 1 < steps and self.phase_at(step + 1, steps) == phase
 
+    def shares_any(self, first: int, steps: int) -> bool:
+        """Tell whether a difference is shared by any steps of a run; arguments as for `approximates`."""
+        sharing = any(phase.residual_steps > 1 for phase in self.phases)
+        return sharing and any(self.shares_difference(step, steps) for step in range(first, steps))
+
     def approximates(self, first: int, steps: int) -> bool:
         """Tell whether any step of a run is approximated.
 

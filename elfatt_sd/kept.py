@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elfatt_sd.ahead import RunDraws
-from elfatt_sd.residuals import Residual
+from elfatt_sd.residuals import Residual, check_memory, free_for_differences
 from elfatt_sd.surroundings import device_of
 
 if TYPE_CHECKING:
     from elfatt_sd.calls import Call, LayerState
+    from elfatt_sd.config import PatchConfig
+    from elfatt_sd.runs import Run
 
 
 class Memory:
@@ -23,6 +25,7 @@ class Memory:
         self.residuals: defaultdict[int, Shelf] = defaultdict(Shelf)  # by the layer's index
         self.ahead: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
         self.rooms: dict[object, Residual | None] = {}  # that compiled code fills with differences
+        self.needs: dict[tuple[int, ...], float] = {}  # bytes of differences, by the place of a call
         self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
         self._step = -1
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
@@ -35,6 +38,17 @@ class Memory:
         place = self._calls[shape], *shape
         self._calls[shape] += 1
         return place
+
+    @property
+    def needed(self) -> float:
+        """Bytes of differences that the calls of the latest step keep, now or in a later step."""
+        return sum(need for (turn, *shape), need in self.needs.items() if turn < self._calls[tuple(shape)])
+
+    def let_go(self, step: int) -> None:
+        """Forget the differences of a denoiser whose last call was before the last step: another one has taken over."""
+        if self._step < step - 1:
+            for held in (self.residuals, self.needs, self.rooms, self._owned):
+                held.clear()
 
     def room(self, state: LayerState, place: tuple[int, ...]) -> Residual | None:
         """Return the memory for a layer's difference in compiled code, the same in every group of steps."""
@@ -65,6 +79,20 @@ class Memory:
     def repeat_step(self) -> None:
         """Let the next call stand for the first of its step, whatever was called before it."""
         self._step = -1
+
+
+def check_differences(run: Run, config: PatchConfig, device: torch.device) -> None:
+    """Refuse differences that take too much memory, of all calls of a step and of all denoisers of a run.
+
+    Raises:
+        ElfattError: they do.
+    """
+    needed, limit = sum(memory.needed for memory in run.kept.values()), config.residual_limit
+    if not needed:
+        return
+    if limit is None:
+        limit = run.limit = run.limit or free_for_differences(config.residuals, device)
+    check_memory(needed, config.residuals, limit, device)
 
 
 class Shelf:

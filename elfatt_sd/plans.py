@@ -210,7 +210,10 @@ class Plan:
             size = f"{kept / 2**30:.2f} GiB" if kept > 2**29 else f"{kept / 2**20:.1f} MiB"
             what = "in 8 bits" if self.config.residuals == "fp8" else "in 16 bits"
             where = "host" if self.config.residuals == "host" else "device"
-            rows.append(f"differences that steps share: {size} for each image of a batch {what}, kept on the {where}")
+            rows.append(
+                f"differences that steps share: {size} for each image of a batch {what}, kept on the {where}; "
+                "twice that with a negative prompt"
+            )
         rows += [str(self.call)] if self.blueprints else []
         tokens = max((layer.tokens for layer in self.layers if layer.denoiser.startswith("transformer")), default=PAYS)
         if tokens < PAYS:

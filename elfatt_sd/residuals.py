@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -105,13 +106,22 @@ def kept_bytes(sizes: Iterable[tuple[int, int]], batch: int, dtype: torch.dtype,
     return float(sum(batch * tokens * (channels * each + 4 * (where == "fp8")) for tokens, channels in sizes))
 
 
-def check_memory(needed: float, where: Kept, limit: float | None, device: torch.device) -> None:
+def free_for_differences(where: Kept, device: torch.device) -> float:
+    """Return the GiB that differences may take where the user gives no limit: half of what is free."""
+    return math.inf if device.type == "meta" else _SHARE * memory_of(_place(where, device))[1] / GIB
+
+
+def _place(where: Kept, device: torch.device) -> torch.device:
+    return torch.device("cpu") if where == "host" else device
+
+
+def check_memory(needed: float, where: Kept, limit: float, device: torch.device) -> None:
     """Refuse what would take too much memory.
 
     Args:
-        needed: bytes of all differences that a call keeps.
+        needed: bytes of all differences.
         where: they are kept.
-        limit: GiB that they may take; None is half of what is free.
+        limit: GiB that they may take.
         device: of the layers.
 
     Raises:
@@ -119,11 +129,11 @@ def check_memory(needed: float, where: Kept, limit: float | None, device: torch.
     """
     if device.type == "meta":
         return
-    place = torch.device("cpu") if where == "host" else device
-    most = limit * GIB if limit is not None else _SHARE * memory_of(place)[1]
-    if needed > most:
-        others = ", ".join(f"residuals={other!r}" for other in ("host", "fp8") if other != where)
+    place = _place(where, device)
+    if needed > limit * GIB:
+        same = ("host",) if place.type == device.type == "cpu" else ()
+        others = ", ".join(f"residuals={other!r}" for other in ("host", "fp8") if other not in (where, *same))
         raise ElfattError(
-            f"residual_steps would keep {needed / GIB:.2f} GiB on {place.type}, more than the {most / GIB:.2f} GiB "
+            f"residual_steps would keep {needed / GIB:.2f} GiB on {place.type}, more than the {limit:.2f} GiB "
             f"that it may take; give residual_steps=1, {others}, or a larger residual_limit (in GiB)."
         )

@@ -28,6 +28,7 @@ class Run:
         former: a run over the same schedule that this one has broken into, and that may go on.
         strange: a schedule on which a value of this thread was in no unit that is known.
         kept: what denoisers keep from step to step, by denoiser.
+        limit: GiB that the differences among it may take, where the user gives none; None until some are planned.
     """
 
     def __init__(self, schedule: Any = None, first: int = -1) -> None:
@@ -47,6 +48,7 @@ class Run:
         self.former: Run | None = None
         self.strange: object = None
         self.kept: dict[int, Any] = {}
+        self.limit: float | None = None
 
     @property
     def may_go_on(self) -> bool:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
+import tiny_joint
 import tiny_pipelines as tiny
 import torch
 from checks import runner
@@ -67,9 +69,60 @@ def test_the_limit_of_a_large_model() -> None:
     needed = kept_bytes([(4096, 3072)] * 57, 2, torch.bfloat16, "device")
     assert round(needed / GIB, 2) == 2.67
     assert kept_bytes([(4096, 3072)] * 57, 2, torch.bfloat16, "fp8") < 0.51 * needed
-    check_memory(needed, "device", 3.0, torch.device("cpu"))
-    with pytest.raises(ElfattError, match=r"keep 2\.67 GiB on cpu, more than the 2\.00 GiB.*'host'.*'fp8'"):
+    check_memory(needed, "device", 3.0, torch.device("cuda"))
+    with pytest.raises(ElfattError, match=r"keep 2\.67 GiB on cuda, more than the 2\.00 GiB.*'host'.*'fp8'"):
+        check_memory(needed, "device", 2.0, torch.device("cuda"))
+    with pytest.raises(ElfattError, match="residual_steps=1, residuals='fp8', or a larger"):  # the host is the device
         check_memory(needed, "device", 2.0, torch.device("cpu"))
+
+
+LATE = PatchConfig("late", (Phase(0.5), Phase(1.0, "sampled", keys=16, residual_steps=2)))
+
+
+def test_a_phase_that_comes_later_is_refused_in_the_first_step(pipe: Any) -> None:
+    elfatt_sd.apply_patch(pipe, LATE, residual_limit=1e-6)
+    steps: list[int] = []
+    pipe.unet.register_forward_hook(lambda *given: steps.append(1))
+    with pytest.raises(ElfattError, match="residual_steps would keep"):
+        runner(pipe, num_inference_steps=8)()
+    assert not steps
+
+
+@pytest.mark.parametrize(("guidance", "calls"), [(1.0, 1), (3.0, 2)])
+@pytest.mark.parametrize("config", [SHARED, LATE], ids=lambda config: config.method)
+def test_all_calls_of_a_step_count(config: PatchConfig, guidance: float, calls: int) -> None:
+    """Wan calls its transformer once more for guidance; a limit is that of both."""
+    if not hasattr(diffusers, "WanPipeline"):
+        pytest.skip("this version of diffusers has no Wan")
+    pipe, run = tiny_joint.wan()
+    one = kept_bytes([(72, 24)] * 2, 1, torch.float32, "device") / GIB
+    elfatt_sd.apply_patch(pipe, config, residual_limit=(calls - 0.01) * one)
+    with pytest.raises(ElfattError, match="residual_steps would keep"):
+        run(num_inference_steps=8, guidance_scale=guidance)
+    elfatt_sd.apply_patch(pipe, config, residual_limit=(calls + 0.01) * one)
+    run(num_inference_steps=8, guidance_scale=guidance)
+
+
+def test_a_second_transformer_counts_and_the_first_lets_go() -> None:
+    if not hasattr(diffusers, "WanPipeline"):
+        pytest.skip("this version of diffusers has no Wan")
+    pipe, run = tiny_joint.wan(second=True)
+    elfatt_sd.apply_patch(pipe, SHARED, residuals="host")
+    kept: list[bool] = []
+
+    def see(*_: Any) -> None:
+        run = pipe.transformer.elfatt_patch._schedule.run
+        memory = run.kept[id(pipe.transformer.elfatt_patch._shared)]
+        kept.append(bool(memory.residuals))
+
+    pipe.transformer_2.register_forward_hook(see)
+    run(num_inference_steps=12)
+    assert kept[0], "in the step of the change both are held"
+    assert not any(kept[2:])
+    one = kept_bytes([(72, 24)] * 2, 1, torch.float32, "device") / GIB
+    elfatt_sd.apply_patch(pipe, SHARED, residual_limit=2.01 * one)
+    with pytest.raises(ElfattError, match="residual_steps would keep"):
+        run(num_inference_steps=12)
 
 
 def test_a_plan_says_what_is_kept(pipe: Any) -> None:
