@@ -24,7 +24,7 @@ from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
 from elfatt_sd.methods.base import Ahead
 from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.phases import EXACT, Phase
-from elfatt_sd.residuals import Residual, kept_bytes
+from elfatt_sd.residuals import Residual, add_difference, kept_bytes
 from elfatt_sd.runs import Run
 from elfatt_sd.schedule import Position
 from elfatt_sd.surroundings import device_of, device_of_weights
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from elfatt_sd.processor import PatchedLayer
 
 _NO_GRID = Grid(0, 0, 0)
+ALL_ROWS = slice(None)  # of a batch
 _NOTHING = Given(torch.empty(0), 0, _NO_GRID)
 STATE = "elfatt_state"  # attribute of a patched attention module
 KEPT_CALLS = 32  # of one step, that keep something for the next steps; it bounds the memory of calls without a schedule
@@ -59,6 +60,7 @@ class Call:
         self.config = config
         self.phases = phases or {}
         self.step = step
+        self.copies = 1  # of the same latents among its rows
         self.given = _NOTHING
         self.memory = Memory()
         self.matchings: dict[object, Matching | None] = {}
@@ -115,6 +117,7 @@ class Denoiser:
         shape = tuple(map(int, sample.shape))
         call.memory = memory = run.kept.setdefault(id(self), call.memory)
         place = memory.place(step, shape)
+        call.copies, first = memory.same_latents(place, sample) if self.config.shares_guidance else (1, place)
         call.scheduled = position.scheduled
         kept = position.scheduled and place[0] < KEPT_CALLS
         call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
@@ -131,12 +134,13 @@ class Denoiser:
             if phase.residual_steps > 1 or layer.index in memory.residuals:  # what an earlier phase kept is let go
                 state.shares = kept and layer.config.shares_difference(step, position.steps)
                 group = step // phase.residual_steps, phase
-                state.residuals = memory.residuals[layer.index].take(group, place, kept and phase.residual_steps > 1)
+                where = first if phase.shares_guidance else place
+                state.residuals = memory.residuals[layer.index].take(group, where, kept and phase.residual_steps > 1)
                 state.room = memory.room(state, place) if given.compiled and state.shares else None
         for other in run.kept.values():
             other.let_go(step)
         if kept and place not in memory.needs:
-            memory.needs[place] = self._needed(call, position)
+            memory.needs[place] = self._needed(call, position, 0 if first != place else len(sample) // call.copies)
             check_differences(run, config, sample.device)
         self.enter(call)
 
@@ -185,13 +189,21 @@ class Denoiser:
         ahead.allocate()
         return ahead
 
-    def _needed(self, call: Call, position: Position) -> float:
-        """Return the bytes of the differences that a call and its like in later steps keep."""
+    def _needed(self, call: Call, position: Position, guided: int) -> float:
+        """Return the bytes of the differences that a call and its like in later steps keep.
+
+        Args:
+            call: of the denoiser.
+            position: of the call in the schedule.
+            guided: rows of those that rows of the same latents share.
+        """
         sample, rest = call.given.sample, (position.step, position.steps)
-        sharing = [layer.layer for layer in self.layers if layer.config.shares_any(*rest)]
-        sizes = [(layer.grid(call.given.grid).tokens, layer.channels) for layer in sharing]
+        sharing = [layer for layer in self.layers if layer.config.shares_any(*rest)]
+        rows = [guided if layer.config.shares_guidance else len(sample) for layer in sharing]
+        sizes = [(layer.layer.grid(call.given.grid).tokens, layer.layer.channels) for layer in sharing]
         dtype = sample.dtype if sample.dtype.is_floating_point else torch.float32
-        return kept_bytes(sizes, len(sample), dtype, self.config.residuals)
+        of_all = [(count * tokens, channels) for count, (tokens, channels) in zip(rows, sizes, strict=True)]
+        return kept_bytes(of_all, 1, dtype, self.config.residuals)
 
     def enter(self, call: Call) -> None:
         """Let a call be the one that goes on in this thread."""
@@ -328,31 +340,46 @@ class LayerState:
             **accepted,
         )
 
-    def correct(self, approximated: Callable[[], Tensor], exact: Callable[[], Tensor]) -> Tensor:
+    def correct(self, approximated: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> Tensor:
         """Return an output with the error of the approximation taken off, by `residual_steps`.
 
         Args:
             approximated: computes the layer's output by the phase's approximation.
-            exact: computes it by exact attention. It is called in the first of the steps that share a difference, where
-                its result is returned; there also when a checkpoint computes the layer once more.
+            exact: computes it by exact attention, in some rows of the batch. It is called in the first of the steps
+                that share a difference, where its result is returned; there also when a checkpoint computes the layer
+                once more.
         """
         turn = self.turn
         kept = self.residuals.get(turn)
         known = self.added[turn] if turn in self.added else None if kept is None else kept.restore()
         empty = self.phase.attention.empty
         if known is not None:
-            output = known if empty else approximated() + known
+            output = known if empty else add_difference(approximated(), known)
+        elif self.guided:
+            output = approximated()
+            rows = slice(len(output) - len(output) // self.call.copies, None)  # those with the prompt
+            difference = exact(rows) - output[rows]
+            self._keep(turn, difference)
+            output = add_difference(output, difference)
         else:
-            output = exact()
+            output = exact(ALL_ROWS)
             if self.shares:
-                difference = (output if empty else output - approximated()).detach()
-                room = self.room if turn == 0 else None
-                self.residuals[turn] = Residual.keep(difference, self.call.config.residuals, room)
+                self._keep(turn, output if empty else output - approximated())
         if self.call.repeats:
             self.added[turn] = known
         if self.call.last:  # what decodes the latents needs the memory
             self.residuals.pop(turn, None)
         return output
+
+    def _keep(self, turn: int, difference: Tensor) -> None:
+        """Keep a difference for later steps."""
+        room = self.room if turn == 0 else None
+        self.residuals[turn] = Residual.keep(difference.detach(), self.call.config.residuals, room)
+
+    @property
+    def guided(self) -> bool:
+        """Whether rows of the same latents share a difference that is measured in this call, in one of them."""
+        return self.shares and self.phase.shares_guidance and self.call.copies > 1
 
     def matching(self, tokens: Tensor, ratio: float) -> Matching | None:
         """Return which tokens are merged at a ratio in this call (None: nothing is).

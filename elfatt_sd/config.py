@@ -200,7 +200,7 @@ class PatchConfig:
         if self.max_downsample is not None:
             used -= {"levels"}
         if not any(phase.residual_steps > 1 for phase in approximating):
-            used -= {"residuals", "residual_limit"}
+            used -= {"residuals", "residual_limit", "residual_guidance"}
         if not any(phase.attention.is_random or (phase.matches and self.use_rand) for phase in approximating):
             used -= {"seed"}
         return [name for name in settings if name not in used or (not approximating and name != "attention_backend")]
@@ -325,6 +325,11 @@ class PatchConfig:
         """Tell whether a difference is shared by any steps of a run; arguments as for `approximates`."""
         sharing = any(phase.residual_steps > 1 for phase in self.phases)
         return sharing and any(self.shares_difference(step, steps) for step in range(first, steps))
+
+    @property
+    def shares_guidance(self) -> bool:
+        """Whether rows of the same latents share differences, wherever steps share any."""
+        return any(phase.shares_guidance for phase in self.all_phases)
 
     def approximates(self, first: int, steps: int) -> bool:
         """Tell whether any step of a run is approximated.

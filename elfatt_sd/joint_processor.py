@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.calls import STATE, LayerState, attend
+from elfatt_sd.calls import ALL_ROWS, STATE, LayerState, attend
 from elfatt_sd.config import ElfattError
 from elfatt_sd.families.joint import exact_function, with_attention
 from elfatt_sd.joint import Keys, exact_attention
@@ -153,7 +153,7 @@ def _corrected(state: LayerState, approximated: Callable[[], Any], exact: Callab
         text[:] = text or others
         return image  # type: ignore[no-any-return]
 
-    image = state.correct(lambda: matching.unmerge(image_of(approximated())), lambda: image_of(exact()))
+    image = state.correct(lambda: matching.unmerge(image_of(approximated())), lambda rows: image_of(exact())[rows])
     state.outcome = state.outcome or "done"
     return (image, *text) if text else image
 
@@ -247,13 +247,15 @@ class _Joint:
         self._image = image
         self._matching = matching
 
-    def exact(self, part: slice) -> Tensor:
-        """Attend exactly, from the queries of a part."""
-        q, k, v = self._tensors
+    def exact(self, part: slice, rows: slice = ALL_ROWS) -> Tensor:
+        """Attend exactly, from the queries of a part, in some rows of the batch."""
+        q, k, v = (x[rows] for x in self._tensors)
         mask, image = self._mask, self._image
         if self._matching is not None:
             merged = Keys(k[:, image], v[:, image], self._matching.sizes.log())
             return exact_attention(q[:, part], [merged, *filter(None, [self._context()])]).to(q.dtype)
+        if mask is not None and mask.ndim > 1 and len(mask) > 1:
+            mask = mask[rows]
         if mask is not None and mask.ndim > 2 and mask.shape[-2] > 1:
             mask = mask[..., part, :]
         return self._exact(q[:, part], k, v, attn_mask=mask, **self._options)

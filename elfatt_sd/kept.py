@@ -26,6 +26,9 @@ class Memory:
         self.ahead: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
         self.rooms: dict[object, Residual | None] = {}  # that compiled code fills with differences
         self.needs: dict[tuple[int, ...], float] = {}  # bytes of differences, by the place of a call
+        self._firsts: list[
+            tuple[tuple[int, ...], torch.Tensor]
+        ] = []  # calls of this step that measure, and their input
         self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
         self._step = -1
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
@@ -34,10 +37,21 @@ class Memory:
         """Return the place of a call among those of its step, and its shape."""
         if step != self._step:
             self._calls.clear()
+            self._firsts.clear()
         self._step = step
         place = self._calls[shape], *shape
         self._calls[shape] += 1
         return place
+
+    def same_latents(self, place: tuple[int, ...], sample: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+        """Return how often a call's rows repeat the same latents, and the place of the step's first call with them.
+
+        Both look at the values, which waits for the device.
+        """
+        first = next((known for known, other in self._firsts if _are_equal(other, sample)), place)
+        if first == place:
+            self._firsts.append((place, sample))
+        return copies_of(sample), first
 
     @property
     def needed(self) -> float:
@@ -55,12 +69,13 @@ class Memory:
         layer, given = state.layer, state.call.given
         if state.phase.exact or torch.is_grad_enabled():
             return None
-        key = place, state.index, state.grid
+        rows = len(given.sample) // (state.call.copies if state.guided else 1)
+        key = place, state.index, state.grid, rows
         if key not in self.rooms:
             device = device_of(state.patched.parts, given.sample.device)
             of_heads = layer.joint and not state.phase.merge.ratio  # what is corrected is not projected yet
             sizes = (layer.heads, layer.channels // layer.heads) if of_heads else (layer.channels,)
-            shape = (len(given.sample), state.grid.tokens, *sizes)
+            shape = (rows, state.grid.tokens, *sizes)
             self.rooms[key] = Residual.room(shape, given.sample.dtype, device, state.call.config.residuals)
         return self.rooms[key]
 
@@ -79,6 +94,27 @@ class Memory:
     def repeat_step(self) -> None:
         """Let the next call stand for the first of its step, whatever was called before it."""
         self._step = -1
+
+
+def copies_of(sample: torch.Tensor) -> int:
+    """Return how often the rows of a batch repeat the same latents, as guidance in one call does: 3, 2 or 1 times."""
+    rows = len(sample)
+    if rows > 1 and sample.stride(0) == 0:  # one of several images stands for all
+        return 1
+    for copies in (3, 2):
+        first, *others = sample.chunk(copies) if rows % copies == 0 else (sample,)
+        if others and all(_are_equal(first, other) for other in others):
+            return copies
+    return 1
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors have the same values; where these cannot be read, they count as different."""
+    if one.is_meta or one.shape != other.shape or one.device != other.device:
+        return False
+    if one.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    return torch.equal(one, other)
 
 
 def check_differences(run: Run, config: PatchConfig, device: torch.device) -> None:

@@ -30,12 +30,17 @@ class Phase:
         residual_steps: number of steps that share the difference between exact attention and the approximation. The
             first of them computes both, and its output is exact; the others add the difference to their approximation
             (residual sharing of DiTFastAttn, arXiv:2406.08552). What is random is drawn once for them. 1 adds nothing.
+        residual_guidance: whether the rows of a batch that have the same latents, with the prompt and without, share
+            that difference too. It is measured in the last of them alone, and the others are approximated in that step
+            as well: less is computed there, and less is kept. So do calls of a step that are given the same latents, of
+            which the first measures it.
     """
 
     until: float
     attention: Attention
     merge: Merge
     residual_steps: int
+    residual_guidance: bool
 
     def __init__(
         self,
@@ -44,6 +49,7 @@ class Phase:
         *,
         merge: Merge | None = None,
         residual_steps: int = 1,
+        residual_guidance: bool = False,
         **settings: Unpack[AttentionSettings],
     ) -> None:
         """Put a phase together, of objects or of flat settings: `Phase(0.2, "elfatt", ratio=0.5)`.
@@ -53,6 +59,7 @@ class Phase:
             attention: an attention, or its name.
             merge: see the attributes; nothing is merged by default.
             residual_steps: see the attributes.
+            residual_guidance: see the attributes.
             **settings: changes to `merge` and `attention`; those that the attention does not have are ignored.
 
         Raises:
@@ -68,6 +75,7 @@ class Phase:
             "attention": kind.with_settings(settings),
             "merge": dataclasses.replace(merge, **of_merging(settings)),
             "residual_steps": residual_steps,
+            "residual_guidance": residual_guidance,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -75,6 +83,7 @@ class Phase:
         if until == 0:
             raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
         checks.whole("residual_steps", residual_steps, 1)
+        checks.flag("residual_guidance", residual_guidance)
         if self.attention.empty and residual_steps == 1:
             raise ElfattError(
                 f"residual_steps=1 is not accepted with attention={self.attention.name!r}, which reuses the output of "
@@ -97,6 +106,16 @@ class Phase:
         return self.attention.exact and self.merge.ratio == 0
 
     @property
+    def corrects(self) -> bool:
+        """Whether an approximation is corrected by a difference that steps share."""
+        return self.residual_steps > 1 and not self.exact and not self.attention.empty
+
+    @property
+    def shares_guidance(self) -> bool:
+        """Whether rows, or calls, of the same latents share that difference."""
+        return self.residual_guidance and self.corrects
+
+    @property
     def matches(self) -> bool:
         """Whether similar tokens are looked for: to merge them, or to form agents."""
         return self.merge.ratio > 0 or self.attention.matches
@@ -107,7 +126,8 @@ class Phase:
         used = set(self.attention.used_settings)
         used |= {"ratio"} if self.attention.merges else set()
         used |= {"stride"} if self.matches else set()
-        return frozenset(used | (set() if self.exact else {"residual_steps"}))
+        used |= set() if self.exact else {"residual_steps"}
+        return frozenset(used | ({"residual_guidance"} if self.corrects else set()))
 
     def with_settings(self, settings: Mapping[str, Any]) -> Phase:
         """Return a copy with settings changed; those that it does not have are ignored.
@@ -115,13 +135,14 @@ class Phase:
         Raises:
             ElfattError: a value is out of range.
         """
-        own = {"residual_steps": self.residual_steps, **settings}
+        own = {"residual_steps": self.residual_steps, "residual_guidance": self.residual_guidance, **settings}
         return Phase(self.until, self.attention, merge=self.merge, **own)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, flat: the settings of merging and attention are with the phase's own."""
         data: dict[str, Any] = {"until": self.until, "attention": self.attention.name}
         data |= dataclasses.asdict(self.merge) | {"residual_steps": self.residual_steps}
+        data |= {"residual_guidance": True} if self.residual_guidance else {}  # files of earlier versions have none
         return data | dataclasses.asdict(self.attention)
 
     @classmethod

@@ -108,7 +108,9 @@ def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:
     if phase.exact:
         return "exact attention"
     fitted = [phase.attention.fit(grid, phase.merge) for grid in grids] or [phase.attention]
-    corrected = f", exact in 1 of {phase.residual_steps} steps and corrected in between" * (phase.residual_steps > 1)
+    rows = " for one of the rows with the same latents," * phase.shares_guidance
+    corrected = f", exact in 1 of {phase.residual_steps} steps{rows} and corrected in between"
+    corrected *= phase.residual_steps > 1
     return _merging(phase, grids) + phase.attention.words(fitted) + corrected
 
 

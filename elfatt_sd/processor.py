@@ -221,7 +221,7 @@ class ElfattProcessor:
             if phase.residual_steps > 1 and not phase.exact:
                 output = state.correct(
                     lambda: approximate(given, state, phase, given.tokens),
-                    lambda: approximate(given, state, EXACT, given.tokens),
+                    lambda rows: approximate(given, state, EXACT, given.tokens[rows]),
                 )
             else:
                 output = approximate(given, state, phase, given.tokens)

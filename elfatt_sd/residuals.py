@@ -93,6 +93,13 @@ class Residual(NamedTuple):
         return (self.values.float() * self.scale).to(self.dtype)
 
 
+def add_difference(output: Tensor, difference: Tensor) -> Tensor:
+    """Add a difference to all rows of an output, of which there may be several times as many."""
+    if len(output) == len(difference):
+        return output + difference
+    return (output.reshape(-1, *difference.shape) + difference).reshape(output.shape)
+
+
 def kept_bytes(sizes: Iterable[tuple[int, int]], batch: int, dtype: torch.dtype, where: Kept) -> float:
     """Return the memory that differences of one call take.
 

@@ -70,13 +70,14 @@ class Settings(AttentionSettings, total=False):
     """Changes to a method by keyword, as `apply_patch` and `PatchConfig.preset` take them; no key is required.
 
     `active_fraction` is the fraction of the run, from its first step, in which the method's own attention is active.
-    `residual_steps` is that of `Phase`. `PatchConfig` explains the others below. The keys of `AttentionSettings` are
-    accepted too: `ratio` and `stride` (see `Merge`), and the fields of `Blocks`, `Sampled`, `CellSpread`, `Agents` and
-    `Elfatt`. An attention of your own adds its fields.
+    `residual_steps` and `residual_guidance` are those of `Phase`. `PatchConfig` explains the others below. The keys of
+    `AttentionSettings` are accepted too: `ratio` and `stride` (see `Merge`), and the fields of `Blocks`, `Sampled`,
+    `CellSpread`, `Agents` and `Elfatt`. An attention of your own adds its fields.
     """
 
     active_fraction: float
     residual_steps: int
+    residual_guidance: bool
     levels: int
     max_downsample: Downsample | None
     seed: int
@@ -89,14 +90,15 @@ class Settings(AttentionSettings, total=False):
     residual_limit: float | None
 
 
+_PHASE_SETTINGS = {"residual_steps", "residual_guidance"}
 MERGE_SETTINGS = frozenset(field.name for field in dataclasses.fields(Merge))
-RUN_SETTINGS = Settings.__optional_keys__ - AttentionSettings.__optional_keys__ - {"active_fraction", "residual_steps"}
+RUN_SETTINGS = Settings.__optional_keys__ - AttentionSettings.__optional_keys__ - {"active_fraction", *_PHASE_SETTINGS}
 
 
 def phase_settings() -> list[str]:
     """Return the names of all settings of phases: of merging, and of every attention that is known."""
     own = [name for kind in attentions().values() for name in kind.settings()]
-    return list(dict.fromkeys([*MERGE_SETTINGS, "residual_steps", *own]))
+    return list(dict.fromkeys([*MERGE_SETTINGS, *sorted(_PHASE_SETTINGS), *own]))
 
 
 def of_merging(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,6 +122,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(setting_names())}.")
     Merge(**of_merging(settings))
     checks.whole("residual_steps", settings.get("residual_steps", 1), 1)
+    checks.flag("residual_guidance", settings.get("residual_guidance", False))
     for name, value in settings.items():
         kind = next((kind for kind in attentions().values() if name in kind.settings()), None)
         if kind is not None:

@@ -175,6 +175,7 @@ def test_settings_have_the_names_and_types_of_the_fields() -> None:
     fields = {
         **{name: kind for name, kind in of_phases if typing.get_origin(kind) is not typing.ClassVar},
         "residual_steps": int,
+        "residual_guidance": bool,
         **{name: kind for name, kind in typing.get_type_hints(PatchConfig).items() if name not in own_fields},
         "active_fraction": float,
     }

@@ -15,6 +15,8 @@ from checks import runner
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
+from elfatt_sd.kept import copies_of
+from elfatt_sd.presets import complaints
 from elfatt_sd.residuals import GIB, Residual, check_memory, kept_bytes
 from elfatt_sd.settings import KEPT
 
@@ -132,3 +134,73 @@ def test_a_plan_says_what_is_kept(pipe: Any) -> None:
     assert "for each image of a batch in 16 bits, kept on the device" in str(plan)
     assert "steps share" not in str(elfatt_sd.plan(pipe, "elfatt-fast"))
     assert "in 8 bits" in str(elfatt_sd.plan(pipe, SHARED, residuals="fp8"))
+
+
+GUIDED = PatchConfig("guided", (Phase(1.0, "sampled", keys=16, residual_steps=2, residual_guidance=True),))
+
+
+def test_rows_of_the_same_latents_are_seen() -> None:
+    latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert [copies_of(torch.cat([latents] * count)) for count in (1, 2, 3)] == [1, 2, 3]
+    assert copies_of(torch.cat([latents, latents.flip(0)])) == 1
+    assert copies_of(latents[:1]) == 1
+    assert copies_of(latents[:1].expand(4, -1, -1, -1)) == 1, "one image that stands for several"
+
+
+def test_guidance_shares_what_is_measured_with_the_prompt(pipe: Any) -> None:
+    """In the step that measures, rows with the prompt are exact; those without are corrected by the same difference."""
+    found: list[torch.Tensor] = []
+    pipe.unet.register_forward_hook(lambda module, given, output: found.append(output[0]))
+    run = runner(pipe)
+    images = {}
+    for name, config in {"untouched": PatchConfig("sd"), "shared": SHARED, "guided": GUIDED}.items():
+        found.clear()
+        with elfatt_sd.patched(pipe, config):
+            images[name] = run()
+        images[f"{name}, step 0"] = found[0]
+    (without, given), (alike, exact) = images["guided, step 0"].chunk(2), images["untouched, step 0"].chunk(2)
+    torch.testing.assert_close(given, exact, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(without, alike, atol=1e-4)
+    torch.testing.assert_close(images["shared, step 0"], images["untouched, step 0"])
+    errors = {name: float((images[name] - images["untouched"]).norm()) for name in ("shared", "guided")}
+    assert 0 < errors["guided"] < 4 * errors["shared"], "nearly as close, for half of the exact attention"
+
+
+@pytest.mark.parametrize("given", [{"guidance_scale": 1.0}, {"prompt": ["a", "b"], "guidance_scale": 1.0}])
+def test_nothing_is_shared_where_latents_differ(pipe: Any, given: dict[str, Any]) -> None:
+    found = []
+    for config in (SHARED, GUIDED):
+        with elfatt_sd.patched(pipe, config):
+            found.append(runner(pipe, **given)())
+    assert torch.equal(*found)
+
+
+def test_guidance_in_two_calls_shares_a_difference() -> None:
+    """Wan's second call of a step adds what the first one measured, and keeps nothing."""
+    if not hasattr(diffusers, "WanPipeline"):
+        pytest.skip("this version of diffusers has no Wan")
+    pipe, run = tiny_joint.wan()
+    given = {"num_inference_steps": 4, "guidance_scale": 3.0}
+    untouched = run(**given)
+    one = kept_bytes([(72, 24)] * 2, 1, torch.float32, "device") / GIB
+    with elfatt_sd.patched(pipe, GUIDED, residual_limit=1.01 * one):
+        guided = run(**given)
+    with elfatt_sd.patched(pipe, GUIDED, keys=72, groups=1):
+        torch.testing.assert_close(run(**given), untouched, atol=1e-5, rtol=1e-4)
+    with elfatt_sd.patched(pipe, SHARED):
+        shared = run(**given)
+    assert not torch.equal(guided, shared)
+    assert float((guided - untouched).norm()) < 4 * float((shared - untouched).norm())
+
+
+def test_a_configuration_keeps_it() -> None:
+    assert PatchConfig.from_dict(GUIDED.to_dict()) == GUIDED
+    assert "residual_guidance" not in str(SHARED.to_dict()), "files and hashes of earlier versions stay as they are"
+    with pytest.raises(ElfattError, match="residual_guidance='yes' is not accepted"):
+        Phase(1.0, "sampled", residual_steps=2, residual_guidance="yes")  # type: ignore[arg-type]
+    assert "residual_guidance=True has no effect" in complaint(Phase(1.0, "sampled", keys=16))
+    assert not complaint(GUIDED.phases[0])
+
+
+def complaint(phase: Phase) -> str:
+    return " ".join(complaints(PatchConfig("x", (phase,)).with_settings(residual_guidance=True)))

@@ -44,7 +44,14 @@ Kind = TypeVar("Kind", bound=type[Attention])
 AttentionName = Literal["softmax", "agent", "block", "elfatt", "cell_spread", "sampled", "reuse"]
 _OWN: tuple[type[Attention], ...] = (Softmax, Agents, Blocks, Elfatt, CellSpread, Sampled, Reuse)
 _known: dict[str, type[Attention]] = {kind.name: kind for kind in _OWN}
-_RESERVED = ("until", "attention", "residual_steps", "active_fraction", *(f.name for f in dataclasses.fields(Merge)))
+_RESERVED = (
+    "until",
+    "attention",
+    "residual_steps",
+    "residual_guidance",
+    "active_fraction",
+    *(f.name for f in dataclasses.fields(Merge)),
+)
 
 
 def attentions() -> dict[str, type[Attention]]:
