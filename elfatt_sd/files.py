@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, ElfattFailure
 
 _NAME = re.compile(r"[\w=+-][\w.=+-]*(?<!\.)")
 _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE)  # on Windows, whatever the suffix
@@ -121,6 +121,11 @@ def sha256_of_data(data: Any) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()  # of file names that are not UTF-8
 
 
+def is_full(error: OSError) -> bool:
+    """Tell whether an error is that of a disk without space."""
+    return error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+
+
 def check_writable(folder: Path, given: str | None = None) -> None:
     """Check that files can be written to a folder, and leave nothing behind.
 
@@ -129,7 +134,7 @@ def check_writable(folder: Path, given: str | None = None) -> None:
         given: what the user gave, where that is not `out`.
 
     Raises:
-        ElfattError: the folder cannot be made or written to.
+        ElfattError: the folder cannot be made or written to; an `ElfattFailure` where the disk is full.
     """
     made: list[Path] = []
     try:
@@ -141,7 +146,8 @@ def check_writable(folder: Path, given: str | None = None) -> None:
             file.flush()
     except OSError as error:
         given = given or f"out={str(folder)!r}"
-        raise ElfattError(f"{given} cannot be written ({error.strerror}); give a folder that can.") from error
+        kind = ElfattFailure if is_full(error) else ElfattError
+        raise kind(f"{given} cannot be written ({error.strerror}); give a folder that can.") from error
     finally:
         for place in reversed(made):
             place.rmdir()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.files import is_full, read_plain
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".locked-by"  # no process can read the first one on Windows while it is held
 
@@ -24,18 +25,21 @@ def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
         wait: wait for a process that holds it.
 
     Raises:
-        ElfattError: another process holds it, or the folder cannot be written.
+        ElfattError: another process holds it, or the folder cannot be written; an `ElfattFailure` where the disk is
+            full.
     """
     lock, holder = FileLock(folder / LOCK_FILE), folder / HOLDER_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=wait)
+        holder.unlink(missing_ok=True)  # a link would lead elsewhere
         holder.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
     except Timeout as error:
         raise ElfattError(f"{folder} is in use by {_named(holder)}; wait for it, or give another folder.") from error
     except OSError as error:
         lock.release()
-        raise ElfattError(f"{folder} cannot be written: {error.strerror}.") from error
+        kind = ElfattFailure if is_full(error) else ElfattError
+        raise kind(f"{folder} cannot be written: {error.strerror}.") from error
     try:
         yield
     finally:
@@ -45,6 +49,6 @@ def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
 
 def _named(holder: Path) -> str:
     try:
-        return holder.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+        return read_plain(holder).decode(errors="replace").strip() or "another process"
     except OSError:
         return "another process"

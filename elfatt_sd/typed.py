@@ -89,7 +89,10 @@ def read_json(path: Path, remedy: str) -> Any:
         ElfattError: it is not JSON, or cannot be read.
     """
     try:
-        return parse_json(read_plain(path))
+        data = parse_json(read_plain(path))
+        if data is None:
+            raise ValueError("it holds nothing, null")
+        return data
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

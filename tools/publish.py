@@ -15,8 +15,8 @@ from elfatt_sd.console import DONE, FAILURE, WRONG_USE, complain
 from elfatt_sd.evaluation.report import load_results, replace_files, report_files
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.results import RESULTS_FILE
-from elfatt_sd.evaluation.run import RunFailure, clear_disk_errors, is_full
-from elfatt_sd.files import write_json
+from elfatt_sd.evaluation.run import RunFailure, clear_disk_errors
+from elfatt_sd.files import is_full, write_json
 
 MOST_BYTES = 5_000_000  # of a run that is committed
 
@@ -54,6 +54,8 @@ def publish(results: Results, folder: Path, *, page: bool = True) -> Path:
 
 def _check_replaceable(target: Path) -> None:
     """Refuse a folder that is not an earlier publication, for files of a report are removed there."""
+    if target.is_symlink():
+        raise ElfattError(f"{target} is a link; give another --out.")
     if target.is_dir() and any(target.iterdir()) and not (target / RESULTS_FILE).is_file():
         raise ElfattError(f"{target} holds something else than published results; give another --out.")
 

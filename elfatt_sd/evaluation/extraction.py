@@ -28,7 +28,7 @@ from elfatt_sd.evaluation.decoding import decode, pixels_of
 from elfatt_sd.evaluation.entries import Entry, Source
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
-from elfatt_sd.evaluation.statistics import DAMAGED
+from elfatt_sd.evaluation.statistics import DAMAGED, is_finite
 from elfatt_sd.files import atomic_file, write_file
 from elfatt_sd.progress import Lines, Progress
 
@@ -222,8 +222,8 @@ def extract(
 
     def write_share() -> None:
         for number in range(state.process_index, len(paths), state.num_processes):
-            if _read_chunk(paths[number]) is None:
-                start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
+            start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
+            if not _is_of(_read_chunk(paths[number]), extractor, stop - start):
                 _write_chunk(paths[number], *_extract_range(pictures, extractor, start, stop, tell))
 
     with quiet_pillow():
@@ -273,6 +273,14 @@ def _read_chunk(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list
         return None
     named = isinstance(unreadable, list) and all(isinstance(name, str) for name in unreadable)
     return (features, unreadable) if features.ndim == 2 and features.dtype == np.float32 and named else None
+
+
+def _is_of(found: tuple[np.ndarray[Any, Any], list[str]] | None, extractor: Extractor, count: int) -> bool:
+    """Tell whether a chunk that was read is one of an extractor's, of so many images."""
+    if found is None:
+        return False
+    features, unreadable = found
+    return features.shape == (count - len(unreadable), extractor.dimension) and is_finite(features)
 
 
 def _write_chunk(path: Path, features: np.ndarray[Any, Any], unreadable: list[str]) -> None:

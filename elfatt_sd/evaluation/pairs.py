@@ -43,7 +43,7 @@ def pair_changes(
     """
     path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
     known = read_array(path, 2, dtype="float64")
-    if known is not None and len(known) == len(images.paths):
+    if known is not None and len(known) == len(images.paths) and not np.isnan(known).any():
         return torch.from_numpy(np.array(known))
     with quiet_pillow():
         rows = torch.cat(list(_changes(images, baseline, device, progress)))

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def _pairs(path: Path, text: str, source: PromptFile) -> Iterator[tuple[str, str
     """Yield prompt and cluster of each line."""
     kind = path.suffix.lower()
     if kind in _DELIMITERS:
-        rows = _table_rows(path, text, _DELIMITERS[kind])
+        rows = table_rows(path, text, _DELIMITERS[kind])
     elif kind in _LINES:
         rows = _json_rows(path, text)
     else:
@@ -103,13 +103,23 @@ def _likeness(prompt: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
 
 
-def _table_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def is_text(value: str) -> bool:
+    """Tell whether a text holds neither NUL nor half of a surrogate pair."""
+    return not any(char == "\0" or "\ud800" <= char <= "\udfff" for char in value)
+
+
+def table_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the place and the fields of each row of a table with a header.
+
+    Raises:
+        ElfattError: two columns have one name, a row has too many fields, or a quote is not closed.
+    """
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         columns = reader.fieldnames or []
         twice = next((name for name in columns if columns.count(name) > 1), None)
         if twice is not None:
-            raise ElfattError(f"prompts {path} has two columns {twice!r}; give each its own name.")
+            raise ElfattError(f"{path} has two columns {twice!r}; give each its own name.")
         for row in reader:
             if None in row:
                 raise ElfattError(
@@ -126,12 +136,19 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]
             continue
         place = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             raise ElfattError(f"{place} is not JSON ({error}); give one object a line.") from error
         if not isinstance(row, dict):
             raise ElfattError(f"{place} holds a {type(row).__name__}; give an object with a prompt.")
         yield place, row
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key of {', '.join(map(repr, found))} stands there twice")
+    return found
 
 
 def _column(place: str, row: Mapping[str, Any], wanted: str) -> str:
@@ -153,7 +170,7 @@ def _value(place: str, row: Mapping[str, Any], column: str) -> str:
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise ElfattError(f"{place} has {str(value)[:_SHOWN]!r} in column {column!r}; give a text.")
-    if any(char == "\0" or "\ud800" <= char <= "\udfff" for char in value):
+    if not is_text(value):
         raise ElfattError(f"{place} has a character in column {column!r} that is not text (NUL or a lone surrogate).")
     return value.strip()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.prompt_files import PromptFile, read_prompts
+from elfatt_sd.evaluation.prompt_files import PromptFile, is_text, read_prompts, table_rows
 from elfatt_sd.evaluation.protocols import Protocol
 
 Value = TypeVar("Value")
@@ -78,14 +78,14 @@ def read_labels(path: Path) -> list[Label]:
     """Read labels from a text file (one per line) or a `.csv` with a column `name` (or `label`), optionally `wnid`.
 
     Raises:
-        ElfattError: the file is missing, not UTF-8, empty, lacks the column, or names a label twice.
+        ElfattError: the file is missing, not UTF-8, empty, damaged, lacks the column, or names a label twice.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-        csv_file = path.suffix.lower() == ".csv"
-        pairs = _csv_pairs(path, text) if csv_file else [("", line.strip()) for line in text.split("\n")]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ElfattError(f"labels {path} cannot be read ({error}); give a UTF-8 text file or .csv.") from error
+    csv_file = path.suffix.lower() == ".csv"
+    pairs = _csv_pairs(path, text) if csv_file else [("", line.strip()) for line in text.split("\n")]
     labels = [Label(index, wnid, name) for index, (wnid, name) in enumerate(pair for pair in pairs if pair[1])]
     if not labels:
         raise ElfattError(f"labels {path} is empty; give one label per line.")
@@ -93,13 +93,15 @@ def read_labels(path: Path) -> list[Label]:
     for label in labels:
         if label.name in seen:
             raise ElfattError(f"labels {path} names {label.name!r} twice; every label must be distinct.")
+        if not is_text(label.name):
+            raise ElfattError(f"labels {path} has {label.name!r}, with a character that is not text (NUL).")
         seen.add(label.name)
     return labels
 
 
 def _csv_pairs(path: Path, text: str) -> list[tuple[str, str]]:
-    rows = csv.DictReader(io.StringIO(text, newline=""))
-    columns = rows.fieldnames or []
+    rows = [row for _, row in table_rows(path, text, ",")]
+    columns = list(rows[0]) if rows else []
     column = next((name for name in ("name", "label") if name in columns), None)
     if column is None and columns:
         raise ElfattError(f"labels {path} has columns {', '.join(columns)}; accepted are name or label, and wnid.")

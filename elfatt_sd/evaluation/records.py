@@ -12,7 +12,8 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.typed import check_file, read_json
 
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-Index = Annotated[int, Meta(ge=0)]
+Index = Annotated[int, Meta(ge=0, le=2**53)]
+SCORES_FORMAT = 5  # of `scores.json`; what earlier versions wrote can still be shown
 Ends = Annotated[list[float], Meta(min_length=2)] | None  # of an interval
 
 
@@ -103,7 +104,7 @@ class ScoredRow(Struct, frozen=True):
 class Scores(Struct, frozen=True):
     """`scores.json`."""
 
-    format: int
+    format: Annotated[int, Meta(ge=1, le=SCORES_FORMAT)]
     identity: str
     references: dict[str, dict[str, Any]]
     rows: dict[str, ScoredRow]
@@ -142,13 +143,14 @@ class Times(Struct, frozen=True):
     environment: dict[str, Any]
     rows: dict[str, TimedRow]
     errors: dict[str, str] = {}
+    format: Literal[1] = 1
 
 
 class RowCost(Struct, frozen=True):
     """What a row computes, or why that is not known."""
 
     density: float | None = None
-    multiply_adds: int | None = None
+    multiply_adds: Annotated[int, Meta(ge=0)] | None = None
     reason: str | None = None
 
 
@@ -157,6 +159,7 @@ class Cost(Struct, frozen=True):
 
     identity: str
     rows: dict[str, RowCost]
+    format: Literal[1] = 1
 
 
 class Growth(Struct, frozen=True):
@@ -189,6 +192,7 @@ class Peaks(Struct, frozen=True):
     rows: dict[str, MemoryRow]
     programs: dict[str, str]
     errors: dict[str, str] = {}
+    format: Literal[1] = 1
 
 
 class ResultRow(ScoredRow, frozen=True):

@@ -26,7 +26,7 @@ from elfatt_sd.evaluation.prompts import MOST_IMAGES
 from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.renders import Renders
 from elfatt_sd.evaluation.sources import left_out_words, open_source
-from elfatt_sd.evaluation.statistics import FeatureStatistics, check_covariance, load_moments, read_array
+from elfatt_sd.evaluation.statistics import FeatureStatistics, check_covariance, is_finite, load_moments, read_array
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.locks import folder_lock
 from elfatt_sd.progress import Progress
@@ -297,7 +297,7 @@ def _parts(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatist
         return None
     sample = read_array(folder / "sample.npy", dimension)
     wanted = (dimension, data["count"], min(data["count"], KERNEL_SAMPLE))
-    if sample is None or (len(statistics.mean), statistics.count, len(sample)) != wanted:
+    if sample is None or (len(statistics.mean), statistics.count, len(sample)) != wanted or not is_finite(sample):
         return None
     return data, statistics, sample
 

@@ -11,7 +11,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.environment import same_images
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.run import Row, Run
-from elfatt_sd.files import write_file
+from elfatt_sd.files import read_plain, write_file
 
 _DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "frames", "negative_prompt", "dtype", "batch", "seed")
 
@@ -63,7 +63,7 @@ def _copy_row(source: Row, row: Row) -> None:
     for made in source.made_images():
         path = source.image_file(made.index)
         try:
-            content = path.read_bytes()
+            content = read_plain(path)
         except OSError as error:
             raise ElfattError(
                 f"{path} cannot be read ({error.strerror}); row {row.name!r} cannot be reused."

@@ -16,7 +16,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.entries import Entry, Source
 from elfatt_sd.evaluation.extraction import Pictures, Preprocessing, SourceImages
 from elfatt_sd.evaluation.run import Row
-from elfatt_sd.files import sha256_of_data
+from elfatt_sd.files import read_plain, sha256_of_data
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Frames:
 def _read_checked(entry: Entry) -> bytes:
     path, digest = entry.where
     try:
-        content: bytes = path.read_bytes()
+        content = read_plain(path)
     except FileNotFoundError as error:
         raise ElfattError(f"{path} was deleted after generation; delete its row's manifest to remake it.") from error
     if hashlib.sha256(content).hexdigest() != digest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from elfatt_sd.evaluation.processes import process_state
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, differences
 from elfatt_sd.evaluation.records import Environment, Failure, MadeImage, RunRecord
-from elfatt_sd.files import nearest_existing, read_plain, write_file, write_json
+from elfatt_sd.files import is_full, nearest_existing, read_plain, write_file, write_json
 from elfatt_sd.locks import HOLDER_FILE, LOCK_FILE, folder_lock
 from elfatt_sd.typed import check_file, parse_json, read_typed
 
@@ -347,23 +346,20 @@ def _read_record(folder: Path) -> RunRecord | None:
     return found
 
 
-def is_full(error: OSError) -> bool:
-    """Tell whether an error is that of a disk without space."""
-    return error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-
-
 @contextlib.contextmanager
 def clear_disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a full disk into one clear line.
+    """Turn a full disk, or a place that is no file or cannot be written, into one clear line.
 
     Raises:
-        RunFailure: no space is left.
+        RunFailure: no space is left, or the system refuses a file, which is named.
     """
+    kept = "finished work is kept: {} and give the same command again."
     try:
         yield
     except OSError as error:
-        if not is_full(error):
+        if is_full(error):
+            remedy = kept.format("make room")
+            raise RunFailure(f"no space left on the disk of {folder}; {remedy}") from error
+        if not (error.filename and error.strerror):
             raise
-        raise RunFailure(
-            f"no space left on the disk of {folder}; finished work is kept: make room and give the same command again."
-        ) from error
+        raise RunFailure(f"{error.filename}: {error.strerror}; {kept.format('mend that')}") from error

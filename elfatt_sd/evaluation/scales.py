@@ -21,7 +21,7 @@ from elfatt_sd.evaluation.kernel import kernel_distance, kernel_within
 from elfatt_sd.evaluation.processes import by_first
 from elfatt_sd.evaluation.reference import Reference
 from elfatt_sd.evaluation.row_images import Images
-from elfatt_sd.evaluation.statistics import read_array
+from elfatt_sd.evaluation.statistics import is_finite, read_array
 from elfatt_sd.files import sha256_of_data
 from elfatt_sd.progress import Progress
 
@@ -44,17 +44,21 @@ class Scale:
         """Compute the features of a row unless they are there.
 
         Raises:
-            ElfattError: an image was deleted or altered after it was generated.
+            ElfattError: an image was deleted or altered after it was generated, or cannot be read.
         """
         path = self._path(images)
-        if by_first(lambda: self._read(images) is not None):
+        if by_first(lambda: (found := self._read(images)) is not None and is_finite(found)):
             return
         parts = path.with_suffix(".parts")
         chunks = extract(images.pictures(), self.extractor, parts, progress=progress, name=images.name)
 
         def join() -> None:
-            chunks.join(path)
+            unreadable = [name for _, names in chunks for name in names]
+            if not unreadable:
+                chunks.join(path)
             shutil.rmtree(parts, ignore_errors=True)  # with what a killed process left half-written there
+            if unreadable:  # which is not kept, as it can be put back
+                raise ElfattError(f"row {images.name!r}: image {unreadable[0]} cannot be read; put it back.")
 
         by_first(join)
 
@@ -62,18 +66,16 @@ class Scale:
         """Features `[n * frames, d]` of a row, memory-mapped float32.
 
         Raises:
-            ElfattError: an image cannot be read.
+            ElfattError: their file is damaged.
         """
-        found, wanted = self._read(images), len(images.frame_classes)
+        found = self._read(images)
         if found is None:
-            raise ElfattError(f"{self._path(images)} is damaged; delete it, and score the run again.")
-        if len(found) != wanted:
-            raise ElfattError(f"row {images.name!r}: {wanted - len(found)} images cannot be read.")
+            raise ElfattError(f"{self._path(images)} is damaged; score the run again.")
         return found
 
     def _read(self, images: Images) -> Array | None:
         found = read_array(self._path(images), self.extractor.dimension)
-        return None if found is None or len(found) > len(images.frame_classes) else found
+        return found if found is not None and len(found) == len(images.frame_classes) else None
 
     def _path(self, images: Images) -> Path:
         key = sha256_of_data([images.identity, self.extractor.identity])

@@ -33,6 +33,7 @@ from elfatt_sd.evaluation.pairs import cosines, most_changed, pair_changes, pair
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.records import SCORES_FORMAT
 from elfatt_sd.evaluation.reference import Reference, Wanted, build_reference, check_reference, images_left
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
@@ -41,8 +42,6 @@ from elfatt_sd.evaluation.statistics import batches
 from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.optional import need
 from elfatt_sd.progress import Progress
-
-FORMAT = 5
 
 
 def score_run(
@@ -84,7 +83,7 @@ def score_run(
         metrics = load_metrics(run.protocol.metrics, device)
         scorer = Scorer(run.protocol.metrics, metrics, scales, cache, device, progress)
         data = {
-            "format": FORMAT,
+            "format": SCORES_FORMAT,
             "identity": run.record.identity,
             "references": {
                 scale.distance_name: {**scale.reference.description, "features": scale.extractor.dimension}

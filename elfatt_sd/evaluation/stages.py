@@ -16,7 +16,7 @@ from elfatt_sd.evaluation.measure import free_memory, measure_time
 from elfatt_sd.evaluation.memory import measure_memory
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.protocols import Protocol, check_packages
-from elfatt_sd.evaluation.records import Scores, is_whole, read_data
+from elfatt_sd.evaluation.records import SCORES_FORMAT, Scores, is_whole, read_data
 from elfatt_sd.evaluation.results import (
     RESULTS_FILE,
     STAGE_FILES,
@@ -144,14 +144,14 @@ def score(run: Run, report: Report = print) -> None:
         RunFailure: the baseline has no images.
     """
     from elfatt_sd.evaluation.extraction import every_minute
-    from elfatt_sd.evaluation.score import FORMAT, load_extractors, score_inputs, score_run
+    from elfatt_sd.evaluation.score import load_extractors, score_inputs, score_run
 
     if not run.baseline.finished:
         reason = run.baseline.failure or "it is not generated yet"
         raise RunFailure(f"row {run.baseline.name!r}, the baseline, has no images: {reason}")
     inputs = {row.name: sha256_of_file(row.manifest) for row in run.finished}
     extractors = load_extractors(run.protocol)
-    inputs |= {"format": str(FORMAT), **score_inputs(run.protocol, extractors)}
+    inputs |= {"format": str(SCORES_FORMAT), **score_inputs(run.protocol, extractors)}
     stage = _Stage(run, "score", SCORES_FILE, report, inputs)
     stage.once(lambda: score_run(run, extractors, progress=every_minute(report)))
     references = (read_data(run.folder / SCORES_FILE, Scores, "delete it") or {}).get("references")

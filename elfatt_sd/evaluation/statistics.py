@@ -177,6 +177,11 @@ def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[An
     return found if whole else None
 
 
+def is_finite(features: np.ndarray[Any, Any]) -> bool:
+    """Tell whether features, which may be memory-mapped, hold neither NaN nor infinity."""
+    return all(np.isfinite(features[start : start + ROWS]).all() for start in range(0, len(features), ROWS))
+
+
 def batches(features: Features) -> Iterator[Tensor]:
     """Cut features `[n, d]`, which may be memory-mapped, into float64 pieces of at most `ROWS` rows."""
     for start in range(0, len(features), ROWS):

@@ -89,6 +89,7 @@ def test_lists_in_the_package(name: str) -> None:
         ("a.jsonl", '{"prompt": NaN}\n', {}, "has 'nan' in column 'prompt'"),
         ("a.json", '[{"prompt": "a"}]', {}, "line 1 holds a list"),
         ("a.json", '[\n{"prompt": "a"}\n]', {}, "line 1 is not JSON"),
+        ("a.jsonl", '{"prompt": "a", "prompt": "b"}\n', {}, "line 1 is not JSON .*twice"),
         ("a.jsonl", '{"prompt": "\\ud800"}\n', {}, "surrogate"),
     ],
 )

@@ -81,6 +81,10 @@ def test_label_files(tmp_path: Path) -> None:
         ("empty.csv", b"", "empty"),
         ("twice.txt", b"cat\ncat\n", "twice"),
         ("column.csv", b"title\ncat\n", "columns title"),
+        ("quote.csv", b'name\n"cat\ndog\nowl\n', r"quote\.csv, line 1 is damaged"),
+        ("more.csv", b"name\ncrane, bird\n", r"more\.csv, line 2 has more fields"),
+        ("columns.csv", b"name,name\ncat,dog\n", "two columns 'name'"),
+        ("nul.txt", b"cat\0\ndog\n", "not text"),
         ("latin.txt", "é".encode("latin-1"), "cannot be read"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from elfatt_sd.evaluation.generate import generate
 from elfatt_sd.evaluation.prompts import read_labels
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import MadeImage
-from elfatt_sd.evaluation.report.data import load_results
-from elfatt_sd.evaluation.run import Row, RowFolder, Run
+from elfatt_sd.evaluation.report import load_results, write_report
+from elfatt_sd.evaluation.results import join_results, write_results
+from elfatt_sd.evaluation.run import Row, RowFolder, Run, RunFailure
 from elfatt_sd.files import is_plain_name
 
 MARKS = "a\u2028b\u2029c\x85d\x0ce"  # each ends a line for `str.splitlines`
@@ -144,3 +146,72 @@ def test_results_lead_nowhere_else(copy: Path, name: str) -> None:
 )
 def test_plain_names(name: str, plain: bool) -> None:
     assert is_plain_name(name) == plain
+
+
+@pytest.mark.parametrize("name", ["run.json", "results.json"])
+def test_nothing_in_a_file_is_not_no_file(copy: Path, name: str) -> None:
+    (copy / name).write_text("null")
+    with pytest.raises(ElfattError, match=rf"{name} is damaged \(it holds nothing, null\)"):
+        Run.open(copy) if name == "run.json" else load_results(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [(name, {"format": 99}) for name in ("scores.json", "time.json", "memory.json")] + [("cost.json", {"rows": 3})],
+)
+def test_files_of_other_versions_are_told(copy: Path, name: str, wrong: dict[str, Any]) -> None:
+    data = json.loads((copy / name).read_text())
+    (copy / name).write_text(json.dumps(data | wrong))
+    with pytest.raises(ElfattError, match=rf"{name}: (format=99|rows=3) is not accepted"):
+        join_results(Run(copy, Run.open(copy).protocol))
+
+
+@pytest.mark.parametrize("kind", ["short", "nan", "infinite"])
+def test_features_that_no_network_gives_are_made_again(copy: Path, full_protocol: Protocol, kind: str) -> None:
+    before = (copy / "scores.json").read_bytes()
+    path = next((copy / "scores").glob("sd-clip-*.npy"))
+    whole = np.load(path)
+    spoilt = whole[:3] if kind == "short" else np.full_like(whole, np.nan if kind == "nan" else np.inf)
+    np.save(path, spoilt)
+    (copy / "scores.json").unlink()
+    stages.score(Run(copy, full_protocol), lambda line: None)
+    assert (copy / "scores.json").read_bytes() == before
+    assert np.array_equal(np.load(path), whole)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_an_image_that_cannot_be_read_is_not_remembered(
+    copy: Path, full_protocol: Protocol, make: Callable[[Path], None]
+) -> None:
+    before, image = (copy / "scores.json").read_bytes(), copy / "cells" / "sd" / "images" / "00001.png"
+    kept = image.read_bytes()
+    shutil.rmtree(copy / "scores")
+    (copy / "scores.json").unlink()
+    image.unlink()
+    make(image)
+    with pytest.raises(ElfattError, match=r"00001\.png \(it is not a plain file\) cannot be read; put it back"):
+        stages.score(Run(copy, full_protocol), lambda line: None)
+    os.rmdir(image) if image.is_dir() else image.unlink()
+    image.write_bytes(kept)
+    stages.score(Run(copy, full_protocol), lambda line: None)
+    assert (copy / "scores.json").read_bytes() == before
+
+
+def test_a_folder_in_place_of_a_file_is_one_line(copy: Path) -> None:
+    run = Run.open(copy)
+    (copy / "results.json").unlink()
+    (copy / "results.json").mkdir()
+    with pytest.raises(RunFailure, match=r"results\.json: Is a directory; finished work is kept"), run.writing():
+        write_results(run)
+
+
+def test_links_lead_no_writing_elsewhere(copy: Path) -> None:
+    outside = copy.parent / "outside"
+    outside.mkdir()
+    (outside / "mine.png").write_bytes(b"mine")
+    shutil.rmtree(copy / "report")
+    (copy / "report").symlink_to(outside)
+    (copy / ".locked-by").symlink_to(outside / "mine.png")
+    with Run.open(copy).writing(), pytest.raises(ElfattError, match="report is a link"):
+        write_report(load_results(copy))
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == {"mine.png": b"mine"}

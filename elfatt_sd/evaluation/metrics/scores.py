@@ -22,7 +22,7 @@ from elfatt_sd.evaluation.metrics.choice import MetricChoice
 from elfatt_sd.evaluation.metrics.neighbours import neighbour_figures
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.scales import Scale
-from elfatt_sd.evaluation.statistics import read_array, take
+from elfatt_sd.evaluation.statistics import is_finite, read_array, take
 from elfatt_sd.files import atomic_file, sha256_of_data
 from elfatt_sd.progress import Progress
 
@@ -158,7 +158,7 @@ class Scorer:
         parts = [metric.identity, images.identity, list(images.texts), baseline.identity if baseline else ""]
         path = self.cache / f"{images.name}-metric-{sha256_of_data(parts)[:16]}.npy"
         known = read_array(path, dtype="float64")
-        if known is not None and len(known) == len(images.paths):
+        if known is not None and len(known) == len(images.paths) and is_finite(known):
             return torch.from_numpy(np.array(known))
         with quiet_pillow():
             values = torch.cat(list(self._measured(metric, images, baseline))).double()

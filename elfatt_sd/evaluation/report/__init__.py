@@ -14,10 +14,10 @@ from pathlib import Path
 import elfatt_sd
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
-from elfatt_sd.evaluation.run import is_full
-from elfatt_sd.files import sha256_of_file, write_file
+from elfatt_sd.files import is_full, read_plain, sha256_of_file, write_file
 from elfatt_sd.measuring.machine import commit_of, short_commit
 from elfatt_sd.optional import REPORT, need
+from elfatt_sd.typed import parse_json
 
 __all__ = [
     "PAGE",
@@ -63,7 +63,7 @@ def _written(contents: Mapping[str, bytes]) -> bytes:
 def writer_of(path: Path) -> str:
     """Name the version that wrote a file of a report, if the file is as it was then; empty otherwise."""
     try:
-        record = json.loads((path.parent / WRITTEN).read_bytes())
+        record = parse_json(read_plain(path.parent / WRITTEN))
         version, commit, digest = record["elfatt_sd"], record["commit"], record["files"][path.name]
     except (OSError, ValueError, LookupError, TypeError):
         return ""
@@ -97,9 +97,11 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write a report's files into a folder and remove those that a former report left there.
 
     Raises:
-        ElfattError: the folder cannot be written.
+        ElfattError: the folder cannot be written, or is a link, behind which other files may lie.
         OSError: no space is left on the disk.
     """
+    if folder.is_symlink():
+        raise ElfattError(f"{folder} is a link; a report replaces and removes files, so it takes a folder of its own.")
     try:
         for name, content in contents.items():
             write_file(folder / name, content)
@@ -114,7 +116,8 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
     """Return the files of a folder that are of a report, but not of the one with these files."""
     kept = set(names)
-    return sorted(path for pattern in _FILES for path in folder.glob(pattern) if path.name not in kept)
+    found = (path for pattern in _FILES for path in folder.glob(pattern) if path.name not in kept)
+    return sorted(path for path in found if path.is_symlink() or path.is_file())
 
 
 def written_tables(results: Results) -> dict[str, str]:

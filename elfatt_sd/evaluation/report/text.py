@@ -10,7 +10,7 @@ from statistics import median
 from elfatt_sd.evaluation.report.values import Estimate
 
 MISSING = "not measured"
-_REORDERING = r"\u202a-\u202e\u2066-\u2069"  # signs by which a text shows other words than it holds
+_REORDERING = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # signs by which a text shows other words than it holds
 _CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f{_REORDERING}\ud800-\udfff\ufffe\uffff]")
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 MINUS, TIMES, TO = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"

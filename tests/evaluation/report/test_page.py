@@ -193,7 +193,7 @@ def test_a_folder_that_cannot_be_written_gives_one_clear_line(tmp_path, results)
 @pytest.mark.usefixtures("one_plot")
 def test_pages_and_tables_hold_no_control_characters(tmp_path):
     results = build_run(tmp_path, images=1, size=16)
-    odd = "a\x00b\x1bc\x7fd\ufffee\u202ef\u2066"
+    odd = "a\x00b\x1bc\x7fd\ufffee\u202ef\u2066g\u200fh\u061c"
     results |= {"name": odd, "description": odd, "environment": {"device": odd}}
     for row in results["rows"]:
         row |= {"label": f"{row['label']} {odd}", "settings": {**row["settings"], odd: odd}}
@@ -204,7 +204,7 @@ def test_pages_and_tables_hold_no_control_characters(tmp_path):
         for name in ("index.html", "table.md", "table.tex", "table.csv")
     }
     for name, content in {**found, "terminal": terminal_summary(load_results(tmp_path))}.items():
-        assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\u202e\u2066]", content), name
+        assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\u061c\u200f\u202e\u2066]", content), name
 
 
 @pytest.mark.usefixtures("one_plot")
