@@ -44,7 +44,7 @@ class Memory:
         return place
 
     def same_latents(self, place: tuple[int, ...], sample: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-        """Return how often a call's rows repeat the same latents, and the place of the step's first call with them.
+        """Return how often a call's rows repeat their latents, and the place of the step's first call with them.
 
         Both look at the values, which waits for the device.
         """
@@ -97,7 +97,7 @@ class Memory:
 
 
 def copies_of(sample: torch.Tensor) -> int:
-    """Return how often the rows of a batch repeat the same latents, as guidance in one call does: 3, 2 or 1 times."""
+    """Return how often the rows of a batch repeat their latents, as guidance in one call does: 3, 2 or 1 times."""
     rows = len(sample)
     if rows > 1 and sample.stride(0) == 0:  # one of several images stands for all
         return 1

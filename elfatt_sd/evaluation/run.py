@@ -348,7 +348,7 @@ def _read_record(folder: Path) -> RunRecord | None:
 
 @contextlib.contextmanager
 def clear_disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a full disk, or a place that is no file or cannot be written, into one clear line.
+    """Turn a full disk, or a place that is not a file or cannot be written, into one clear line.
 
     Raises:
         RunFailure: no space is left, or the system refuses a file, which is named.
