@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ from checks import recorded
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
-from elfatt_sd.families import find_denoisers, find_layers, main_denoiser
+from elfatt_sd.families import find_denoisers, find_layers, main_denoiser, step_denoisers
 
 Run = Callable[..., torch.Tensor]  # makes the same latents whenever it is called; takes the pipeline's options
 MANY = 10**6  # more than any small grid has tokens
@@ -72,15 +74,24 @@ def check_steps(pipe: Any, run: Run, layers: int, calls: int = 1, counts: tuple[
     """
     with elfatt_sd.patched(pipe, HALF):
         for steps in counts:
-            wanted = layers * calls * sum(step < 0.5 * steps for step in range(steps))
+            wanted = [layers * (step < 0.5 * steps) for step in range(steps) for _ in range(calls)]
             for _ in range(2 if steps < 10 else 1):
-                with recorded() as seen:
-                    run(num_inference_steps=steps)
-                assert sum(seen.values()) == wanted, f"{steps} steps"
+                assert by_call(pipe, run, steps) == wanted, f"{steps} steps"
         interrupt(pipe, run)
         with recorded() as seen:
             run(num_inference_steps=4)
         assert sum(seen.values()) == layers * calls * 2, "after an interrupted run"
+
+
+def by_call(pipe: Any, run: Run, steps: int) -> list[int]:
+    """Return how many layers were approximated in each call of a transformer, and of ControlNets before it."""
+    ends: list[int] = [0]
+    with recorded() as seen, contextlib.ExitStack() as stack:
+        for denoiser in step_denoisers(pipe).values():
+            handle = denoiser.register_forward_hook(lambda *_: ends.append(sum(seen.values())))
+            stack.callback(handle.remove)
+        run(num_inference_steps=steps)
+    return [after - before for before, after in itertools.pairwise(ends)]
 
 
 def check_image_to_image(pipe: Any, run: Run, calls: int = 1) -> None:

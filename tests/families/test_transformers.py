@@ -82,7 +82,7 @@ def test_methods_and_removal(case: Case) -> None:
 
 def test_steps(case: Case) -> None:
     pipe, run = case.make()
-    joint.check_steps(pipe, run, case.layers, case.calls, counts=(1, 4, 28))
+    joint.check_steps(pipe, run, case.layers, case.calls, counts=(1, 4, 28, 50))
 
 
 def test_plan(case: Case) -> None:
