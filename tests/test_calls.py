@@ -88,7 +88,7 @@ def test_differences_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     correct = LayerState.correct
 
     def count_exact(state: LayerState, own: Any, exact: Any) -> Tensor:
-        return correct(state, own, lambda: (measured.append(state.index), exact())[1])
+        return correct(state, own, lambda rows: (measured.append(state.index), exact(rows))[1])
 
     monkeypatch.setattr(LayerState, "correct", count_exact)
     sample, text = inputs(torch.float32)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from bench_checks import QUICK, check_saved
 
 from elfatt_sd import calls as calls_module
@@ -74,11 +75,11 @@ def test_a_difference_is_measured_in_the_calls_that_are_timed_for_it(
     monkeypatch.setattr(timing, "QUICK", 0.0)
     measured: list[int] = []
     original = LayerState.correct
-    monkeypatch.setattr(
-        LayerState,
-        "correct",
-        lambda state, own, exact: original(state, own, lambda: (measured.append(math.prod(state.grid)), exact())[1]),
-    )
+
+    def correct(state: LayerState, own: Any, exact: Any) -> Tensor:
+        return original(state, own, lambda rows: (measured.append(math.prod(state.grid)), exact(rows))[1])
+
+    monkeypatch.setattr(LayerState, "correct", correct)
     config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=5),))
     results = unet(model, sizes=[128], methods=[config], repeats=4, device="cpu", memory=[])
     assert measured.count(16 * 16) == 3 + 3 * 4, "the warm-up of the calls that add it, and every call that measures it"
