@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from bench_checks import QUICK, check_saved
+from torch import Tensor
 
 from elfatt_sd import calls as calls_module
 from elfatt_sd import sampled
