@@ -25,7 +25,7 @@ from elfatt_sd.phases import EXACT
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.runs import Run
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Schedule, unknown_position
-from elfatt_sd.surroundings import modules_around
+from elfatt_sd.surroundings import modules_around, refuse_context_parallel
 
 _OUTSIDE = (
     "elfatt-sd finds the step of a call in Python, before compiled code: give torch.compile(fullgraph=True) the model "
@@ -112,6 +112,7 @@ class Patch:
     @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step and tell the layers."""
+        refuse_context_parallel(self._module)  # before the first step, which may well be exact
         self._direct.pop(threading.get_ident(), None)
         given = self._family.call(self._module, args, kwargs)
         self._begin(given._replace(differentiated=_differentiated(*args, *kwargs.values())))

@@ -166,11 +166,6 @@ def _attend(exact: Exact, query: Tensor, key: Tensor, value: Tensor, *args: Any,
     assert state is not None
     if args:
         options = {"attn_mask": args[0], **options}
-    if options.get("parallel_config") is not None:
-        raise ElfattError(
-            "a patched transformer is called with context parallelism, where attention sees a part of its tokens; "
-            "call elfatt_sd.remove_patch(pipe), or leave context parallelism out."
-        )
     mask = options.pop("attn_mask", None)
     tokens = state.grid.tokens if matching is None else matching.positions.shape[1]
     image = slice(state.call.given.before, state.call.given.before + tokens)
