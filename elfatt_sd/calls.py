@@ -58,6 +58,7 @@ class Call:
         self.phases = phases or {}
         self.step = step
         self.copies = 1  # of the same latents among its rows
+        self.place = 0  # among the calls of its step
         self.given = _NOTHING
         self.memory = Memory()
         self.matchings: dict[object, Matching | None] = {}
@@ -114,6 +115,7 @@ class Denoiser:
         shape = tuple(map(int, sample.shape))
         call.memory = memory = run.kept.setdefault(id(self), call.memory)
         place = memory.place(step, shape)
+        call.place = place[0]
         call.copies, first = memory.same_latents(place, sample) if self.config.shares_guidance else (1, place)
         call.scheduled = position.scheduled
         kept = position.scheduled and place[0] < KEPT_CALLS

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SEARCHED, HELD_OUT = 3, 5  # images of the search, and of the proof
 PRESETS = ("elfatt", "elfatt-fast", "elfatt-quality")
+_FIGURES = 2  # version of what is measured
 _COMPARED = 2  # images of the search that presets are run with
 _PROMPTS = Path(__file__).parents[1] / "evaluation" / "prompt_lists" / "images.csv"
 
@@ -113,7 +114,7 @@ def tune(
         remove_patch(pipe)
         runs = Runs(pipe, settings)
         record = _record(runs)
-        store = Store(record | {"samples": samples})
+        store = Store(record | {"samples": samples, "figures": _FIGURES})
         search = Search(runs, samples, searched, budget, measure, store, _teller(runs, progress))
         return _tuned(search, known, record)
 

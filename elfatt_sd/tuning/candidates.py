@@ -50,19 +50,23 @@ def bases(tokens: int, denoisers: Mapping[str, nn.Module]) -> list[Phase]:
     return [phase for phase in dict.fromkeys(found) if fits(PatchConfig("candidate", (phase,)), dict(denoisers))]
 
 
-def candidates(measured: Sequence[Phase], steps: int, *, share: bool = True) -> list[Candidate]:
+def candidates(measured: Sequence[Phase], steps: int, *, share: bool = True, guided: bool = False) -> list[Candidate]:
     """Return all phases that can be chosen, exact attention first.
 
     Args:
         measured: the approximations, as `bases` returns them.
         steps: of the stretch; no more of them can share anything.
         share: whether steps may share differences, which are kept in memory.
+        guided: whether rows of the same latents may share them, too.
     """
     groups = [count for count in SHARED if count <= steps and (share or count == 1)]
     found = [EXACTLY]
     for count in groups:
         for number, phase in enumerate(measured):
-            found.append(Candidate(dataclasses.replace(phase, residual_steps=count), number))
+            shared = dataclasses.replace(phase, residual_steps=count)
+            found.append(Candidate(shared, number))
+            if guided and shared.corrects:
+                found.append(Candidate(dataclasses.replace(shared, residual_guidance=True), number))
         if count > 1:
             found += [
                 Candidate(Phase(1.0, kind(), residual_steps=count), -1) for kind in attentions().values() if kind.empty

@@ -119,7 +119,8 @@ def _short(phase: Phase) -> str:
     text = f"{phase.attention.name.replace('_', ' ')} {_keys(phase) or ''}".strip()
     if phase.merge.ratio:
         text = f"merge {phase.merge.ratio:.0%}"
-    return text + (f"\nshared by {phase.residual_steps}" if phase.residual_steps > 1 else "")
+    rows = ", guided" * phase.residual_guidance
+    return text + (f"\nshared by {phase.residual_steps}{rows}" if phase.residual_steps > 1 else "")
 
 
 def _name(layer: str) -> str:

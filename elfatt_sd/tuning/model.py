@@ -11,6 +11,7 @@ are told apart only as far as several images agree.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -86,6 +87,11 @@ class Model:
         self._ratios = [1.0 for _ in stretches]  # of the denoiser's error, as measured, to the sum over layers
         self._compared = False
 
+    @property
+    def copies(self) -> int:
+        """Of the same latents among the rows of a call, where guidance makes one of them; 1 otherwise."""
+        return max((own.copies for own in self._figures.values()), default=1)
+
     def calibrate(self, stretch: int, mse: float, phases: Mapping[str, Candidate]) -> None:
         """Learn a stretch's part in the image from a run in which it alone is approximated.
 
@@ -154,11 +160,18 @@ class Model:
         shared, base = candidate.phase.residual_steps, candidate.base
         if candidate is EXACTLY:
             return 0.0
-        plain = functools.partial(own.error, stretch, base)
-        if shared > 1:  # a step that measures has no error, and is what the others are corrected by
-            sums = (_summed(list(map(plain, range(1, size))), plain) for size in steps.groups(shared))
-            return sum(sums) / len(steps)
-        return plain() if base in own.fresh else _summed([plain()] * len(steps), plain) / len(steps)
+        apart = functools.partial(own.error, stretch, base)
+        if shared == 1:
+            return apart() if base in own.fresh else _summed([apart()] * len(steps), apart) / len(steps)
+        groups = steps.groups(shared)
+        if not candidate.phase.residual_guidance:  # a step that measures has no error, and corrects the others
+            return sum(_summed(list(map(apart, range(1, size))), apart) for size in groups) / len(steps)
+        left = list(map(functools.partial(own.error, stretch, base, guided=True), range(max(groups))))
+        total = sum(_summed(left[:size], apart) for size in groups)
+        if base not in own.fresh:  # groups have in common what a difference of other rows leaves
+            common = [max(0.0, error - (apart(since) if since else 0.0)) for since, error in enumerate(left)]
+            total += sum(sum(common[:size]) * (len(steps) - size) for size in groups)
+        return total / len(steps)
 
     def _effect(self, layer: str, stretch: int) -> float:
         """Return `W_ls`; of a stretch in which it was not measured, that of the nearest one."""
@@ -175,7 +188,8 @@ class Model:
             return exact
         steps = self._stretches[stretch]
         measured = len(steps.groups(shared)) / len(steps) if shared > 1 else 0.0
-        return exact * (own.ratio(candidate.base) + measured)
+        rows = 1 / own.copies if candidate.phase.residual_guidance else 1.0
+        return exact * (own.ratio(candidate.base) + measured * rows)
 
     def options(self, layer: str, stretch: int, calls: float) -> list[Option]:
         """Return what a layer can do in a stretch, without what is slower and farther than another option.
@@ -189,7 +203,7 @@ class Model:
         exact = self.seconds(layer, stretch, EXACTLY)
         weight = self.scale[stretch] * self._ratios[stretch] * self._effect(layer, stretch)
         found = []
-        for each in candidates(own.bases, steps, share=self._share):
+        for each in candidates(own.bases, steps, share=self._share, guided=own.copies > 1):
             saved = (exact - self.seconds(layer, stretch, each)) * steps * calls
             mse = weight * self.error(layer, stretch, each)
             if each is EXACTLY or (saved > 0 and math.isfinite(mse)):
@@ -297,4 +311,4 @@ def _joined(phases: Sequence[Phase], ends: Sequence[float]) -> tuple[Phase, ...]
 
 
 def _until(phase: Phase, end: float) -> Phase:
-    return Phase(end, phase.attention, merge=phase.merge, residual_steps=phase.residual_steps)
+    return dataclasses.replace(phase, until=end)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.surroundings import around_forward
-from elfatt_sd.tuning.probe import flat
+from elfatt_sd.tuning.guided import Guidance
 
 
 class Playback:
@@ -72,8 +72,11 @@ class Playback:
             yield
 
     @contextlib.contextmanager
-    def comparing(self) -> Iterator[list[float]]:
+    def comparing(self, guidance: Guidance) -> Iterator[list[float]]:
         """Give the kept outputs in the run within the `with` block, so that it is the untouched one, but compute all.
+
+        Args:
+            guidance: of the denoiser.
 
         Yields:
             Squared relative errors of what is computed, by call; `by_step` makes them those of steps.
@@ -82,9 +85,9 @@ class Playback:
 
         def compare(compute: Callable[[], Any]) -> Any:
             known = _copied(self._outputs[len(errors)], self._pipe._execution_device)
-            exact = flat(known)
+            exact = guidance.joined(known)
             size = float(exact.square().sum()) or 1.0
-            errors.append(float((flat(compute()) - exact).square().sum()) / size)
+            errors.append(float((guidance.joined(compute()) - exact).square().sum()) / size)
             return known
 
         with self._around(compare):

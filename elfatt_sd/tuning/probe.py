@@ -12,26 +12,28 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from elfatt_sd.calls import Call
 from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.exact_run import ExactRun
 from elfatt_sd.families import find_denoisers
+from elfatt_sd.kept import copies_of
 from elfatt_sd.layer_state import LayerState
 from elfatt_sd.measuring.clock import Stopwatch, timed
 from elfatt_sd.methods import Draws
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.tuning.candidates import bases
+from elfatt_sd.tuning.guided import Guidance
 
 SINCE = (0, 1, 3, 7)  # steps since the difference to exact attention was measured; in between, errors are interpolated
 ALIGNED = 4  # stretches begin at multiples of it, where differences that steps share are measured
 KEPT = 2**16  # values of a difference that are kept, so that memory stays bounded however large the model is
 REUSED = -1  # in place of an approximation's number: the output of an earlier step
+_Key = tuple[str, tuple[int, int], int]  # a layer, which of its calls in the step, and an approximation
 
 
 @dataclass
@@ -44,9 +46,11 @@ class LayerFigures:
         fresh: numbers of those that draw at random in each step, so that their errors in two steps are independent.
         seconds: of exact attention, by call.
         calls: of the layer in the probed steps.
+        copies: of the same latents among the rows of its input, where guidance makes one of them; 1 otherwise.
         ratios: of each approximation, time by time of exact attention.
         plain: by stretch and approximation, the squared relative errors.
         shared: by stretch, approximation and number of steps since the difference was measured, likewise.
+        guided: likewise, where it was measured in the rows with the prompt alone.
         effects: by stretch, the squared relative change of the denoiser's output by squared relative error of the
             layer's.
     """
@@ -56,25 +60,29 @@ class LayerFigures:
     fresh: set[int] = field(default_factory=set)
     seconds: list[float] = field(default_factory=list)
     calls: int = 0
+    copies: int = 1
     ratios: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     plain: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     shared: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    guided: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     effects: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def error(self, stretch: int, base: int, since: int = 0) -> float:
+    def error(self, stretch: int, base: int, since: int = 0, *, guided: bool = False) -> float:
         """Return the mean squared relative error of an approximation in a stretch.
 
         Args:
             stretch: number of the stretch.
             base: number of the approximation, or `REUSED`.
             since: steps since the difference was measured that corrects it; 0 corrects nothing.
+            guided: whether that was measured in the rows with the prompt alone; at 0 it corrects the others, too.
         """
         if base in self.lost:
             return math.inf
-        if not since:
+        if not since and not guided:
             return statistics.fmean(self.plain.get((stretch, base)) or [math.inf])
-        known = [each for each in SINCE if (stretch, base, each) in self.shared]
-        errors = [statistics.fmean(self.shared[stretch, base, each]) for each in known]
+        table = self.guided if guided else self.shared
+        known = [each for each in SINCE if (stretch, base, each) in table]
+        errors = [statistics.fmean(table[stretch, base, each]) for each in known]
         return float(np.interp(since, known, errors)) if known else math.inf
 
     def middle(self, stretch: int) -> int | None:
@@ -124,6 +132,7 @@ class Probe:
         effects: calls of the denoiser, at most, that measure the effect of each layer on its output: one a layer in
             some stretches.
         known: figures of another image; of this one, the effects alone are measured, and join theirs.
+        scale: of guidance; None where the pipeline has none.
     """
 
     def __init__(
@@ -133,13 +142,15 @@ class Probe:
         *,
         effects: int = 0,
         known: dict[str, LayerFigures] | None = None,
+        scale: float | None = None,
     ) -> None:
         self._denoisers = find_denoisers(pipe)
         self._run = ExactRun(pipe, self._denoisers, self._after_layer, self._after_call)
         self._stretches = stretches
         count = min(len(stretches), effects // max(1, self._run.layers))
         self._effects_of = set(map(round, np.linspace(0, len(stretches) - 1, count)))
-        self._kept: dict[tuple[str, int, int], Tensor] = {}  # by layer, call within the step and approximation
+        self._scale = scale
+        self._kept: dict[_Key, _Error] = {}
         self._latest: dict[str, tuple[int, float]] = {}  # by layer, an approximation and its squared error
         self._effects_alone = known is not None
         self.figures: dict[str, LayerFigures] = known or {}
@@ -165,35 +176,39 @@ class Probe:
         place = self._place(state.call.step)
         if place is None:
             return
-        name, turn = state.layer.name, state.calls
+        name, turn = state.layer.name, (state.call.place, state.calls)
         self._latest.pop(name, None)
+        exact = _Output(output, guidance := self._guidance(state.call))
         if self._effects_alone:
-            self._see(state, place, again, flat(output))
+            self._see(state, place, again, exact)
             return
         figures = self.figures.setdefault(name, LayerFigures(bases(state.grid.tokens, self._denoisers)))
         figures.calls += 1
-        exact, device = flat(output), output[0].device if isinstance(output, tuple) else output.device
+        figures.copies = guidance.copies if guidance.joins else 1
         if place[1] == 0 or not figures.seconds:
-            figures.seconds.append(timed(again, device))
-        size = float(exact.square().sum()) or 1.0
-        self._share(figures, (name, turn, REUSED), place, exact, exact, size)
+            figures.seconds.append(timed(again, exact.joined.device))
+        self._share(figures, (name, turn, REUSED), place, _Error(exact.joined, None), exact.size)
         for number, phase in enumerate(figures.bases):
             if number in figures.lost:
                 continue
             with _loses(figures, number):
-                self._measure(figures, state, (name, turn, number), phase, place, again, exact, size)
+                self._measure(figures, state, (name, turn, number), phase, place, again, exact)
         if (middle := figures.middle(place[0])) is not None:
             self._latest[name] = middle, figures.plain[place[0], middle][-1]
 
-    def _see(self, state: LayerState, place: tuple[int, int], again: Callable[[], Any], exact: Tensor) -> None:
+    def _guidance(self, call: Call) -> Guidance:
+        """Return how the rows of a call are guided."""
+        return Guidance(self._scale, copies_of(call.given.sample))
+
+    def _see(self, state: LayerState, place: tuple[int, int], again: Callable[[], Any], exact: _Output) -> None:
         """Measure the error of the approximation whose effect is measured."""
         figures = self.figures.get(state.layer.name)
         number = None if figures is None or not self._affects(place) else figures.middle(place[0])
         if figures is not None and number is not None:
             with _loses(figures, number):
                 first = self._stretches[place[0]].first
-                error = exact - flat(self._run.approximate(state, again, figures.bases[number], first))
-                self._latest[state.layer.name] = number, float(error.square().sum() / exact.square().sum())
+                error = exact.error(self._run.approximate(state, again, figures.bases[number], first))
+                self._latest[state.layer.name] = number, float(error.joined.square().sum()) / exact.size
 
     def _affects(self, place: tuple[int, int]) -> bool:
         """Tell whether the effects of layers are measured in a step."""
@@ -203,54 +218,49 @@ class Probe:
         self,
         figures: LayerFigures,
         state: LayerState,
-        key: tuple[str, int, int],
+        key: _Key,
         phase: Phase,
         place: tuple[int, int],
         again: Callable[[], Any],
-        exact: Tensor,
-        size: float,
+        exact: _Output,
     ) -> None:
         """Measure one approximation: its draws are those of the steps that share, its time has them in it."""
         number, stretch = key[2], place[0]
         draws = _Seen()
-        with Stopwatch(exact.device) as watch:
+        with Stopwatch(exact.joined.device) as watch:
             output = self._run.approximate(state, again, phase, self._stretches[stretch].first, ahead=draws)
         figures.ratios[number].append(watch.seconds / figures.seconds[-1])
         figures.fresh.update({number} if draws.fresh else ())
-        approximated = flat(output)
-        error = exact - approximated
-        squared = float(error.square().sum()) / size
+        error = exact.error(output)
+        squared = float(error.joined.square().sum()) / exact.size
         if not math.isfinite(squared):
             figures.lost.add(number)
             return
         figures.plain[stretch, number].append(squared)
-        self._share(figures, key, place, error, error, size)
+        self._share(figures, key, place, error, exact.size)
 
-    def _share(
-        self,
-        figures: LayerFigures,
-        key: tuple[str, int, int],
-        place: tuple[int, int],
-        kept: Tensor,
-        error: Tensor,
-        size: float,
-    ) -> None:
+    def _share(self, figures: LayerFigures, key: _Key, place: tuple[int, int], error: _Error, size: float) -> None:
         """Keep the difference in the first step of a stretch, and see in the others what correcting by it leaves."""
         stretch, since = place
-        every = max(1, error.numel() // KEPT) | 1  # odd, so that all channels have their turn
+        values, part = error.joined.numel(), error.part()
         if since == 0:
-            self._kept[key] = kept[::every].clone()
-        elif (known := self._kept.get(key)) is not None and known.shape == error[::every].shape:
-            left = float((error[::every] - known).square().mean()) * error.numel() / size
+            self._kept[key] = part
+        known = self._kept.get(key)
+        if known is None or known.joined.shape != part.joined.shape:
+            return
+        if since:
+            left = float((part.joined - known.joined).square().mean()) * values / size
             figures.shared[stretch, key[2], since].append(left)
+        if known.given is not None:
+            left = float((part.joined - known.given).square().mean()) * values / size
+            figures.guided[stretch, key[2], since].append(left)
 
     def _after_call(self, call: Call, again: Callable[[], Any], output: Any) -> None:
         """Measure what an error of each layer does to the denoiser's output."""
         place = self._place(call.step)
         if place is None or not self._affects(place):
             return
-        exact = flat(output)
-        size = float(exact.square().sum()) or 1.0
+        exact = _Output(output, self._guidance(call))
         for state in call.states.values():
             if state.layer.name not in self._latest:
                 continue
@@ -258,12 +268,49 @@ class Probe:
             figures = self.figures[state.layer.name]
             call.restart()
             with _loses(figures, number):
-                state.begin(figures.bases[number], self._stretches[place[0]].first, exact.device)
-                effect = float((flat(again()) - exact).square().sum()) / size
+                state.begin(figures.bases[number], self._stretches[place[0]].first, exact.joined.device)
+                effect = float(exact.error(again()).joined.square().sum()) / exact.size
                 if error > 0 and math.isfinite(effect):
                     figures.effects[place[0]].append(effect / error)
-            state.begin(EXACT, call.step, exact.device)
+            state.begin(EXACT, call.step, exact.joined.device)
         call.restart()
+
+
+class _Error(NamedTuple):
+    """Exact minus approximated output, without shape.
+
+    Attributes:
+        joined: as guidance joins the rows.
+        given: of the rows with the prompt; None where nothing is joined.
+    """
+
+    joined: Tensor
+    given: Tensor | None
+
+    def part(self) -> _Error:
+        """Return a part of its values, so that what is kept is bounded."""
+        every = max(1, self.joined.numel() // KEPT) | 1  # odd, so that all channels have their turn
+        return _Error(self.joined[::every].clone(), None if self.given is None else self.given[::every].clone())
+
+
+class _Output:
+    """The exact output of a layer or a denoiser.
+
+    Args:
+        output: that it gave.
+        guidance: how its rows are guided.
+    """
+
+    def __init__(self, output: Any, guidance: Guidance) -> None:
+        self._output, self._guidance = output, guidance
+        self.joined = guidance.joined(output)
+        self.size = float(self.joined.square().sum()) or 1.0
+
+    def error(self, output: Any) -> _Error:
+        """Return what is lacking to it in an approximated output."""
+        guidance = self._guidance
+        given = guidance.given(self._output) - guidance.given(output) if guidance.joins else None
+        return _Error(self.joined - guidance.joined(output), given)
 
 
 class _Seen:
@@ -287,15 +334,6 @@ def _loses(figures: LayerFigures, number: int) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         figures.lost.add(number)
-
-
-def flat(output: Any) -> Tensor:
-    """Return what a layer or a denoiser gave as one float32 tensor without shape."""
-    if isinstance(output, Tensor):
-        return output.detach().float().flatten()
-    if isinstance(output, tuple | list):
-        return torch.cat([flat(each) for each in output if each is not None])
-    return flat(output.sample)
 
 
 def stretches_of(steps: int, count: int) -> list[Stretch]:

@@ -9,7 +9,7 @@ from typing import Any
 from elfatt_sd.phases import Phase
 from elfatt_sd.tuning.probe import LayerFigures
 
-_TABLES = ("ratios", "plain", "shared", "effects")
+_TABLES = ("ratios", "plain", "shared", "guided", "effects")
 
 
 def figures_to(figures: Mapping[str, LayerFigures]) -> dict[str, Any]:
@@ -36,13 +36,14 @@ def _to_dict(own: LayerFigures) -> dict[str, Any]:
         "fresh": sorted(own.fresh),
         "seconds": own.seconds,
         "calls": own.calls,
+        "copies": own.copies,
         **tables,
     }
 
 
 def _from_dict(data: Mapping[str, Any]) -> LayerFigures:
     bases, numbers = list(map(Phase.from_dict, data["bases"])), (set(data["lost"]), set(data["fresh"]))
-    figures = LayerFigures(bases, *numbers, data["seconds"], data["calls"])
+    figures = LayerFigures(bases, *numbers, data["seconds"], data["calls"], data["copies"])
     for name in _TABLES:
         table: Any = defaultdict(list, {_unkey(key): values for key, values in data[name].items()})
         setattr(figures, name, table)

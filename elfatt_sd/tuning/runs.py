@@ -21,6 +21,7 @@ from elfatt_sd.patch import apply_patch, restored
 from elfatt_sd.planning import input_grid
 from elfatt_sd.running import dimensions_of, exact_size, guidance_options, taken, watched
 from elfatt_sd.tuning.asked import Measure
+from elfatt_sd.tuning.guided import Guidance
 from elfatt_sd.tuning.playback import Playback
 
 OnStep = Callable[[int, int], None]
@@ -140,15 +141,18 @@ class Runs:
         with _eager(), contextlib.nullcontext() if playback is None else playback.playing(step):
             return self.draw(sample, config)
 
-    def errors(self, sample: Sample, config: PatchConfig) -> list[float] | None:
+    def errors(self, sample: Sample, config: PatchConfig, copies: int = 1) -> list[float] | None:
         """Return the squared relative errors of the denoiser's output with a patch, by step of an untouched run.
 
-        None where the sample was not recorded.
+        Args:
+            sample: that was drawn by `draw_recorded`; None is returned otherwise.
+            config: the patch.
+            copies: of the same latents among the rows of a call.
         """
         playback = self._playbacks.get(sample)
         if playback is None:
             return None
-        with _eager(), playback.comparing() as errors:
+        with _eager(), playback.comparing(Guidance(self.settings.guidance, copies)) as errors:
             self.draw(sample, config)
         return playback.by_step(errors)
 

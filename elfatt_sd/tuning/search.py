@@ -127,7 +127,8 @@ class Search:
     def _probe(self) -> Any:
         known = None
         for sample in self.samples[:CALIBRATED]:
-            probe = Probe(self.runs.pipe, self.stretches, effects=round(_EFFECTS * self.calls), known=known)
+            effects, scale = round(_EFFECTS * self.calls), self.runs.settings.guidance
+            probe = Probe(self.runs.pipe, self.stretches, effects=effects, known=known, scale=scale)
             with probe, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.runs.draw_as_is(sample)
@@ -141,7 +142,7 @@ class Search:
         name = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
 
         def measure() -> list[float]:
-            errors = [self.runs.errors(sample, config) for sample in self.samples[:CALIBRATED]]
+            errors = [self.runs.errors(sample, config, self.model.copies) for sample in self.samples[:CALIBRATED]]
             return np.mean([each for each in errors if each], axis=0).tolist() if any(errors) else []
 
         if errors := self.store.known(f"choice-{name}", measure, list[float]):

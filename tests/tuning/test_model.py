@@ -70,6 +70,25 @@ def test_errors_that_are_not_drawn_anew_add_up() -> None:
     assert model.error("a", 0, candidate) == own.plain[0, 0][0]
 
 
+def test_a_difference_of_the_rows_with_the_prompt_leaves_an_error_in_all_steps() -> None:
+    """The squared norm of the sum over two groups of steps, of which each measures in its first one."""
+    wander = np.random.default_rng(0).normal(size=(2, 8, 4000)) * 0.3
+    given, apart = np.cumsum(wander, axis=1) + np.random.default_rng(1).normal(size=(2, 1, 4000))
+    both = given - 2.0 * apart  # (1 - g) without + g with, for without = with + apart and g = 3
+    own = LayerFigures(list(BASES[:1]), seconds=[1.0], copies=2, ratios=defaultdict(list, {0: [0.2]}))
+    for since in (0, 1, 3, 7):
+        own.guided[0, 0, since] = [float(((both[since:] - given[: 8 - since]) ** 2).sum(1).mean())]
+        if since:
+            own.shared[0, 0, since] = [float(((both[since:] - both[:-since]) ** 2).sum(1).mean())]
+    phase = Phase(1.0, "sampled", keys=32, residual_steps=4, residual_guidance=True)
+    model, candidate = Model({"a": own}, stretches_of(8, 1)), Candidate(phase, 0)
+    left = both - np.repeat(given[::4], 4, axis=0)
+    assert model.error("a", 0, candidate) == pytest.approx(float((left.sum(0) ** 2).sum()) / 8, rel=0.1)
+    assert model.seconds("a", 0, candidate) == pytest.approx(0.2 + 0.25 / 2), "one step of four computes half of it"
+    own.fresh.add(0)
+    assert model.error("a", 0, candidate) < float((left.sum(0) ** 2).sum()) / 8 * 0.7, "groups have nothing in common"
+
+
 def test_a_difference_is_measured_where_a_stretch_begins_and_at_multiples() -> None:
     assert Stretch(0, 7).groups(4) == [4, 4]
     assert Stretch(24, 25).groups(4) == [2]
@@ -137,6 +156,10 @@ def test_a_choice_is_a_configuration(model: Model) -> None:
 def test_sharing_needs_steps_and_memory() -> None:
     assert {each.phase.residual_steps for each in candidates(BASES, 2)} == {1, 2}
     assert {each.phase.residual_steps for each in candidates(BASES, 8, share=False)} == {1}
+    assert not any(each.phase.residual_guidance for each in candidates(BASES, 8))
+    guided = [each.phase for each in candidates(BASES, 8, guided=True) if each.phase.residual_guidance]
+    every = {(steps, keys) for steps in (2, 4, 8) for keys in (32, 128)}
+    assert {(phase.residual_steps, phase.keys) for phase in guided} == every
     assert candidates(BASES, 1)[0] is EXACTLY
 
 

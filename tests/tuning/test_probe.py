@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.patch import patched
 from elfatt_sd.tuning import probe as probing
-from elfatt_sd.tuning.probe import REUSED, Probe, stretches_of
+from elfatt_sd.tuning.guided import Guidance
+from elfatt_sd.tuning.probe import REUSED, Probe, Stretch, stretches_of
+from elfatt_sd.tuning.runs import Runs, Sample, Settings
 
 
 @pytest.mark.parametrize("family", ["sd3", "qwen_image", "z_image", "wan", "ltx_video", "hunyuan_video", "cogvideox"])
@@ -51,6 +54,35 @@ def test_an_error_is_that_of_the_layer_itself(pipe: Any) -> None:
             run()
         error = float((outputs[0] - exact).square().sum() / exact.square().sum())
         assert own.plain[0, number][0] == pytest.approx(error, rel=1e-3)
+    handle.remove()
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_what_a_shared_difference_leaves_is_measured(pipe: Any, guided: bool) -> None:
+    """The first layer's errors, by step since its difference was measured, are those of a run that shares it."""
+    runs, sample = Runs(pipe, Settings(8, 3.0, 48, 48)), Sample("a cat", 0)
+    name = find_layers(pipe.unet)[0].name
+    outputs: list[torch.Tensor] = []
+    handle = dict(pipe.unet.named_modules())[name].register_forward_hook(lambda *args: outputs.append(args[2]))
+    runs.draw_recorded(sample)
+    exact = list(outputs)
+    handle.remove()
+    steps = len(exact)
+    with Probe(pipe, [Stretch(0, steps - 1)], scale=3.0) as probe:
+        runs.draw_as_is(sample)
+    own, joined = probe.figures[name], Guidance(3.0, 2).joined
+    assert own.copies == 2
+    handle = dict(pipe.unet.named_modules())[name].register_forward_hook(lambda *args: outputs.append(args[2]))
+    for number, phase in enumerate(own.bases):
+        shared = dataclasses.replace(phase, residual_steps=steps, residual_guidance=guided)
+        outputs.clear()
+        runs.errors(sample, PatchConfig("one", per_layer=(LayerPhases(name, (shared,)),)), 2)
+        for since in (0, 1, 3, 7):
+            error = joined(outputs[since] - exact[since]).square().sum() / joined(exact[since]).square().sum()
+            if since or guided:
+                assert own.error(0, number, since, guided=guided) == pytest.approx(float(error), rel=0.02, abs=1e-9)
+            else:
+                assert error < 1e-9, "a step that measures is exact"
     handle.remove()
 
 
@@ -90,7 +122,7 @@ def test_what_is_kept_is_bounded(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(probing, "KEPT", kept)
         with Probe(pipe, stretches_of(5, 1)) as probe:
             run()
-            assert all(own.numel() <= 2 * kept for own in probe._kept.values())
+            assert all(own.joined.numel() <= 2 * kept for own in probe._kept.values())
         found = {(name, *key): values[0] for name, own in probe.figures.items() for key, values in own.shared.items()}
         return {key: value for key, value in found.items() if value > 1e-6}
 
@@ -99,3 +131,15 @@ def test_what_is_kept_is_bounded(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(whole) > 10
     assert sum(abs(math.log(sample[key] / value)) for key, value in whole.items()) / len(whole) < 0.15
     assert sample != whole
+
+
+def test_calls_of_a_step_keep_differences_of_their_own() -> None:
+    """Wan is called with the prompt and without: what a step keeps for a later one is of the same call."""
+    pipe, run = tiny_joint.wan()
+    kept = {}
+    for guidance in (1.0, 5.0):
+        with Probe(pipe, stretches_of(4, 1)) as probe:
+            run(num_inference_steps=4, guidance_scale=guidance)
+            kept[guidance] = set(probe._kept)
+    assert {call for _, (call, _), _ in kept[5.0]} == {0, 1}
+    assert len(kept[5.0]) == 2 * len(kept[1.0])
