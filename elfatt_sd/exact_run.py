@@ -59,11 +59,6 @@ class ExactRun:
         self._block_inputs: dict[str, Tensor] = {}
 
     @property
-    def layers(self) -> int:
-        """Number of layers that are watched."""
-        return sum(len(patch.layers) for patch in self._patches.values())
-
-    @property
     def steps(self) -> int:
         """Calls of the denoiser in the schedule of the run that goes on."""
         return self._schedule.run.steps

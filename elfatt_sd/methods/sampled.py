@@ -118,8 +118,8 @@ class Sampled(Attention):
 
     @classmethod
     def choices(cls, tokens: int) -> list[Self]:
-        """From 1/64 to 1/4 of the tokens."""
-        return [cls(keys=tokens // part) for part in (64, 32, 16, 8, 4) if tokens // part >= LEAST_KEYS]
+        """From 1/64 to 1/2 of the tokens."""
+        return [cls(keys=tokens // part) for part in (64, 32, 16, 8, 4, 2) if tokens // part >= LEAST_KEYS]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """At most as many keys as tokens, and no token in two groups."""

@@ -19,12 +19,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.tuning.candidates import EXACTLY, Candidate, candidates
-from elfatt_sd.tuning.probe import LayerFigures, Stretch
+from elfatt_sd.tuning.probe import LayerFigures, Stretch, slow_layers
 
-LEAST_PART = 0.03  # of the slowest layer's time; faster layers stay exact
 _SLOPES = 400  # prices of an error that are tried
 _LEAST_MSE = 1e-4  # of an image; less cannot be told from nothing
 _NOISE, _NOISE_WEIGHT = 1.0, 4  # variance of log B_s between images, and as how many degrees of freedom it counts
@@ -77,10 +78,7 @@ class Model:
     def __init__(
         self, figures: Mapping[str, LayerFigures], stretches: Sequence[Stretch], *, share: bool = True
     ) -> None:
-        slowest = max((statistics.median(own.seconds) for own in figures.values()), default=0.0)
-        self._figures = {
-            name: own for name, own in figures.items() if statistics.median(own.seconds) > LEAST_PART * slowest
-        }
+        self._figures = {name: figures[name] for name in slow_layers(figures)}
         self._stretches = stretches
         self._share = share
         self._scales: list[list[float]] = [[] for _ in stretches]  # log B_s, by stretch and image
@@ -100,7 +98,7 @@ class Model:
             mse: of that run's image; every stretch is learnt from the same images, in the same order.
             phases: what each layer did.
         """
-        effect = self._ratios[stretch] * self._denoiser_error(stretch, phases)
+        effect = self._ratios[stretch] * self._denoiser_error(stretch, phases, self.error)
         if effect > 0:
             self._scales[stretch].append(math.log(max(mse, _LEAST_MSE) / effect))
 
@@ -115,16 +113,18 @@ class Model:
         """
         for number, steps in enumerate(self._stretches):
             phases = {layer: option.candidate for (layer, own), option in choice.options.items() if own == number}
-            expected = self._denoiser_error(number, phases)
+            expected = self._denoiser_error(number, phases, self.step_error)
             measured = statistics.fmean(errors[steps.first : steps.last + 1])
             if expected > 0 and measured > 0:
                 ratio = measured / expected
                 self._ratios[number] = math.sqrt(self._ratios[number] * ratio) if self._compared else ratio
         self._compared = True
 
-    def _denoiser_error(self, stretch: int, phases: Mapping[str, Candidate]) -> float:
-        """Return the squared relative error of the denoiser's output, as the sum over layers."""
-        return sum(self._effect(name, stretch) * self.error(name, stretch, each) for name, each in phases.items())
+    def _denoiser_error(
+        self, stretch: int, phases: Mapping[str, Candidate], error: Callable[[str, int, Candidate], float]
+    ) -> float:
+        """Return the squared relative error of the denoiser's output, as the sum of an error over layers."""
+        return sum(self._effect(name, stretch) * error(name, stretch, each) for name, each in phases.items())
 
     def everywhere(self) -> Choice:
         """Return the choice of which each stretch alone is run: `reference` in all of them."""
@@ -151,34 +151,51 @@ class Model:
         return found
 
     def error(self, layer: str, stretch: int, candidate: Candidate) -> float:
-        """Return what an approximation adds in a stretch, by step: the squared norm of the sum of its errors.
+        """Return what an approximation adds to the image in a stretch, by step: the squared norm of its errors' sum.
 
         Errors of fresh draws are independent, so that their squares add up. Otherwise two steps have much of an error
         in common: `2 <E_i, E_j> = |E_i|^2 + |E_j|^2 - |E_i - E_j|^2`, whose last term was measured.
         """
-        own, steps = self._figures[layer], self._stretches[stretch]
-        shared, base = candidate.phase.residual_steps, candidate.base
-        if candidate is EXACTLY:
-            return 0.0
+        own, base, phase = self._figures[layer], candidate.base, candidate.phase
+        groups, steps = self._squares(layer, stretch, candidate), len(self._stretches[stretch])
         apart = functools.partial(own.error, stretch, base)
+        if phase.residual_steps == 1 and base in own.fresh:
+            return sum(map(sum, groups)) / steps
+        total = sum(_summed(squares, apart) for squares in groups)
+        if phase.residual_guidance and base not in own.fresh:  # groups have in common that rows differ
+            for squares in groups:
+                common = (max(0.0, each - (apart(since) if since else 0.0)) for since, each in enumerate(squares))
+                total += sum(common) * (steps - len(squares))
+        return total / steps
+
+    def step_error(self, layer: str, stretch: int, candidate: Candidate) -> float:
+        """Return the mean over the steps of a stretch of an approximation's squared error."""
+        return sum(map(sum, self._squares(layer, stretch, candidate))) / len(self._stretches[stretch])
+
+    def _squares(self, layer: str, stretch: int, candidate: Candidate) -> list[list[float]]:
+        """Return the squared errors of the steps of a stretch, by the groups of steps that share a difference."""
+        steps, shared, guided = (
+            self._stretches[stretch],
+            candidate.phase.residual_steps,
+            candidate.phase.residual_guidance,
+        )
+        if candidate is EXACTLY:
+            return []
+        error = functools.partial(self._figures[layer].error, stretch, candidate.base)
         if shared == 1:
-            return apart() if base in own.fresh else _summed([apart()] * len(steps), apart) / len(steps)
-        groups = steps.groups(shared)
-        if not candidate.phase.residual_guidance:  # a step that measures has no error, and corrects the others
-            return sum(_summed(list(map(apart, range(1, size))), apart) for size in groups) / len(steps)
-        left = list(map(functools.partial(own.error, stretch, base, guided=True), range(max(groups))))
-        total = sum(_summed(left[:size], apart) for size in groups)
-        if base not in own.fresh:  # groups have in common what a difference of other rows leaves
-            common = [max(0.0, error - (apart(since) if since else 0.0)) for since, error in enumerate(left)]
-            total += sum(sum(common[:size]) * (len(steps) - size) for size in groups)
-        return total / len(steps)
+            return [[error()] * len(steps)]
+        groups = steps.groups(shared)  # a step that measures has no error but in rows that it does not measure
+        squares = [error(since, guided=guided) if since or guided else 0.0 for since in range(max(groups))]
+        return [squares[:size] for size in groups]
 
     def _effect(self, layer: str, stretch: int) -> float:
-        """Return `W_ls`; of a stretch in which it was not measured, that of the nearest one."""
+        """Return `W_ls`: it may grow a hundredfold in the course of a run, so that its logarithm is interpolated."""
         effects = self._figures[layer].effects
-        if not effects:
+        known = sorted((self._stretches[number].first, statistics.fmean(own)) for number, own in effects.items())
+        if not known or not all(value > 0 for _, value in known):
             return 1.0
-        return statistics.fmean(effects[min(effects, key=lambda known: abs(known - stretch))])
+        own, (steps, values) = self._stretches[stretch], zip(*known, strict=True)
+        return math.exp(float(np.interp((own.first + own.last) / 2, steps, np.log(values))))
 
     def seconds(self, layer: str, stretch: int, candidate: Candidate) -> float:
         """Return the mean seconds of one call of a layer; a step that measures a difference computes both."""

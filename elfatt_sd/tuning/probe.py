@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from elfatt_sd.tuning.guided import Guidance
 
 SINCE = (0, 1, 3, 7)  # steps since the difference to exact attention was measured; in between, errors are interpolated
 ALIGNED = 4  # stretches begin at multiples of it, where differences that steps share are measured
+LEAST_PART = 0.03  # of the slowest layer's time; faster layers stay exact
 KEPT = 2**16  # values of a difference that are kept, so that memory stays bounded however large the model is
 REUSED = -1  # in place of an approximation's number: the output of an earlier step
 _Key = tuple[str, tuple[int, int], int]  # a layer, which of its calls in the step, and an approximation
@@ -96,6 +97,12 @@ class LayerFigures:
         return 0.0 if base == REUSED else statistics.median(self.ratios[base] or [math.inf])
 
 
+def slow_layers(figures: Mapping[str, LayerFigures]) -> list[str]:
+    """Return the layers whose time counts; the others stay exact."""
+    seconds = {name: statistics.median(own.seconds) for name, own in figures.items()}
+    return [name for name, own in seconds.items() if own > LEAST_PART * max(seconds.values())]
+
+
 @dataclass(frozen=True)
 class Stretch:
     """Steps of the run that are tuned together.
@@ -147,8 +154,7 @@ class Probe:
         self._denoisers = find_denoisers(pipe)
         self._run = ExactRun(pipe, self._denoisers, self._after_layer, self._after_call)
         self._stretches = stretches
-        count = min(len(stretches), effects // max(1, self._run.layers))
-        self._effects_of = set(map(round, np.linspace(0, len(stretches) - 1, count)))
+        self._effects = effects
         self._scale = scale
         self._kept: dict[_Key, _Error] = {}
         self._latest: dict[str, tuple[int, float]] = {}  # by layer, an approximation and its squared error
@@ -211,8 +217,9 @@ class Probe:
                 self._latest[state.layer.name] = number, float(error.joined.square().sum()) / exact.size
 
     def _affects(self, place: tuple[int, int]) -> bool:
-        """Tell whether the effects of layers are measured in a step."""
-        return place[1] == 0 and place[0] in self._effects_of
+        """Tell whether the effects of layers are measured in a step: in as many stretches as the calls allow."""
+        count = min(len(self._stretches), self._effects // max(1, len(slow_layers(self.figures))))
+        return place[1] == 0 and place[0] in map(round, np.linspace(0, len(self._stretches) - 1, count))
 
     def _measure(
         self,
@@ -261,8 +268,9 @@ class Probe:
         if place is None or not self._affects(place):
             return
         exact = _Output(output, self._guidance(call))
+        slow = slow_layers(self.figures)
         for state in call.states.values():
-            if state.layer.name not in self._latest:
+            if state.layer.name not in self._latest or state.layer.name not in slow:
                 continue
             number, error = self._latest[state.layer.name]
             figures = self.figures[state.layer.name]
