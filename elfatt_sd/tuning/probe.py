@@ -345,15 +345,16 @@ def _loses(figures: LayerFigures, number: int) -> Iterator[None]:
 
 
 def stretches_of(steps: int, count: int) -> list[Stretch]:
-    """Cut a run in stretches, which begin at multiples of `ALIGNED`; the last one is as short as it can be.
+    """Cut a run in stretches, which begin at multiples of `ALIGNED`; the last step is one of its own.
 
-    In the last steps the image changes most from step to step, so that they share least: they are measured apart.
+    In the first and in the last steps the denoiser's output changes most from step to step, and errors of the last one
+    change it most.
 
     Args:
         steps: calls of the denoiser in the run.
         count: of the stretches, at most.
     """
-    last = (steps - 1) // ALIGNED * ALIGNED if count > 1 else 0
-    before = (int(last * number / (count - 1) / ALIGNED + 0.5) * ALIGNED for number in range(count - 1))
+    last = steps - 1 if count > 1 else 0
+    before = (last * number // (count - 1) // ALIGNED * ALIGNED for number in range(count - 1))
     starts = sorted({*before, last})
     return [Stretch(first, end - 1) for first, end in itertools.pairwise([*starts, steps])]
