@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elfatt_sd.autotune import Tuner
-from elfatt_sd.calls import Denoiser, is_recomputing
+from elfatt_sd.calls import Denoiser
 from elfatt_sd.choosing import Layers, patched_layers
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.devices import in_optimized_module, refuse_tracing
@@ -19,6 +19,7 @@ from elfatt_sd.families import (
     family_of,
     unwrap,
 )
+from elfatt_sd.layer_state import is_recomputing
 from elfatt_sd.notices import Notices
 from elfatt_sd.phases import EXACT
 from elfatt_sd.processor import PatchedLayer

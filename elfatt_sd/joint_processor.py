@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.calls import ALL_ROWS, STATE, LayerState, attend
+from elfatt_sd.calls import STATE
 from elfatt_sd.config import ElfattError
 from elfatt_sd.families.joint import exact_function, with_attention
 from elfatt_sd.joint import Keys, exact_attention
+from elfatt_sd.layer_state import ALL_ROWS, LayerState, attend
 from elfatt_sd.merging import Matching
 from elfatt_sd.ordering import order_merged
 
