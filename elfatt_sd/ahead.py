@@ -17,7 +17,7 @@ from elfatt_sd.merging import Split, split_grid
 from elfatt_sd.methods import Draws, Grid, Merge
 
 if TYPE_CHECKING:
-    from elfatt_sd.calls import LayerState
+    from elfatt_sd.layer_state import LayerState
 
 MOST_STEPS, MOST_BYTES = 64, 1 << 25  # that are made at once, on the host
 AT_ONCE = ("cpu",)  # devices that need no such buffer: what is drawn is there already

@@ -28,12 +28,13 @@ from torch import Tensor, nn
 
 import elfatt_sd
 from elfatt_sd.ahead import AT_ONCE
-from elfatt_sd.calls import Call, LayerState
+from elfatt_sd.calls import Call
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import device_name, is_out_of_memory
 from elfatt_sd.families import SelfAttention, family_of, unwrap
 from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.joint_processor import attention_alone
+from elfatt_sd.layer_state import LayerState
 from elfatt_sd.measuring.clock import timed
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase

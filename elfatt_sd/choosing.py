@@ -25,6 +25,7 @@ from elfatt_sd.phases import Phase
 from elfatt_sd.presets import UNTOUCHED, Method, complaints, for_transformers
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.settings import Settings
+from elfatt_sd.surroundings import refuse_context_parallel
 
 Layers = tuple[list[SelfAttention], list[SelfAttention]]  # all of a denoiser, and those that a method patches
 
@@ -101,8 +102,10 @@ def choose_layers(
         take_over: as for `apply_patch`.
 
     Raises:
-        ElfattError: the UNet has none that the method could patch.
+        ElfattError: the UNet has none that the method could patch, or its tokens are divided among processes.
     """
+    for denoiser in denoisers.values() if config.active else ():
+        refuse_context_parallel(unwrap(denoiser))
     found = {name: find_layers(denoiser) for name, denoiser in denoisers.items()}
     main, title = next(iter(found)), family_of(next(iter(denoisers.values()))).title
     levels = levels_of(found[main])

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.calls import Call, LayerState
+from elfatt_sd.calls import Call
 from elfatt_sd.choosing import choose_layers
 from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.families import takes_steps, unwrap
 from elfatt_sd.installed import Patch
+from elfatt_sd.layer_state import LayerState
 from elfatt_sd.methods.base import Ahead
 from elfatt_sd.phases import Phase
 from elfatt_sd.processor import PatchedLayer

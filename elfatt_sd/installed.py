@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elfatt_sd.autotune import Tuner
-from elfatt_sd.calls import Denoiser, is_recomputing
+from elfatt_sd.calls import Denoiser
 from elfatt_sd.choosing import Layers, patched_layers
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.devices import in_optimized_module, refuse_tracing
@@ -19,12 +19,13 @@ from elfatt_sd.families import (
     family_of,
     unwrap,
 )
+from elfatt_sd.layer_state import is_recomputing
 from elfatt_sd.notices import Notices
 from elfatt_sd.phases import EXACT
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.runs import Run
 from elfatt_sd.schedule import ANYWHERE, BEYOND, Schedule, unknown_position
-from elfatt_sd.surroundings import modules_around
+from elfatt_sd.surroundings import modules_around, refuse_context_parallel
 
 _OUTSIDE = (
     "elfatt-sd finds the step of a call in Python, before compiled code: give torch.compile(fullgraph=True) the model "
@@ -111,6 +112,7 @@ class Patch:
     @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the UNet: find the step and tell the layers."""
+        refuse_context_parallel(self._module)  # before the first step, which may well be exact
         self._direct.pop(threading.get_ident(), None)
         given = self._family.call(self._module, args, kwargs)
         self._begin(given._replace(differentiated=_differentiated(*args, *kwargs.values())))

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.calls import ALL_ROWS, STATE, LayerState, attend
+from elfatt_sd.calls import STATE
 from elfatt_sd.config import ElfattError
 from elfatt_sd.families.joint import exact_function, with_attention
 from elfatt_sd.joint import Keys, exact_attention
+from elfatt_sd.layer_state import ALL_ROWS, LayerState, attend
 from elfatt_sd.merging import Matching
 from elfatt_sd.ordering import order_merged
 
@@ -165,11 +166,6 @@ def _attend(exact: Exact, query: Tensor, key: Tensor, value: Tensor, *args: Any,
     assert state is not None
     if args:
         options = {"attn_mask": args[0], **options}
-    if options.get("parallel_config") is not None:
-        raise ElfattError(
-            "a patched transformer is called with context parallelism, where attention sees a part of its tokens; "
-            "call elfatt_sd.remove_patch(pipe), or leave context parallelism out."
-        )
     mask = options.pop("attn_mask", None)
     tokens = state.grid.tokens if matching is None else matching.positions.shape[1]
     image = slice(state.call.given.before, state.call.given.before + tokens)

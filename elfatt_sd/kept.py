@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elfatt_sd.ahead import RunDraws
+from elfatt_sd.devices import beneath_transforms
 from elfatt_sd.residuals import Residual, check_memory, free_for_differences
 from elfatt_sd.surroundings import device_of
 
 if TYPE_CHECKING:
-    from elfatt_sd.calls import Call, LayerState
+    from elfatt_sd.calls import Call
     from elfatt_sd.config import PatchConfig
+    from elfatt_sd.layer_state import LayerState
     from elfatt_sd.runs import Run
 
 
@@ -69,7 +71,7 @@ class Memory:
         layer, given = state.layer, state.call.given
         if state.phase.exact or torch.is_grad_enabled():
             return None
-        rows = len(given.sample) // (state.call.copies if state.guided else 1)
+        rows = state.measured_rows
         key = place, state.index, state.grid, rows
         if key not in self.rooms:
             device = device_of(state.patched.parts, given.sample.device)
@@ -110,6 +112,7 @@ def copies_of(sample: torch.Tensor) -> int:
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors have the same values; where these cannot be read, they count as different."""
+    one, other = map(beneath_transforms, (one, other))
     if one.is_meta or one.shape != other.shape or one.device != other.device:
         return False
     if one.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

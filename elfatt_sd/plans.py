@@ -15,7 +15,7 @@ from torch import nn
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import takes_steps
 from elfatt_sd.methods import Grid
-from elfatt_sd.residuals import kept_bytes
+from elfatt_sd.residuals import kept_bytes, readable
 from elfatt_sd.shapes import Blueprint
 
 PAYS = 8000  # tokens of a transformer, from about which on attention is a large part of its step
@@ -207,12 +207,11 @@ class Plan:
         )
         kept = self.kept_bytes
         if kept:
-            size = f"{kept / 2**30:.2f} GiB" if kept > 2**29 else f"{kept / 2**20:.1f} MiB"
             what = "in 8 bits" if self.config.residuals == "fp8" else "in 16 bits"
             where = "host" if self.config.residuals == "host" else "device"
             rows.append(
-                f"differences that steps share: {size} for each image of a batch {what}, kept on the {where}; "
-                "twice that with a negative prompt"
+                f"differences that steps share: {readable(kept)} for each image of a batch {what}, kept on the "
+                f"{where}; twice that with a negative prompt"
             )
         rows += [str(self.call)] if self.blueprints else []
         tokens = max((layer.tokens for layer in self.layers if layer.denoiser.startswith("transformer")), default=PAYS)

@@ -20,11 +20,12 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor2_0, FusedAttnProcessor2_0
 from torch import Tensor
 
-from elfatt_sd.calls import STATE, Call, Denoiser, LayerState, attend, is_recomputing
+from elfatt_sd.calls import STATE, Call, Denoiser
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_exporting, refuse_tracing
 from elfatt_sd.families.base import Projections, SelfAttention, replaceable
 from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
+from elfatt_sd.layer_state import LayerState, attend, is_recomputing
 from elfatt_sd.methods import Grid
 from elfatt_sd.ordering import order_merged
 from elfatt_sd.phases import EXACT, Phase

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from elfatt_sd.errors import ElfattError
+
 
 def modules_around(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     """Return the modules that hold layers, from the outermost inwards, the layers included.
@@ -60,6 +62,24 @@ def skips_calls(around: Iterable[nn.Module]) -> bool:
         or any(getattr(hook, "_is_stateful", False) for hook in _hooks_of(part).values())
         for part in around
     )
+
+
+def refuse_context_parallel(module: nn.Module) -> None:
+    """Refuse a denoiser whose tokens are divided among processes: a method would sample those of one.
+
+    Args:
+        module: without wrappers.
+
+    Raises:
+        ElfattError: diffusers' `enable_parallelism` divided them.
+    """
+    config = getattr(module, "_parallel_config", None)
+    if getattr(config, "context_parallel_config", None) is not None:
+        raise ElfattError(
+            f"{type(module).__name__} cannot be patched with context parallelism (`enable_parallelism`): each process "
+            "holds only a part of the image's tokens. Call elfatt_sd.remove_patch(pipe) if it is patched already, or "
+            "load the model without context parallelism."
+        )
 
 
 def likely_cause(module: nn.Module, around: Sequence[nn.Module]) -> str:

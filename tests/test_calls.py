@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import elfatt_sd
 import elfatt_sd.calls as calls_module
 import elfatt_sd.processor as processor_module
-from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import Given, find_layers
 from elfatt_sd.families.plain import PlainProjections
+from elfatt_sd.layer_state import LayerState
 from elfatt_sd.presets import METHODS
 from elfatt_sd.schedule import Position, Run
 

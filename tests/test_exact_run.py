@@ -12,9 +12,9 @@ import tiny_transformers
 import torch
 from checks import runner
 
-from elfatt_sd.calls import LayerState
 from elfatt_sd.exact_run import ExactRun, image_of
 from elfatt_sd.families import find_denoisers, find_layers, main_denoiser
+from elfatt_sd.layer_state import LayerState
 from elfatt_sd.phases import Phase
 
 SAMPLED = Phase(1.0, "sampled", keys=4)

@@ -153,6 +153,7 @@ CORE = (
     "ahead",
     "kept",
     "calls",
+    "layer_state",
     "joint_processor",
     "processor",
     "autotune",

@@ -16,9 +16,9 @@ from checks import processors
 from patch_checks import ACTIVE, elfatt_processors, picture
 
 import elfatt_sd
-from elfatt_sd import calls as calls_module
-from elfatt_sd.calls import LayerState
+from elfatt_sd import layer_state as state_module
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.layer_state import LayerState
 from elfatt_sd.patch import current_config
 
 EVERY_SETTING = [
@@ -259,13 +259,13 @@ def test_targets_without_a_unet(target: Any) -> None:
 
 def test_reused_matchings_are_computed_once(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    find_candidates = calls_module.find_candidates
+    find_candidates = state_module.find_candidates
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         counted.append(1)
         return find_candidates(*args, **kwargs)
 
-    monkeypatch.setattr(calls_module, "find_candidates", counting)
+    monkeypatch.setattr(state_module, "find_candidates", counting)
     pipe.scheduler = tiny.ddim()
     for settings, expected in (
         ({}, 3 * 4),

@@ -12,7 +12,7 @@ from layer_checks import COLUMNS, ROWS, inputs
 from torch import Tensor
 
 import elfatt_sd
-import elfatt_sd.calls as calls_module
+import elfatt_sd.layer_state as state_module
 import elfatt_sd.patch as patch_module
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import find_layers
@@ -219,8 +219,8 @@ def test_logits_in_float32_on_request(phase: Phase, fp32_logits: bool, monkeypat
 def test_both_ratios_of_agent_sd_share_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
     """What costs is computed once, although tokens are merged at one ratio and agents at another."""
     found: list[Any] = []
-    find_candidates = calls_module.find_candidates
-    monkeypatch.setattr(calls_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given))
+    find_candidates = state_module.find_candidates
+    monkeypatch.setattr(state_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given))
     layer = Layer(PatchConfig.preset("agent"))
     assert len(found) == 3  # one for each layer of the finest level
     assert layer.state.candidates is None, "nothing is kept after the call"

@@ -59,8 +59,8 @@ def test_images_by_where_differences_are_kept(pipe: Any, where: Any) -> None:
 
 
 def test_too_much_is_refused_with_the_figure(pipe: Any) -> None:
-    elfatt_sd.apply_patch(pipe, SHARED, residual_limit=1e-6)
-    with pytest.raises(ElfattError, match=r"residual_steps would keep 0\.00 GiB on cpu.*residual_limit"):
+    elfatt_sd.apply_patch(pipe, SHARED, residual_limit=1e-5)
+    with pytest.raises(ElfattError, match=r"would keep [\d.]+ MiB on cpu, more than the 0\.0102 MiB.*residual_limit"):
         runner(pipe)()
     elfatt_sd.apply_patch(pipe, SHARED, residual_limit=1.0)
     runner(pipe)()
@@ -173,6 +173,32 @@ def test_nothing_is_shared_where_latents_differ(pipe: Any, given: dict[str, Any]
         with elfatt_sd.patched(pipe, config):
             found.append(runner(pipe, **given)())
     assert torch.equal(*found)
+
+
+def test_nothing_is_shared_where_a_layer_splits_its_input(pipe: Any) -> None:
+    """A part of the batch does not have the rows without the prompt first and those with it last."""
+    for module in [module for name, module in pipe.unet.named_modules() if name.endswith(".attn1")]:
+        whole = module.forward
+        module.forward = lambda tokens, whole=whole, **given: torch.cat(
+            [whole(part, **given) for part in tokens.chunk(len(tokens))]
+        )
+    test_nothing_is_shared_where_latents_differ(pipe, {})
+
+
+def test_frames_are_rows(pipe: Any) -> None:
+    """Every frame of a clip keeps a difference of its own; those with the prompt stand for those without."""
+    parts = {name: part for name, part in pipe.components.items() if name != "safety_checker"}
+    pipe = tiny.quiet(diffusers.AnimateDiffPipeline(**parts, motion_adapter=tiny.motion_adapter()))
+    run = runner(pipe, num_frames=3)
+    for config, rows in ((SHARED, 2 * 3), (GUIDED, 3)):
+        layers = [layer for layer in elfatt_sd.plan(pipe, config).layers if layer.patched]
+        of_one = sum(layer.tokens * layer.channels for layer in layers)
+        needed = kept_bytes([(rows * of_one, 1)], 1, torch.float32, "device") / GIB
+        elfatt_sd.apply_patch(pipe, config, residual_limit=1.001 * needed)
+        run()
+        elfatt_sd.apply_patch(pipe, config, residual_limit=0.999 * needed)
+        with pytest.raises(ElfattError, match="residual_steps would keep"):
+            run()
 
 
 def test_guidance_in_two_calls_shares_a_difference() -> None:

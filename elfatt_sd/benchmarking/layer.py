@@ -19,9 +19,9 @@ from elfatt_sd.benchmarking.presets import layer_phases
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import without_gradients
-from elfatt_sd.calls import attend
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import SelfAttention
+from elfatt_sd.layer_state import attend
 from elfatt_sd.measuring.clock import Call
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax

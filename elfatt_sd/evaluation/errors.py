@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.calls import LayerState
 from elfatt_sd.choosing import choose_layers
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.exact_run import ExactRun, image_of
 from elfatt_sd.families import step_denoisers
+from elfatt_sd.layer_state import LayerState
 from elfatt_sd.methods import Draws, Grid
 from elfatt_sd.phases import Phase
 

@@ -33,6 +33,7 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
     "joint",
     "joint_processor",
     "kept",
+    "layer_state",
     "log_sum_exp",
     "merging",
     "ordering",

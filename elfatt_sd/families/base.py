@@ -29,6 +29,7 @@ class Given(NamedTuple):
         timestep: of the call.
         grid: of the input: that of the latent or, where the input is tokens, theirs.
         before: tokens of text before those of the image, in the sequence that attention sees.
+        frames: of a clip, each of which is a row of the layers' batch.
         unit: of the timestep, of `timesteps.other_units`; None for timesteps.
         partial: whether the call leaves out some layers.
         differentiated: whether it has gradients, for which a checkpoint may compute it once more.
@@ -39,6 +40,7 @@ class Given(NamedTuple):
     timestep: Any
     grid: Grid
     before: int = 0
+    frames: int = 1
     unit: int | None = None
     partial: bool = False
     differentiated: bool = False
@@ -48,6 +50,11 @@ class Given(NamedTuple):
     def latent(cls, sample: Tensor, timestep: Any) -> Self:
         """Return what a call was given whose input is a latent, `[batch, ..., height, width]`."""
         return cls(sample, timestep, Grid.image(*map(int, sample.shape[-2:])))
+
+    @property
+    def rows(self) -> int:
+        """Of the layers' batch."""
+        return len(self.sample) * self.frames
 
 
 class Projections(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.models.attention_processor import Attention
@@ -65,7 +65,9 @@ class UNet:
         """Return what a call was given."""
         sample = args[0] if args else kwargs["sample"]
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
-        return Given.latent(sample, timestep)
+        given = Given.latent(sample, timestep)
+        image = cast("int", module.config.in_channels) * given.grid.tokens  # type: ignore[union-attr]
+        return given._replace(frames=sample[0].numel() // image) if sample.ndim == 5 else given
 
     def latent(self, module: nn.Module) -> Grid:
         """Return the grid of the model's own latent size."""

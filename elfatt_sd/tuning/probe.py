@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elfatt_sd.calls import Call, LayerState
+from elfatt_sd.calls import Call
 from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.exact_run import ExactRun
 from elfatt_sd.families import find_denoisers
+from elfatt_sd.layer_state import LayerState
 from elfatt_sd.measuring.clock import Stopwatch, timed
 from elfatt_sd.methods import Draws
 from elfatt_sd.phases import EXACT, Phase

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError
 from elfatt_sd.exact_run import image_of
 from elfatt_sd.installed import Patch
+from elfatt_sd.layer_state import LayerState
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared
 from elfatt_sd.ordering import order_merged
 from elfatt_sd.patch import patches_of

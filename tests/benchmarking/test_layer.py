@@ -11,7 +11,7 @@ import torch
 from bench_checks import QUICK, check_saved
 
 import elfatt_sd.benchmarking.layer as layer_bench
-from elfatt_sd import calls as calls_module
+from elfatt_sd import layer_state as state_module
 from elfatt_sd.benchmarking.layer import layer
 from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.presets import layer_phases
@@ -48,7 +48,7 @@ def test_an_attention_is_timed_under_its_own_name(monkeypatch: pytest.MonkeyPatc
 
     def spied(attention: Any, *arguments: Any) -> Any:
         called.append(attention.name)
-        return calls_module.attend(attention, *arguments)
+        return state_module.attend(attention, *arguments)
 
     monkeypatch.setattr(layer_bench, "attend", spied)
     calls = layer_bench._attention_calls(16, 2, 32, torch.device("cpu"), torch.float32)
@@ -75,9 +75,9 @@ def test_every_order_and_attention_is_timed() -> None:
 def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost of an order is that of a denoising step: permutations are drawn within what is timed."""
     drawn: list[str] = []
-    original = calls_module.LayerState.begin
+    original = state_module.LayerState.begin
     monkeypatch.setattr(
-        calls_module.LayerState, "begin", lambda self, *args: (drawn.append("x"), original(self, *args))[1]
+        state_module.LayerState, "begin", lambda self, *args: (drawn.append("x"), original(self, *args))[1]
     )
     layer(tokens=[64], block_size=16, repeats=2, memory=False, device="cpu")
     assert len(drawn) == 3 * len(layer_phases(16))  # a warm-up and two rounds

@@ -15,7 +15,7 @@ import torch
 from bench_checks import QUICK, check_saved
 from torch import Tensor
 
-from elfatt_sd import calls as calls_module
+from elfatt_sd import layer_state as state_module
 from elfatt_sd import sampled
 from elfatt_sd.autotune import Tuner
 from elfatt_sd.benchmarking import timing
@@ -27,9 +27,9 @@ from elfatt_sd.benchmarking.rows import make_rows
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.unet import _graphed_call, _peak, unet
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, varied
-from elfatt_sd.calls import LayerState
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import copy_structure
+from elfatt_sd.layer_state import LayerState
 from elfatt_sd.measuring.memory import peak_memory
 
 
@@ -93,7 +93,7 @@ def test_a_graph_holds_its_own_matching(
 ) -> None:
     """What is captured must match anew where a call does, and must not where steps share a matching."""
     made: list[int] = []
-    find_candidates = calls_module.find_candidates
+    find_candidates = state_module.find_candidates
 
     def counting(*args: Any) -> Any:
         made.append(1)
@@ -106,7 +106,7 @@ def test_a_graph_holds_its_own_matching(
         captured.append(len(made))
 
     captured: list[int] = []
-    monkeypatch.setattr(calls_module, "find_candidates", counting)
+    monkeypatch.setattr(state_module, "find_candidates", counting)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=made.clear))

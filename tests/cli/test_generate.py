@@ -16,8 +16,8 @@ from PIL import Image
 import elfatt_sd
 from elfatt_sd import generation
 from elfatt_sd.autotune import Decision, Tuner
-from elfatt_sd.calls import LayerState
 from elfatt_sd.generation import Shot, Studio, free_name
+from elfatt_sd.layer_state import LayerState
 from elfatt_sd.request import Request
 
 pytestmark = pytest.mark.usefixtures("library_chatter")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -97,10 +98,19 @@ def test_cached_keys_are_refused() -> None:
 
 
 def test_cached_keys_after_the_patch_are_refused() -> None:
+    """In every call, until the patch is taken out: then the pipeline draws what it draws without one."""
+    image = reference(64, 64)
+
+    def draw(transformer: Any) -> torch.Tensor:
+        pipe = diffusers.Flux2KleinKVPipeline(**{**parts, "transformer": transformer})
+        pipe.set_progress_bar_config(disable=True)
+        return runner(pipe, image=image)()
+
     parts = tiny.flux2().components
-    elfatt_sd.apply_patch(diffusers.Flux2KleinPipeline(**parts), "elfatt")
-    pipe = diffusers.Flux2KleinKVPipeline(**parts)
-    pipe.set_progress_bar_config(disable=True)
-    given = {"height": 32, "width": 48, "num_inference_steps": 3, "prompt_embeds": text(1)}
-    with pytest.raises(ElfattError, match="kv_cache_mode='extract' keeps keys and values"):
-        pipe(image=reference(64, 64), **given)
+    expected = draw(copy.deepcopy(parts["transformer"]))
+    first = elfatt_sd.apply_patch(diffusers.Flux2KleinPipeline(**parts), "elfatt")
+    for _ in range(2):
+        with pytest.raises(ElfattError, match=r"kv_cache_mode='extract' keeps keys and values.*remove_patch\(pipe\)"):
+            draw(parts["transformer"])
+    elfatt_sd.remove_patch(first)
+    assert torch.equal(draw(parts["transformer"]), expected)
