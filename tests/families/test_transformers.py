@@ -85,6 +85,22 @@ def test_steps(case: Case) -> None:
     joint.check_steps(pipe, run, case.layers, case.calls, counts=(1, 4, 28, 50))
 
 
+def test_texts_of_another_length(case: Case) -> None:
+    joint.check_texts(*case.make())
+
+
+@pytest.mark.parametrize("size", [{}, {"height": 32, "width": 32}], ids=["usual", "smallest"])
+def test_a_grid_smaller_than_a_cell_is_exact(case: Case, size: dict[str, int]) -> None:
+    """The presets' cells have 256 tokens: all keys are seen."""
+    pipe, run = case.make()
+    untouched = run(**size)
+    for preset in ("elfatt-fast", "elfatt-quality"):
+        with elfatt_sd.patched(pipe, preset), recorded() as calls:
+            found = run(**size)
+        assert calls, preset
+        torch.testing.assert_close(found, untouched, atol=1e-5, rtol=1e-4)
+
+
 def test_plan(case: Case) -> None:
     """The first version of HunyuanVideo reads its mask, which a plan without weights cannot."""
     pipe, _ = case.make()
