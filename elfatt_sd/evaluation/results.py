@@ -19,7 +19,7 @@ def join_results(run: Run) -> dict[str, Any]:
     """Return the rows of a run with everything that was measured so far; what was not is None.
 
     Raises:
-        ElfattError: a file of the run is missing or damaged.
+        ElfattError: a file of the run is missing or damaged, or of another run.
     """
     record = run.record
     found = {name: _stage(run, name) for name in STAGE_FILES}
@@ -70,13 +70,12 @@ def left_out_of_references(references: object) -> list[str]:
 
 
 def _stage(run: Run, name: str) -> dict[str, Any]:
-    """Return what a stage wrote; nothing where it has not run yet, or where the file is of another run.
+    """Return what a stage wrote; nothing where it has not run yet.
 
     The identity is the recorded one: a later version, with more settings, would compute another.
     """
     remedy = "delete the file, and give the `eval run` command again"
-    data = read_data(run.folder / name, STAGE_FILES[name], remedy) or {}
-    return data if data.get("identity") == run.record.identity else {}
+    return read_data(run.folder / name, STAGE_FILES[name], remedy, run.record.identity) or {}
 
 
 def _row(row: Row, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.results import SCORES_FILE, join_results
 from elfatt_sd.evaluation.run import COST_FILE, MEMORY_FILE, RUN_FILE, TIME_FILE, Run
 from elfatt_sd.files import sha256_of_data, write_json
@@ -37,13 +40,9 @@ def test_a_run_of_an_earlier_version_keeps_its_figures(finished_run: Path, tmp_p
     assert all(row["distances"] and row["time"] and row["memory"] for row in results["rows"])
 
 
-def test_figures_of_another_run_are_not_taken(finished_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [SCORES_FILE, TIME_FILE, MEMORY_FILE, COST_FILE])
+def test_figures_of_another_run_are_refused(finished_run: Path, tmp_path: Path, name: str) -> None:
     run_dir, _ = _copy_of_an_earlier_version(finished_run, tmp_path)
-    for name in (SCORES_FILE, TIME_FILE):
-        shutil.copy(finished_run / name, run_dir / name)
-    results = join_results(Run.open(run_dir))
-    assert results["reference"] is None
-    assert "timing" not in results["environment"]
-    for row in results["rows"]:
-        assert (row["distances"], row["time"]) == (None, None)
-        assert row["memory"] and row["images"]
+    shutil.copy(finished_run / name, run_dir / name)
+    with pytest.raises(ElfattError, match=f"{name} is of another run, .*; delete the file"):
+        join_results(Run.open(run_dir))
