@@ -300,4 +300,7 @@ def places(layers: Sequence[PlannedLayer]) -> list[str]:
         return block if takes_steps(layer.denoiser) else f"{layer.denoiser}.{block}"
 
     found = list(dict.fromkeys(map(place, layers)))
-    return found if len(found) <= _MOST_PLACES else [f"{found[0]} to {found[-1].rpartition('.')[2]}"]
+    if len(found) <= _MOST_PLACES:
+        return found
+    kinds = [list(blocks) for _, blocks in itertools.groupby(found, lambda block: block.rpartition(".")[0])]
+    return [f"{kind[0]} to {kind[-1].rpartition('.')[2]}" if len(kind) > 1 else kind[0] for kind in kinds]
