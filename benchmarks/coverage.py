@@ -258,9 +258,10 @@ def few_section(runs: int, every: int = 1) -> str:
     named = ["accuracy covered", "its difference covered", "PSNR covered", "distance difference covered"]
     parts = [
         "## Few classes",
-        "A method that makes every image a little better and spoils some, so that it is worse: what intervals and "
-        f"verdicts would say without the rule that fewer than {FEWEST_CLASSES} classes get none (but an accuracy its "
-        "interval). The distance's difference is extrapolated; the last column is of the published distance's.",
+        "A method makes every image a little better, and spoils some of them. So it is worse. "
+        f"Fewer than {FEWEST_CLASSES} classes get no verdict, and no interval but that of an accuracy. "
+        "The table shows what they would get without this rule. The distance's difference is extrapolated. "
+        "The last column is of the published distance.",
         table(["classes", "spoiled", *named, "called better", "called better as published"], found),
     ]
     return "\n\n".join(parts)
