@@ -239,7 +239,7 @@ def read_data(path: Path, shape: type[Any], remedy: str, identity: str | None = 
     data = read_json(path, remedy)
     if data is not None:
         check_file(path, data, shape, remedy)
-        if identity not in (None, data["identity"]):
+        if identity is not None and data["identity"] != identity:
             raise ElfattError(f"{path} is of another run, of identity {data['identity'][:12]!r}; {remedy}.")
     return data if isinstance(data, Mapping) else None  # type: ignore[return-value]
 
