@@ -5,27 +5,32 @@ pipeline with a correlation, and that keeps the variety or loses 3 % of it. The 
 degrees of freedom, for each feature apart (`features`) or for all features of an image together (`images`). The
 distance must cover its expectation at n images, the difference that of infinitely many images.
 Kernel: non-negative features of images in one and in several blocks; a method that does not differ.
+Few classes: one image a class, and a method that makes every image a little better and spoils some, so that it is
+worse. Verdicts are those that `FEWEST_CLASSES` keeps from being given.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from elfatt_sd.evaluation import kernel
-from elfatt_sd.evaluation.frechet import Target, frechet_figures
-from elfatt_sd.evaluation.intervals import BETTER, WORSE, Interval, verdict
+from elfatt_sd.evaluation.frechet import Target, frechet_distance, frechet_figures
+from elfatt_sd.evaluation.intervals import BETTER, FEWEST_CLASSES, WORSE, Estimate, Interval, share_interval, verdict
 from elfatt_sd.evaluation.kernel import kernel_distance, kernel_within
 
 TAILS, RATIOS, CORRELATIONS = ("normal", "features", "images"), (0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 25.0), (0.0, 0.9, 0.99)
 FREEDOM = 5  # of Student's t
 FEATURES, IMAGES = 32, 64  # at least
+FEW_FEATURES, SPREAD = 8, 1.2  # of the images of few classes, in standard deviations of the reference
+SHARPER, MOVED = 0.95, 2.0  # a method multiplies all features by the first, and adds the second where it spoils
 ALIKE = 0.5  # part of the variance that images of a class share
 
 
@@ -105,7 +110,7 @@ def _noise(tail: str, count: int, dimension: int, generator: torch.Generator) ->
     return normal * ((FREEDOM - 2) / squares).sqrt()
 
 
-def _covered(found: list[tuple[float, Interval | None]], truth: float | None = None) -> float:
+def _covered(found: Sequence[tuple[float, Interval | None]], truth: float | None = None) -> float:
     """Fraction of intervals that hold the truth, by default the mean of all values."""
     wanted = sum(value for value, _ in found) / len(found) if truth is None else truth
     return sum(ends is not None and ends[0] <= wanted <= ends[1] for _, ends in found) / len(found)
@@ -158,7 +163,64 @@ def covered_kernel(setting: KernelSetting, runs: int, count: int = 600, dimensio
     return Rates(_covered(distances), _covered(differences, 0.0), sum(each in (BETTER, WORSE) for each in said) / runs)
 
 
-def table(titles: list[str], lines: list[tuple[Setting | KernelSetting, Rates]]) -> str:
+@dataclass(frozen=True)
+class FewSetting:
+    """What is drawn: `classes` of one image each, and the fraction of images that are spoiled."""
+
+    classes: int
+    spoiled: float
+
+
+@dataclass(frozen=True)
+class FewRates:
+    """Fractions of runs: intervals that cover, and verdicts that would call the worse method better."""
+
+    accuracy: float
+    accuracy_difference: float
+    psnr: float
+    distance_difference: float
+    better: float
+    better_as_published: float
+
+
+def few_settings() -> Iterator[FewSetting]:
+    """Yield all settings."""
+    yield from itertools.starmap(FewSetting, itertools.product((5, 10, 20, FEWEST_CLASSES, 60, 100), (0.05, 0.1, 0.2)))
+
+
+def covered_few(setting: FewSetting, runs: int) -> FewRates:
+    """Simulate accuracy, PSNR and the Frechet distance of few images."""
+    generator = torch.Generator().manual_seed(1)
+    good, target = 1 - setting.spoiled, Target(torch.zeros(FEW_FEATURES), torch.eye(FEW_FEATURES))
+    found = [_of_one_run(setting, target, generator) for _ in range(runs)]
+    truths = (good, good - 1, 20 + 20 * good, _worse_by(setting.spoiled, target))
+    held = [_covered([(truth, each[place]) for each in found], truth) for place, truth in enumerate(truths)]
+    better = [sum(verdict(each[place], FEWEST_CLASSES) == BETTER for each in found) / runs for place in (3, 4)]
+    return FewRates(*held, *better)
+
+
+def _of_one_run(setting: FewSetting, target: Target, generator: torch.Generator) -> list[Interval | None]:
+    """Return the intervals of accuracy, its difference, PSNR, and the distance's difference, extrapolated and not."""
+    count, classes = setting.classes, range(setting.classes)
+    good = (torch.rand(count, generator=generator) >= setting.spoiled).double()
+    psnr = 20 + 20 * good + 3 * torch.randn(count, generator=generator)
+    before = SPREAD * torch.randn(count, FEW_FEATURES, generator=generator, dtype=torch.float64)
+    after = SHARPER * before + MOVED * (1 - good)[:, None]
+    ours, theirs = (frechet_figures(each, target, classes) for each in (after, before))
+    accuracy, untouched, closeness = (Estimate.mean(each, classes) for each in (good, torch.ones(count), psnr))
+    means = [share_interval(good, classes), (accuracy - untouched).interval(), closeness.interval()]
+    return [*means, ours.limit_difference(theirs)[1], (ours.published - theirs.published).interval()]
+
+
+def _worse_by(spoiled: float, target: Target) -> float:
+    """Return the difference in distance of infinitely many images, which is above 0."""
+    one, own = torch.ones(FEW_FEATURES).double(), SPREAD**2 * torch.eye(FEW_FEATURES).double()
+    mixed = SHARPER**2 * own + MOVED**2 * spoiled * (1 - spoiled) * torch.outer(one, one)
+    known = target.mean, target.covariance
+    return frechet_distance(MOVED * spoiled * one, mixed, *known) - frechet_distance(0 * one, own, *known)
+
+
+def table(titles: list[str], lines: Sequence[tuple[Any, Any]]) -> str:
     """Write a Markdown table, a line for each setting."""
     rows = [titles, ["---"] * len(titles)]
     for setting, rates in lines:
@@ -185,8 +247,24 @@ def report(runs: int, every: int) -> str:
         "## Kernel distance",
         _summary(kernels),
         table(["blocks", "correlation", "shift", *named], kernels),
+        few_section(runs, every),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def few_section(runs: int, every: int = 1) -> str:
+    """Simulate few classes, and write the section."""
+    found = [(each, covered_few(each, runs)) for each in itertools.islice(few_settings(), 0, None, every)]
+    named = ["accuracy covered", "its difference covered", "PSNR covered", "distance difference covered"]
+    parts = [
+        "## Few classes",
+        "A method makes every image a little better, and spoils some of them. So it is worse. "
+        f"Fewer than {FEWEST_CLASSES} classes get no verdict, and no interval but that of an accuracy. "
+        "The table shows what they would get without this rule. The distance's difference is extrapolated. "
+        "The last column is of the published distance.",
+        table(["classes", "spoiled", *named, "called better", "called better as published"], found),
+    ]
+    return "\n\n".join(parts)
 
 
 def _summary(lines: list[tuple[Setting, Rates]] | list[tuple[KernelSetting, Rates]]) -> str:

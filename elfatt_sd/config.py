@@ -64,7 +64,7 @@ class PatchConfig:
             of CUDA cards since Ampere do so by themselves in half precision, where it changes nothing.
         residuals: where the differences of `residual_steps` are kept: on the `device`, on the `host`, which copies them
             there and back, or in 8 bits on the device (`fp8`).
-        residual_limit: GiB that they may take in one call of the model; None is half of what is free.
+        residual_limit: GiB that those of all calls of a step may take; None is half of what is free.
         per_layer: layers with phases of their own, whatever their level; the first that names a layer counts.
     """
 

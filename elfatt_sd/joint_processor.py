@@ -149,12 +149,15 @@ def _corrected(state: LayerState, approximated: Callable[[], Any], exact: Callab
     """
     text: list[Any] = []
 
-    def image_of(output: Any) -> Tensor:
+    def image_of(output: Any, *, is_exact: bool = False) -> Tensor:
         image, *others = output if isinstance(output, tuple) else (output,)
-        text[:] = text or others
+        text[:] = others if is_exact else text or others
         return image  # type: ignore[no-any-return]
 
-    image = state.correct(lambda: matching.unmerge(image_of(approximated())), lambda rows: image_of(exact())[rows])
+    def exact_image(rows: slice) -> Tensor:
+        return image_of(exact(), is_exact=True)[rows]
+
+    image = state.correct(lambda: matching.unmerge(image_of(approximated())), exact_image)
     state.outcome = state.outcome or "done"
     return (image, *text) if text else image
 
@@ -196,6 +199,8 @@ def _obstacle(
         return "it was given other tokens to attend to"
     if query.shape[1] < image.stop:
         return f"it was given {query.shape[1]} tokens in place of {state.grid} and {image.start} of text"
+    if query.shape[1] > image.stop - image.start and not state.phase.attention.joint:  # of given frames, for instance
+        return f"it was given tokens besides those of {state.grid}, and {state.phase.attention.name!r} sees none"
     if options.get("is_causal"):
         return "its attention is causal"
     if mask is not None and not _is_of_keys(mask, state.layer.masks_text):  # type: ignore[attr-defined]

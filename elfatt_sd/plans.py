@@ -15,7 +15,7 @@ from torch import nn
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import takes_steps
 from elfatt_sd.methods import Grid
-from elfatt_sd.residuals import kept_bytes
+from elfatt_sd.residuals import kept_bytes, readable
 from elfatt_sd.shapes import Blueprint
 
 PAYS = 8000  # tokens of a transformer, from about which on attention is a large part of its step
@@ -207,12 +207,11 @@ class Plan:
         )
         kept = self.kept_bytes
         if kept:
-            size = f"{kept / 2**30:.2f} GiB" if kept > 2**29 else f"{kept / 2**20:.1f} MiB"
             what = "in 8 bits" if self.config.residuals == "fp8" else "in 16 bits"
             where = "host" if self.config.residuals == "host" else "device"
             rows.append(
-                f"differences that steps share: {size} for each image of a batch {what}, kept on the {where}; "
-                "twice that with a negative prompt"
+                f"differences that steps share: {readable(kept)} for each image of a batch {what}, kept on the "
+                f"{where}; twice that with a negative prompt"
             )
         rows += [str(self.call)] if self.blueprints else []
         tokens = max((layer.tokens for layer in self.layers if layer.denoiser.startswith("transformer")), default=PAYS)
@@ -301,4 +300,7 @@ def places(layers: Sequence[PlannedLayer]) -> list[str]:
         return block if takes_steps(layer.denoiser) else f"{layer.denoiser}.{block}"
 
     found = list(dict.fromkeys(map(place, layers)))
-    return found if len(found) <= _MOST_PLACES else [f"{found[0]} to {found[-1].rpartition('.')[2]}"]
+    if len(found) <= _MOST_PLACES:
+        return found
+    kinds = [list(blocks) for _, blocks in itertools.groupby(found, lambda block: block.rpartition(".")[0])]
+    return [f"{kind[0]} to {kind[-1].rpartition('.')[2]}" if len(kind) > 1 else kind[0] for kind in kinds]

@@ -113,6 +113,11 @@ def kept_bytes(sizes: Iterable[tuple[int, int]], batch: int, dtype: torch.dtype,
     return float(sum(batch * tokens * (channels * each + 4 * (where == "fp8")) for tokens, channels in sizes))
 
 
+def readable(size: float) -> str:
+    """Return a number of bytes in words."""
+    return f"{size / GIB:.2f} GiB" if size > GIB / 2 else f"{size / 2**20:.3g} MiB"
+
+
 def free_for_differences(where: Kept, device: torch.device) -> float:
     """Return the GiB that differences may take where the user gives no limit: half of what is free."""
     return math.inf if device.type == "meta" else _SHARE * memory_of(_place(where, device))[1] / GIB
@@ -141,6 +146,6 @@ def check_memory(needed: float, where: Kept, limit: float, device: torch.device)
         same = ("host",) if place.type == device.type == "cpu" else ()
         others = ", ".join(f"residuals={other!r}" for other in ("host", "fp8") if other not in (where, *same))
         raise ElfattError(
-            f"residual_steps would keep {needed / GIB:.2f} GiB on {place.type}, more than the {limit:.2f} GiB "
+            f"residual_steps would keep {readable(needed)} on {place.type}, more than the {readable(limit * GIB)} "
             f"that it may take; give residual_steps=1, {others}, or a larger residual_limit (in GiB)."
         )

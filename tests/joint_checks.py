@@ -111,6 +111,29 @@ def check_image_to_image(pipe: Any, run: Run, calls: int = 1) -> None:
             assert set(seen.values()) == {2 * calls}, "steps 4 and 5 of 4 to 7"
 
 
+def check_texts(pipe: Any, run: Run) -> None:
+    """A call with longer texts is patched as well, and leaves nothing to the calls after it."""
+    texts = {name: _longer(given) for name, given in run.given.items() if "prompt" in name and "pooled" not in name}
+    assert texts
+    untouched = run(**texts)
+    with elfatt_sd.patched(pipe, PatchConfig("all", (ALL_KEYS["cell_spread"],))):
+        torch.testing.assert_close(run(**texts), untouched, atol=1e-5, rtol=1e-4)
+    with elfatt_sd.patched(pipe, PatchConfig("few", (Phase(1.0, "cell_spread", block_size=8, residual_steps=2),))):
+        before = run()
+        with recorded() as calls:
+            assert not torch.equal(run(**texts), untouched)
+        assert calls
+        assert torch.equal(run(), before)
+    assert torch.equal(run(**texts), untouched)
+
+
+def _longer(text: Any) -> Any:
+    """Return embeddings or their mask, or a list of such rows, with some of them again at the end."""
+    if isinstance(text, list):
+        return [torch.cat([row, row[:4]]) for row in text]
+    return torch.cat([text, text[:, :4]], 1)
+
+
 def interrupt(pipe: Any, run: Run) -> None:
     """Break a run off in its second call of the transformer."""
     count = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -43,6 +44,13 @@ class Sizes(torch.nn.Module):
 
     spatial_compression_ratio, temporal_compression_ratio = 32, 8
     device, dtype = torch.device("cpu"), torch.float32
+
+
+class Latents(Sizes):
+    """As much as HunyuanVideo 1.5 asks for."""
+
+    spatial_compression_ratio, temporal_compression_ratio = 16, 4
+    config = SimpleNamespace(latent_channels=4)
 
 
 def runner(pipe: Any, **fixed: Any) -> Callable[..., torch.Tensor]:
@@ -125,6 +133,23 @@ def hunyuan_video(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
     mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0]])
     given = {"prompt_embeds": embeds(), "prompt_attention_mask": mask, "pooled_prompt_embeds": torch.zeros(1, 8)}
     return pipe, runner(pipe, height=96, width=64, num_frames=9, **{**given, **options})
+
+
+def hunyuan_video_15(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Two blocks; 3x6x4 tokens, text of two encoders, some of it padding; two calls a step."""
+    from diffusers import ClassifierFreeGuidance
+
+    config = {"in_channels": 9, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16}
+    config |= {"num_layers": 2, "num_refiner_layers": 1, "text_embed_dim": WIDTH, "text_embed_2_dim": 10}
+    config |= {"image_embed_dim": 8, "rope_axes_dim": (4, 6, 6), "task_type": "t2v"}
+    model = transformer("HunyuanVideo15Transformer3DModel", **config)
+    pipe = pipeline("HunyuanVideo15Pipeline", model, vae=Latents(), guider=ClassifierFreeGuidance(guidance_scale=3.0))
+    given = {"num_frames": 9, "height": 96, "width": 64}
+    for seed, which in enumerate(("prompt", "negative_prompt")):
+        mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0]])
+        given |= {f"{which}_embeds": embeds(seed), f"{which}_embeds_mask": mask}
+        given |= {f"{which}_embeds_2": embeds(seed, width=10), f"{which}_embeds_mask_2": mask}
+    return pipe, runner(pipe, **{**given, **options})
 
 
 def cogvideox(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:

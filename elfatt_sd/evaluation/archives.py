@@ -69,11 +69,13 @@ def _tar_entries(file: Path, prefix: str) -> tuple[list[Entry], list[str]]:
 
 
 def _check_end(file: Path, end: int) -> None:
-    """Refuse an archive that goes on where it seems to end: reading stops there, and what follows would be missed.
+    """Refuse an archive that was cut off, or goes on where it seems to end: what is missing or follows would be missed.
 
     Raises:
         ElfattError: it does.
     """
+    if end >= file.stat().st_size:
+        raise ElfattError(f"reference {file} has no mark of its end at byte {end}: it was cut off; copy it again.")
     with open(file, "rb") as content:
         content.seek(end)
         while piece := content.read(1 << 20):

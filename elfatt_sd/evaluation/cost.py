@@ -5,24 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.images import load_protocol_pipeline
 from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.records import Cost, is_whole
 from elfatt_sd.evaluation.run import COST_FILE, Run
 from elfatt_sd.files import write_json
 from elfatt_sd.patch import plan
 from elfatt_sd.running import rows_of
 
 
-def write_cost(run: Run, pipe: Any) -> None:
+def write_cost(run: Run, pipe: Any = None) -> None:
     """Write the cost of all rows, unless it is there.
 
     Args:
         run: its protocol says what the rows are.
-        pipe: its pipeline, not patched.
+        pipe: its pipeline, not patched; None loads it where it is needed.
+
+    Raises:
+        ElfattError: the pipeline cannot be loaded.
     """
-    path = run.folder / COST_FILE
-    if not path.is_file():
-        rows = {cell.name: row_cost(pipe, run.protocol, cell) for cell in run.protocol.cells if not cell.peer}
-        write_json(path, {"identity": run.protocol.identity, "rows": rows})
+    path, identity = run.folder / COST_FILE, run.record.identity
+    if not is_whole(path, Cost, identity):
+        rows = row_costs(run.protocol, load_protocol_pipeline(run.protocol) if pipe is None else pipe)
+        write_json(path, {"identity": identity, "rows": rows})
+
+
+def row_costs(protocol: Protocol, pipe: Any) -> dict[str, Any]:
+    """Return the cost of all rows of a protocol but those of peers."""
+    return {cell.name: row_cost(pipe, protocol, cell) for cell in protocol.cells if not cell.peer}
 
 
 def row_cost(pipe: Any, protocol: Protocol, cell: Cell) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import io
 import warnings
 from typing import IO, Any
 
-DECODING = 2  # goes up when the same file gives other pixels
+DECODING = 3  # goes up when the same file gives other pixels, or none
+_SCAN, _END = b"\xda", b"\xff\xd9"  # of JPEG: the mark that data follow, and that of the end
 _DRAWINGS = ("EPS", "WMF")  # another program would draw them
 _SAMPLES = {"I": 65535, "I;16": 65535, "I;16B": 65535, "I;16L": 65535, "I;16N": 65535}
 _BITS_PER_SAMPLE, _SUBFILE, _REDUCED_OR_MASK = 258, 254, 0b101  # tags of TIFF; the last is a mask of the second one
@@ -57,6 +58,8 @@ def decode(content: bytes) -> Any:
     with opened:
         if opened.format in _DRAWINGS:
             raise OSError(f"a drawing ({opened.format}), which has no pixels of its own")
+        if opened.format in ("JPEG", "MPO"):
+            _check_end(content)
         _check_single(opened)
         picture = _eight_bit(opened, ImageOps.exif_transpose(opened))
         if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
@@ -64,6 +67,19 @@ def decode(content: bytes) -> Any:
             white = Image.new("RGBA", picture.size, "white")
             picture = Image.alpha_composite(white, picture)
         return picture.convert("RGB")
+
+
+def _check_end(content: bytes) -> None:
+    """Refuse a JPEG without an end: zeros after a broken download are decoded as grey, with no error.
+
+    Before its data there are segments, each of which tells its length; thumbnails in them have ends of their own.
+    """
+    place = 2
+    while content[place : place + 1] == b"\xff" and content[place + 1 : place + 2] != _SCAN:
+        filler = content[place + 1 : place + 2] == b"\xff"
+        place += 1 if filler else 2 + int.from_bytes(content[place + 2 : place + 4])
+    if content.find(_END, place) < 0:
+        raise OSError("image file is truncated: it has no end")
 
 
 def _check_single(opened: Any) -> None:

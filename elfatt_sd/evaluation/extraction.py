@@ -28,7 +28,7 @@ from elfatt_sd.evaluation.decoding import decode, pixels_of
 from elfatt_sd.evaluation.entries import Entry, Source
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
-from elfatt_sd.evaluation.statistics import DAMAGED, is_finite
+from elfatt_sd.evaluation.statistics import DAMAGED, is_finite, load_plain
 from elfatt_sd.files import atomic_file, write_file
 from elfatt_sd.progress import Lines, Progress
 
@@ -267,7 +267,7 @@ def _features(extractor: Extractor, batch: Sequence[np.ndarray[Any, np.dtype[np.
 def _read_chunk(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]] | None:
     """Return features and unreadable names of a chunk; None where there is none, or none that is whole."""
     try:
-        with np.load(path, allow_pickle=False) as data:
+        with load_plain(path) as data:
             features, unreadable = data["features"], json.loads(str(data["unreadable"]))
     except DAMAGED:
         return None

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation import vision
+from elfatt_sd.evaluation.statistics import LARGEST
 from elfatt_sd.files import sha256_of_data, sha256_of_file
 from elfatt_sd.optional import need
 
@@ -82,14 +83,15 @@ class Extractor(nn.Module):
             float32 `[n, d]`, on the network's device.
 
         Raises:
-            ElfattError: the images have another shape or type, or a feature is not finite.
+            ElfattError: the images have another shape or type, or a feature is NaN or too large for a distance.
         """
         if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3:
             raise ElfattError(f"images are {images.dtype} {tuple(images.shape)}; accepted is uint8 [n, 3, h, w].")
         with torch.no_grad(), exact_float32(self.device):
             features: Tensor = self._features(images.to(self.device))
-        if not features.isfinite().all():
-            raise ElfattError(f"extractor {self.name} gives NaN or infinity; its weights or preprocessing are damaged.")
+        if not (features.abs() < LARGEST).all():  # so written, NaN is none of these
+            said = f"gives NaN, or numbers of {LARGEST:g} and more"
+            raise ElfattError(f"extractor {self.name} {said}; its weights or preprocessing are damaged.")
         return features.float()
 
     def _features(self, images: Tensor) -> Tensor:

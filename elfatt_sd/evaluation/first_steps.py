@@ -8,8 +8,8 @@ the images are the same, byte for byte. Times and memory are measured elsewhere,
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from elfatt_sd.evaluation.images import denoiser
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.files import write_file
+from elfatt_sd.files import read_plain, write_file
+
+_DIGEST = hashlib.sha256().digest_size  # bytes before what is kept
 
 
 def exact_calls(cell: Cell, steps: int) -> int:
@@ -47,13 +49,23 @@ def kept_calls(protocol: Protocol, cell: Cell) -> int:
     return min(exact_calls(cell, protocol.steps), max(others, default=0))
 
 
+def _keep(path: Path, outputs: list[Tensor]) -> None:
+    content = io.BytesIO()  # of a disk that is full, torch.save itself tells in words of its own
+    torch.save(outputs, content)
+    write_file(path, hashlib.sha256(content.getvalue()).digest() + content.getvalue())
+
+
 def _kept(path: Path) -> list[Tensor]:
     """Return the outputs that are kept; none where the file is damaged, for they can be made again."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError):
+        content = read_plain(path)
+    except OSError:
         return []
-    return found if isinstance(found, list) and all(isinstance(each, Tensor) for each in found) else []
+    digest, outputs = content[:_DIGEST], content[_DIGEST:]
+    if hashlib.sha256(outputs).digest() != digest:  # one bit, which torch.load may not see, would change all rows
+        return []
+    found: list[Tensor] = torch.load(io.BytesIO(outputs), map_location="cpu", weights_only=True)
+    return found
 
 
 @contextlib.contextmanager
@@ -92,6 +104,4 @@ def first_steps(pipe: Any, path: Path, calls: int) -> Iterator[None]:
         if own is not None:  # another wrapper, such as one that moves weights to the device
             network.forward = own
     if len(outputs) > len(known):
-        content = io.BytesIO()  # of a disk that is full, torch.save itself tells in words of its own
-        torch.save(outputs, content)
-        write_file(path, content.getvalue())
+        _keep(path, outputs)

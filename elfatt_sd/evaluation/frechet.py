@@ -139,7 +139,9 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
     near = left.squares + 2 * left.along + left.sizes * length  # sum of |x - mu|^2 over the images of each class
     alone = count - left.sizes.max() < 2  # no distance is left without a class
     published = length + trace + constant - 2 * spectrum.root / free.sqrt()
-    ratio = torch.ones_like(spectrum.scales) if alone else left.outside * (free - spectrum.phi) / spectrum.phi
+    alike = not len(spectrum.values)  # as far as the reference varies, too
+    one = torch.ones_like(spectrum.scales)
+    ratio = one if alone or alike else left.outside * (free - spectrum.phi) / spectrum.phi
     roots = _limit_roots(spectrum, spectrum.root, spectrum.phi, spectrum.slope, ratio, free, target.rank)
     limits = near.sum() / count + constant - 2 * roots
     if alone:

@@ -24,6 +24,7 @@ FORMAT = 4  # of what is kept
 MOST_CHANGED = 16
 DIGITS = 6  # of what is kept of each image
 PAIR_BATCH = 8
+_ROUNDING = 1e-6
 
 
 def pair_changes(
@@ -43,13 +44,19 @@ def pair_changes(
     """
     path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
     known = read_array(path, 2, dtype="float64")
-    if known is not None and len(known) == len(images.paths) and not np.isnan(known).any():
+    if known is not None and len(known) == len(images.paths) and _is_possible(known):
         return torch.from_numpy(np.array(known))
     with quiet_pillow():
         rows = torch.cat(list(_changes(images, baseline, device, progress)))
     with atomic_file(path) as file:
         np.save(file, rows.numpy())
     return rows
+
+
+def _is_possible(known: np.ndarray[Any, Any]) -> bool:
+    """Tell whether PSNR and SSIM `[n, 2]` can be those of 8-bit images; NaN cannot."""
+    decibels, similarities = known.T
+    return bool((decibels >= 0).all() and (np.abs(similarities) <= 1 + _ROUNDING).all())
 
 
 def _changes(images: Images, baseline: Images, device: torch.device, progress: Progress | None) -> Iterator[Tensor]:

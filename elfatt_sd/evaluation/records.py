@@ -224,21 +224,29 @@ class ResultsRecord(Struct, frozen=True):
     published: dict[str, Any] | None = None
 
 
-def read_data(path: Path, shape: type[Any], remedy: str) -> dict[str, Any] | None:
+def read_data(path: Path, shape: type[Any], remedy: str, identity: str | None = None) -> dict[str, Any] | None:
     """Return the plain data of a file that holds a record, None where there is no file.
 
+    Args:
+        path: the file.
+        shape: of the record.
+        remedy: what to do where it is damaged.
+        identity: of the run that it must be of; None takes any.
+
     Raises:
-        ElfattError: it is damaged; the message names the file and the field.
+        ElfattError: it is damaged, or of another run; the message names the file and the field.
     """
     data = read_json(path, remedy)
     if data is not None:
         check_file(path, data, shape, remedy)
+        if identity is not None and data["identity"] != identity:
+            raise ElfattError(f"{path} is of another run, of identity {data['identity'][:12]!r}; {remedy}.")
     return data if isinstance(data, Mapping) else None  # type: ignore[return-value]
 
 
-def is_whole(path: Path, shape: type[Any]) -> bool:
-    """Tell whether a file is there and holds a record."""
+def is_whole(path: Path, shape: type[Any], identity: str) -> bool:
+    """Tell whether a file is there and holds a record of a run."""
     try:
-        return read_data(path, shape, "") is not None
+        return read_data(path, shape, "", identity) is not None
     except ElfattError:
         return False

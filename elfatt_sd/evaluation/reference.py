@@ -334,7 +334,7 @@ def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
     if count is not None:
         wanted.check_count(count)
     suffix = f" (statistics of {path.name})" if count is None else _suffix(count)
-    covariance = check_covariance(path, covariance)
+    covariance = check_covariance(path, covariance, count)
     statistics = FeatureStatistics.from_moments(mean, covariance, count or UNKNOWN_COUNT)
     digest = sha256_of_file(path)
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.evaluation.records import Cost, Peaks, Scores, Times, read_data
 from elfatt_sd.evaluation.run import COST_FILE, MEMORY_FILE, SCORES_FILE, TIME_FILE, Row, Run
 from elfatt_sd.files import write_json
@@ -12,6 +13,7 @@ from elfatt_sd.files import write_json
 RESULTS_FILE = "results.json"
 FORMAT = 1
 STAGE_FILES = {SCORES_FILE: Scores, TIME_FILE: Times, MEMORY_FILE: Peaks, COST_FILE: Cost}
+_OVER_CLASSES = ("distances", "paired", "accuracy", "metrics")  # parts of a row with intervals over classes
 _SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed", "metrics")
 
 
@@ -19,7 +21,7 @@ def join_results(run: Run) -> dict[str, Any]:
     """Return the rows of a run with everything that was measured so far; what was not is None.
 
     Raises:
-        ElfattError: a file of the run is missing or damaged.
+        ElfattError: a file of the run is missing or damaged, or of another run.
     """
     record = run.record
     found = {name: _stage(run, name) for name in STAGE_FILES}
@@ -39,7 +41,9 @@ def join_results(run: Run) -> dict[str, Any]:
         "protocol": record.protocol,
         "environment": environment,
         "reference": found[SCORES_FILE].get("references"),
-        "rows": [_row(row, {name: data.get(row.name) or {} for name, data in rows.items()}) for row in run.rows],
+        "rows": without_intervals_of_few(
+            [_row(row, {name: data.get(row.name) or {} for name, data in rows.items()}) for row in run.rows]
+        ),
         "published": record.protocol.get("published") or None,
     }
 
@@ -53,6 +57,50 @@ def write_results(run: Run) -> dict[str, Any]:
     results = join_results(run)
     write_json(run.folder / RESULTS_FILE, results)
     return results
+
+
+def without_intervals_of_few(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Leave out of rows what is of too few classes for a reader: intervals that miss rare damage, and what they bound.
+
+    Those are the intervals of every difference and of every figure but an accuracy, which knows how few classes there
+    are, and the value of a difference that is extrapolated to infinitely many images. `scores.json` keeps all of them.
+
+    Args:
+        rows: of one run, all of the same prompts.
+    """
+    return [_without_intervals(row) for row in rows] if any(map(_is_of_few, rows)) else list(rows)
+
+
+def _is_of_few(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row's classes are too few, by their number or by a verdict, which counts uneven ones as fewer."""
+    classes = row.get("classes")
+    few = isinstance(classes, int) and 0 < classes < FEWEST_CLASSES
+    return few or any(TOO_FEW in _verdicts(row.get(part)) for part in _OVER_CLASSES)
+
+
+def _verdicts(data: object) -> Iterator[object]:
+    if isinstance(data, Mapping):
+        yield data.get("verdict")
+        for value in data.values():
+            yield from _verdicts(value)
+
+
+def _without_intervals(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    shown = {part: _bare(row[part]) for part in _OVER_CLASSES if part in row}
+    if isinstance(row.get("accuracy"), Mapping):
+        shown["accuracy"] = {name: _with_own(shown["accuracy"][name], each) for name, each in row["accuracy"].items()}
+    return {**row, **shown}
+
+
+def _with_own(bare: Any, figure: Any) -> Any:
+    return {**bare, "interval": figure.get("interval")} if isinstance(figure, Mapping) else figure
+
+
+def _bare(data: Any) -> Any:
+    if not isinstance(data, Mapping):
+        return data
+    hidden = ["interval", *(["value"] if data.get("images") == "infinite" else [])]
+    return {name: None if name in hidden else _bare(value) for name, value in data.items()}
 
 
 def unreadable_references(references: object) -> list[str]:
@@ -70,13 +118,12 @@ def left_out_of_references(references: object) -> list[str]:
 
 
 def _stage(run: Run, name: str) -> dict[str, Any]:
-    """Return what a stage wrote; nothing where it has not run yet, or where the file is of another run.
+    """Return what a stage wrote; nothing where it has not run yet.
 
     The identity is the recorded one: a later version, with more settings, would compute another.
     """
     remedy = "delete the file, and give the `eval run` command again"
-    data = read_data(run.folder / name, STAGE_FILES[name], remedy) or {}
-    return data if data.get("identity") == run.record.identity else {}
+    return read_data(run.folder / name, STAGE_FILES[name], remedy, run.record.identity) or {}
 
 
 def _row(row: Row, found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ ACCEPTED = (
     "a folder of images, an uncompressed .tar, a .zip, a folder of .tar shards or their pattern (val-*.tar, "
     "val-{000..049}.tar), .parquet, or statistics with mu and sigma in an .npz"
 )
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
+_RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}|\{([^{}]*,[^{}]*)\}")
 
 
 def open_source(source: str | Path, per_class: int = 0) -> Source:
@@ -106,13 +106,13 @@ def _expanded(name: str) -> list[str]:
     if choices is None:
         width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
         low, high = sorted((int(first), int(last)))
-        if high - low >= _MOST_SHARDS:
-            raise ElfattError(f"reference {name} names {high - low + 1} files; accepted: at most {_MOST_SHARDS}.")
-        values = [f"{number:0{width}}" for number in range(low, high + 1)]
+        values: Sequence[str | int] = range(low, high + 1)
     else:
-        values = choices.split(",")
+        values, width = choices.split(","), 0
     ends = _expanded(name[braces.end() :])
-    return [name[: braces.start()] + value + end for value in values for end in ends]
+    if len(values) * len(ends) > _MOST_SHARDS:
+        raise ElfattError(f"reference {name} names {len(values) * len(ends)} files; accepted: at most {_MOST_SHARDS}.")
+    return [f"{name[: braces.start()]}{value:0{width}}{end}" for value in values for end in ends]
 
 
 def _files(path: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.cost import write_cost
 from elfatt_sd.evaluation.generate import generate
 from elfatt_sd.evaluation.measure import free_memory, measure_time
 from elfatt_sd.evaluation.memory import measure_memory
@@ -68,6 +69,7 @@ def evaluate(
         )  # first: what is wrong with it should cost no images
         free_memory()
         failed = generate(run, reuse=reuse, show_progress=show_progress, force=force)
+        by_first(lambda: write_cost(run))
         free_memory()
         score(run, tell)
         leave_processes()
@@ -212,14 +214,14 @@ class _Stage:
         return errors
 
     def _is_whole(self) -> bool:
-        """Tell whether the output is there; one that is damaged is removed, to be made again."""
+        """Tell whether the output is there; one that is damaged or of another run is removed, to be made again."""
         path = self.run.folder / self.output
         if not path.is_file():
             return False
         shape = STAGE_FILES.get(self.output)
-        if shape is None or is_whole(path, shape):
+        if shape is None or is_whole(path, shape, self.run.record.identity):
             return True
-        self.report(f"{self.name}: {path} is damaged and is made again")
+        self.report(f"{self.name}: {path} is damaged or of another run, and is made again")
         path.unlink()
         return False
 

@@ -5,13 +5,14 @@ Legend for shapes: n images, d features.
 
 from __future__ import annotations
 
+import os
 import struct
 import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,7 +40,9 @@ DAMAGED = (  # what NumPy's readers raise for a file that is not whole: of zip, 
     zlib.error,
 )
 _SHOWN = 120  # characters of what a file holds, or of an error, that a message repeats
+_MOST = 1 << 32  # bytes of all arrays of a file of moments
 ROWS = 4096  # rows of a feature file that are in memory at once
+LARGEST = 1e15  # of a feature; the sixth power, which the kernel distance's interval takes, is still a number
 
 
 class FeatureStatistics:
@@ -117,10 +120,8 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
     """
     accepted = "accepted is an .npz file with mu and sigma"
     try:
-        data = np.load(path, allow_pickle=False)
-        if isinstance(data, np.ndarray):
-            raise ValueError("it holds a single array")
-        with data:
+        _check_archive(path)
+        with load_plain(path) as data:
             mean, covariance = (_numbers(key, data[key]) for key in ("mu", "sigma"))
             given = data.get("count")
     except DAMAGED as error:
@@ -131,9 +132,27 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
         raise ElfattError(f"{path} has {shapes}; accepted are [d] and [d, d].")
     if not (mean.isfinite().all() and covariance.isfinite().all()):
         raise ElfattError(f"{path} holds NaN or infinity; accepted are finite mu and sigma.")
-    if not (mean.square().sum() + covariance.abs().sum()).isfinite():
+    if (mean.abs() > LARGEST).any() or (covariance.abs() > LARGEST**2).any():
         raise ElfattError(f"{path} holds numbers too large for a distance; accepted are means and covariances.")
     return mean, covariance, count
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse what is not a zip file, holds two arrays of one name, or would fill the memory.
+
+    Raises:
+        Exception: one of `DAMAGED`.
+    """
+    with open(_plain(path), "rb") as file:
+        if file.read(2) != b"PK":  # NumPy would take it for a pickle, and say how to run its code
+            raise ValueError("it is not an archive of arrays")
+    with zipfile.ZipFile(path) as archive:
+        names = [name.removesuffix(".npy") for name in archive.namelist()]
+        size = sum(member.file_size for member in archive.infolist())
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"it holds two arrays {twice!r}")
+    if size > _MOST:
+        raise ValueError(f"its arrays are of {size / 2**30:.0f} GiB")
 
 
 def _numbers(name: str, array: np.ndarray[Any, Any]) -> Tensor:
@@ -150,11 +169,16 @@ def _count(path: Path, given: np.ndarray[Any, Any]) -> int:
     return int(value)
 
 
-def check_covariance(path: Path, covariance: Tensor) -> Tensor:
+def check_covariance(path: Path, covariance: Tensor, count: int | None = None) -> Tensor:
     """Return a covariance `[d, d]` of another tool, without what rounding left of asymmetry.
 
+    Args:
+        path: of the file, for the message.
+        covariance: as it was read.
+        count: images that it is said to be of; None where that is not known.
+
     Raises:
-        ElfattError: it is not symmetric, or has a negative eigenvalue beyond rounding.
+        ElfattError: it is not symmetric, has a negative eigenvalue beyond rounding, or cannot be of so few images.
     """
     largest, asymmetry = covariance.abs().max(), (covariance - covariance.T).abs().max()
     if asymmetry > COVARIANCE_ROUNDING * largest:
@@ -163,23 +187,45 @@ def check_covariance(path: Path, covariance: Tensor) -> Tensor:
     values = torch.linalg.eigvalsh(symmetric)
     if values[0] < -COVARIANCE_ROUNDING * values[-1].abs():
         raise ElfattError(f"{path} has a sigma with the negative eigenvalue {values[0]:.3g}; accepted is a covariance.")
+    rank = int((values > COVARIANCE_ROUNDING * values[-1]).sum())
+    if count is not None and rank >= count:
+        what = f"count {count} and a sigma of rank {rank}"
+        raise ElfattError(
+            f"{path} has {what}; accepted is a covariance of so many images, of rank {count - 1} at most."
+        )
     return symmetric
+
+
+def load_plain(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
+    """Return what NumPy finds in a file, without running any code.
+
+    Raises:
+        Exception: one of `DAMAGED`.
+    """
+    return np.load(_plain(path), mmap_mode=mmap_mode, allow_pickle=False)
+
+
+def _plain(path: Path) -> Path:
+    """Return the path of a file; a pipe or a device is none, and might never end."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError("it is not a plain file")
+    return path
 
 
 def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[Any, Any] | None:
     """Return an array `[n, *shape]` of a `.npy` file, memory-mapped; None where there is none that is whole."""
     try:
         with np.errstate(over="raise"):  # of a shape that lies, whose size would wrap around
-            found: np.ndarray[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            found: np.ndarray[Any, Any] = load_plain(path, mmap_mode="r")
     except DAMAGED:
         return None
-    whole = isinstance(found, np.ndarray) and found.dtype == dtype and found.ndim and found.shape[1:] == shape
-    return found if whole else None
+    alike = isinstance(found, np.ndarray) and found.dtype == dtype and found.ndim and found.shape[1:] == shape
+    return found if alike and found.flags.c_contiguous else None  # in another order, sums would round otherwise
 
 
 def is_finite(features: np.ndarray[Any, Any]) -> bool:
-    """Tell whether features, which may be memory-mapped, hold neither NaN nor infinity."""
-    return all(np.isfinite(features[start : start + ROWS]).all() for start in range(0, len(features), ROWS))
+    """Tell whether features, which may be memory-mapped, hold neither NaN nor numbers too large for a distance."""
+    return all((np.abs(features[start : start + ROWS]) < LARGEST).all() for start in range(0, len(features), ROWS))
 
 
 def batches(features: Features) -> Iterator[Tensor]:

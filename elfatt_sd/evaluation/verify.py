@@ -9,12 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.evaluation.cost import row_costs
+from elfatt_sd.evaluation.images import load_protocol_pipeline
 from elfatt_sd.evaluation.measure import few_repeats, summarize_time
 from elfatt_sd.evaluation.memory import summarize_memory
 from elfatt_sd.evaluation.protocols import SCOPES, Memory, Protocol, Time, decisive
 from elfatt_sd.evaluation.records import MadeImage, ResultsRecord, read_data
 from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, join_results
-from elfatt_sd.evaluation.run import MEMORY_FILE, RUN_FILE, SCORES_FILE, TIME_FILE, Row, Run, clear_disk_errors
+from elfatt_sd.evaluation.run import (
+    COST_FILE,
+    MEMORY_FILE,
+    RUN_FILE,
+    SCORES_FILE,
+    TIME_FILE,
+    Row,
+    Run,
+    clear_disk_errors,
+)
 from elfatt_sd.files import cache_folder, sha256_of_data, sha256_of_file
 from elfatt_sd.progress import Progress
 from elfatt_sd.typed import read_json
@@ -29,7 +40,8 @@ def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = 
     Args:
         run: which one.
         recompute: extract all features and compute all scores again, without any cache of the run, where the images
-            are as they were. Time and memory are always computed again, from the raw values in their files.
+            are as they were, and work the rows' cost out from the pipeline. Time and memory are always computed again,
+            from the raw values in their files.
         progress: called with what is looked at, the number of images done, and their total.
 
     Returns:
@@ -43,7 +55,7 @@ def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = 
     if problems:
         return problems
     if recompute:
-        problems += _check_scores(run, progress)
+        problems += [*_check_scores(run, progress), *_check_cost(run)]
     problems += [*_check_measurements(run), *_check_results(run)]
     return problems or list(_check_report(run))
 
@@ -70,6 +82,9 @@ def _check_images(run: Run) -> Iterator[str]:
 
 def _check_files(row: Row, made: list[MadeImage]) -> Iterator[str]:
     paths = {row.image_file(each.index): each.sha256 for each in made}
+    for each in made:
+        if row.folder / each.file != row.image_file(each.index):
+            yield f"{row.manifest}: file={each.file!r} is not where image {each.index} lies"
     for path, digest in paths.items():
         if not path.is_file():
             yield f"{path}: deleted"
@@ -85,7 +100,7 @@ def _check_scores(run: Run, progress: Progress | None) -> Iterator[str]:
     from elfatt_sd.evaluation.score import score_run
 
     path = run.folder / SCORES_FILE
-    recorded = yield from _recorded(path)
+    recorded = yield from _recorded(run, SCORES_FILE)
     if recorded is None:
         return
     place = cache_folder()  # which has room for features; a folder for temporary files may lie in memory
@@ -98,10 +113,25 @@ def _check_scores(run: Run, progress: Progress | None) -> Iterator[str]:
         yield f"{path}: {key} is {before}, computed again {now}"
 
 
-def _recorded(path: Path, *, needed: bool = True) -> Generator[str, None, dict[str, Any] | None]:
-    """Return what a stage wrote, None where that cannot be compared; yields why."""
+def _check_cost(run: Run) -> Iterator[str]:
+    path = run.folder / COST_FILE
+    recorded = yield from _recorded(run, COST_FILE, needed=False)
+    if recorded is None:
+        return
     try:
-        data = read_data(path, STAGE_FILES[path.name], "it was edited")
+        computed = row_costs(run.protocol, load_protocol_pipeline(run.protocol))
+    except ElfattError as error:
+        yield f"{path}: it cannot be worked out again: {error}"
+        return
+    for key, before, now in unequal(recorded["rows"], computed, tolerance=_ROUNDING):
+        yield f"{path}: {key} is {before}, worked out again {now}"
+
+
+def _recorded(run: Run, name: str, *, needed: bool = True) -> Generator[str, None, dict[str, Any] | None]:
+    """Return what a stage wrote, None where that cannot be compared; yields why."""
+    path = run.folder / name
+    try:
+        data = read_data(path, STAGE_FILES[name], "it was edited", run.record.identity)
     except ElfattError as error:
         yield str(error)
         return None
@@ -114,7 +144,7 @@ def _check_measurements(run: Run) -> Iterator[str]:
     """Summarize time and memory again from the raw values that are recorded with the figures."""
     for name, again in ((TIME_FILE, _timed_again), (MEMORY_FILE, _fitted_again)):
         path = run.folder / name
-        recorded = yield from _recorded(path, needed=False)
+        recorded = yield from _recorded(run, name, needed=False)
         if recorded is None:
             continue
         try:

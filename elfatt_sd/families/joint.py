@@ -12,7 +12,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from elfatt_sd.families.base import Fill, Given, SelfAttention
 from elfatt_sd.methods import Grid
 
+Read = TypeVar("Read")
 DISPATCHED, PLAIN = "dispatch_attention_fn", "scaled_dot_product_attention"  # how processors call attention
 _NO_GRID = Grid(0, 0, 0)
-_KNOWN_GRIDS: Any = WeakIdKeyDictionary()  # of ids that were read
+_READ: Any = WeakIdKeyDictionary()  # off ids of tokens
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,6 @@ def _argument_names(kind: Any) -> tuple[str, ...]:
 def grid_of_ids(ids: Tensor, rows: int = 1, columns: int = 2) -> Grid:
     """Read the grid off the position ids of image tokens; those of reference images follow, with another first column.
 
-    Ids that stay the same from step to step are read once, which waits for the device.
-
     Args:
         ids: `[tokens, axes]`, or the same for every image of a batch.
         rows: the column of the ids that counts rows.
@@ -158,10 +157,15 @@ def grid_of_ids(ids: Tensor, rows: int = 1, columns: int = 2) -> Grid:
     Returns:
         The grid of the first image; one without tokens where the ids are none of a grid.
     """
-    if ids not in _KNOWN_GRIDS:
-        _KNOWN_GRIDS[ids] = _NO_GRID if ids.is_meta else _read_grid(ids, rows, columns)
-    grid: Grid = _KNOWN_GRIDS[ids]
-    return grid
+    return _NO_GRID if ids.is_meta else read_once(ids, lambda: _read_grid(ids, rows, columns))
+
+
+def read_once(ids: Tensor, read: Callable[[], Read]) -> Read:
+    """Return what is read off ids; they stay the same from step to step, and reading waits for the device."""
+    if ids not in _READ:
+        _READ[ids] = read()
+    found: Read = _READ[ids]
+    return found
 
 
 def _read_grid(ids: Tensor, rows: int, columns: int) -> Grid:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elfatt_sd.families.base import Fill, Given, SelfAttention, some_timestep
-from elfatt_sd.families.joint import JointFamily, named
+from elfatt_sd.families.joint import JointFamily, named, read_once
 from elfatt_sd.methods import Grid
 
 _TEXT_TOKENS = 128
+_NO_GRID = Grid(0, 0, 0)
 
 
 class LTXVideo(JointFamily):
@@ -29,9 +31,12 @@ class LTXVideo(JointFamily):
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Return what a call was given; of timesteps by token, the noisiest one."""
         given = named(module, args, kwargs)
-        timestep, size = given["timestep"], [given.get(name) for name in ("num_frames", "height", "width")]
-        grid = Grid(0, 0, 0) if None in size else Grid(*size)  # type: ignore[arg-type]
-        return Given(given["hidden_states"], timestep.amax(1) if timestep.ndim == 2 else timestep, grid)
+        timestep, coordinates = given["timestep"], given.get("video_coords")
+        size = [given.get(name) for name in ("num_frames", "height", "width")]
+        before, grid = 0, _NO_GRID if None in size else Grid(*size)  # type: ignore[arg-type]
+        if coordinates is not None:
+            before, grid = read_once(coordinates, lambda: _read_video(coordinates))
+        return Given(given["hidden_states"], timestep.amax(1) if timestep.ndim == 2 else timestep, grid, before)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
@@ -46,3 +51,16 @@ class LTXVideo(JointFamily):
             "height": grid.rows,
             "width": grid.columns,
         }
+
+
+def _read_video(coordinates: Tensor) -> tuple[int, Grid]:
+    """Read off coordinates `[batch, axes, tokens]` how many tokens of given frames come first, and the video's grid.
+
+    The video begins with the last token that is the first one in frames, rows and columns.
+    """
+    known = coordinates[0].to("cpu", torch.float64)
+    before = int((known == known.amin(1, keepdim=True)).all(0).nonzero().amax())
+    own = known[:, before:]
+    axes = [axis.unique() for axis in own]
+    whole = own.shape[1] == math.prod(map(len, axes)) and torch.equal(torch.cartesian_prod(*axes).T, own)
+    return (before, Grid(*map(len, axes))) if whole else (0, _NO_GRID)

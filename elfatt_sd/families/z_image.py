@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from elfatt_sd.families.base import Fill, Given, SelfAttention
@@ -39,8 +40,7 @@ class ZImage(JointFamily):
         texts = zip(rows, given["cap_feats"], strict=True)
         starts = {_before(row, text, side, time) for row, text in texts} if several else {0}
         grid = grids.pop() if len(grids) == len(starts) == 1 else Grid(0, 0, 0)
-        first, before = images[0], starts.pop()
-        return Given(first[None].expand(len(images), *first.shape), given["t"], grid, before, RISING)
+        return Given(_batch(images), given["t"], grid, starts.pop(), RISING)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
@@ -73,6 +73,14 @@ class ZImageControlNet(ZImage):
             "cap_feats": [fill(self.text, width[0].weight.shape[0])] * batch,
             "control_context": [fill(config.control_in_dim, *size)] * batch,
         }
+
+
+def _batch(images: list[Tensor]) -> Tensor:
+    """Return images as a batch. The first stands for all where sizes differ, or where a checkpoint knows its memory."""
+    first = images[0]
+    if torch.is_grad_enabled() or any(image.shape != first.shape for image in images):
+        return first[None].expand(len(images), *first.shape)
+    return torch.stack(images)
 
 
 def _grid(image: Tensor, side: int, time: int) -> Grid:

@@ -83,6 +83,13 @@ def test_patch_of_a_shape_fits_a_terminal(monkeypatch: Any) -> None:
     assert "…" not in result.stdout
 
 
+def test_patch_of_a_shape_names_both_kinds_of_blocks() -> None:
+    lines = [line.strip() for line in call("patch", "flux").stdout.splitlines()]
+    assert {"57 layers, 24 heads", "transformer_blocks.0 to 18", "single_transformer_blocks.0 to 37"} <= {
+        line.split("   ")[0].strip() for line in lines
+    }
+
+
 def test_options_that_a_shape_does_not_take_are_told() -> None:
     result = call("patch", "sd15", "--variant", "fp16", "--dtype", "float16", "--force", "--json")
     assert {line.split()[1] for line in result.stderr.splitlines()} == {"force", "dtype", "variant"}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
+import tiny_joint
 import tiny_transformers as tiny
 import torch
 from checks import generator
+from joint_checks import Run
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
@@ -23,27 +27,40 @@ PHASES = {
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def latents(pipe: Any) -> torch.Tensor:
-    options = {"height": 32, "width": 48, "num_inference_steps": 4, "max_sequence_length": 16}
-    made: torch.Tensor = pipe("a b", generator=generator(), output_type="latent", **options).images
-    return made
+def flux(folder: Path) -> tuple[Any, Run]:
+    pipe = tiny.flux(folder, transformer=tiny.flux_transformer(num_layers=2))
+
+    def run(**options: Any) -> torch.Tensor:
+        given = {"height": 32, "width": 48, "max_sequence_length": 16, **options}
+        made: torch.Tensor = pipe("a b", generator=generator(), output_type="latent", **given).images
+        return made
+
+    return pipe, run
 
 
 @pytest.mark.parametrize(
-    ("name", "order"),
+    ("family", "name", "order"),
     [
-        ("sampled", "patch, compile"),
-        ("first half", "compile, patch"),
-        ("shared difference", "patch, blocks"),
-        ("elfatt", "blocks, patch"),
+        ("flux", "sampled", "patch, compile"),
+        ("flux", "first half", "compile, patch"),
+        ("flux", "shared difference", "patch, blocks"),
+        ("flux", "elfatt", "blocks, patch"),
+        ("qwen_image", "sampled", "compile, patch"),
+        ("qwen_image", "elfatt", "patch, blocks"),
+        ("wan", "sampled", "patch, compile"),
+        ("wan", "first half", "blocks, patch"),
     ],
 )
-def test_compiled_is_eager(folder: Path, name: str, order: str) -> None:
-    pipe = tiny.flux(folder, transformer=tiny.flux_transformer(num_layers=2))
+def test_compiled_is_eager(folder: Path, family: str, name: str, order: str) -> None:
+    if not hasattr(diffusers, {"qwen_image": "QwenImagePipeline", "wan": "WanPipeline"}.get(family, "FluxPipeline")):
+        pytest.skip("this version of diffusers does not have it")
+    pipe, run = flux(folder) if family == "flux" else getattr(tiny_joint, family)()
+    run = functools.partial(run, num_inference_steps=4)
     transformer, config = pipe.transformer, PatchConfig("own", PHASES[name])
     with elfatt_sd.patched(pipe, config):
-        eager = latents(pipe)
-    untouched = latents(pipe)
+        eager = run()
+    untouched = run()
+    assert not torch.equal(eager, untouched)
 
     def compile_now() -> None:
         if "blocks" not in order:
@@ -60,6 +77,6 @@ def test_compiled_is_eager(folder: Path, name: str, order: str) -> None:
         compile_now()
         elfatt_sd.apply_patch(pipe, config)
     for _ in range(2):
-        torch.testing.assert_close(latents(pipe), eager, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(run(), eager, atol=1e-5, rtol=1e-4)
     elfatt_sd.remove_patch(pipe)
-    torch.testing.assert_close(latents(pipe), untouched, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(run(), untouched, atol=1e-5, rtol=1e-4)

@@ -1,8 +1,9 @@
-"""What diffusers offers around a transformer, on Flux: a patch that sees all keys changes nothing of it."""
+"""What diffusers offers around a transformer, most of it on Flux: a patch that sees all keys changes nothing of it."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import diffusers
 import joint_checks as joint
 import pytest
+import tiny_joint
 import tiny_transformers as tiny
 import torch
 from checks import generator, recorded
@@ -24,6 +26,7 @@ STEPS = 6
 ALL = PatchConfig("all", (joint.ALL_KEYS["cell_spread"],))
 FEW = PatchConfig("few", (Phase(1.0, "cell_spread", block_size=8),))
 Feature = Callable[[Any], Any]
+Make = Callable[[], tuple[Any, joint.Run]]
 
 
 def lora(pipe: Any) -> None:
@@ -42,6 +45,14 @@ def lora(pipe: Any) -> None:
 def fused_lora(pipe: Any) -> None:
     lora(pipe)
     pipe.fuse_lora()
+
+
+def adapter(pipe: Any) -> None:
+    """A LoRA for projections of any family."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    names = ["to_q", "to_v", "to_out.0"]
+    pipe.transformer.add_adapter(peft.LoraConfig(r=2, init_lora_weights=False, target_modules=names))
 
 
 def fused_projections(pipe: Any) -> None:
@@ -124,40 +135,50 @@ def draw(pipe: Any, **options: Any) -> torch.Tensor:
     return made
 
 
+def drawing(make: Callable[[], Any]) -> Make:
+    """Return pipelines together with what draws."""
+
+    def made() -> tuple[Any, joint.Run]:
+        pipe = make()
+        return pipe, functools.partial(draw, pipe)
+
+    return made
+
+
 def skip_without(name: str) -> None:
     if not hasattr(diffusers, name):
         pytest.skip("this diffusers does not have it")
 
 
-def check(make: Callable[[], Any], feature: Feature, patch_first: bool, config: PatchConfig, **options: Any) -> int:
+def check(made: Make, feature: Feature, patch_first: bool, config: PatchConfig, **options: Any) -> int:
     """Patch a pipeline with all keys, with a feature that is switched on before or after it; it draws what it draws.
 
     Returns:
         Approximated calls of layers.
     """
-    plain = make()
-    untouched = draw(plain, **options)
+    plain, run = made()
+    untouched = run(**options)
     feature(plain)
-    expected = draw(plain, **options)
-    pipe = make()
+    expected = run(**options)
+    pipe, run = made()
     if not patch_first:
         feature(pipe)
     elfatt_sd.apply_patch(pipe, config)
     if patch_first:
         feature(pipe)
     with recorded() as calls:
-        found = draw(pipe, **options)
+        found = run(**options)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     elfatt_sd.apply_patch(pipe, FEW)
-    few = draw(pipe, **options)
+    few = run(**options)
     assert not torch.equal(few, expected)
-    assert torch.equal(draw(pipe, **options), few)
+    assert torch.equal(run(**options), few)
     elfatt_sd.remove_patch(pipe)
-    assert torch.equal(draw(pipe, **options), expected)
+    assert torch.equal(run(**options), expected)
     if feature in CACHES:
         assert not torch.equal(expected, untouched)
         pipe.transformer.disable_cache()
-        assert torch.equal(draw(pipe, **options), untouched)
+        assert torch.equal(run(**options), untouched)
     return sum(calls.values())
 
 
@@ -166,7 +187,7 @@ def check(make: Callable[[], Any], feature: Feature, patch_first: bool, config: 
 def test_weights(make: Callable[[], Any], feature: Feature, patch_first: bool) -> None:
     if WEIGHTS[feature] and not hasattr(diffusers.FluxTransformer2DModel, WEIGHTS[feature]):
         pytest.skip("this diffusers does not have it")
-    assert check(make, feature, patch_first, ALL) == 4 * STEPS
+    assert check(drawing(make), feature, patch_first, ALL) == 4 * STEPS
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
@@ -174,15 +195,30 @@ def test_weights(make: Callable[[], Any], feature: Feature, patch_first: bool) -
 def test_caches(make: Callable[[], Any], feature: Feature, patch_first: bool) -> None:
     """A call that a cache spares is neither approximated nor missed."""
     skip_without(CACHES[feature])
-    assert 0 < check(make, feature, patch_first, ALL) < 4 * STEPS
+    assert 0 < check(drawing(make), feature, patch_first, ALL) < 4 * STEPS
     shared = PatchConfig("shared", (dataclasses.replace(ALL.phases[0], residual_steps=3),))
-    check(make, feature, patch_first, shared)
+    check(drawing(make), feature, patch_first, shared)
 
 
 @pytest.mark.parametrize("feature", [first_block_cache, mag_cache, taylorseer], ids=lambda feature: feature.__name__)
 def test_caches_of_two_calls(make: Callable[[], Any], feature: Feature) -> None:
     skip_without(CACHES[feature])
-    assert 0 < check(make, feature, True, ALL, negative_prompt="b", true_cfg_scale=2.0) < 2 * 4 * STEPS
+    assert 0 < check(drawing(make), feature, True, ALL, negative_prompt="b", true_cfg_scale=2.0) < 2 * 4 * STEPS
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [adapter, fused_projections, casting, blocks_offloaded, quantised, first_block_cache, mag_cache],
+    ids=lambda feature: feature.__name__,
+)
+@pytest.mark.parametrize("family", ["qwen_image", "wan"])
+def test_other_families(family: str, feature: Feature) -> None:
+    """Their layers are called in another way: one of text and image, the other with cross-attention to text."""
+    skip_without({"qwen_image": "QwenImagePipeline", "wan": "WanPipeline"}[family])
+    made = getattr(tiny_joint, family)
+    for patch_first in (True, False):
+        calls = check(made, feature, patch_first, ALL, num_inference_steps=STEPS)
+        assert 0 < calls < 4 * STEPS if feature in CACHES else calls == 4 * STEPS
 
 
 IP_ADAPTER: Any = getattr(transformer_flux, "FluxIPAdapterAttnProcessor", None)

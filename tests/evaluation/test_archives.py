@@ -64,6 +64,12 @@ def test_archives_that_go_on_after_their_end(tmp_path: Path) -> None:
     assert len(open_source(whole).entries) == 2
 
 
+def test_an_archive_that_was_cut_off_between_two_members(tmp_path: Path) -> None:
+    content = tar(tmp_path / "a.tar", a_png=png(), b_png=png()).read_bytes()
+    (tmp_path / "cut.tar").write_bytes(content[: content.index(b"b.png")])
+    refused(tmp_path / "cut.tar", r"cut\.tar has no mark of its end at byte 1024: it was cut off")
+
+
 def test_sparse_members_are_left_out(tmp_path: Path) -> None:
     path = tar(tmp_path / "a.tar", a_png=png())
     with tarfile.open(path, "a") as archive:

@@ -57,3 +57,12 @@ def test_the_page_of_coverage_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     text = page.read_text()
     assert "| normal | 0.25 | 0 | 0 | 1 |" in text
     assert "| 1 | 0 | 0.1 |" in text
+    assert "| 5 | 0.05 |" in text
+
+
+def test_few_classes_miss_rare_damage() -> None:
+    """Of which the accuracy's own interval knows; without the rule on few classes, the worse method would be better."""
+    few, enough = (coverage.covered_few(coverage.FewSetting(count, 0.1), RUNS) for count in (5, 100))
+    assert min(few.accuracy, enough.accuracy) >= 52 / RUNS
+    assert few.accuracy_difference < 40 / RUNS < 52 / RUNS <= enough.accuracy_difference
+    assert few.better_as_published > 10 / RUNS > enough.better_as_published

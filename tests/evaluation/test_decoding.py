@@ -81,3 +81,22 @@ def test_images_without_transparency_are_read_as_pytorch_fid_and_clean_fid_do(mo
     assert decode(content).tobytes() == Image.open(io.BytesIO(content)).convert("RGB").tobytes()
     clear = saved(Image.new("RGBA", (1, 1), (200, 0, 0, 0)), "PNG")
     assert first_pixel(clear) == (255, 255, 255)
+
+
+def _jpeg(size: int, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG", **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("thumbnail", [b"", _jpeg(16)])
+def test_a_jpeg_that_goes_on_as_zeros_is_refused(progressive: bool, thumbnail: bytes) -> None:
+    """As a broken download leaves it; the end of a thumbnail is not that of the image."""
+    exif = {"exif": b"Exif\0\0" + thumbnail} if thumbnail else {}
+    whole = _jpeg(64, progressive=progressive, **exif)
+    half = len(whole) * 2 // 3
+    assert decode(whole + b"more").size == (64, 64)
+    with pytest.raises(OSError, match="truncated"):
+        decode(whole[:half] + bytes(len(whole) - half))

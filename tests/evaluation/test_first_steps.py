@@ -15,7 +15,7 @@ import tiny_pipelines as tiny
 import torch
 
 from elfatt_sd.evaluation import generate
-from elfatt_sd.evaluation.first_steps import exact_calls, first_steps, kept_calls
+from elfatt_sd.evaluation.first_steps import _keep, _kept, exact_calls, first_steps, kept_calls
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.locks import folder_lock
@@ -127,16 +127,19 @@ def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert told.value.errno == errno.ENOSPC
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}q\x00.", b"half"])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}q\x00.", b"half", b"flipped"])
 def test_damaged_steps_are_made_anew(tmp_path: Path, content: bytes) -> None:
     unet, path = tiny.sd15(tmp_path).unet, tmp_path / "steps.pt"
     given = (torch.zeros(1, 4, 8, 8), 1, torch.zeros(1, 3, unet.config.cross_attention_dim))
     with torch.no_grad(), first_steps(SimpleNamespace(unet=unet), path, 1):
         whole = unet.forward(*given)[0]
-    path.write_bytes(path.read_bytes()[:200] if content == b"half" else content)
+    kept_bytes = path.read_bytes()
+    flipped = kept_bytes.replace(whole.numpy().tobytes(), (-whole).numpy().tobytes())
+    assert flipped != kept_bytes
+    path.write_bytes({b"half": kept_bytes[:200], b"flipped": flipped}.get(content, content))
     with torch.no_grad(), first_steps(SimpleNamespace(unet=unet), path, 1):
         assert torch.equal(unet.forward(*given)[0], whole)
-    (kept,) = torch.load(path, weights_only=True)
+    (kept,) = _kept(path)
     assert torch.equal(kept, whole)
 
 
@@ -168,7 +171,7 @@ def test_steps_of_nothing_are_not_taken(protocol: Protocol, tmp_path: Path) -> N
     steps = Run(tmp_path / "killed", protocol).first_steps_folder
     steps.mkdir(parents=True)
     (tmp_path / "killed" / "run.json").write_bytes((tmp_path / "whole" / "run.json").read_bytes())
-    torch.save([torch.zeros(4, 4, 16, 16)] * 4, steps / "000000.pt")
+    _keep(steps / "000000.pt", [torch.zeros(4, 4, 16, 16)] * 4)
     make(tmp_path / "killed", protocol)
     assert small_run.tree(tmp_path / "killed" / "cells") == small_run.tree(tmp_path / "whole" / "cells")
 
@@ -180,7 +183,7 @@ def test_a_longer_row_adds_to_the_steps_of_a_shorter_one(protocol: Protocol, tmp
     for calls, kept in ((2, 2), (4, 4), (3, 4)):
         with torch.no_grad(), first_steps(pipe, path, calls):
             images.append(generate.make_images(pipe, protocol, ["cat"], [3]))
-        assert len(torch.load(path, weights_only=True)) == kept
+        assert len(_kept(path)) == kept
         assert "forward" not in vars(pipe.unet)
     assert torch.equal(images[0], images[1])
     assert torch.equal(images[0], images[2])

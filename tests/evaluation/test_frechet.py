@@ -317,6 +317,19 @@ def test_no_matrix_grows_with_the_number_of_pictures(
     assert largest.elements <= max(64 * 32, count * scales)
 
 
+@pytest.mark.parametrize("count", [5, 40])
+def test_images_that_are_all_alike_have_a_distance(count: int) -> None:
+    """Such as those of a method that draws one image, whatever it is asked for."""
+    mean, covariance = torch.arange(16).double(), torch.diag(torch.arange(1.0, 17)).double()
+    target, groups = Target(mean, covariance), range(count)
+    alike, others = (frechet_figures(each, target, groups) for each in (torch.ones(count, 16), normal(count, 16, 0)))
+    known = (1 - mean).square().sum().item() + covariance.trace().item()
+    assert [getattr(alike, name).value for name in FIGURES] == pytest.approx([known] * 3, rel=1e-9)
+    value, interval = alike.limit_difference(others)
+    assert interval is not None
+    assert interval[0] <= value <= interval[1]
+
+
 def test_another_extractor_is_refused() -> None:
     mean, covariance = moments(normal(20, 5, 26))
     with pytest.raises(ElfattError, match="4 columns, the reference 5"):

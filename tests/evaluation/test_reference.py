@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from extractors import regions
 from reference_files import COUNT, build, encoded, expected_statistics, flat, picture
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import extraction, reference
+from elfatt_sd.evaluation import extraction, reference, statistics
 from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages, extract
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.reference import Reference
@@ -283,6 +284,8 @@ def test_renders_are_known_before_they_are_drawn(monkeypatch: pytest.MonkeyPatch
         ({"sigma": np.diag([-1.0] + 11 * [1.0])}, "negative eigenvalue -1"),
         ({"sigma": np.triu(np.ones((12, 12)))}, "not symmetric"),
         ({"sigma": np.full((12, 12), np.nan)}, "NaN"),
+        ({"count": 12}, "count 12 and a sigma of rank 12; .* of rank 11 at most"),
+        ({"sigma": np.eye(12) * 1e31}, "too large"),
         ({"sigma": np.zeros((12, 12))}, "one image over and over"),
         ({"sigma": np.ones((12, 12), dtype=object)}, "cannot be read"),
         ({"mu": np.array(["x"] * 12)}, "cannot be read"),
@@ -299,8 +302,23 @@ def test_impossible_statistics_are_refused(tmp_path: Path, changed: dict[str, An
 def test_a_single_array_is_no_statistics(tmp_path: Path) -> None:
     with open(tmp_path / "one.npz", "wb") as file:
         np.save(file, np.eye(12))
-    with pytest.raises(ElfattError, match="holds a single array"):
+    with pytest.raises(ElfattError, match="it is not an archive of arrays"):
         build(tmp_path / "one.npz", tmp_path)
+
+
+def test_statistics_that_leave_open_which_array_is_meant_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "twice.npz", mu=np.zeros(12), sigma=np.eye(12))
+    with zipfile.ZipFile(tmp_path / "twice.npz", "a") as archive:
+        archive.writestr("mu", archive.read("mu.npy"))
+    with pytest.raises(ElfattError, match="it holds two arrays 'mu'"):
+        build(tmp_path / "twice.npz", tmp_path)
+
+
+def test_statistics_that_would_fill_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "large.npz", mu=np.zeros(12), sigma=np.eye(12))
+    monkeypatch.setattr(statistics, "_MOST", 1000)
+    with pytest.raises(ElfattError, match="its arrays are of 0 GiB"):
+        build(tmp_path / "large.npz", tmp_path)
 
 
 def test_rounding_of_another_tool_is_forgiven(tmp_path: Path) -> None:

@@ -72,6 +72,23 @@ def test_features_are_computed_once_per_picture(tmp_path: Path, monkeypatch: pyt
     assert [int(extractor.network.calls) for extractor in made[1:]] == [4 * COUNT, 0]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 2.0])
+def test_kept_changes_that_cannot_be_are_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: float
+) -> None:
+    counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol())
+    build_references(protocol())
+    score_run(Run.open(run_dir))
+    scores = (run_dir / "scores.json").read_bytes()
+    (kept,) = (run_dir / "scores").glob("tome-pairs-*.npy")
+    changes = np.load(kept)
+    changes[3, 1] = odd
+    np.save(kept, changes)
+    score_run(Run.open(run_dir))
+    assert (run_dir / "scores.json").read_bytes() == scores
+
+
 def test_what_scores_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The extractor and the reference, neither of which the run's own folder shows."""
     made = counting(monkeypatch)

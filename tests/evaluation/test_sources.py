@@ -224,3 +224,14 @@ def test_a_folder_of_shards_names_what_lies_beside(tmp_path: Path) -> None:
     (tmp_path / "empty" / "a.bin").write_bytes(b"rubbish")
     with pytest.raises(ElfattError, match=r"holds no image \(1 file is left out as no image: a.bin\)"):
         open_source(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("name", ["a-{0..99999}{0..99999}.tar", "a-{a,b}{0..99999}.tar", "a-{0..99999999999}.tar"])
+def test_braces_that_name_too_many_files_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ElfattError, match="accepted: at most 100000"):
+        open_source(tmp_path / name)
+
+
+def test_braces_of_no_number_that_files_have_are_a_name(tmp_path: Path) -> None:
+    with pytest.raises(ElfattError, match="does not exist"):
+        open_source(tmp_path / f"a-{{{'9' * 5000}..1}}.tar")

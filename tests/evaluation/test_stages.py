@@ -64,6 +64,21 @@ def test_a_lost_row_is_made_again_and_nothing_else(finished_run: Path, copy: Pat
     assert small_run.tree(copy / "cells") == small_run.tree(finished_run / "cells")
 
 
+@pytest.mark.parametrize("name", ["cost.json", "time.json", "memory.json", "scores.json"])
+@pytest.mark.parametrize("damage", ["lost", "torn", "of another run"])
+def test_what_a_stage_wrote_is_made_again_where_it_is_lost(
+    copy: Path, full_protocol: Protocol, in_process: None, name: str, damage: str
+) -> None:
+    path, done = copy / name, (copy / name).read_bytes()
+    path.write_bytes(done[:-9] if damage == "torn" else done.replace(full_protocol.identity.encode(), b"other"))
+    if damage == "lost":
+        path.unlink()
+    assert stages.evaluate(Run(copy, full_protocol), lambda line: None, show_progress=False) == {}
+    made = json.loads(path.read_bytes())
+    assert made["identity"] == full_protocol.identity
+    assert made["rows"].keys() == json.loads(done)["rows"].keys()
+
+
 def test_other_images_are_scored_anew_but_not_timed_anew(
     finished_run: Path, copy: Path, full_protocol: Protocol
 ) -> None:
@@ -222,7 +237,7 @@ def test_a_reference_is_checked_in_all_before_any_work(
     assert listed == [workplace / "val"]
     dimension = load_extractor(f"clip:{workplace / 'clip'}").dimension
     with open(tmp_path / "five.NPZ", "wb") as file:
-        np.savez(file, mu=np.zeros(dimension), sigma=np.eye(dimension), count=np.int64(5))
+        np.savez(file, mu=np.zeros(dimension), sigma=np.diag((np.arange(dimension) < 4) * 1.0), count=np.int64(5))
     overrides += [f"reference.source={tmp_path / 'five.NPZ'}"]
     with pytest.raises(ElfattError, match=r"five\.NPZ has 5 images; accepted are 12, or give --allow-count"):
         stages.check_inputs(small_run.small_protocol(tmp_path, workplace / "sd15", *overrides))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from draws import normal
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.extraction import _read_chunk
-from elfatt_sd.evaluation.statistics import FeatureStatistics, load_moments, read_array
+from elfatt_sd.evaluation.statistics import FeatureStatistics, is_finite, load_moments, read_array
 
 
 def test_statistics_are_mean_and_unbiased_covariance() -> None:
@@ -111,6 +112,33 @@ def test_a_header_that_lies_is_a_damaged_file(tmp_path: Path, name: str) -> None
     assert _read_chunk(archive) is None
     with pytest.raises(ElfattError, match=r"a\.npz cannot be read"):
         load_moments(archive)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_pipe_is_no_array(tmp_path: Path) -> None:
+    """It would be waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    assert read_array(tmp_path / "pipe", 4) is None
+    assert _read_chunk(tmp_path / "pipe") is None
+    with pytest.raises(ElfattError, match="cannot be read"):
+        load_moments(tmp_path / "pipe")
+
+
+def test_features_in_another_order_are_made_again(tmp_path: Path) -> None:
+    """Their sums would round otherwise, and a run that goes on give other figures."""
+    rows = normal(3, 4, 0).float().numpy()
+    np.save(tmp_path / "rows.npy", rows)
+    np.save(tmp_path / "columns.npy", np.asfortranarray(rows))
+    assert read_array(tmp_path / "rows.npy", 4) is not None
+    assert read_array(tmp_path / "columns.npy", 4) is None
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 1e30])
+def test_features_beyond_any_distance_are_not_taken(odd: float) -> None:
+    features = np.ones((5, 3), np.float32)
+    assert is_finite(features)
+    features[4, 1] = odd
+    assert not is_finite(features)
 
 
 @pytest.mark.parametrize("names", ["[" * 100000, "{}", "[1]", "null", "x"])

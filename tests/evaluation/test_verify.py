@@ -17,7 +17,7 @@ from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.report import load_results, write_report
 from elfatt_sd.evaluation.results import write_results
 from elfatt_sd.evaluation.run import RUN_FILE, Run
-from elfatt_sd.evaluation.verify import unequal, verify_run
+from elfatt_sd.evaluation.verify import _check_cost, unequal, verify_run
 
 ELFATT = "elfatt-ratio0.5-block_size16-agents8"
 
@@ -52,6 +52,11 @@ def _swap_class(run_dir: Path, image: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"class_index": 2', '"class_index": 1'))
 
 
+def _point_elsewhere(run_dir: Path, image: Path) -> None:
+    manifest = image.parents[1] / "manifest.jsonl"
+    manifest.write_text(manifest.read_text().replace("images/00002.png", "../other.png"))
+
+
 def _cut_manifest(run_dir: Path, image: Path) -> None:
     manifest = image.parents[1] / "manifest.jsonl"
     manifest.write_text("".join(manifest.read_text().splitlines(keepends=True)[:-1]))
@@ -70,6 +75,7 @@ def _edit_protocol(run_dir: Path, image: Path) -> None:
         (_add, "cells/null/images/00009.png: not an image of this run"),
         (_swap_prompt, "cells/null/manifest.jsonl: images, prompts, classes or seeds are not"),
         (_swap_class, "cells/null/manifest.jsonl: images, prompts, classes or seeds are not"),
+        (_point_elsewhere, "cells/null/manifest.jsonl: file='../other.png' is not where image 2 lies"),
         (_cut_manifest, "cells/null/manifest.jsonl: images, prompts, classes or seeds are not"),
         (_edit_protocol, "run.json: the protocol does not have the identity"),
     ],
@@ -109,6 +115,28 @@ def test_an_edited_reference_is_found_by_computing_it_anew(copy: Path) -> None:
         "scores.json: references.FD-CLIP (ViT of width 32/8@32) (12 reference images).count is 50000, computed again 12"
         in problem
     )
+
+
+@pytest.mark.parametrize("change", ["halve", "drop"])
+def test_an_edited_cost_is_found_by_working_it_out_anew(copy: Path, change: str) -> None:
+    def edit(data: Any) -> None:
+        if change == "drop":
+            del data["rows"]["null"]
+        else:
+            data["rows"][ELFATT]["multiply_adds"] //= 2
+
+    _edit(copy / "cost.json", edit)
+    problem = verify_run(Run.open(copy))[0]
+    place = "null is None" if change == "drop" else f"{ELFATT}.multiply_adds is"
+    assert f"cost.json: {place}" in problem
+    assert "worked out again" in problem
+
+
+def test_a_cost_that_cannot_be_worked_out_is_named(copy: Path) -> None:
+    _edit(copy / "run.json", lambda data: data["protocol"].update(model=str(copy / "none")))
+    run = Run.open(copy)
+    (problem,) = _check_cost(run)
+    assert "cost.json: it cannot be worked out again" in problem
 
 
 def _halve_time(data: Any) -> None:

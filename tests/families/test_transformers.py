@@ -60,6 +60,7 @@ CASES = {
     "Wan": Case(tiny.wan, "WanPipeline", 72, VIDEO, calls=2),
     "LTX-Video": Case(tiny.ltx_video, "LTXPipeline", 72, {"height": 192, "width": 128, "frames": 17}),
     "HunyuanVideo": Case(tiny.hunyuan_video, "HunyuanVideoPipeline", 72, VIDEO),
+    "HunyuanVideo 1.5": Case(tiny.hunyuan_video_15, "HunyuanVideo15Pipeline", 72, VIDEO, calls=2),
     "CogVideoX": Case(tiny.cogvideox, "CogVideoXPipeline", 72, VIDEO),
 }
 
@@ -85,10 +86,27 @@ def test_steps(case: Case) -> None:
     joint.check_steps(pipe, run, case.layers, case.calls, counts=(1, 4, 28, 50))
 
 
+def test_texts_of_another_length(case: Case) -> None:
+    joint.check_texts(*case.make())
+
+
+@pytest.mark.parametrize("size", [{}, {"height": 32, "width": 32}], ids=["usual", "smallest"])
+def test_a_grid_smaller_than_a_cell_is_exact(case: Case, size: dict[str, int]) -> None:
+    """The presets' cells have 256 tokens: all keys are seen."""
+    pipe, run = case.make()
+    untouched = run(**size)
+    for preset in ("elfatt-fast", "elfatt-quality"):
+        with elfatt_sd.patched(pipe, preset), recorded() as calls:
+            found = run(**size)
+        assert calls, preset
+        torch.testing.assert_close(found, untouched, atol=1e-5, rtol=1e-4)
+
+
 def test_plan(case: Case) -> None:
-    """The first version of HunyuanVideo reads its mask, which a plan without weights cannot."""
+    """HunyuanVideo 1.5 and the first version of HunyuanVideo read their masks, which a plan without weights cannot."""
     pipe, _ = case.make()
-    counted = case.pipeline != "HunyuanVideoPipeline" or hasattr(diffusers, "WanPipeline")
+    reads = {"HunyuanVideo15Pipeline"} | (set() if hasattr(diffusers, "WanPipeline") else {"HunyuanVideoPipeline"})
+    counted = case.pipeline not in reads
     joint.check_plan(pipe, case.tokens, case.layers, counted=counted, **case.size)
 
 
@@ -140,15 +158,7 @@ def test_wan_with_a_timestep_for_each_token() -> None:
 )
 def test_hunyuan_video_15_with_padded_text() -> None:
     """A call of the model alone: text of two encoders and of an image; its padding is moved to one end."""
-    config: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16}
-    config |= {
-        "num_layers": 2,
-        "num_refiner_layers": 1,
-        "text_embed_dim": 12,
-        "text_embed_2_dim": 10,
-        "image_embed_dim": 8,
-    }
-    model = tiny.transformer("HunyuanVideo15Transformer3DModel", **config, rope_axes_dim=(4, 6, 6), task_type="t2v")
+    model = tiny.hunyuan_video_15()[0].transformer
     family = family_of(model)
     generator = torch.Generator().manual_seed(0)
     given = family.arguments(model, Grid(3, 6, 4), 1, lambda *size: torch.rand(size, generator=generator))

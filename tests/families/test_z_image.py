@@ -50,6 +50,28 @@ def test_without_guidance(size: tuple[int, int]) -> None:
     joint.check_steps(pipe, run, layers=2, counts=(4, 9))
 
 
+def test_guidance_shares_a_difference() -> None:
+    """The rows with the prompt come first here; the others measure the difference, and keep it for both."""
+    pipe, run = tiny.z_image()
+    found: list[tuple[torch.Tensor, ...]] = []
+    pipe.transformer.register_forward_hook(lambda module, given, output: found.append(output[0]))
+    shared = PatchConfig("shared", (Phase(1.0, "sampled", keys=8, residual_steps=2),))
+    first = {}
+    for name, config in {
+        "exact": PatchConfig("sd"),
+        "shared": shared,
+        "guided": shared.with_settings(residual_guidance=True),
+    }.items():
+        found.clear()
+        with elfatt_sd.patched(pipe, config):
+            assert torch.isfinite(run(num_inference_steps=4)).all()
+        first[name] = found[0]
+    for row in (0, 1):
+        torch.testing.assert_close(first["shared"][row], first["exact"][row], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(first["guided"][1], first["exact"][1], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(first["guided"][0], first["exact"][0], atol=1e-4)
+
+
 def test_texts_of_different_lengths() -> None:
     """Rows that are longer than others are masked in these."""
     texts = {"prompt_embeds": [tiny.embeds()[0], tiny.embeds(2, 40)[0]]}

@@ -11,7 +11,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.records import ResultsRecord, read_data
 from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row, is_kernel, label_of, settings_of
 from elfatt_sd.evaluation.report.values import Estimate, dig, number, setting_text, setting_title
-from elfatt_sd.evaluation.results import RESULTS_FILE
+from elfatt_sd.evaluation.results import RESULTS_FILE, without_intervals_of_few
 from elfatt_sd.files import is_plain_name
 
 STAGES = {"text": "Text", "unet": "UNet", "vae": "VAE", "reserved": "Reserved"}
@@ -35,7 +35,8 @@ class Results:
     def __init__(self, data: Mapping[str, Any], folder: Path = Path()) -> None:
         """Name the rows of the results in a folder, which for images is that of the run."""
         self.data, self.folder = data, folder
-        raw = [row for row in data.get("rows") or [] if isinstance(row, Mapping)]
+        # results of earlier versions had such intervals
+        raw = without_intervals_of_few([row for row in data.get("rows") or [] if isinstance(row, Mapping)])
         self.varied = _varied_settings(raw)
         suffixes = [_suffix(row, self.varied) for row in raw]
         roles = [" (null row)" if row.get("role") == NULL else "" for row in raw]

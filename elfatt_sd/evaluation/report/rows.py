@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
-from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
+from elfatt_sd.evaluation.intervals import TOO_FEW
 from elfatt_sd.evaluation.report.values import Estimate, dig, estimate, number, numbers, shortened
 
 BASELINE, NULL, METHOD = "baseline", "null", "method"
@@ -87,19 +86,6 @@ class Row:
         count = number(self.data, "classes")
         return None if count is None else int(count)
 
-    @cached_property
-    def few(self) -> bool:
-        """Whether the images are of too few classes for an interval that holds where damage is rare."""
-        parts = [dig(self.data, part) for part in ("distances", "accuracy", "metrics")]
-        found = [figure for part in parts if isinstance(part, Mapping) for figure in part.values()]
-        told = any(dig(figure, "difference", "verdict") == TOO_FEW for figure in found)
-        return told or (self.classes or FEWEST_CLASSES) < FEWEST_CLASSES
-
-    def _estimate(self, *path: str, key: str = "value") -> Estimate | None:
-        """Return a figure over classes, without an interval where there are too few of them."""
-        found = estimate(dig(self.data, *path), key)
-        return found and (Estimate(found.value) if self.few else found)
-
     @property
     def most_changed(self) -> list[int]:
         """The indices of the images that differ most from the baseline's, most first."""
@@ -115,7 +101,7 @@ class Row:
 
         The unbiased estimate of a kernel distance may itself be below 0, so its interval stays as it is.
         """
-        found = self._estimate("distances", name)
+        found = estimate(dig(self.data, "distances", name))
         if found is None or found.low is None or is_kernel(name):
             return found
         return replace(found, low=max(found.low, 0.0))
@@ -130,7 +116,7 @@ class Row:
         Returns:
             None also where it is withheld.
         """
-        return None if of == "distances" and self.withheld(name) else self._estimate(of, name, "difference")
+        return estimate(dig(self.data, of, name, "difference"))
 
     def withheld(self, name: str) -> bool:
         """Tell whether a distance has a difference that no reader should see: extrapolated from too few classes."""
@@ -147,7 +133,7 @@ class Row:
 
     def paired(self, measure: str) -> Estimate | None:
         """Return the mean, with its interval, of a measure against the baseline on the same latents."""
-        return self._estimate("paired", measure, key="mean")
+        return estimate(dig(self.data, "paired", measure), "mean")
 
     def pictures(self, measure: str) -> Estimate | None:
         """Return median and quartiles over the images of such a measure."""
@@ -189,7 +175,7 @@ class Row:
 
     def metric(self, name: str) -> Estimate | None:
         """Return the mean of a further metric with its interval."""
-        return self._estimate("metrics", name)
+        return estimate(dig(self.data, "metrics", name))
 
     def seconds(self, part: str = "end_to_end") -> float | None:
         """Return the seconds per image of a part: `end_to_end` or `unet`."""
