@@ -30,6 +30,11 @@ class Candidate:
     phase: Phase
     base: int
 
+    @property
+    def shares(self) -> bool:
+        """Whether steps share something."""
+        return self.phase.residual_steps > 1
+
 
 EXACTLY = Candidate(EXACT, -2)
 

@@ -3,10 +3,10 @@
 An error of a layer changes the denoiser's output in proportion to it, and that changes the image. Errors of different
 layers and steps are nearly independent, so that their squares add up:
 `MSE = sum over stretches s of B_s * R_s * sum over layers l of W_ls * e_ls^2`. Here `e_ls` is the relative error of a
-layer's output, and `W_ls` its effect on the denoiser's output. `R_s` is what their sum is wrong by: it is measured with
-some choices, in runs that are kept on the untouched path. `B_s` is measured by runs in which stretch `s` alone is
-approximated. What one image says of it is noisy (on the embedded pipelines by a factor of about e), so that stretches
-are told apart only as far as several images agree.
+layer's output, and `W_ls` its effect on the denoiser's output. `R_s` is what their sum is wrong by, one number for
+shared differences and one for the rest: both are measured with some choices, in runs that are kept on the untouched
+path. `B_s` is measured by runs in which stretch `s` alone is approximated. What one image says of it is noisy (on the
+embedded pipelines by a factor of about e), so that stretches are told apart only as far as several images agree.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class Model:
         self._stretches = stretches
         self._share = share
         self._scales: list[list[float]] = [[] for _ in stretches]  # log B_s, by stretch and image
-        self._ratios = [1.0 for _ in stretches]  # of the denoiser's error, as measured, to the sum over layers
-        self._compared = False
+        self._ratios: dict[tuple[bool, int], float] = {}  # `R_s`, of shared differences and others
 
     @property
     def copies(self) -> int:
@@ -98,14 +97,15 @@ class Model:
             mse: of that run's image; every stretch is learnt from the same images, in the same order.
             phases: what each layer did.
         """
-        effect = self._ratios[stretch] * self._denoiser_error(stretch, phases, self.error)
+        effect = self._denoiser_error(stretch, phases)
         if effect > 0:
             self._scales[stretch].append(math.log(max(mse, _LEAST_MSE) / effect))
 
     def compare(self, choice: Choice, errors: Sequence[float]) -> None:
         """Learn by which factor the denoiser's error in each stretch differs from the sum over layers.
 
-        Later choices are trusted as much as all earlier ones together: the sum is wrong by another factor for each.
+        Errors that remain of shared differences have another factor than others. Later choices are trusted as much as
+        all earlier ones together: the sum is wrong by another factor for each.
 
         Args:
             choice: what each layer did.
@@ -113,25 +113,26 @@ class Model:
         """
         for number, steps in enumerate(self._stretches):
             phases = {layer: option.candidate for (layer, own), option in choice.options.items() if own == number}
-            expected = self._denoiser_error(number, phases, self.step_error)
+            expected = self._denoiser_error(number, phases)
             measured = statistics.fmean(errors[steps.first : steps.last + 1])
             if expected > 0 and measured > 0:
                 ratio = measured / expected
-                self._ratios[number] = math.sqrt(self._ratios[number] * ratio) if self._compared else ratio
-        self._compared = True
+                for place in {(each.shares, number) for each in phases.values() if each is not EXACTLY}:
+                    known = self._ratios.get(place)
+                    self._ratios[place] = ratio if known is None else known * math.sqrt(ratio)
 
-    def _denoiser_error(
-        self, stretch: int, phases: Mapping[str, Candidate], error: Callable[[str, int, Candidate], float]
-    ) -> float:
-        """Return the squared relative error of the denoiser's output, as the sum of an error over layers."""
-        return sum(self._effect(name, stretch) * error(name, stretch, each) for name, each in phases.items())
+    def _denoiser_error(self, stretch: int, phases: Mapping[str, Candidate]) -> float:
+        """Return the squared relative error of the denoiser's output, as the sum over layers."""
+        return sum(self._effect(name, stretch, each) * self.error(name, stretch, each) for name, each in phases.items())
 
-    def everywhere(self) -> Choice:
-        """Return the choice of which each stretch alone is run: `reference` in all of them."""
-        numbers = range(len(self._stretches))
-        return _choice(
-            {(layer, each): Option(own, 0.0, 0.0) for each in numbers for layer, own in self.reference(each).items()}
-        )
+    def everywhere(self, steps: int = 1) -> Choice:
+        """Return the choice of each layer's `reference` in all stretches, with differences that some steps share."""
+        picked = {}
+        for number, stretch in enumerate(self._stretches):
+            for layer, own in self.reference(number).items():
+                phase = dataclasses.replace(own.phase, residual_steps=min(steps, len(stretch)))
+                picked[layer, number] = Option(Candidate(phase, own.base), 0.0, 0.0)
+        return _choice(picked)
 
     @property
     def scale(self) -> list[float]:
@@ -168,10 +169,6 @@ class Model:
                 total += sum(common) * (steps - len(squares))
         return total / steps
 
-    def step_error(self, layer: str, stretch: int, candidate: Candidate) -> float:
-        """Return the mean over the steps of a stretch of an approximation's squared error."""
-        return sum(map(sum, self._squares(layer, stretch, candidate))) / len(self._stretches[stretch])
-
     def _squares(self, layer: str, stretch: int, candidate: Candidate) -> list[list[float]]:
         """Return the squared errors of the steps of a stretch, by the groups of steps that share a difference."""
         steps, shared, guided = (
@@ -188,14 +185,14 @@ class Model:
         squares = [error(since, guided=guided) if since or guided else 0.0 for since in range(max(groups))]
         return [squares[:size] for size in groups]
 
-    def _effect(self, layer: str, stretch: int) -> float:
-        """Return `W_ls`: it may grow a hundredfold in the course of a run, so that its logarithm is interpolated."""
-        effects = self._figures[layer].effects
+    def _effect(self, layer: str, stretch: int, candidate: Candidate) -> float:
+        """Return `R_s W_ls`: `W` may grow a thousandfold in the course of a run; its logarithm is interpolated."""
+        effects, ratio = self._figures[layer].effects, self._ratios.get((candidate.shares, stretch), 1.0)
         known = sorted((self._stretches[number].first, statistics.fmean(own)) for number, own in effects.items())
         if not known or not all(value > 0 for _, value in known):
-            return 1.0
+            return ratio
         own, (steps, values) = self._stretches[stretch], zip(*known, strict=True)
-        return math.exp(float(np.interp((own.first + own.last) / 2, steps, np.log(values))))
+        return ratio * math.exp(float(np.interp((own.first + own.last) / 2, steps, np.log(values))))
 
     def seconds(self, layer: str, stretch: int, candidate: Candidate) -> float:
         """Return the mean seconds of one call of a layer; a step that measures a difference computes both."""
@@ -218,11 +215,11 @@ class Model:
         """
         own, steps = self._figures[layer], len(self._stretches[stretch])
         exact = self.seconds(layer, stretch, EXACTLY)
-        weight = self.scale[stretch] * self._ratios[stretch] * self._effect(layer, stretch)
+        scale = self.scale[stretch]
         found = []
         for each in candidates(own.bases, steps, share=self._share, guided=own.copies > 1):
             saved = (exact - self.seconds(layer, stretch, each)) * steps * calls
-            mse = weight * self.error(layer, stretch, each)
+            mse = scale * self._effect(layer, stretch, each) * self.error(layer, stretch, each)
             if each is EXACTLY or (saved > 0 and math.isfinite(mse)):
                 found.append(Option(each, saved, mse))
         found.sort(key=lambda option: (option.mse, -option.saved))

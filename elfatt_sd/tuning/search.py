@@ -18,7 +18,7 @@ from elfatt_sd.errors import ElfattFailure
 from elfatt_sd.tuning.asked import Budget, Measure
 from elfatt_sd.tuning.model import Choice, Model
 from elfatt_sd.tuning.points import Point
-from elfatt_sd.tuning.probe import Probe, stretches_of
+from elfatt_sd.tuning.probe import ALIGNED, Probe, stretches_of
 from elfatt_sd.tuning.records import figures_from, figures_to
 from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness, squared_error
 from elfatt_sd.tuning.store import Store
@@ -113,6 +113,8 @@ class Search:
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
         self.layer_calls = {name: own.calls / self._probed for name, own in figures.items()}
         self._compare(self.model.everywhere())
+        if self.budget.memory is None:
+            self._compare(self.model.everywhere(ALIGNED))
         for number in range(len(self.stretches)):
             images = min(CALIBRATED, len(self.samples))
             self.say(f"measuring stretch {number + 1} of {len(self.stretches)}", images)
