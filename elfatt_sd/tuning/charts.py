@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _CHOSEN, _PREDICTED, _TRIED = METHODS[1], METHODS[0], METHODS[5]
 _MARKERS = {"elfatt": "o", "elfatt-fast": "s", "elfatt-quality": "^"}
-_CELL = 0.42  # inches of a layer in the map
+_CELL = 0.46  # inches of a layer in the map
 
 
 def curve(tuned: Tuned) -> Figure:
@@ -81,20 +81,20 @@ def choices(tuned: Tuned) -> Figure:
     figure = Figure(figsize=(6.4, 1.1 + _CELL * max(1, len(layers))), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(False)
-    starts = (0.0, *ends)
     for row, layer in enumerate(layers):
         own = config.for_layer(layer)
-        for start, end in zip(starts, ends, strict=False):
+        for column, end in enumerate(ends):
             phase = own.phase_until(end)
             strength = 0.0 if phase.exact else 0.25 + 0.75 * _boldness(phase)
-            axes.barh(
-                row, end - start, 0.92, start, color=_PREDICTED, alpha=strength * 0.6, edgecolor="white", linewidth=1
-            )
-            axes.text((start + end) / 2, row, _short(phase), ha="center", va="center", fontsize=7)
+            axes.barh(row, 1, 0.92, column, color=_PREDICTED, alpha=strength * 0.6, edgecolor="white", linewidth=1)
+            axes.text(column + 0.5, row, _short(phase), ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(layers)), [_name(layer) for layer in layers], fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("fraction of the run")
+    axes.set_xticks(
+        range(len(ends) + 1), [f"{end:.0%}" for end in (0.0, *ends)]
+    )  # a single step has room for text, too
+    axes.set_xlim(0, len(ends))
+    axes.set_xlabel("of the run")
     axes.spines[["left", "bottom"]].set_visible(False)
     return figure
 
@@ -119,7 +119,7 @@ def _short(phase: Phase) -> str:
     text = f"{phase.attention.name.replace('_', ' ')} {_keys(phase) or ''}".strip()
     if phase.merge.ratio:
         text = f"merge {phase.merge.ratio:.0%}"
-    rows = ", guided" * phase.residual_guidance
+    rows = "\nwith guidance" * phase.residual_guidance
     return text + (f"\nshared by {phase.residual_steps}{rows}" if phase.residual_steps > 1 else "")
 
 
