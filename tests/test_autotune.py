@@ -16,7 +16,7 @@ from autotune_checks import SAMPLE, state_of
 from checks import runner
 
 import elfatt_sd
-from elfatt_sd import autotune, calls
+from elfatt_sd import autotune, layer_state
 from elfatt_sd.autotune import Decision, Tuner
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families import find_layers
@@ -339,8 +339,8 @@ def test_a_shared_matching_costs_each_layer_its_part(
 ) -> None:
     """The first of the calls that share a matching is timed with it, the others without."""
     found: list[int] = []
-    match = calls.find_candidates
-    monkeypatch.setattr(calls, "find_candidates", lambda *given: (found.append(0), match(*given))[1])
+    match = layer_state.find_candidates
+    monkeypatch.setattr(layer_state, "find_candidates", lambda *given: (found.append(0), match(*given))[1])
     shares: list[float] = []
 
     def record(untouched: Any, approximated: Any, device: torch.device) -> Decision:

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import elfatt_sd
 from elfatt_sd.optional import PACKAGES
@@ -220,6 +221,19 @@ def test_every_dependency_is_pinned_for_ci() -> None:
     oldest = pins("constraints-oldest.txt")
     assert names([*PROJECT["dependencies"], *extras["eval"]]) - set(oldest) == set()
     assert oldest["diffusers"] == "0.32.1"
+
+
+def test_what_is_pinned_takes_every_python_that_the_project_takes() -> None:
+    oldest = PROJECT["requires-python"].removeprefix(">=") + ".0"
+    here = filter(_is_here, pins("constraints.txt"))
+    wanted = {name: importlib.metadata.metadata(name).get("Requires-Python") for name in here}
+    refused = {name: versions for name, versions in wanted.items() if oldest not in SpecifierSet(versions or "")}
+    assert len(wanted) > 50
+    assert refused == {}
+
+
+def _is_here(name: str) -> bool:
+    return any(importlib.metadata.distributions(name=name))
 
 
 def test_ruff_is_pinned_once() -> None:
