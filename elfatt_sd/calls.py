@@ -19,7 +19,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import beneath_transforms
 from elfatt_sd.families.base import Given
 from elfatt_sd.kept import Memory, check_differences
-from elfatt_sd.layer_state import NO_GRID, LayerState
+from elfatt_sd.layer_state import LayerState
 from elfatt_sd.merging import Matching
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase
@@ -27,6 +27,7 @@ from elfatt_sd.residuals import kept_bytes
 from elfatt_sd.runs import Run
 from elfatt_sd.schedule import Position
 from elfatt_sd.surroundings import device_of, device_of_weights
+from elfatt_sd.tiling import NO_GRID
 
 if TYPE_CHECKING:
     from elfatt_sd.processor import PatchedLayer

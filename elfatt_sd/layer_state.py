@@ -16,12 +16,12 @@ from elfatt_sd.methods.base import Ahead
 from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.residuals import Residual, add_difference
+from elfatt_sd.tiling import NO_GRID
 
 if TYPE_CHECKING:
     from elfatt_sd.calls import Call
     from elfatt_sd.processor import PatchedLayer
 
-NO_GRID = Grid(0, 0, 0)
 ALL_ROWS = slice(None)  # of a batch
 
 

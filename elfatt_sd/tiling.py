@@ -38,6 +38,9 @@ class Grid(NamedTuple):
         return "x".join(map(str, self if self.frames > 1 else self[1:]))
 
 
+NO_GRID = Grid(0, 0, 0)  # where it is not known
+
+
 def partition(tokens: int, block_size: int) -> tuple[int, int, int]:
     """Cut a sequence in blocks of nearly equal size, none dropped.
 

@@ -62,9 +62,8 @@ class Spectrum:
         self.root = torch.where(values > noise, values, 0).sqrt().sum()
         self.values = values[kept]
         self.basis = factor @ vectors / self.values.sqrt()
-        ends = (
-            self.values.log()[[0, -1]].tolist() if len(self.values) else [-RANGE, -RANGE]
-        )  # ascending; of images that are all alike
+        alike = [-RANGE, -RANGE]  # ends of images that do not vary
+        ends = self.values.log()[[0, -1]].tolist() if len(self.values) else alike  # in ascending order
         low, high = max(ends[0], ends[1] - RANGE) - MARGIN, ends[1] + MARGIN
         self.scales = torch.arange(low, high + 1, dtype=torch.float64).exp()
         self.shares = self.values / (self.values + self.scales[:, None])  # [q, r]

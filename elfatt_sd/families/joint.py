@@ -20,10 +20,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from elfatt_sd.families.base import Fill, Given, SelfAttention
 from elfatt_sd.methods import Grid
+from elfatt_sd.tiling import NO_GRID
 
 Read = TypeVar("Read")
 DISPATCHED, PLAIN = "dispatch_attention_fn", "scaled_dot_product_attention"  # how processors call attention
-_NO_GRID = Grid(0, 0, 0)
 _READ: Any = WeakIdKeyDictionary()  # off ids of tokens
 
 
@@ -157,7 +157,7 @@ def grid_of_ids(ids: Tensor, rows: int = 1, columns: int = 2) -> Grid:
     Returns:
         The grid of the first image; one without tokens where the ids are none of a grid.
     """
-    return _NO_GRID if ids.is_meta else read_once(ids, lambda: _read_grid(ids, rows, columns))
+    return NO_GRID if ids.is_meta else read_once(ids, lambda: _read_grid(ids, rows, columns))
 
 
 def read_once(ids: Tensor, read: Callable[[], Read]) -> Read:
@@ -175,7 +175,7 @@ def _read_grid(ids: Tensor, rows: int, columns: int) -> Grid:
     height, width = (int(axis.max()) + 1 for axis in (row, column))
     expected = torch.arange(len(own), dtype=torch.float64)
     whole = len(own) == height * width and torch.equal(row * width + column, expected)
-    return Grid.image(height, width) if whole else _NO_GRID
+    return Grid.image(height, width) if whole else NO_GRID
 
 
 def attention_function(kind: type) -> str | None:

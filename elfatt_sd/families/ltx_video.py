@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from elfatt_sd.families.base import Fill, Given, SelfAttention, some_timestep
 from elfatt_sd.families.joint import JointFamily, named, read_once
 from elfatt_sd.methods import Grid
+from elfatt_sd.tiling import NO_GRID
 
 _TEXT_TOKENS = 128
-_NO_GRID = Grid(0, 0, 0)
 
 
 class LTXVideo(JointFamily):
@@ -33,7 +33,7 @@ class LTXVideo(JointFamily):
         given = named(module, args, kwargs)
         timestep, coordinates = given["timestep"], given.get("video_coords")
         size = [given.get(name) for name in ("num_frames", "height", "width")]
-        before, grid = 0, _NO_GRID if None in size else Grid(*size)  # type: ignore[arg-type]
+        before, grid = 0, NO_GRID if None in size else Grid(*size)  # type: ignore[arg-type]
         if coordinates is not None:
             before, grid = read_once(coordinates, lambda: _read_video(coordinates))
         return Given(given["hidden_states"], timestep.amax(1) if timestep.ndim == 2 else timestep, grid, before)
@@ -63,4 +63,4 @@ def _read_video(coordinates: Tensor) -> tuple[int, Grid]:
     own = known[:, before:]
     axes = [axis.unique() for axis in own]
     whole = own.shape[1] == math.prod(map(len, axes)) and torch.equal(torch.cartesian_prod(*axes).T, own)
-    return (before, Grid(*map(len, axes))) if whole else (0, _NO_GRID)
+    return (before, Grid(*map(len, axes))) if whole else (0, NO_GRID)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from elfatt_sd.families.base import Fill, Given, SelfAttention
 from elfatt_sd.families.joint import JointFamily, named
 from elfatt_sd.methods import Grid
+from elfatt_sd.tiling import NO_GRID
 from elfatt_sd.timesteps import RISING
 
 _MULTIPLE = 32  # of tokens, that texts and images are padded to
@@ -39,7 +40,7 @@ class ZImage(JointFamily):
         grids = {_grid(image, side, time) for image in images}
         texts = zip(rows, given["cap_feats"], strict=True)
         starts = {_before(row, text, side, time) for row, text in texts} if several else {0}
-        grid = grids.pop() if len(grids) == len(starts) == 1 else Grid(0, 0, 0)
+        grid = grids.pop() if len(grids) == len(starts) == 1 else NO_GRID
         return Given(_batch(images), given["t"], grid, starts.pop(), RISING)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from elfatt_sd import optional, peers
 from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.families import find_layers
 from elfatt_sd.phases import Phase
-from elfatt_sd.tuning import proving, search, tune
+from elfatt_sd.tuning import PRESETS, proving, search, tune
 from elfatt_sd.tuning.runs import Runs
 
 
@@ -168,6 +168,15 @@ def test_the_settings_are_a_configuration_like_any_other(pipe: Any, asked: dict[
     assert re.match(r"tuned: \d\.\d\d times as fast, PSNR", text)
     assert "asked for: PSNR 30.0 dB at least" in text
     assert "worst PSNR" in text
+
+
+@pytest.mark.parametrize(("closeness", "images"), [(1.0, 2), (900.0, 1)])
+def test_one_image_is_enough_where_a_preset_is_far_off(
+    pipe: Any, asked: dict[str, Any], closeness: float, images: int
+) -> None:
+    tuned = tune(pipe, closeness=closeness, **asked | {"presets": True, "images": 6})
+    first = {point.name: len(point.closeness) for point in reversed(tuned.points)}  # a proof of one comes later
+    assert {first[name] for name in PRESETS} == {images}
 
 
 def test_a_page_shows_curve_map_and_images(pipe: Any, asked: dict[str, Any], tmp_path: Path) -> None:
