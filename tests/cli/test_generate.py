@@ -118,17 +118,16 @@ def test_compare_leaves_the_pipeline_as_it_was_and_labels_both(model: Path, tmp_
         return side_by_side(pictures, captions, title)
 
     monkeypatch.setattr(generation, "side_by_side", keep)
+    set_clock(monkeypatch, [9, 9, 4, 2, 4])  # two warm-ups, then the patched image between untouched ones
     pipe = elfatt_sd.load_pipeline(model, device="cpu")
     before = dict(pipe.unet.attn_processors)
     request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("tome"), steps=1, compare=True)
     [result] = Studio(pipe, request, tmp_path).results()
     assert pipe.unet.attn_processors == before
-    assert result.speed_ratio == pytest.approx(result.untouched_seconds / result.seconds)
-    assert [name for name, _ in labels] == [
-        f"untouched, {result.untouched_seconds:.2f} s",
-        f"tome, {result.seconds:.2f} s",
+    assert labels == [
+        ("untouched, 4.00 s", ""),
+        ("tome, 2.00 s", f"2.00 times as fast, PSNR {result.psnr_db:.1f} dB"),
     ]
-    assert labels[1][1] == f"{result.speed_ratio:.2f} times as fast, PSNR {result.psnr_db:.1f} dB"
 
 
 @pytest.mark.parametrize(("last", "told"), [(2.2, False), (6.0, True)])
@@ -210,6 +209,7 @@ def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Pat
 
 def test_autotune_is_passed_on(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("elfatt_sd.autotune.timed", lambda *_: 1.0)  # a decision is kept where rounds agree
     draw(model, tmp_path / "out", "--autotune", "--compare")
     assert json.loads((tmp_path / "out" / "0001-a-red-star.json").read_text())["autotune"] is True
     assert (tmp_path / "cache" / "autotune.json").exists()
