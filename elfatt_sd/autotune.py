@@ -174,7 +174,7 @@ class Tuner:
         kind = sample.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         where = state.index, state.grid, state.original, state.fused, phase
-        given = sample.shape, sample.dtype, sample.device, autocast, torch.get_num_threads()
+        given = sample.shape, sample.dtype, sample.device, autocast, torch.get_num_threads(), _copies(state, phase)
         if (where, given) not in self._keys:
             self._keys[where, given] = decision_key(state, phase, sample)
         return self._keys[where, given]
@@ -219,7 +219,7 @@ class Tuner:
         if uses > 1:
             calls.append((reusing, 1 - 1 / uses))
         if phase.residual_steps > 1:
-            calls.append((untouched, 1 / phase.residual_steps))
+            calls.append((untouched, _exact_share(state, phase)))
         return measure(untouched, calls, sample.device)
 
     def _measure_joint(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
@@ -237,8 +237,18 @@ class Tuner:
 
         calls = [(approximated, 1.0)]
         if phase.residual_steps > 1:
-            calls.append((exact, 1 / phase.residual_steps))
+            calls.append((exact, _exact_share(state, phase)))
         return measure(exact, calls, sample.device)
+
+
+def _exact_share(state: LayerState, phase: Phase) -> float:
+    """Return the part of the steps, and of the rows, in which a phase with `residual_steps` is exact, too."""
+    return 1 / phase.residual_steps / _copies(state, phase)
+
+
+def _copies(state: LayerState, phase: Phase) -> int:
+    """Return how many rows of a call share one difference to exact attention."""
+    return state.call.copies if phase.shares_guidance else 1
 
 
 def _beginning(state: LayerState, phase: Phase, device: torch.device) -> Callable[[], None]:
@@ -271,6 +281,7 @@ def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase
     sample = family_of(module).call(module, (), family_of(module).arguments(module, size, 2, fill)).sample
     tuner, decisions = Tuner(denoiser), {}
     state = LayerState(layer, Call(layer.denoiser.config), layer.layer.grid(size))
+    state.call.copies = len(sample)
     for phase in layer.config.phases:
         if not phase.exact:
             state.begin(phase, 0, device)
@@ -300,7 +311,7 @@ def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
     """
     attention: Any = state.layer.attention
     config, device = state.call.config, sample.device
-    settings = {**phase.to_dict(), "until": 1.0, "uses": _uses(state, phase)}
+    settings = {**phase.to_dict(), "until": 1.0, "uses": _uses(state, phase), "copies": _copies(state, phase)}
     settings |= {name: getattr(config, name) for name in ("attention_backend", "fp32_logits", "use_rand")}
     settings |= {"channels_first": state.layer.channels_first and phase.matches}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

@@ -110,7 +110,7 @@ def test_what_is_drawn_in_every_step_is_measured(pipe: Any, monkeypatch: pytest.
         return Decision(0.5, 0.4, 0.6)
 
     monkeypatch.setattr(autotune, "measure", count)
-    assert autotune.Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE).pays
+    assert Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE).pays
     assert len(drawn) == 2
     assert state.prepared is before
 
@@ -213,7 +213,7 @@ def test_the_exact_layer_is_timed_as_it_would_run(
 
     monkeypatch.setattr(autotune, "measure", once)
     state.begin(config.phases[0], 0, SAMPLE.device)
-    assert autotune.Tuner(pipe.unet).pays(state, config.phases[0], SAMPLE)
+    assert Tuner(pipe.unet).pays(state, config.phases[0], SAMPLE)
     assert calls == ["original" if own else "softmax"]
 
 
@@ -326,7 +326,7 @@ def test_another_failure_shows_and_changes_no_matching(pipe: Any, monkeypatch: p
     state.call.matchings["mine"] = None
     state.begin(config.phases[0], 0, SAMPLE.device)
     with pytest.raises(RuntimeError, match="out of bounds"):
-        autotune.Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE)
+        Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE)
     assert state.call.matchings == {"mine": None}
 
 
@@ -357,16 +357,32 @@ def test_a_shared_matching_costs_each_layer_its_part(
     assert shares == pytest.approx([1 / uses, 1 - 1 / uses][:uses])
 
 
-def test_exact_steps_weigh_their_share(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("shared", "expected"), [(False, 0.25), (True, 0.125)])
+def test_exact_steps_weigh_their_share(
+    pipe: Any, shared: bool, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan is for one image with guidance, whose two rows may share what an exact step measures."""
     timed: list[Any] = []
     monkeypatch.setattr(autotune, "measure", lambda *given: timed.append(given) or Decision(0.5, 0.4, 0.6))
-    config = PatchConfig("x", (Phase(1.0, "sampled", block_size=16, residual_steps=4),))
-    elfatt_sd.plan(pipe, config, autotune=True)
+    phase = Phase(1.0, "sampled", block_size=16, residual_steps=4, residual_guidance=shared)
+    elfatt_sd.plan(pipe, PatchConfig("x", (phase,)), autotune=True)
     assert timed
     for untouched, approximated, _ in timed:
         [(own, whole), (exact, share)] = approximated
-        assert (whole, exact, share) == (1.0, untouched, 0.25)
+        assert (whole, exact, share) == (1.0, untouched, expected)
         assert own is not untouched
+
+
+def test_a_call_whose_rows_share_nothing_is_decided_apart(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guidance decides what an exact step costs; the same layer without it is measured for itself."""
+    shares: list[float] = []
+    kept = Decision(0.5, 0.4, 0.6)
+    monkeypatch.setattr(autotune, "measure", lambda one, others, device: shares.append(others[1][1]) or kept)
+    phase = Phase(1.0, "sampled", block_size=16, residual_steps=4, residual_guidance=True)
+    state, tuner = state_of(pipe, PatchConfig("x", (phase,))), Tuner(pipe.unet)
+    for state.call.copies in (1, 2, 1, 2):
+        tuner.decide(state, phase, SAMPLE)
+    assert shares == [0.25, 0.125]
 
 
 def test_shares_weigh_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
