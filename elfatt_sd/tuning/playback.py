@@ -38,6 +38,11 @@ class Playback:
         """Whether calls can be replaced: not those of a module that was compiled in place."""
         return not any(module._compiled_call_impl for module in self._modules)
 
+    @property
+    def steps(self) -> int:
+        """Number of steps of the run that was recorded."""
+        return len(self._ends)
+
     def end_step(self) -> None:
         """Take note that a step of the run is done."""
         self._ends.append(len(self._outputs))

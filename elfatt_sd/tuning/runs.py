@@ -141,6 +141,16 @@ class Runs:
         with _eager(), contextlib.nullcontext() if playback is None else playback.playing(step):
             return self.draw(sample, config)
 
+    def pace(self) -> float:
+        """Return the seconds of an untouched image's last step, which tell how fast the machine is at the moment.
+
+        The image is the first that was recorded; where none was, the machine counts as equally fast at all times.
+        """
+        for sample, playback in self._playbacks.items():
+            with _eager(), playback.playing(playback.steps - 1):
+                return self.draw(sample).seconds
+        return 1.0
+
     def errors(self, sample: Sample, config: PatchConfig, copies: int = 1) -> list[float] | None:
         """Return the squared relative errors of the denoiser's output with a patch, by step of an untouched run.
 

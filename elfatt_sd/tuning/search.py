@@ -70,6 +70,7 @@ class Search:
         self.curve: list[Choice] = []
         self.untouched: list[Drawn] = []
         self._again: Drawn | None = None  # the first of them, drawn once more
+        self._pace = 1.0  # seconds of a step at that time
         self.realised = 1.0  # fraction of the predicted seconds that is really saved
 
     def measure_untouched(self) -> None:
@@ -81,7 +82,10 @@ class Search:
         self._again = None if drawn is again else again
         drawn = drawn if drawn is again else self._first(again)
         self.floor = closeness(self.measure, drawn, again)  # which a metric that fails does not pass
-        self.untouched = [dataclasses.replace(drawn, seconds=again.seconds), *map(self._untouched, others)]
+        self.untouched = [drawn, *map(self._untouched, others)]
+        if drawn is not again:  # seconds that are kept are those of another time
+            self.untouched = [dataclasses.replace(each, seconds=again.seconds) for each in self.untouched]
+        self._pace = self.runs.pace()
         self.calls = len(self.runs.pipe.scheduler.timesteps)
 
     def _untouched(self, sample: Sample) -> Drawn:
@@ -277,10 +281,12 @@ class Search:
         samples: Sequence[Sample],
         untouched: Sequence[Drawn],
     ) -> Point:
+        start = self.runs.pace()
         drawn = [self.runs.draw(sample, config) for sample in samples]
+        slower = statistics.fmean([start, self.runs.pace()]) / self._pace  # than when the untouched ones were drawn
         pairs = list(zip(untouched, drawn, strict=False))
         close = tuple(closeness(self.measure, before, after) for before, after in pairs)
-        speed = tuple(before.seconds / after.seconds for before, after in pairs)
+        speed = tuple(slower * before.seconds / after.seconds for before, after in pairs)
         return Point(name, config, predicted, close, speed)
 
     def check_reachable(self) -> None:

@@ -21,6 +21,7 @@ import elfatt_sd
 from elfatt_sd import optional, peers
 from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.families import find_layers
+from elfatt_sd.measuring import clock
 from elfatt_sd.phases import Phase
 from elfatt_sd.tuning import PRESETS, proving, search, tune
 from elfatt_sd.tuning.runs import Runs
@@ -96,6 +97,24 @@ def test_a_speed_beyond_the_prediction_is_tried(
     tuned = tune(pipe, speed=fastest.point.times - 0.1, **asked)
     assert tuned.proof is not None
     assert tuned.proof.point.times >= fastest.point.times - 0.1
+
+
+@pytest.mark.parametrize("before", ["measure_layers", "settle"])
+def test_a_machine_that_becomes_slower_changes_no_speed(
+    pipe: Any, asked: dict[str, Any], before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Untouched images of the search are drawn long before what they are compared with."""
+    known = tune(pipe, closeness=30, **asked)
+    following = getattr(search.Search, before)
+
+    def slower(self: search.Search) -> Any:
+        monkeypatch.setattr(clock.Stopwatch, "each", 2e-9)
+        return following(self)
+
+    monkeypatch.setattr(search.Search, before, slower)
+    tuned = tune(pipe, closeness=30, **asked)
+    assert tuned.points
+    assert [point.times for point in tuned.points] == pytest.approx([point.times for point in known.points])
 
 
 @pytest.mark.usefixtures("own_cache")
