@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.errors import ElfattFailure as ElfattFailure
 from elfatt_sd.methods import Attention, AttentionName, Merge, attention_named
 from elfatt_sd.settings import MERGE_SETTINGS, AttentionSettings, check_settings, known_keys, of_merging, phase_settings
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, init=False)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.errors import ElfattFailure as ElfattFailure
 from elfatt_sd.methods import Merge, attentions
 from elfatt_sd.methods.agents import AgentSource
 from elfatt_sd.methods.elfatt import Split
 from elfatt_sd.tiling import BlockOrder
-
-if TYPE_CHECKING:
-    pass
-
 
 # The accepted values, once for type checkers and editors, and once to check what comes at run time.
 Downsample = Literal[1, 2, 4, 8]
