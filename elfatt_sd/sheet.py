@@ -18,9 +18,9 @@ from elfatt_sd.families import find_denoisers
 from elfatt_sd.generation import OnStep, free_name, write_image
 from elfatt_sd.measuring.clock import Spread, busy, times_as_fast
 from elfatt_sd.pictures import side_by_side
-from elfatt_sd.presets import METHODS
+from elfatt_sd.presets import METHODS, UNTOUCHED
 from elfatt_sd.request import Request
-from elfatt_sd.trial import UNTOUCHED, Drawn, Row, Trial
+from elfatt_sd.trial import Drawn, Row, Trial
 
 PROMPTS = ("a red star on a striped blue background", "a yellow circle on a checkered purple background")
 LEAST = 20.0  # dB: unrelated images have 10 to 20

@@ -19,10 +19,9 @@ from elfatt_sd.generation import OnStep, Shot, Studio, free_name, why_unchanged,
 from elfatt_sd.measuring.clock import Spread, Turn, interleave, ratios
 from elfatt_sd.patch import patched, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
-from elfatt_sd.presets import METHODS, known_method
+from elfatt_sd.presets import METHODS, UNTOUCHED, known_method
 from elfatt_sd.request import Request
 
-UNTOUCHED = "sd"
 COLUMNS = 3  # images in a row of the strip
 WORTH = 1.05  # times as fast, in the slowest round, from which on a method is worth using
 
@@ -242,7 +241,7 @@ def try_methods(pipe: Any, prompt: str, *, methods: Sequence[str] = METHODS, rou
     Raises:
         ElfattError: the pipeline cannot do what is asked for.
     """
-    trial = Trial(pipe, Request((prompt,), PatchConfig.preset(known_method(UNTOUCHED)), **settings), methods, rounds)
+    trial = Trial(pipe, Request((prompt,), PatchConfig.preset(UNTOUCHED), **settings), methods, rounds)
     for _ in trial.run(lambda step, steps: None):
         pass
     return trial

@@ -10,7 +10,6 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.sizes import Dimensions
 
 WAN_VAE = {"base_dim": 96, "dim_mult": [1, 2, 4, 4], "z_dim": 16}
-SANA_VAE = {"decoder_block_out_channels": [128] * 6, "latent_channels": 32}
 SD15 = Dimensions.of(
     {"sample_size": 64, "block_out_channels": [320, 640, 1280, 1280]}, {"block_out_channels": [128, 256, 512, 512]}
 )

@@ -9,8 +9,6 @@ from typing import Any
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.peers.base import Peer
 
-_UPSAMPLERS = 12  # what the package adds to `num_upsamplers`, and does not take off
-
 
 @contextmanager
 def _on(pipe: Any, **settings: Any) -> Iterator[None]:
@@ -18,7 +16,7 @@ def _on(pipe: Any, **settings: Any) -> Iterator[None]:
         from hidiffusion import apply_hidiffusion, remove_hidiffusion
     except ImportError as error:
         raise ElfattError(f"hidiffusion does not go with this diffusers: {error}; try an older one.") from error
-    before = pipe.unet.num_upsamplers
+    before = pipe.unet.num_upsamplers  # which the package raises, and does not put back
     try:
         apply_hidiffusion(pipe, **settings)
     except Exception as error:
