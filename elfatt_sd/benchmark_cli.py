@@ -24,7 +24,7 @@ from elfatt_sd.benchmarking.lineup import (
 )
 from elfatt_sd.benchmarking.names import differs_by_step
 from elfatt_sd.benchmarking.presets import ALONE
-from elfatt_sd.cli_options import Device, Dtype
+from elfatt_sd.cli_options import MODELS, Device, Dtype, Variant
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.console import FAILURE, adds_options, complain, name_and_value, optional, output, quiet_libraries
 from elfatt_sd.optional import need
@@ -56,14 +56,14 @@ Methods = Annotated[
         "elfatt-fast:block_size=512,levels=2; several times, or the benchmark's own set.",
     ),
 ]
-Model = Annotated[str, typer.Option(help="sd15 or sdxl (random weights), toy, a directory, a hub id or a file.")]
+Model = Annotated[str, typer.Option(help=f"{', '.join(SHAPE_NAMES)} (random weights), {MODELS}.")]
+PipelineModel = Annotated[str, typer.Option(help=f"{', '.join(UNET_NAMES)} (random weights), {MODELS}.")]
 Ratio = Annotated[float | None, typer.Option(help="Fraction of the tokens that are merged, for all that merge.")]
 BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
 Batch = Annotated[int, typer.Option(help="Images at a time.")]
 Rows = Annotated[int, typer.Option("--batch", help="Rows of a UNet's batch: two for each image with guidance.")]
 Repeats = Annotated[int, typer.Option(help="Rounds that count.")]
 MaxSeconds = Annotated[float, typer.Option(help="Leave out what is expected to take longer for one call.")]
-Variant = Annotated[str | None, typer.Option(help="Of a model's weights: fp16 loads *.fp16.safetensors.")]
 Force = Annotated[bool, typer.Option("--force", help="Time even what is estimated not to fit into memory.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Time all but other packages through torch.compile too.")]
 Autotune = Annotated[
@@ -194,7 +194,7 @@ app.command("unet", hidden=True)(denoiser)  # its name before transformers had a
 @takes_session
 def pipeline(
     session: Any,
-    model: Model = "toy",
+    model: PipelineModel = "toy",
     sizes: Sizes = [],  # noqa: B006
     methods: Methods = None,
     ratio: Ratio = None,
@@ -256,7 +256,7 @@ def host(
 @takes_session
 def orders(
     session: Any,
-    model: Annotated[str, typer.Option(help="toy, toy-dit, a directory, a hub id or a file.")] = "toy",
+    model: Annotated[str, typer.Option(help=f"{MODELS}.")] = "toy",
     methods: Methods = None,
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="May be given several times.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps; the model's own if not given.")] = None,

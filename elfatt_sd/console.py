@@ -40,7 +40,9 @@ PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {
     "method": _option(
         str, autocompletion=lambda: list(METHODS), help=f"One of {', '.join(METHODS)}; {DEFAULT} if nothing is given."
     ),
-    "config_file": _option(Path, "--config", metavar="FILE", help="Instead of a method, what `patch --save` wrote."),
+    "config_file": _option(
+        Path, "--config", metavar="FILE", help="Instead of a method, what `patch --save` or `tune --save` wrote."
+    ),
     "ratio": _option(float, help="Fraction of the tokens that are merged, 0 to less than 1."),
     "stride": _option(int, help="One merge destination for each cell of this many tokens a side."),
     "block_size": _option(int, help="Tokens in a block; for sampled keys, how many every query sees."),
