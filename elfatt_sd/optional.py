@@ -43,7 +43,7 @@ PACKAGES = {
         "hyper_tile", "its rows in evaluations and benchmarks", source="git+https://github.com/tfernd/HyperTile"
     ),
     "torch-fidelity": OptionalPackage("torch_fidelity", "FID with Inception", "inception"),
-    "torchvision": OptionalPackage("torchvision", "FID with Inception", "inception"),
+    "torchvision": OptionalPackage("torchvision", "LPIPS, DISTS, and FID with Inception", "inception"),
     "pyarrow": OptionalPackage("pyarrow", "a reference set in parquet files", "parquet"),
     "peft": OptionalPackage("peft", "LoRA in diffusers"),
     "gradio": OptionalPackage("gradio", "the page of elfatt-sd demo", "ui"),

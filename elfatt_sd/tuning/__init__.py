@@ -68,7 +68,7 @@ def tune(
         frames: of a clip; the pipeline's own by default.
         negative_prompt: what guidance leads away from.
         seed: of the first image; the next ones count up.
-        images: images of the search and the proof together, two of three for the proof.
+        images: images of the search and the proof together, five of eight for the proof.
         presets: also run the presets, for the curve.
         inputs: further arguments of the pipeline's call, such as an image.
         progress: told of every stage: its name, the denoising steps done in it and in all.
