@@ -127,11 +127,6 @@ class Result:
         """Prompt to image without the method, as the mean of before and after."""
         return mean(self.untouched) if self.untouched else None
 
-    @property
-    def speed_ratio(self) -> float | None:
-        """How many times as fast as the untouched pipeline."""
-        return None if self.untouched_seconds is None else self.untouched_seconds / self.seconds
-
 
 @dataclass(frozen=True)
 class Shot:

@@ -53,7 +53,7 @@ def load_pipeline(
             or a hub id. A checkpoint says nothing about the configuration of its parts: it comes from the folder of the
             file, if a `model_index.json` of the same kind lies there, otherwise from the hub (or from `config=`, see
             diffusers).
-        device: `auto` (CUDA, then MPS, then the CPU) or a torch device.
+        device: `auto` (CUDA, then XPU, then MPS, then the CPU) or a torch device.
         dtype: `auto` (float16 on an accelerator, float32 on the CPU), `float32`, `float16` or `bfloat16`.
         allow_pickle: load pickled weights too; they can run any code.
         variant: of the weights in a directory or on the hub: `fp16` loads `*.fp16.safetensors`.
