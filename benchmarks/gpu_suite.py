@@ -89,7 +89,7 @@ def main() -> None:
     parts = suite.parts | suite.extra
     names = list(suite.parts) if options.only is None else options.only.split(",")
     if unknown := [name for name in names if name not in parts]:
-        sys.exit("\n".join([f"{unknown[0]!r} is no part; there are:", *parts]))
+        sys.exit("\n".join([f"{unknown[0]!r} is not a part; there are:", *parts]))
     if suite.device.type == "cpu" and not suite.tiny:
         sys.exit("there is no GPU here; --tiny tries the suite on any machine")
     try:
