@@ -45,7 +45,7 @@ from elfatt_sd.optional import need
 from elfatt_sd.presets import METHODS, known_method
 from elfatt_sd.request import Request, check_quoted, check_run, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
-from elfatt_sd.toy import EMBEDDED
+from elfatt_sd.toy import EMBEDDED, PROMPT
 from elfatt_sd.tune_cli import tune
 from elfatt_sd.visualize.asked import Asked
 
@@ -58,7 +58,6 @@ app.add_typer(
 )
 app.add_typer(lazy_group("elfatt_sd.benchmark_cli:app"), name="bench", help="Time and memory, side by side in one run.")
 
-DEMO_PROMPT = "a red star on a striped blue background"
 EXPLAIN = "Draw once more and show what a layer does: merged tokens, keys of a query, agents, blocks, error."
 MEASURED_CALLS = 20  # of every layer, by --autotune
 
@@ -184,7 +183,7 @@ def try_methods(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the strip and its JSON.")] = Path("outputs"),
 ) -> None:
     """Draw one prompt with every method: a strip, times, closeness, and which method to use here."""
-    words = " ".join(prompt) if prompt else DEMO_PROMPT
+    words = " ".join(prompt) if prompt else PROMPT
     request = Request((words,), PatchConfig.preset("sd"), model=model, seed=seed, **drawing)
     if rounds < 1:
         raise ElfattError(f"rounds={rounds} is not accepted; give a whole number of at least 1.")
@@ -293,8 +292,6 @@ def demo(
     browse: Annotated[bool, typer.Option("--browse", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a page that draws untouched and patched images side by side; Ctrl-C ends it."""
-    from elfatt_sd.optional import need
-
     need("elfatt-sd demo", "gradio")
     known_method(method)
     from elfatt_sd.pipelines import check_model, load_pipeline
@@ -304,7 +301,6 @@ def demo(
     quiet_libraries()
     from elfatt_sd.demo import Demo
     from elfatt_sd.demo_page import make_page
-    from elfatt_sd.toy import EMBEDDED
 
     page = make_page(Demo(load_pipeline), model or list(EMBEDDED), method, steps)
     print(f"http://127.0.0.1:{port}  (Ctrl-C ends it)")

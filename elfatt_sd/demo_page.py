@@ -9,9 +9,9 @@ from typing import Any
 from elfatt_sd.demo import Demo
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.presets import METHODS, UNTOUCHED
+from elfatt_sd.toy import PROMPT
 
 TITLE = "elfatt-sd: untouched and patched"
-PROMPT = "a red star on a striped blue background"
 STEPS, SHORT = 50, 12
 
 

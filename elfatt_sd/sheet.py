@@ -20,9 +20,10 @@ from elfatt_sd.measuring.clock import Spread, busy, times_as_fast
 from elfatt_sd.pictures import side_by_side
 from elfatt_sd.presets import METHODS, UNTOUCHED
 from elfatt_sd.request import Request
+from elfatt_sd.toy import PROMPT
 from elfatt_sd.trial import Drawn, Row, Trial
 
-PROMPTS = ("a red star on a striped blue background", "a yellow circle on a checkered purple background")
+PROMPTS = (PROMPT, "a yellow circle on a checkered purple background")
 LEAST = 20.0  # dB: unrelated images have 10 to 20
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
 BUSY_TITLE = "the machine was busy: the speeds, and which method is the fastest, are not to be trusted"

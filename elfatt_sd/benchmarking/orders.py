@@ -22,9 +22,10 @@ from elfatt_sd.evaluation.provenance import weights_sha256
 from elfatt_sd.families import family_of, main_denoiser, step_denoisers
 from elfatt_sd.pipelines import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.running import check_steps, own_settings, rows_of
+from elfatt_sd.toy import PROMPT
 from elfatt_sd.tuning.runs import Settings
 
-PROMPTS = ("a red star on a striped blue background", "a green circle on a plain yellow background")
+PROMPTS = (PROMPT, "a green circle on a plain yellow background")
 _SOME = (2, 6, 12, 18, 23)  # of 25 calls: where methods are compared if nobody says where
 
 

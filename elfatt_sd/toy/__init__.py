@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+PROMPT = "a red star on a striped blue background"  # what is drawn where nobody gives a prompt
 STEPS = 25
 GUIDANCE = 3.0  # the guidance scale at which the images of `toy` are best
 
