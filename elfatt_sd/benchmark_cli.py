@@ -22,7 +22,7 @@ from elfatt_sd.benchmarking.lineup import (
     read_size,
     varied,
 )
-from elfatt_sd.benchmarking.names import differs_by_step
+from elfatt_sd.benchmarking.names import PEER, differs_by_step
 from elfatt_sd.benchmarking.presets import ALONE
 from elfatt_sd.cli_options import MODELS, Device, Dtype, Variant
 from elfatt_sd.config import ElfattError, PatchConfig
@@ -48,13 +48,16 @@ Sizes = Annotated[
     list[str],
     typer.Option("--size", help="Side of the images in pixels, or 832x480, width first; may be given several times."),
 ]
-Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--method",
-        help=f"One of {', '.join((*METHODS, *PEERS, *ALONE))}; with settings as in "
-        "elfatt-fast:block_size=512,levels=2; several times, or the benchmark's own set.",
-    ),
+ONE_OF = (
+    "One of {}, a saved FILE.json, or package.module:Class; with settings as in elfatt-fast:block_size=512,levels=2; "
+    "several times, or the benchmark's own set."
+)
+OwnMethods = Annotated[list[str] | None, typer.Option("--method", help=ONE_OF.format(", ".join((*METHODS, *ALONE))))]
+CallMethods = Annotated[
+    list[str] | None, typer.Option("--method", help=ONE_OF.format(", ".join((*METHODS, PEER, *ALONE))))
+]
+RunMethods = Annotated[
+    list[str] | None, typer.Option("--method", help=ONE_OF.format(", ".join((*METHODS, *PEERS, *ALONE))))
 ]
 Model = Annotated[str, typer.Option(help=f"{', '.join(SHAPE_NAMES)} (random weights), {MODELS}.")]
 PipelineModel = Annotated[str, typer.Option(help=f"{', '.join(UNET_NAMES)} (random weights), {MODELS}.")]
@@ -136,8 +139,7 @@ def _add_layer_command(name: str, sizes: list[int], text: str) -> None:
         dtype: Dtype = "auto",
     ) -> None:
         options = {"batch": batch, "repeats": repeats, "block_size": block_size, "max_seconds": max_seconds}
-        options |= {"memory": memory}
-        _run("layer", session, tokens=tokens, device=device, dtype=dtype, kind=name, **options)
+        _run("layer", session, tokens=tokens, memory=memory, device=device, dtype=dtype, kind=name, **options)
 
 
 _add_layer_command(
@@ -158,7 +160,7 @@ def denoiser(
     session: Any,
     model: Model = "sd15",
     sizes: Sizes = ["512", "1024"],  # noqa: B006
-    methods: Methods = None,
+    methods: CallMethods = None,
     ratio: Ratio = None,
     batch: Rows = 2,
     repeats: Repeats = 5,
@@ -174,8 +176,7 @@ def denoiser(
 ) -> None:
     """One call of a UNet or transformer in every phase of every method, added up over a run."""
     chosen = [*map(read_size, sizes)]
-    most = max(batch, *(memory_batch or [0]))
-    _check(model, variant, device, dtype, [] if force else chosen, most, images=0)
+    _check(model, variant, device, dtype, [] if force else chosen, max(batch, *(memory_batch or [0])), images=0)
     if memory_batch and not memory:
         raise ElfattError("--memory-batch is not accepted with --no-memory; leave one of them out.")
     if compile and autotune:
@@ -196,7 +197,7 @@ def pipeline(
     session: Any,
     model: PipelineModel = "toy",
     sizes: Sizes = [],  # noqa: B006
-    methods: Methods = None,
+    methods: RunMethods = None,
     ratio: Ratio = None,
     batch: Batch = 1,
     repeats: Repeats = 5,
@@ -238,7 +239,7 @@ def host(
     session: Any,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(UNET_NAMES)}; nothing is allocated.")] = "sd15",
     sizes: Sizes = ["512"],  # noqa: B006
-    methods: Methods = None,
+    methods: CallMethods = None,
     batch: Rows = 2,
     steps: Steps = 50,
 ) -> None:
@@ -257,7 +258,7 @@ def host(
 def orders(
     session: Any,
     model: Annotated[str, typer.Option(help=f"{MODELS}.")] = "toy",
-    methods: Methods = None,
+    methods: OwnMethods = None,
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="May be given several times.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps; the model's own if not given.")] = None,
     record_at: RecordAt = None,
@@ -319,11 +320,10 @@ def _check(
     """Check what can be checked before PyTorch is imported: the model, the device and the sizes of images."""
     check_names(device, dtype)
     check_device(device)
-    if model in SHAPE_NAMES:
-        if variant is not None:
-            raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
-    else:
+    if model not in SHAPE_NAMES:
         check_model(model, variant=variant)
+    elif variant is not None:
+        raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
     pixels = [(None, None) if size is None else height_and_width(size) for size in sizes]
     check_sizes_fit(model, device, dtype, pixels, batch, images)
 

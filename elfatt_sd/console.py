@@ -38,7 +38,9 @@ _option = functools.partial(optional, rich_help_panel="The patch")
 
 PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {
     "method": _option(
-        str, autocompletion=lambda: list(METHODS), help=f"One of {', '.join(METHODS)}; {DEFAULT} if nothing is given."
+        str,
+        autocompletion=lambda: list(METHODS),
+        help=f"One of {', '.join(METHODS)}, or package.module:Class; {DEFAULT} if nothing is given.",
     ),
     "config_file": _option(
         Path, "--config", metavar="FILE", help="Instead of a method, what `patch --save` or `tune --save` wrote."
