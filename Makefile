@@ -86,7 +86,7 @@ clean:
 	.venv-oldest/bin/python $(PIP) -c constraints-oldest.txt -e '.[peers]' peft pytest pytest-timeout pytest-xdist mpmath
 	@touch $@
 
-# Gradio wants an older Pillow than .venv has, torchao prints at every import of diffusers; all else is taken from there.
+# Gradio wants an older Pillow than .venv has, torchao prints at every import of diffusers; the rest is taken from there.
 .venv-apart/.installed: .venv/.installed-dev
 	$(PYTHON) -m venv .venv-apart
 	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \

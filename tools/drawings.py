@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LAYER = ("tokens", "merge or\nreorder", "queries,\nkeys, values", "approximate\nattention", "put back", "output")
-_OURS = (1, 3, 4)  # what a patch adds; all else is the model's own
+_OURS = (1, 3, 4)  # what a patch adds; the rest is the model's own
 
 
 def draw_phases() -> Figure:
