@@ -13,7 +13,7 @@ from typing import Any
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.cost import write_cost
 from elfatt_sd.evaluation.generate import generate
-from elfatt_sd.evaluation.measure import free_memory, measure_time
+from elfatt_sd.evaluation.measure import Report, free_memory, measure_time
 from elfatt_sd.evaluation.memory import measure_memory
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.protocols import Protocol, check_packages
@@ -29,8 +29,6 @@ from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, STAGES_FILE, TIME
 from elfatt_sd.files import sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.measuring.clock import Stopwatch
 from elfatt_sd.typed import read_typed
-
-Report = Callable[[str], None]
 
 
 def evaluate(

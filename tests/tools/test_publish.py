@@ -13,7 +13,8 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report import charts, load_results, plots, write_report, written_tables
 from tools import publish as tool
 from tools.pages.__main__ import main as fill
-from tools.pages.evaluation import MISSING, fill_page
+from tools.pages.blocks import MISSING
+from tools.pages.evaluation import fill_page
 from tools.publish import MOST_BYTES, publish
 
 ROOT = Path(__file__).parents[2]

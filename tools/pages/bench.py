@@ -13,11 +13,9 @@ from pathlib import Path
 from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.report import describe_file, draw_parts, origin, picture_line, read_results
 from elfatt_sd.files import link
-from tools.pages.blocks import check_markers, check_results, fill_blocks
+from tools.pages.blocks import MISSING, check_markers, check_results, fill_blocks
 from tools.pages.goals import goals_table
 from tools.pages.short import short_calls
-
-MISSING = "Not measured yet."
 
 
 def render(folder: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from elfatt_sd.config import ElfattError
 
+MISSING = "Not measured yet."  # in the place of results that are not there
+
 
 def check_results(folder: Path) -> None:
     """Check that a folder of results is there, so that a mistyped one does not empty a page.

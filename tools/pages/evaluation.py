@@ -20,11 +20,10 @@ from elfatt_sd.evaluation.report.text import plural
 from elfatt_sd.evaluation.report.writers import to_markdown
 from elfatt_sd.files import link, place_of
 from elfatt_sd.measuring.machine import short_commit
-from tools.pages.blocks import check_markers, check_results, fill_blocks
+from tools.pages.blocks import MISSING, check_markers, check_results, fill_blocks
 from tools.pages.compare import compare_rows
 from tools.pages.short import short_study
 
-MISSING = "Not measured yet."
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 

@@ -211,7 +211,9 @@ def timing_strip(results: Results, palette: Palette, part: str) -> Chart | str:
                 axes.axvline(middle, color=BASE, linewidth=0.8, linestyle="--", zorder=1)
     _row_axis(axes, rows)
     axes.set_xlabel(f"Seconds per image, {PARTS[part]} (left is better)")
-    caption = "Every repeat is one mark, the bar is the median. The methods are interleaved in one run. Dashed: untouched."
+    caption = (
+        "Every repeat is one mark, the bar is the median. The methods are interleaved in one run. Dashed: untouched."
+    )
     return Chart(f"timing_{part}", f"Time, {PARTS[part]}: every measurement", caption, figure, points)
 
 

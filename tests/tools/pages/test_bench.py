@@ -20,7 +20,8 @@ from elfatt_sd.benchmarking.variants import resolve_methods
 from elfatt_sd.cli import app
 from elfatt_sd.config import ElfattError
 from tools.pages.__main__ import main as fill
-from tools.pages.bench import MISSING, fill_page, render
+from tools.pages.bench import fill_page, render
+from tools.pages.blocks import MISSING
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -12,8 +12,9 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
 from elfatt_sd.files import write_json
+from tools.pages.blocks import MISSING
 from tools.pages.compare import compare_rows
-from tools.pages.evaluation import MISSING, fill_page
+from tools.pages.evaluation import fill_page
 
 T_QUANTILE = 3.182446  # of Student's t with 3 degrees of freedom, at 97.5 %
 FIRST, SECOND = [40.0, 30.0, 20.0, 45.0], [39.0, 28.5, 19.5, 46.0]

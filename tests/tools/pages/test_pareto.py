@@ -12,7 +12,8 @@ from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.text import TO
 from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
 from elfatt_sd.files import write_json
-from tools.pages.evaluation import MISSING, fill_page
+from tools.pages.blocks import MISSING
+from tools.pages.evaluation import fill_page
 from tools.pages.pareto import draw_pareto
 
 UNTOUCHED = {"cell": "sd", "method": "sd", "label": "SD", "role": "baseline"}
