@@ -159,7 +159,7 @@ def test_all_results_name_every_study() -> None:
     studies = {path.stem for path in (ROOT / "eval").glob("study_*.toml")}
     others = {"toy_full", "tuned_toy", "finalists_transformer"}
     assert set(re.findall(r"<!-- eval ([\w-]+)", text)) == studies | others
-    larger = {"study_large", "study_transformer", "study_weights"}
+    larger = {"study_large", "study_transformer", "study_weights", "study_first_block"}
     for named in re.findall(r"<!-- pareto \w+ ([^>]*) -->", text):
         assert set(named.split()) == studies - larger, "all of one model and size"
 
