@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SEARCHED, HELD_OUT = 3, 5  # images of the search, and of the proof
 PRESETS = ("elfatt", "elfatt-fast", "elfatt-quality")
-_FIGURES = 2  # version of what is measured
+_FIGURES = 3  # version of what is measured
 _COMPARED = 2  # images of the search that presets are run with
 _PROMPTS = Path(__file__).parents[1] / "evaluation" / "prompt_lists" / "images.csv"
 
@@ -202,6 +202,11 @@ def _samples(prompts: Sequence[str], images: int, seed: int) -> list[Any]:
     return [Sample(prompts[number % len(prompts)], seed + number) for number in range(images)]
 
 
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a scheduler's settings without notes of diffusers, whose order differs from process to process."""
+    return {name: value for name, value in config.items() if not name.startswith("_")}
+
+
 def _record(runs: Any) -> dict[str, Any]:
     """Return what measurements depend on, as plain data."""
     import dataclasses
@@ -220,7 +225,7 @@ def _record(runs: Any) -> dict[str, Any]:
         "pipeline": type(pipe).__name__,
         "model": str(getattr(pipe.config, "_name_or_path", "")),
         "weights": {name: fingerprint(part) for name, part in parts.items()},
-        "scheduler": {"class": type(pipe.scheduler).__name__, **dict(pipe.scheduler.config)},
+        "scheduler": {"class": type(pipe.scheduler).__name__, **_plain(pipe.scheduler.config)},
         "settings": settings,
         "device": device_name(runs.device),
         "threads": runs.threads,

@@ -18,6 +18,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,12 @@ from elfatt_sd.tuning.candidates import EXACTLY, Candidate, candidates
 from elfatt_sd.tuning.probe import LayerFigures, Stretch, slow_layers
 
 _SLOPES = 400  # prices of an error that are tried
-_LEAST_MSE = 1e-4  # of an image; less cannot be told from nothing
-_NOISE, _NOISE_WEIGHT = 1.0, 4  # variance of log B_s between images, and as how many degrees of freedom it counts
+_LEAST_MSE = 2e-3  # of an image; less cannot be told from nothing, as pixels are rounded
+_DAMPED = 0.5  # power of a layer's effect on the denoiser's output, to which its effect on the image goes
+_FIXED = 10.0  # times as much is done to the image by errors that are not drawn at random, than their size says
+_NOISE = 0.7  # standard deviation of the logarithm of an image's squared error, where all is as predicted
+_SCATTER, _SCATTER_SPREAD = 3.0, 1.5  # `r` where nothing is known of it, and the standard deviation of its logarithm
+_SCATTERS = np.geomspace(0.1, 100, 31)  # that are tried
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,31 @@ class Choice:
         return math.inf if self.mse <= 0 else 10 * math.log10(255**2 / self.mse)
 
 
+class _Run(NamedTuple):
+    """A run in which one stretch alone was approximated.
+
+    Attributes:
+        stretch: its number.
+        image: number of the image.
+        total: what its errors do to the image, before `B`, as they add up over steps.
+        scatter: likewise, as they scatter about their mean.
+        mse: logarithm of the mean squared error of the image.
+        weight: of the run.
+    """
+
+    stretch: int
+    image: int
+    total: float
+    scatter: float
+    mse: float
+    weight: float
+
+
 class Model:
     """Predicts, and chooses by its predictions.
+
+    `MSE = sum of B_s w_ls (|sum of E|^2 + r * sum of |E - mean of E|^2) / N` over layers l and stretches s of N steps,
+    for the errors `E` of a layer in these steps, and its effect `w` on the image. See docs/tuning.md.
 
     Args:
         figures: what was measured, by layer.
@@ -81,74 +109,73 @@ class Model:
         self._figures = {name: figures[name] for name in slow_layers(figures)}
         self._stretches = stretches
         self._share = share
-        self._scales: list[list[float]] = [[] for _ in stretches]  # log B_s, by stretch and image
-        self._ratios: dict[tuple[bool, int], float] = {}  # `R_s`, of shared differences and others
+        self._runs: list[_Run] = []
+        self.scale = [1.0] * len(stretches)  # `B`, by stretch
+        self.scatter = _SCATTER  # `r`
 
-    @property
-    def copies(self) -> int:
-        """Of the same latents among the rows of a call, where guidance makes one of them; 1 otherwise."""
-        return max((own.copies for own in self._figures.values()), default=1)
-
-    def calibrate(self, stretch: int, mse: float, phases: Mapping[str, Candidate]) -> None:
-        """Learn a stretch's part in the image from a run in which it alone is approximated.
+    def calibrate(
+        self, stretch: int, image: int, mse: float, phases: Mapping[str, Candidate], weight: float = 1.0
+    ) -> None:
+        """Learn a stretch's part in the image from a run in which it alone is approximated; see `fit`.
 
         Args:
             stretch: its number.
-            mse: of that run's image; every stretch is learnt from the same images, in the same order.
+            image: number of the image that was drawn.
+            mse: of that run's image.
             phases: what each layer did.
+            weight: of the run.
         """
-        effect = self._denoiser_error(stretch, phases)
-        if effect > 0:
-            self._scales[stretch].append(math.log(max(mse, _LEAST_MSE) / effect))
+        parts = [self._parts(name, stretch, each) for name, each in phases.items()]
+        total, scatter = (sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0)
+        if total > 0 and math.isfinite(total + scatter):
+            self._runs.append(_Run(stretch, image, total, scatter, math.log(max(mse, _LEAST_MSE)), weight))
 
-    def compare(self, choice: Choice, errors: Sequence[float]) -> None:
-        """Learn by which factor the denoiser's error in each stretch differs from the sum over layers.
+    def fit(self) -> None:
+        """Find `B` and `r` by least squares of logarithms, for an image like the mean of those that were drawn."""
+        if not self._runs:
+            return
+        stretches, images = len(self._stretches), 1 + max(run.image for run in self._runs)
+        roots, table = np.sqrt([run.weight for run in self._runs]), np.zeros((len(self._runs), stretches + images))
+        for row, run in zip(table, self._runs, strict=True):
+            row[run.stretch] = row[stretches + run.image] = 1.0
+        best, logs = math.inf, np.zeros(stretches + images)
+        for ratio in _SCATTERS:
+            wanted = np.array([run.mse - math.log(run.total + ratio * run.scatter) for run in self._runs])
+            found = np.linalg.lstsq(table * roots[:, None], wanted * roots, rcond=None)[0]
+            off = float((((table @ found - wanted) * roots) ** 2).sum()) / _NOISE**2
+            off += (math.log(ratio / _SCATTER) / _SCATTER_SPREAD) ** 2
+            if off < best:
+                best, self.scatter, logs = off, float(ratio), found
+        own, seen = logs[:stretches], sorted({run.stretch for run in self._runs})
+        own[[number for number in range(stretches) if number not in seen]] = own[seen].mean()
+        drawn = logs[sorted({stretches + run.image for run in self._runs})].mean()
+        self.scale = [math.exp(each + drawn) for each in own]
 
-        Errors that remain of shared differences have another factor than others. Later choices are trusted as much as
-        all earlier ones together: the sum is wrong by another factor for each.
+    def _parts(self, layer: str, stretch: int, candidate: Candidate) -> tuple[float, float]:
+        """Return what a layer's errors do to the image, before `B`: as they add up over steps, and as they scatter."""
+        total, effect = self.error(layer, stretch, candidate), self._effect(layer, stretch)
+        effect *= 1.0 if candidate.base in self._figures[layer].fresh else _FIXED
+        steps, squares = len(self._stretches[stretch]), sum(map(sum, self._squares(layer, stretch, candidate)))
+        return effect * total, effect * max(0.0, squares - total) / steps
+
+    def mse(self, layer: str, stretch: int, candidate: Candidate) -> float:
+        """Return the squared error that an approximation is predicted to add to the image."""
+        total, scatter = self._parts(layer, stretch, candidate)
+        return self.scale[stretch] * (total + self.scatter * scatter)
+
+    def reference(self, stretch: int, steps: int = 1) -> dict[str, Candidate]:
+        """Return, for each layer, the approximation of median error in a stretch.
 
         Args:
-            choice: what each layer did.
-            errors: squared relative errors of the denoiser's output, by step.
+            stretch: its number.
+            steps: that share a difference, and rows of the same latents with them.
         """
-        for number, steps in enumerate(self._stretches):
-            phases = {layer: option.candidate for (layer, own), option in choice.options.items() if own == number}
-            expected = self._denoiser_error(number, phases)
-            measured = statistics.fmean(errors[steps.first : steps.last + 1])
-            if expected > 0 and measured > 0:
-                ratio = measured / expected
-                for place in {(each.shares, number) for each in phases.values() if each is not EXACTLY}:
-                    known = self._ratios.get(place)
-                    self._ratios[place] = ratio if known is None else known * math.sqrt(ratio)
-
-    def _denoiser_error(self, stretch: int, phases: Mapping[str, Candidate]) -> float:
-        """Return the squared relative error of the denoiser's output, as the sum over layers."""
-        return sum(self._effect(name, stretch, each) * self.error(name, stretch, each) for name, each in phases.items())
-
-    def everywhere(self, steps: int = 1) -> Choice:
-        """Return the choice of each layer's `reference` in all stretches, with differences that some steps share."""
-        picked = {}
-        for number, stretch in enumerate(self._stretches):
-            for layer, own in self.reference(number).items():
-                phase = dataclasses.replace(own.phase, residual_steps=min(steps, len(stretch)))
-                picked[layer, number] = Option(Candidate(phase, own.base), 0.0, 0.0)
-        return _choice(picked)
-
-    @property
-    def scale(self) -> list[float]:
-        """`B_s` by stretch: the geometric mean over images, drawn to that of all stretches as noise demands."""
-        if not (known := [each for each in self._scales if each]):
-            return [1.0] * len(self._scales)
-        trust, middle = _trust(known), statistics.fmean(map(statistics.fmean, known))
-        means = [statistics.fmean(each or [middle]) for each in self._scales]
-        return [math.exp(middle + trust * (mean - middle)) for mean in means]
-
-    def reference(self, stretch: int) -> dict[str, Candidate]:
-        """Return, for each layer, the approximation of median error in a stretch, without sharing."""
-        found = {}
+        found, shared = {}, min(steps, len(self._stretches[stretch]))
         for name, own in self._figures.items():
             if (number := own.middle(stretch)) is not None:
-                found[name] = Candidate(own.bases[number], number)
+                phase = dataclasses.replace(own.bases[number], residual_steps=shared)
+                guided = dataclasses.replace(phase, residual_guidance=own.copies > 1 and phase.corrects)
+                found[name] = Candidate(guided, number)
         return found
 
     def error(self, layer: str, stretch: int, candidate: Candidate) -> float:
@@ -185,14 +212,19 @@ class Model:
         squares = [error(since, guided=guided) if since or guided else 0.0 for since in range(max(groups))]
         return [squares[:size] for size in groups]
 
-    def _effect(self, layer: str, stretch: int, candidate: Candidate) -> float:
-        """Return `R_s W_ls`: `W` may grow a thousandfold in the course of a run; its logarithm is interpolated."""
-        effects, ratio = self._figures[layer].effects, self._ratios.get((candidate.shares, stretch), 1.0)
-        known = sorted((self._stretches[number].first, statistics.fmean(own)) for number, own in effects.items())
+    def _effect(self, layer: str, stretch: int) -> float:
+        """Return `W`: the geometric mean of all layers, times the damped ratio of the layer's own effect to it."""
+        known = {name: self._log_effect(own, stretch) for name, own in self._figures.items()}
+        mean = statistics.fmean(known.values())
+        return math.exp(mean + _DAMPED * (known[layer] - mean))
+
+    def _log_effect(self, own: LayerFigures, stretch: int) -> float:
+        """Return the logarithm of a layer's effect on the denoiser's output, interpolated between stretches."""
+        known = sorted((self._stretches[number].first, statistics.fmean(each)) for number, each in own.effects.items())
         if not known or not all(value > 0 for _, value in known):
-            return ratio
-        own, (steps, values) = self._stretches[stretch], zip(*known, strict=True)
-        return ratio * math.exp(float(np.interp((own.first + own.last) / 2, steps, np.log(values))))
+            return 0.0
+        place, (steps, values) = self._stretches[stretch], zip(*known, strict=True)
+        return float(np.interp((place.first + place.last) / 2, steps, np.log(values)))
 
     def seconds(self, layer: str, stretch: int, candidate: Candidate) -> float:
         """Return the mean seconds of one call of a layer; a step that measures a difference computes both."""
@@ -215,11 +247,10 @@ class Model:
         """
         own, steps = self._figures[layer], len(self._stretches[stretch])
         exact = self.seconds(layer, stretch, EXACTLY)
-        scale = self.scale[stretch]
         found = []
         for each in candidates(own.bases, steps, share=self._share, guided=own.copies > 1):
             saved = (exact - self.seconds(layer, stretch, each)) * steps * calls
-            mse = scale * self._effect(layer, stretch, each) * self.error(layer, stretch, each)
+            mse = self.mse(layer, stretch, each)
             if each is EXACTLY or (saved > 0 and math.isfinite(mse)):
                 found.append(Option(each, saved, mse))
         found.sort(key=lambda option: (option.mse, -option.saved))
@@ -265,6 +296,14 @@ class Model:
                 own.append(LayerPhases(layer, phases))
         return PatchConfig(name, per_layer=tuple(own))
 
+    def parts(self, choice: Choice) -> list[dict[str, Candidate]]:
+        """Return what each layer does, by stretch; those that stay exact are left out."""
+        found: list[dict[str, Candidate]] = [{} for _ in self._stretches]
+        for (layer, number), option in choice.options.items():
+            if option.candidate is not EXACTLY:
+                found[number][layer] = option.candidate
+        return found
+
     def alone(self, stretch: int, phases: Mapping[str, Candidate]) -> PatchConfig:
         """Return the configuration in which one stretch alone is approximated."""
         steps = self._stretches[-1].last + 1
@@ -285,26 +324,6 @@ def _summed(squares: Sequence[float], apart: Callable[[int], float]) -> float:
     """
     pairs = itertools.combinations(range(len(squares)), 2)
     return sum(squares) + sum(max(0.0, squares[i] + squares[j] - apart(j - i)) for i, j in pairs)
-
-
-def _trust(table: Sequence[Sequence[float]]) -> float:
-    """Return which fraction of the differences between rows is more than noise, by an analysis of variance.
-
-    Args:
-        table: by stretch and image; what all stretches of an image have in common says nothing.
-    """
-    rows, columns = len(table), len(table[0])
-    means = [statistics.fmean(row) for row in table]
-    shifts = [statistics.fmean(column) for column in zip(*table, strict=True)]
-    middle = statistics.fmean(means)
-    left = sum(
-        (value - mean - shift + middle) ** 2
-        for row, mean in zip(table, means, strict=True)
-        for value, shift in zip(row, shifts, strict=True)
-    )
-    noise = (_NOISE * _NOISE_WEIGHT + left) / (_NOISE_WEIGHT + (rows - 1) * (columns - 1))
-    between = statistics.variance(means) if rows > 1 else 0.0
-    return max(0.0, 1 - noise / columns / between) if between > 0 else 0.0
 
 
 def _choice(picked: Mapping[tuple[str, int], Option]) -> Choice:

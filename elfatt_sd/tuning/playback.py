@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.utils._pytree import tree_map_only
 
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.surroundings import around_forward
-from elfatt_sd.tuning.guided import Guidance
 
 
 class Playback:
@@ -75,32 +73,6 @@ class Playback:
 
         with self._around(play):
             yield
-
-    @contextlib.contextmanager
-    def comparing(self, guidance: Guidance) -> Iterator[list[float]]:
-        """Give the kept outputs in the run within the `with` block, so that it is the untouched one, but compute all.
-
-        Args:
-            guidance: of the denoiser.
-
-        Yields:
-            Squared relative errors of what is computed, by call; `by_step` makes them those of steps.
-        """
-        errors: list[float] = []
-
-        def compare(compute: Callable[[], Any]) -> Any:
-            known = _copied(self._outputs[len(errors)], self._pipe._execution_device)
-            exact = guidance.joined(known)
-            size = float(exact.square().sum()) or 1.0
-            errors.append(float((guidance.joined(compute()) - exact).square().sum()) / size)
-            return known
-
-        with self._around(compare):
-            yield errors
-
-    def by_step(self, errors: Sequence[float]) -> list[float]:
-        """Return the mean over the calls of each step."""
-        return [statistics.fmean(errors[start:end] or [0.0]) for start, end in itertools.pairwise([0, *self._ends])]
 
     @contextlib.contextmanager
     def _around(self, around: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:

@@ -138,7 +138,6 @@ class Probe:
         stretches: of the run.
         effects: calls of the denoiser, at most, that measure the effect of each layer on its output: one a layer in
             some stretches.
-        known: figures of another image; of this one, the effects alone are measured, and join theirs.
         scale: of guidance; None where the pipeline has none.
     """
 
@@ -148,7 +147,6 @@ class Probe:
         stretches: list[Stretch],
         *,
         effects: int = 0,
-        known: dict[str, LayerFigures] | None = None,
         scale: float | None = None,
     ) -> None:
         self._denoisers = find_denoisers(pipe)
@@ -158,8 +156,7 @@ class Probe:
         self._scale = scale
         self._kept: dict[_Key, _Error] = {}
         self._latest: dict[str, tuple[int, float]] = {}  # by layer, an approximation and its squared error
-        self._effects_alone = known is not None
-        self.figures: dict[str, LayerFigures] = known or {}
+        self.figures: dict[str, LayerFigures] = {}
 
     def __enter__(self) -> Probe:
         """Install."""
@@ -185,9 +182,6 @@ class Probe:
         name, turn = state.layer.name, (state.call.place, state.calls)
         self._latest.pop(name, None)
         exact = _Output(output, guidance := self._guidance(state.call))
-        if self._effects_alone:
-            self._see(state, place, again, exact)
-            return
         figures = self.figures.setdefault(name, LayerFigures(bases(state.grid.tokens, self._denoisers)))
         figures.calls += 1
         figures.copies = guidance.copies if guidance.joins else 1
@@ -205,16 +199,6 @@ class Probe:
     def _guidance(self, call: Call) -> Guidance:
         """Return how the rows of a call are guided."""
         return Guidance(self._scale, copies_of(call.given.sample))
-
-    def _see(self, state: LayerState, place: tuple[int, int], again: Callable[[], Any], exact: _Output) -> None:
-        """Measure the error of the approximation whose effect is measured."""
-        figures = self.figures.get(state.layer.name)
-        number = None if figures is None or not self._affects(place) else figures.middle(place[0])
-        if figures is not None and number is not None:
-            with _loses(figures, number):
-                first = self._stretches[place[0]].first
-                error = exact.error(self._run.approximate(state, again, figures.bases[number], first))
-                self._latest[state.layer.name] = number, float(error.joined.square().sum()) / exact.size
 
     def _affects(self, place: tuple[int, int]) -> bool:
         """Tell whether the effects of layers are measured in a step: in as many stretches as the calls allow."""

@@ -21,7 +21,6 @@ from elfatt_sd.patch import apply_patch, restored
 from elfatt_sd.planning import input_grid
 from elfatt_sd.running import dimensions_of, exact_size, guidance_options, taken, watched
 from elfatt_sd.tuning.asked import Measure
-from elfatt_sd.tuning.guided import Guidance
 from elfatt_sd.tuning.playback import Playback
 
 OnStep = Callable[[int, int], None]
@@ -105,7 +104,7 @@ class Runs:
         self.on_step = on_step
         self.device = torch.device(pipe.device)
         self.steps_done = 0  # of all runs, to say what tuning cost
-        self._playbacks: dict[Sample, Playback] = {}
+        self._playbacks: dict[Sample, Playback | None] = {}  # None where that is not possible
 
     def draw(
         self, sample: Sample, config: PatchConfig | None = None, end_step: Callable[[], None] = lambda: None
@@ -126,6 +125,7 @@ class Runs:
         """Draw one image with the pipeline as it is, and keep what the denoiser gives for `draw_from`."""
         playback = Playback(self.pipe)
         if not playback.possible:
+            self._playbacks[sample] = None
             return self.draw(sample)
         with playback.recording():
             drawn = self.draw(sample, end_step=playback.end_step)
@@ -135,8 +135,10 @@ class Runs:
     def draw_from(self, step: int, sample: Sample, config: PatchConfig) -> Drawn:
         """Draw one image with a patch that is exact before a step; what is known until then is not computed.
 
-        Its seconds say nothing where the image was recorded.
+        An image that was not recorded is drawn once more, to record it. The seconds say nothing.
         """
+        if step and sample not in self._playbacks:
+            self.draw_recorded(sample)
         playback = self._playbacks.get(sample)
         with _eager(), contextlib.nullcontext() if playback is None else playback.playing(step):
             return self.draw(sample, config)
@@ -147,24 +149,10 @@ class Runs:
         The image is the first that was recorded; where none was, the machine counts as equally fast at all times.
         """
         for sample, playback in self._playbacks.items():
-            with _eager(), playback.playing(playback.steps - 1):
-                return self.draw(sample).seconds
+            if playback is not None:
+                with _eager(), playback.playing(playback.steps - 1):
+                    return self.draw(sample).seconds
         return 1.0
-
-    def errors(self, sample: Sample, config: PatchConfig, copies: int = 1) -> list[float] | None:
-        """Return the squared relative errors of the denoiser's output with a patch, by step of an untouched run.
-
-        Args:
-            sample: that was drawn by `draw_recorded`; None is returned otherwise.
-            config: the patch.
-            copies: of the same latents among the rows of a call.
-        """
-        playback = self._playbacks.get(sample)
-        if playback is None:
-            return None
-        with _eager(), playback.comparing(Guidance(self.settings.guidance, copies)) as errors:
-            self.draw(sample, config)
-        return playback.by_step(errors)
 
     def draw_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> Drawn:
         """Draw one image with whatever is in the pipeline; arguments are as for `draw`."""

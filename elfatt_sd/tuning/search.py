@@ -10,12 +10,13 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattFailure
 from elfatt_sd.tuning.asked import Budget, Measure
+from elfatt_sd.tuning.candidates import Candidate
 from elfatt_sd.tuning.model import Choice, Model
 from elfatt_sd.tuning.points import Point
 from elfatt_sd.tuning.probe import ALIGNED, Probe, stretches_of
@@ -24,14 +25,14 @@ from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness, squared_error
 from elfatt_sd.tuning.store import Store
 
 STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
-CALIBRATED = 2  # images of the search by which the stretches are told apart
+CALIBRATED = 2  # images in which the stretches of a choice are approximated alone
+TRUSTED = 2.0  # weight of such a run
 FAR = 6.0  # dB short of what was asked for in one image, by which a preset is ruled out
 TRIES = 2  # choices that are run with the prompts of the search
 ALIKE = 0.5  # dB between two predictions that are not worth a run each
 WORTH = 1.03  # times as fast as something else, below which nothing is worth its while
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
-_EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost, by each image
-_COMPARED = 1  # choices whose errors are measured on the untouched path, before one is run
+_EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
 
 Say = Callable[[str, int], None]
 
@@ -111,22 +112,27 @@ class Search:
     def measure_layers(self) -> None:
         """Measure every approximation in every layer, and what a layer's error does to the image."""
         self.stretches = stretches_of(self.calls, max(1, min(STRETCHES, self.calls // LEAST_STEPS)))
-        self.say("measuring layers", min(CALIBRATED, len(self.samples)))
+        self.say("measuring layers", 1)
         figures = self.store.known("layers", self._probe, figures_from)
         self.floor = self._noise()
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
         self.layer_calls = {name: own.calls / self._probed for name, own in figures.items()}
-        self._compare(self.model.everywhere())
+        numbers = range(len(self.stretches))
+        self._calibrate("stretches", 0, map(self.model.reference, numbers))
         if self.budget.memory is None:
-            self._compare(self.model.everywhere(ALIGNED))
-        for number in range(len(self.stretches)):
-            images = min(CALIBRATED, len(self.samples))
-            self.say(f"measuring stretch {number + 1} of {len(self.stretches)}", images)
-            for image in range(images):
-                known = self.store.known(
-                    f"stretch-{number}-{image}", functools.partial(self._alone, number, image), float
-                )
-                self.model.calibrate(number, known, self.model.reference(number))
+            self._calibrate("shared differences", 0, (self.model.reference(number, ALIGNED) for number in numbers))
+
+    def _calibrate(self, what: str, image: int, parts: Iterable[Mapping[str, Candidate]], weight: float = 1.0) -> None:
+        """Draw an image with one stretch after the other approximated alone, and see what each does to it."""
+        self.say(f"measuring {what}", math.ceil(len(self.stretches) / 2))
+        for number, phases in enumerate(parts):
+            config = self.model.alone(number, phases)
+            if config.active:
+                digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
+                alone = functools.partial(self._alone, number, image, config)
+                mse = self.store.known(f"alone-{digest}-{image}", alone, float)
+                self.model.calibrate(number, image, mse, phases, weight)
+        self.model.fit()
         self.curve = self.model.curve(self.layer_calls)
 
     def _noise(self) -> float:
@@ -141,43 +147,26 @@ class Search:
         return sum(len(stretch.probed) for stretch in self.stretches)
 
     def _probe(self) -> Any:
-        known = None
-        for sample in self.samples[:CALIBRATED]:
-            effects, scale = round(_EFFECTS * self.calls), self.runs.settings.guidance
-            probe = Probe(self.runs.pipe, self.stretches, effects=effects, known=known, scale=scale)
-            with probe, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                drawn = self.runs.draw_as_is(sample)
-            self._again = self._again or drawn
-            known = probe.figures
+        effects, scale = round(_EFFECTS * self.calls), self.runs.settings.guidance
+        probe = Probe(self.runs.pipe, self.stretches, effects=effects, scale=scale)
+        with probe, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            drawn = self.runs.draw_as_is(self.samples[0])
+        self._again = self._again or drawn
         return figures_to(probe.figures)
 
-    def _compare(self, choice: Choice) -> None:
-        """See what error a choice really gives the denoiser's output, in the image whose layers were measured."""
-        self.say("measuring a choice", 1)
-        config = self.model.config(choice)
-        name = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
-
-        def measure() -> list[float]:
-            return self.runs.errors(self.samples[0], config, self.model.copies) or []
-
-        if errors := self.store.known(f"choice-{name}", measure, list[float]):
-            self.model.compare(choice, errors)
-
-    def _alone(self, number: int, image: int) -> float:
+    def _alone(self, number: int, image: int, config: PatchConfig) -> float:
         """Return the mean squared error of an image in which one stretch alone is approximated."""
-        config = self.model.alone(number, self.model.reference(number))
         drawn = self.runs.draw_from(self.stretches[number].first, self.samples[image], config)
         return squared_error(self.untouched[image], drawn)
 
     def settle(self) -> Choice:
         """Return the fastest choice that keeps to the budget by runs of the search's images; untouched if none does."""
         tried: dict[float, Point] = {}  # by predicted PSNR
+        parts = self.model.parts(self._start())
+        for image in range(min(CALIBRATED, len(self.samples))):
+            self._calibrate("a choice", image, parts, TRUSTED)
         choice = self._start()
-        for _ in range(_COMPARED):
-            self._compare(choice)
-            self.curve = self.model.curve(self.layer_calls)
-            choice = self._start()
         while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.say(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
             tried[choice.psnr] = point = self.run(choice, self.samples, self.untouched)

@@ -38,8 +38,9 @@ def figures(seconds: float = 1.0, error: float = 1.0) -> LayerFigures:
 @pytest.fixture
 def model() -> Model:
     made = Model({"a": figures(), "b": figures(0.5, 4.0)}, STRETCHES)
-    made.calibrate(0, 100.0, made.reference(0))
-    made.calibrate(1, 10.0, made.reference(1))
+    made.calibrate(0, 0, 100.0, made.reference(0))
+    made.calibrate(1, 0, 10.0, made.reference(1))
+    made.fit()
     return made
 
 
@@ -100,27 +101,72 @@ def test_a_difference_is_measured_where_a_stretch_begins_and_at_multiples() -> N
 def calibrated(*images: tuple[float, float]) -> Model:
     """Return a model that learnt from images, of each what its two calibrating runs gave."""
     made = Model({"a": figures(), "b": figures(0.5, 4.0)}, STRETCHES)
-    for image in images:
+    for number, image in enumerate(images):
         for stretch, mse in enumerate(image):
-            made.calibrate(stretch, mse, made.reference(stretch))
+            made.calibrate(stretch, number, mse, made.reference(stretch))
+    made.fit()
     return made
 
 
-def test_stretches_are_told_apart_as_far_as_images_agree() -> None:
+def test_stretches_are_told_apart_by_the_mean_over_images() -> None:
     agreed, disagreed = calibrated((1000.0, 1.0), (2000.0, 2.0)).scale, calibrated((1000.0, 1.0), (1.0, 1000.0)).scale
-    assert agreed[0] > 100 * agreed[1]
+    assert agreed[0] == pytest.approx(1000 * agreed[1])
     assert disagreed[0] == pytest.approx(disagreed[1])
-    slight, clear = calibrated((2.0, 1.0), (2.0, 1.0)).scale, calibrated((9.0, 1.0), (9.0, 1.0)).scale
-    assert slight[0] == pytest.approx(slight[1]), "a slight difference may be noise"
-    assert 1 < clear[0] / clear[1] < 9 * disagreed[0] / disagreed[1]
     assert calibrated((4.0, 1.0), (1.0, 4.0)).scale[0] == pytest.approx(2 * calibrated((1.0, 1.0)).scale[0])
 
 
 def test_a_stretch_that_nothing_is_known_of_is_like_the_others() -> None:
     model = calibrated()
     assert model.scale == [1.0, 1.0]
-    model.calibrate(1, 10.0, model.reference(1))
+    model.calibrate(1, 0, 10.0, model.reference(1))
+    model.fit()
     assert model.scale[0] == pytest.approx(model.scale[1])
+
+
+@pytest.mark.parametrize("scatter", [1.0, 10.0])
+def test_how_much_the_scatter_of_errors_counts_is_learnt(scatter: float) -> None:
+    """Errors that are drawn anew in each step scatter; differences that steps share leave errors in common."""
+    model = Model({"a": figures(), "b": figures(0.5, 4.0)}, STRETCHES)
+    images = (50.0, 500.0)  # of which the second one is farther away in all stretches
+    for (image, scale), stretch, steps in itertools.product(enumerate(images), (0, 1), (1, 4)):
+        phases = model.reference(stretch, steps)
+        parts = [model._parts(name, stretch, each) for name, each in phases.items()]
+        mse = sum(scale * (total + scatter * own) for total, own in parts)
+        model.calibrate(stretch, image, mse, phases, weight=100.0)  # than which nothing that is expected counts more
+    model.fit()
+    assert model.scatter == pytest.approx(scatter, rel=0.3)
+    for stretch in (0, 1):
+        shared = sum(model.mse(name, stretch, each) for name, each in model.reference(stretch, 4).items())
+        parts = [model._parts(name, stretch, each) for name, each in model.reference(stretch, 4).items()]
+        expected = math.sqrt(50.0 * 500.0) * sum(total + scatter * own for total, own in parts)
+        assert shared == pytest.approx(expected, rel=0.3)
+
+
+def test_a_choice_counts_more_than_what_was_run_before() -> None:
+    model = calibrated((10.0, 10.0))
+    before = model.scale[0]
+    model.calibrate(0, 0, 1000.0, model.reference(0), 3.0)
+    model.fit()
+    assert model.scale[0] == pytest.approx(before * 100 ** (3 / 4), rel=0.05)
+
+
+def test_a_layers_effect_is_damped_to_its_square_root() -> None:
+    strong = figures()
+    strong.effects[0] = [32.0]
+    model = Model({"a": figures(), "b": strong}, STRETCHES)
+    candidate = Candidate(BASES[0], 0)
+    assert model.mse("b", 0, candidate) == pytest.approx(4 * model.mse("a", 0, candidate))
+    assert model.mse("a", 0, candidate) * model.mse("b", 0, candidate) == pytest.approx(
+        (2.0 * 32.0) * (model.mse("a", 0, candidate) / model._effect("a", 0)) ** 2
+    )
+
+
+def test_errors_that_are_not_drawn_at_random_count_more() -> None:
+    own = figures()
+    own.shared[0, 0, 1] = own.shared[0, 0, 3] = [0.08]  # as far apart as independent ones, so that they add up alike
+    model, candidate = Model({"a": own}, STRETCHES), Candidate(BASES[0], 0)
+    drawn, _ = model.mse("a", 0, candidate), own.fresh.clear()
+    assert model.mse("a", 0, candidate) == pytest.approx(10 * drawn)
 
 
 def test_the_curve_falls_from_untouched_to_the_fastest(model: Model) -> None:
@@ -151,6 +197,8 @@ def test_a_choice_is_a_configuration(model: Model) -> None:
     alone = model.alone(1, model.reference(1))
     assert [phase.exact for phase in alone.for_layer("a").phases] == [True, False]
     assert alone.stretches == (0.5, 1.0)
+    assert [set(part) for part in model.parts(curve[-1])] == [{"a", "b"}, {"a", "b"}]
+    assert model.parts(curve[0]) == [{}, {}], "exact layers are left out"
 
 
 def test_sharing_needs_steps_and_memory() -> None:

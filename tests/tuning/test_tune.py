@@ -128,26 +128,30 @@ def test_what_was_measured_is_not_measured_again(pipe: Any, asked: dict[str, Any
 @pytest.mark.usefixtures("own_cache")
 def test_a_stopped_tuning_goes_on(pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     alone = search.Search._alone
+    done: list[tuple[int, int, PatchConfig]] = []
+    measured: list[tuple[int, int, PatchConfig]] = []
 
-    def stopped(self: search.Search, number: int, image: int) -> float:
+    def stopped(self: search.Search, number: int, image: int, config: PatchConfig) -> float:
         if number == 1:
             raise KeyboardInterrupt
-        return alone(self, number, image)
+        done.append((number, image, config))
+        return alone(self, number, image, config)
 
     with monkeypatch.context() as patched:
         patched.setattr(search.Search, "_alone", stopped)
         with pytest.raises(KeyboardInterrupt):
             tune(pipe, closeness=30, **asked)
     assert not elfatt_sd.is_patched(pipe)
-    measured: list[tuple[int, int]] = []
 
-    def counted(self: search.Search, number: int, image: int) -> float:
-        measured.append((number, image))
-        return alone(self, number, image)
+    def counted(self: search.Search, number: int, image: int, config: PatchConfig) -> float:
+        measured.append((number, image, config))
+        return alone(self, number, image, config)
 
     monkeypatch.setattr(search.Search, "_alone", counted)
     assert tune(pipe, closeness=30, **asked).proof is not None
-    assert measured == [(1, 0)]
+    assert len(done) == 1
+    assert not any(each in done for each in measured), "what was done before is known"
+    assert measured[0][:2] == (1, 0)
 
 
 def test_a_patch_that_is_there_is_run_and_put_back(pipe: Any, asked: dict[str, Any]) -> None:
