@@ -124,7 +124,7 @@ class Search:
 
     def _calibrate(self, what: str, image: int, parts: Iterable[Mapping[str, Candidate]], weight: float = 1.0) -> None:
         """Draw an image with one stretch after the other approximated alone, and see what each does to it."""
-        self.say(f"measuring {what}", math.ceil(len(self.stretches) / 2))
+        self.say(f"measuring {what}", len(self.stretches))
         for number, phases in enumerate(parts):
             config = self.model.alone(number, phases)
             if config.active:
