@@ -25,7 +25,6 @@ from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness, squared_error
 from elfatt_sd.tuning.store import Store
 
 STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
-CALIBRATED = 2  # images in which the stretches of a choice are approximated alone
 TRUSTED = 2.0  # weight of such a run
 FAR = 6.0  # dB short of what was asked for in one image, by which a preset is ruled out
 TRIES = 2  # choices that are run with the prompts of the search
@@ -120,7 +119,8 @@ class Search:
         numbers = range(len(self.stretches))
         self._calibrate("stretches", 0, map(self.model.reference, numbers))
         if self.budget.memory is None:
-            self._calibrate("shared differences", 0, (self.model.reference(number, ALIGNED) for number in numbers))
+            shared = (self.model.reference(number, ALIGNED) for number in numbers)
+            self._calibrate("shared differences", 1 % len(self.samples), shared)  # as images differ much
 
     def _calibrate(self, what: str, image: int, parts: Iterable[Mapping[str, Candidate]], weight: float = 1.0) -> None:
         """Draw an image with one stretch after the other approximated alone, and see what each does to it."""
@@ -164,7 +164,7 @@ class Search:
         """Return the fastest choice that keeps to the budget by runs of the search's images; untouched if none does."""
         tried: dict[float, Point] = {}  # by predicted PSNR
         parts = self.model.parts(self._start())
-        for image in range(min(CALIBRATED, len(self.samples))):
+        for image in sorted({0, len(self.samples) - 1}):
             self._calibrate("a choice", image, parts, TRUSTED)
         choice = self._start()
         while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
