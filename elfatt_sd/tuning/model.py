@@ -1,12 +1,7 @@
 """Predict what a choice of phases, by layer and stretch, costs in time and in closeness, and find the best choices.
 
-An error of a layer changes the denoiser's output in proportion to it, and that changes the image. Errors of different
-layers and steps are nearly independent, so that their squares add up:
-`MSE = sum over stretches s of B_s * R_s * sum over layers l of W_ls * e_ls^2`. Here `e_ls` is the relative error of a
-layer's output, and `W_ls` its effect on the denoiser's output. `R_s` is what their sum is wrong by, one number for
-shared differences and one for the rest: both are measured with some choices, in runs that are kept on the untouched
-path. `B_s` is measured by runs in which stretch `s` alone is approximated. What one image says of it is noisy (on the
-embedded pipelines by a factor of about e), so that stretches are told apart only as far as several images agree.
+Errors of different layers are nearly independent, so that their squares add up; see `Model`. What one image says of a
+stretch is noisy (on the embedded pipelines by a factor of about e).
 """
 
 from __future__ import annotations
@@ -26,13 +21,15 @@ from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.tuning.candidates import EXACTLY, Candidate, candidates
 from elfatt_sd.tuning.probe import LayerFigures, Stretch, slow_layers
+from elfatt_sd.tuning.runs import Deviation
 
 _SLOPES = 400  # prices of an error that are tried
-_LEAST_MSE = 2e-3  # of an image; less cannot be told from nothing, as pixels are rounded
+_LEAST_MSE = 1e-6  # of an image; less cannot be told from nothing
 _DAMPED = 0.5  # power of a layer's effect on the denoiser's output, to which its effect on the image goes
 _FIXED = 10.0  # times as much is done to the image by errors that are not drawn at random, than their size says
 _NOISE = 0.7  # standard deviation of the logarithm of an image's squared error, where all is as predicted
-_SCATTER, _SCATTER_SPREAD = 3.0, 1.5  # `r` where nothing is known of it, and the standard deviation of its logarithm
+_SCATTER, _SCATTER_SPREAD = 5.0, 1.5  # `r` where nothing is known of it, and the standard deviation of its logarithm
+_ROUNDING = 0.3  # `a` where nothing is known of it
 _SCATTERS = np.geomspace(0.1, 100, 31)  # that are tried
 
 
@@ -59,16 +56,13 @@ class Choice:
         options: by layer and stretch.
         saved: seconds of an image, predicted.
         mse: of the image, predicted.
+        psnr: of the image of 8 bits in dB, predicted.
     """
 
     options: Mapping[tuple[str, int], Option]
     saved: float
     mse: float
-
-    @property
-    def psnr(self) -> float:
-        """Predicted PSNR in dB."""
-        return math.inf if self.mse <= 0 else 10 * math.log10(255**2 / self.mse)
+    psnr: float
 
 
 class _Run(NamedTuple):
@@ -80,7 +74,7 @@ class _Run(NamedTuple):
         total: what its errors do to the image, before `B`, as they add up over steps.
         scatter: likewise, as they scatter about their mean.
         mse: logarithm of the mean squared error of the image.
-        weight: of the run.
+        rounding: what rounding to 8 bits adds to that error; see `Model`.
     """
 
     stretch: int
@@ -88,7 +82,7 @@ class _Run(NamedTuple):
     total: float
     scatter: float
     mse: float
-    weight: float
+    rounding: float
 
 
 class Model:
@@ -96,6 +90,9 @@ class Model:
 
     `MSE = sum of B_s w_ls (|sum of E|^2 + r * sum of |E - mean of E|^2) / N` over layers l and stretches s of N steps,
     for the errors `E` of a layer in these steps, and its effect `w` on the image. See docs/tuning.md.
+
+    Rounding to 8 bits turns a small error `e` of a pixel into 1 with probability `|e|`, and adds 1/6 to large squares:
+    8-bit images have `MSE + a sqrt(MSE) / (1 + 6 a sqrt(MSE))`. How evenly errors lie on an image decides `a`.
 
     Args:
         figures: what was measured, by layer.
@@ -112,37 +109,38 @@ class Model:
         self._runs: list[_Run] = []
         self.scale = [1.0] * len(stretches)  # `B`, by stretch
         self.scatter = _SCATTER  # `r`
+        self.rounding = _ROUNDING  # `a`
 
-    def calibrate(
-        self, stretch: int, image: int, mse: float, phases: Mapping[str, Candidate], weight: float = 1.0
-    ) -> None:
+    def calibrate(self, stretch: int, image: int, far: Deviation, phases: Mapping[str, Candidate]) -> None:
         """Learn a stretch's part in the image from a run in which it alone is approximated; see `fit`.
 
         Args:
             stretch: its number.
             image: number of the image that was drawn.
-            mse: of that run's image.
+            far: how far that run's image is from the untouched one.
             phases: what each layer did.
-            weight: of the run.
         """
         parts = [self._parts(name, stretch, each) for name, each in phases.items()]
         total, scatter = (sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0)
         if total > 0 and math.isfinite(total + scatter):
-            self._runs.append(_Run(stretch, image, total, scatter, math.log(max(mse, _LEAST_MSE)), weight))
+            mse = max(far.mse, _LEAST_MSE)
+            added = min(max(far.rounded - far.mse, 0.0), 0.15)
+            rounding = added / (1 - 6 * added) / math.sqrt(mse)
+            self._runs.append(_Run(stretch, image, total, scatter, math.log(mse), rounding))
 
     def fit(self) -> None:
         """Find `B` and `r` by least squares of logarithms, for an image like the mean of those that were drawn."""
         if not self._runs:
             return
         stretches, images = len(self._stretches), 1 + max(run.image for run in self._runs)
-        roots, table = np.sqrt([run.weight for run in self._runs]), np.zeros((len(self._runs), stretches + images))
+        table = np.zeros((len(self._runs), stretches + images))
         for row, run in zip(table, self._runs, strict=True):
             row[run.stretch] = row[stretches + run.image] = 1.0
         best, logs = math.inf, np.zeros(stretches + images)
         for ratio in _SCATTERS:
             wanted = np.array([run.mse - math.log(run.total + ratio * run.scatter) for run in self._runs])
-            found = np.linalg.lstsq(table * roots[:, None], wanted * roots, rcond=None)[0]
-            off = float((((table @ found - wanted) * roots) ** 2).sum()) / _NOISE**2
+            found = np.linalg.lstsq(table, wanted, rcond=None)[0]
+            off = float(((table @ found - wanted) ** 2).sum()) / _NOISE**2
             off += (math.log(ratio / _SCATTER) / _SCATTER_SPREAD) ** 2
             if off < best:
                 best, self.scatter, logs = off, float(ratio), found
@@ -150,6 +148,7 @@ class Model:
         own[[number for number in range(stretches) if number not in seen]] = own[seen].mean()
         drawn = logs[sorted({stretches + run.image for run in self._runs})].mean()
         self.scale = [math.exp(each + drawn) for each in own]
+        self.rounding = statistics.median(run.rounding for run in self._runs)
 
     def _parts(self, layer: str, stretch: int, candidate: Candidate) -> tuple[float, float]:
         """Return what a layer's errors do to the image, before `B`: as they add up over steps, and as they scatter."""
@@ -163,19 +162,12 @@ class Model:
         total, scatter = self._parts(layer, stretch, candidate)
         return self.scale[stretch] * (total + self.scatter * scatter)
 
-    def reference(self, stretch: int, steps: int = 1) -> dict[str, Candidate]:
-        """Return, for each layer, the approximation of median error in a stretch.
-
-        Args:
-            stretch: its number.
-            steps: that share a difference, and rows of the same latents with them.
-        """
-        found, shared = {}, min(steps, len(self._stretches[stretch]))
+    def reference(self, stretch: int) -> dict[str, Candidate]:
+        """Return, for each layer, the approximation of median error in a stretch, by number, with fresh draws."""
+        found = {}
         for name, own in self._figures.items():
             if (number := own.middle(stretch)) is not None:
-                phase = dataclasses.replace(own.bases[number], residual_steps=shared)
-                guided = dataclasses.replace(phase, residual_guidance=own.copies > 1 and phase.corrects)
-                found[name] = Candidate(guided, number)
+                found[name] = Candidate(own.bases[number], number)
         return found
 
     def error(self, layer: str, stretch: int, candidate: Candidate) -> float:
@@ -274,16 +266,22 @@ class Model:
         slopes = [(after.mse - before.mse) / (after.saved - before.saved) for before, after in steps]
         slopes = [slope for slope in slopes if slope > 0]
         if not slopes:
-            return [_choice({place: row[0] for place, row in table.items()})]
+            return [self._choice({place: row[0] for place, row in table.items()})]
         low, high = math.log(min(slopes) / 2), math.log(max(slopes) * 2)
         prices = [math.exp(low + (high - low) * number / _SLOPES) for number in range(_SLOPES + 1)]
         found: list[Choice] = []
         for price in (0.0, *prices):
             picked = {place: max(row, key=lambda each: price * each.saved - each.mse) for place, row in table.items()}
-            choice = _choice(picked)
+            choice = self._choice(picked)
             if not found or choice.saved > found[-1].saved:
                 found.append(choice)
         return found
+
+    def _choice(self, picked: Mapping[tuple[str, int], Option]) -> Choice:
+        saved, mse = (sum(getattr(option, name) for option in picked.values()) for name in ("saved", "mse"))
+        added = self.rounding * math.sqrt(mse)
+        rounded = mse + added / (1 + 6 * added)
+        return Choice(picked, saved, mse, math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded))
 
     def config(self, choice: Choice, name: str = "tuned") -> PatchConfig:
         """Return the configuration of a choice."""
@@ -324,11 +322,6 @@ def _summed(squares: Sequence[float], apart: Callable[[int], float]) -> float:
     """
     pairs = itertools.combinations(range(len(squares)), 2)
     return sum(squares) + sum(max(0.0, squares[i] + squares[j] - apart(j - i)) for i, j in pairs)
-
-
-def _choice(picked: Mapping[tuple[str, int], Option]) -> Choice:
-    saved, mse = (sum(getattr(option, name) for option in picked.values()) for name in ("saved", "mse"))
-    return Choice(picked, saved, mse)
 
 
 def _joined(phases: Sequence[Phase], ends: Sequence[float]) -> tuple[Phase, ...]:

@@ -109,18 +109,12 @@ class Proving:
         if self.measure.name != "PSNR":
             return None if self._holds(proof) else self.search.at(choice.psnr + 3.0)
         off = proof.point.mean - self.budget.closeness
-        room = min(off, choice.psnr + self._offset() - self.budget.closeness)
+        room = min(off, choice.psnr + self.search.offset() - self.budget.closeness)
         if not math.isfinite(off) or (off >= 0 and room <= NEAR):
             return None
         wanted = choice.psnr + 0.3 - off / self._slope() if off < 0 else choice.psnr + NEAR / 2 - room
         following = self.search.at(wanted)
         return None if following.psnr == choice.psnr else following
-
-    def _offset(self) -> float:
-        """Return by how many dB all images that were drawn with choices are closer than predicted."""
-        known = ((one.mean - one.predicted, len(one.closeness)) for one in self.search.points if one.predicted)
-        pairs = [(off, images) for off, images in known if math.isfinite(off)]
-        return sum(off * images for off, images in pairs) / max(1, sum(images for _, images in pairs))
 
     def _slope(self) -> float:
         """Return by how many dB images come closer for each that is predicted, as far as two proofs show it."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 
@@ -24,6 +24,7 @@ from elfatt_sd.tuning.asked import Measure
 from elfatt_sd.tuning.playback import Playback
 
 OnStep = Callable[[int, int], None]
+Pixels = npt.NDArray[np.floating[Any]]
 
 
 class Sample(NamedTuple):
@@ -44,6 +45,31 @@ class Drawn:
     def same(self, other: Drawn) -> bool:
         """Tell whether another one has the same pixels."""
         return [each.tobytes() for each in self.frames] == [each.tobytes() for each in other.frames]
+
+
+class _Shot(NamedTuple):
+    """What a pipeline gave: `[frames, height, width, 3]` from 0 to 255, and what `Drawn` has besides."""
+
+    pixels: Pixels
+    seconds: float
+    peak: int | None
+
+    @property
+    def drawn(self) -> Drawn:
+        """What is kept of it."""
+        return Drawn(tuple(map(Image.fromarray, self.pixels.round().astype(np.uint8))), self.seconds, self.peak)
+
+
+class Deviation(NamedTuple):
+    """How far an image is from the untouched one, in squares of values from 0 to 255.
+
+    Attributes:
+        mse: mean squared error of pixels before they are rounded.
+        rounded: that of the 8-bit images.
+    """
+
+    mse: float
+    rounded: float
 
 
 @dataclass(frozen=True)
@@ -105,43 +131,43 @@ class Runs:
         self.device = torch.device(pipe.device)
         self.steps_done = 0  # of all runs, to say what tuning cost
         self._playbacks: dict[Sample, Playback | None] = {}  # None where that is not possible
+        self._pixels: dict[Sample, Pixels] = {}  # of the images that were recorded
 
-    def draw(
-        self, sample: Sample, config: PatchConfig | None = None, end_step: Callable[[], None] = lambda: None
-    ) -> Drawn:
+    def draw(self, sample: Sample, config: PatchConfig | None = None) -> Drawn:
         """Draw one image.
 
         Args:
             sample: of what.
             config: the patch; None draws with the pipeline as it is.
-            end_step: called after every step of the scheduler.
         """
-        with restored(self.pipe):
-            if config is not None:
-                apply_patch(self.pipe, config)
-            return self.draw_as_is(sample, end_step)
+        return self._shot(sample, config).drawn
+
+    def draw_as_is(self, sample: Sample) -> Drawn:
+        """Draw one image with whatever is in the pipeline."""
+        return self._shot_as_is(sample).drawn
 
     def draw_recorded(self, sample: Sample) -> Drawn:
         """Draw one image with the pipeline as it is, and keep what the denoiser gives for `draw_from`."""
         playback = Playback(self.pipe)
-        if not playback.possible:
-            self._playbacks[sample] = None
-            return self.draw(sample)
-        with playback.recording():
-            drawn = self.draw(sample, end_step=playback.end_step)
-        self._playbacks[sample] = playback
-        return drawn
+        with playback.recording() if playback.possible else contextlib.nullcontext():
+            shot = self._shot(sample, None, playback.end_step)
+        self._playbacks[sample] = playback if playback.possible else None
+        self._pixels[sample] = shot.pixels
+        return shot.drawn
 
     def draw_from(self, step: int, sample: Sample, config: PatchConfig) -> Drawn:
         """Draw one image with a patch that is exact before a step; what is known until then is not computed.
 
         An image that was not recorded is drawn once more, to record it. The seconds say nothing.
         """
-        if step and sample not in self._playbacks:
-            self.draw_recorded(sample)
-        playback = self._playbacks.get(sample)
-        with _eager(), contextlib.nullcontext() if playback is None else playback.playing(step):
-            return self.draw(sample, config)
+        return self._shot_from(step, sample, config).drawn
+
+    def deviation(self, step: int, sample: Sample, config: PatchConfig) -> Deviation:
+        """Return how far the image of `draw_from` is from the untouched one."""
+        pixels = self._shot_from(step, sample, config).pixels
+        untouched = self._pixels[sample].astype(np.float64)
+        errors = untouched - pixels, untouched.round() - pixels.round()
+        return Deviation(*(float(np.mean(each**2)) for each in errors))
 
     def pace(self) -> float:
         """Return the seconds of an untouched image's last step, which tell how fast the machine is at the moment.
@@ -154,8 +180,23 @@ class Runs:
                     return self.draw(sample).seconds
         return 1.0
 
-    def draw_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> Drawn:
-        """Draw one image with whatever is in the pipeline; arguments are as for `draw`."""
+    def _shot(
+        self, sample: Sample, config: PatchConfig | None = None, end_step: Callable[[], None] = lambda: None
+    ) -> _Shot:
+        with restored(self.pipe):
+            if config is not None:
+                apply_patch(self.pipe, config)
+            return self._shot_as_is(sample, end_step)
+
+    def _shot_from(self, step: int, sample: Sample, config: PatchConfig) -> _Shot:
+        if sample not in self._playbacks:
+            self.draw_recorded(sample)
+        playback = self._playbacks[sample]
+        with _eager(), contextlib.nullcontext() if playback is None else playback.playing(step):
+            return self._shot(sample, config)
+
+    def _shot_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> _Shot:
+        """Draw one image with whatever is in the pipeline; `end_step` is called after every step of the scheduler."""
         settings, meter = self.settings, PeakMeter(self.device)
         given = settings.arguments(self.pipe)
         generator = torch.Generator().manual_seed(sample.seed)
@@ -169,7 +210,7 @@ class Runs:
             output = self.pipe(
                 prompt=sample.prompt, num_inference_steps=settings.steps, generator=generator, output_type="np", **given
             )
-        return Drawn(_frames(self.pipe, output), watch.seconds, meter.read())
+        return _Shot(_pixels(self.pipe, output), watch.seconds, meter.read())
 
     @property
     def threads(self) -> int:
@@ -196,8 +237,8 @@ def _memory() -> Iterator[None]:
         ) from error
 
 
-def _frames(pipe: Any, output: Any) -> tuple[Image.Image, ...]:
-    """Return what a pipeline has drawn as 8-bit images.
+def _pixels(pipe: Any, output: Any) -> Pixels:
+    """Return what a pipeline has drawn, as `[frames, height, width, 3]` from 0 to 255.
 
     Raises:
         ElfattError: it is not finite, or no image at all.
@@ -208,20 +249,11 @@ def _frames(pipe: Any, output: Any) -> tuple[Image.Image, ...]:
         raise ElfattError(f"{type(pipe).__name__} gives {arrays.dtype} {list(arrays.shape)}; tuning needs RGB images.")
     if not np.isfinite(arrays).all():
         raise ElfattError("an image has values that are not finite; give dtype='float32' or 'bfloat16'.")
-    pixels = (arrays.clip(0, 1) * 255).round().astype(np.uint8).reshape(-1, *arrays.shape[-3:])
-    return tuple(map(Image.fromarray, pixels))
+    pixels: Pixels = (arrays.clip(0, 1) * 255).reshape(-1, *arrays.shape[-3:])
+    return pixels
 
 
 def closeness(measure: Measure, untouched: Drawn, other: Drawn) -> float:
     """Return how close an image is to the untouched one; of a clip, the mean over its frames."""
     values = [measure.between(one, two) for one, two in zip(untouched.frames, other.frames, strict=True)]
     return float(np.mean(values))
-
-
-def squared_error(untouched: Drawn, other: Drawn) -> float:
-    """Return the mean squared error of an image, of pixels from 0 to 255."""
-    errors = []
-    for before, after in zip(untouched.frames, other.frames, strict=True):
-        one, two = (np.asarray(frame, dtype=np.float64) for frame in (before, after))
-        errors.append(float(np.mean((one - two) ** 2)))
-    return statistics.fmean(errors)

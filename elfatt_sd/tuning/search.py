@@ -19,13 +19,14 @@ from elfatt_sd.tuning.asked import Budget, Measure
 from elfatt_sd.tuning.candidates import Candidate
 from elfatt_sd.tuning.model import Choice, Model
 from elfatt_sd.tuning.points import Point
-from elfatt_sd.tuning.probe import ALIGNED, Probe, stretches_of
+from elfatt_sd.tuning.probe import Probe, stretches_of
 from elfatt_sd.tuning.records import figures_from, figures_to
-from elfatt_sd.tuning.runs import Drawn, Runs, Sample, closeness, squared_error
+from elfatt_sd.tuning.runs import Deviation, Drawn, Runs, Sample, closeness
 from elfatt_sd.tuning.store import Store
 
 STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
-TRUSTED = 2.0  # weight of such a run
+CALIBRATED = 2  # images in which the stretches of a choice are approximated alone
+EXPECTED = 3  # images that say as much of how far predictions are off as is expected: nothing
 FAR = 6.0  # dB short of what was asked for in one image, by which a preset is ruled out
 TRIES = 2  # choices that are run with the prompts of the search
 ALIKE = 0.5  # dB between two predictions that are not worth a run each
@@ -116,22 +117,18 @@ class Search:
         self.floor = self._noise()
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
         self.layer_calls = {name: own.calls / self._probed for name, own in figures.items()}
-        numbers = range(len(self.stretches))
-        self._calibrate("stretches", 0, map(self.model.reference, numbers))
-        if self.budget.memory is None:
-            shared = (self.model.reference(number, ALIGNED) for number in numbers)
-            self._calibrate("shared differences", 1 % len(self.samples), shared)  # as images differ much
+        self._calibrate("stretches", 0, map(self.model.reference, range(len(self.stretches))))
 
-    def _calibrate(self, what: str, image: int, parts: Iterable[Mapping[str, Candidate]], weight: float = 1.0) -> None:
+    def _calibrate(self, what: str, image: int, parts: Iterable[Mapping[str, Candidate]]) -> None:
         """Draw an image with one stretch after the other approximated alone, and see what each does to it."""
         self.say(f"measuring {what}", len(self.stretches))
         for number, phases in enumerate(parts):
             config = self.model.alone(number, phases)
             if config.active:
                 digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
-                alone = functools.partial(self._alone, number, image, config)
-                mse = self.store.known(f"alone-{digest}-{image}", alone, float)
-                self.model.calibrate(number, image, mse, phases, weight)
+                draw = functools.partial(self.runs.deviation, self.stretches[number].first, self.samples[image], config)
+                far = self.store.known(f"alone-{digest}-{image}", draw, lambda data: Deviation(*map(float, data)))
+                self.model.calibrate(number, image, far, phases)
         self.model.fit()
         self.curve = self.model.curve(self.layer_calls)
 
@@ -155,17 +152,12 @@ class Search:
         self._again = self._again or drawn
         return figures_to(probe.figures)
 
-    def _alone(self, number: int, image: int, config: PatchConfig) -> float:
-        """Return the mean squared error of an image in which one stretch alone is approximated."""
-        drawn = self.runs.draw_from(self.stretches[number].first, self.samples[image], config)
-        return squared_error(self.untouched[image], drawn)
-
     def settle(self) -> Choice:
         """Return the fastest choice that keeps to the budget by runs of the search's images; untouched if none does."""
         tried: dict[float, Point] = {}  # by predicted PSNR
         parts = self.model.parts(self._start())
-        for image in sorted({0, len(self.samples) - 1}):
-            self._calibrate("a choice", image, parts, TRUSTED)
+        for image in list(range(len(self.samples)))[-CALIBRATED:]:  # images differ much
+            self._calibrate("a choice", image, parts)
         choice = self._start()
         while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.say(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
@@ -196,24 +188,29 @@ class Search:
     def _next(self) -> Choice:
         """Return the choice that keeps to the budget, by the predictions and what runs have shown of them."""
         asked = self.budget.closeness
-        if asked is None:
-            return self.fast(self.budget.speed or 1.0)
-        predicted = self._predicted_for(asked)
-        return self.curve[0] if predicted is None else self.at(predicted)
+        return self.fast(self.budget.speed or 1.0) if asked is None else self.at(self._predicted_for(asked))
 
-    def _predicted_for(self, asked: float) -> float | None:
+    def _predicted_for(self, asked: float) -> float:
         """Return the predicted PSNR at which images are as close as asked, by the points that were run."""
+        if self.measure.name == "PSNR":
+            return asked - self.offset()
         points = sorted((point.predicted, point.mean) for point in self.points if point.predicted is not None)
         known = [(one, mean) for one, mean in points if math.isfinite(mean)]
         if not known:
-            return asked if self.measure.name == "PSNR" else STARTS
-        if len(known) == 1 or self.measure.name == "PSNR":
-            one, mean = min(known, key=lambda pair: abs(pair[1] - asked))
-            return one + (asked - mean) if self.measure.name == "PSNR" else one + (10 if self._too_far(mean) else -5)
+            return STARTS
+        if len(known) == 1:
+            one, mean = known[0]
+            return one + (10 if self._too_far(mean) else -5)
         (low, worse), (high, better) = _around(known, asked)
         if better == worse:
             return high if self._too_far(better) else low
         return low + (high - low) * (asked - worse) / (better - worse)
+
+    def offset(self) -> float:
+        """Return by how many dB images that were drawn with choices are closer than predicted; few say little."""
+        known = ((one.mean - one.predicted, len(one.closeness)) for one in self.points if one.predicted)
+        pairs = [(off, images) for off, images in known if math.isfinite(off)]
+        return sum(off * images for off, images in pairs) / (EXPECTED + sum(images for _, images in pairs))
 
     def _too_far(self, mean: float) -> bool:
         return self.budget.closeness is not None and not self.measure.keeps(mean, self.budget.closeness)
