@@ -126,8 +126,8 @@ class Search:
             config = self.model.alone(number, phases)
             if config.active:
                 digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
-                draw = functools.partial(self.runs.deviation, self.stretches[number].first, self.samples[image], config)
-                far = self.store.known(f"alone-{digest}-{image}", draw, lambda data: Deviation(*map(float, data)))
+                alone = functools.partial(self._alone, number, image, config)
+                far = self.store.known(f"alone-{digest}-{image}", alone, lambda data: Deviation(*map(float, data)))
                 self.model.calibrate(number, image, far, phases)
         self.model.fit()
         self.curve = self.model.curve(self.layer_calls)
@@ -151,6 +151,10 @@ class Search:
             drawn = self.runs.draw_as_is(self.samples[0])
         self._again = self._again or drawn
         return figures_to(probe.figures)
+
+    def _alone(self, number: int, image: int, config: PatchConfig) -> Deviation:
+        """Return how far an image goes in which one stretch alone is approximated."""
+        return self.runs.deviation(self.stretches[number].first, self.samples[image], config)
 
     def settle(self) -> Choice:
         """Return the fastest choice that keeps to the budget by runs of the search's images; untouched if none does."""

@@ -69,13 +69,13 @@ def asked(asked: dict[str, Any]) -> dict[str, Any]:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The configurations that images were drawn with."""
     found: list[Any] = []
-    draw = Runs.draw
+    shot = Runs._shot
 
-    def counted(runs: Runs, sample: Any, config: Any = None, **others: Any) -> Any:
+    def counted(runs: Runs, sample: Any, config: Any = None, *others: Any) -> Any:
         found.append(config)
-        return draw(runs, sample, config, **others)
+        return shot(runs, sample, config, *others)
 
-    monkeypatch.setattr(Runs, "draw", counted)
+    monkeypatch.setattr(Runs, "_shot", counted)
     return found
 
 

@@ -24,20 +24,20 @@ from elfatt_sd.families import find_layers
 from elfatt_sd.measuring import clock
 from elfatt_sd.phases import Phase
 from elfatt_sd.tuning import PRESETS, proving, search, tune
-from elfatt_sd.tuning.runs import Runs
+from elfatt_sd.tuning.runs import Deviation, Runs
 
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every image that is drawn, whether the pipeline was patched."""
     found: list[bool] = []
-    draw = Runs.draw
+    shot = Runs._shot
 
-    def counted(runs: Runs, sample: Any, config: PatchConfig | None = None, **others: Any) -> Any:
+    def counted(runs: Runs, sample: Any, config: PatchConfig | None = None, *others: Any) -> Any:
         found.append(config is not None)
-        return draw(runs, sample, config, **others)
+        return shot(runs, sample, config, *others)
 
-    monkeypatch.setattr(Runs, "draw", counted)
+    monkeypatch.setattr(Runs, "_shot", counted)
     return found
 
 
@@ -131,7 +131,7 @@ def test_a_stopped_tuning_goes_on(pipe: Any, asked: dict[str, Any], monkeypatch:
     done: list[tuple[int, int, PatchConfig]] = []
     measured: list[tuple[int, int, PatchConfig]] = []
 
-    def stopped(self: search.Search, number: int, image: int, config: PatchConfig) -> float:
+    def stopped(self: search.Search, number: int, image: int, config: PatchConfig) -> Deviation:
         if number == 1:
             raise KeyboardInterrupt
         done.append((number, image, config))
@@ -143,7 +143,7 @@ def test_a_stopped_tuning_goes_on(pipe: Any, asked: dict[str, Any], monkeypatch:
             tune(pipe, closeness=30, **asked)
     assert not elfatt_sd.is_patched(pipe)
 
-    def counted(self: search.Search, number: int, image: int, config: PatchConfig) -> float:
+    def counted(self: search.Search, number: int, image: int, config: PatchConfig) -> Deviation:
         measured.append((number, image, config))
         return alone(self, number, image, config)
 
