@@ -147,7 +147,7 @@ class Runs:
         return self._shot_as_is(sample).drawn
 
     def draw_recorded(self, sample: Sample) -> Drawn:
-        """Draw one image with the pipeline as it is, and keep what the denoiser gives for `draw_from`."""
+        """Draw one image with the pipeline as it is, and keep what the denoiser gives for `deviation`."""
         playback = Playback(self.pipe)
         with playback.recording() if playback.possible else contextlib.nullcontext():
             shot = self._shot(sample, None, playback.end_step)
@@ -155,15 +155,11 @@ class Runs:
         self._pixels[sample] = shot.pixels
         return shot.drawn
 
-    def draw_from(self, step: int, sample: Sample, config: PatchConfig) -> Drawn:
-        """Draw one image with a patch that is exact before a step; what is known until then is not computed.
-
-        An image that was not recorded is drawn once more, to record it. The seconds say nothing.
-        """
-        return self._shot_from(step, sample, config).drawn
-
     def deviation(self, step: int, sample: Sample, config: PatchConfig) -> Deviation:
-        """Return how far the image of `draw_from` is from the untouched one."""
+        """Return how far an image goes that is drawn with a patch which is exact before a step.
+
+        What is known until then is not computed. An image that was not recorded is drawn once more, to record it.
+        """
         pixels = self._shot_from(step, sample, config).pixels
         untouched = self._pixels[sample].astype(np.float64)
         errors = untouched - pixels, untouched.round() - pixels.round()

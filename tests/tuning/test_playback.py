@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from elfatt_sd import PatchConfig
@@ -32,18 +33,27 @@ def calls(pipe: Any) -> Iterator[list[None]]:
 def test_what_is_known_is_not_computed_and_nothing_changes(runs: Runs, calls: list[None]) -> None:
     plain, late = runs.draw(SAMPLE), runs.draw(SAMPLE, LATE)
     every, _ = len(calls) // 2, calls.clear()
-    assert runs.draw_from(3, SAMPLE, LATE).same(late), "it is recorded first"
+    assert runs._shot_from(3, SAMPLE, LATE).drawn.same(late), "it is recorded first"
     assert len(calls) == 2 * every - 3
     calls.clear()
     assert runs.draw_recorded(SAMPLE).same(plain)
     assert len(calls) == every
     calls.clear()
-    assert runs.draw_from(3, SAMPLE, LATE).same(late)
+    assert runs._shot_from(3, SAMPLE, LATE).drawn.same(late)
     assert len(calls) == every - 3
     calls.clear()
-    assert runs.draw_from(0, SAMPLE, LATE).same(late)
+    assert runs._shot_from(0, SAMPLE, LATE).drawn.same(late)
     assert len(calls) == every
     assert runs.draw(SAMPLE).same(plain), "the forward is put back"
+
+
+def test_deviations_are_of_pixels_before_and_after_rounding(runs: Runs) -> None:
+    plain, late = (np.asarray(runs.draw(SAMPLE, config).frames[0], dtype=float) for config in (None, LATE))
+    far = runs.deviation(3, SAMPLE, LATE)
+    assert far.rounded == pytest.approx(((plain - late) ** 2).mean())
+    assert 0 < far.mse != far.rounded
+    assert abs(far.mse - far.rounded) < 0.5
+    assert runs.deviation(3, SAMPLE, PatchConfig("sd")) == (0.0, 0.0)
 
 
 def test_a_denoiser_that_was_compiled_in_place_is_left_alone(pipe: Any, runs: Runs, calls: list[None]) -> None:
@@ -52,7 +62,7 @@ def test_a_denoiser_that_was_compiled_in_place_is_left_alone(pipe: Any, runs: Ru
         late = runs.draw(SAMPLE, LATE)
         calls.clear()
         for _ in range(2):
-            assert runs.draw_from(3, SAMPLE, LATE).same(late)
+            assert runs._shot_from(3, SAMPLE, LATE).drawn.same(late)
         assert len(calls) == 3 * 7, "recording was tried once; all steps are computed"
         assert "forward" not in vars(pipe.unet)
     finally:
@@ -68,7 +78,7 @@ def test_what_fails_leaves_the_denoiser_as_it_was(pipe: Any, runs: Runs) -> None
     handle = pipe.vae.decoder.register_forward_pre_hook(fail)
     try:
         with pytest.raises(RuntimeError, match="no"):
-            runs.draw_from(3, SAMPLE, LATE)
+            runs._shot_from(3, SAMPLE, LATE)
     finally:
         handle.remove()
     assert "forward" not in vars(pipe.unet)
