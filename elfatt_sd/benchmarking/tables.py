@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -92,11 +93,17 @@ def profile_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     lines = []
     for row in rows:
         times = [clock(row[name]) for name in ("host", "device", "wall")]
-        longest = [f"`{name[:60]}` {clock(seconds)}" for name, seconds, _ in row["longest"][:3]]
-        attention = [f"`{name[:60]}`" for name in row["attention"]]
+        longest = [f"`{_kernel(name)}` {clock(seconds)}" for name, seconds, _ in row["longest"][:3]]
+        attention = dict.fromkeys(f"`{_kernel(name)}`" for name in row["attention"])
         cells = [str(row["size"]), str(row["batch"]), row["method"], *times, str(row["kernels"])]
         lines.append([*cells, ", ".join(attention), ", ".join(longest)])
     return [head, *lines]
+
+
+def _kernel(name: str) -> str:
+    """Return a kernel's name without namespaces and template arguments, short enough for a table."""
+    plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    return re.split(r"[<(]", plain)[0].rpartition("::")[2][:60]
 
 
 CELLS = {"host": host_cells, "correctness": correctness_cells, "profile": profile_cells}

@@ -53,7 +53,7 @@ def read(folder: Path) -> Any:
 
 def test_it_writes_after_every_part(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that fails is written down; the others are there."""
-    parts = "merging,kernels,sd15 512 batch 1,sd15 1024 batch 1 triton,sd15 512 batch 1 graph"
+    parts = "merging,kernels,sd15 512 batch 1,sd15 1024 batch 1 graph triton,sd15 512 batch 1 graph"
     words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", parts]
     monkeypatch.setattr(sys, "argv", words)
     written = []
@@ -63,7 +63,7 @@ def test_it_writes_after_every_part(suite: Any, tmp_path: Path, monkeypatch: pyt
     assert [len(results["parts"]) for results in written] == [1, 2, 3, 4, 5, 5]
     assert written[-1]["errors"] == {}
     assert written[-1]["missing"].keys() <= {"flash", "_flash_3", "sage"}
-    triton = written[-1]["parts"]["sd15 1024 batch 1 triton"]
+    triton = written[-1]["parts"]["sd15 1024 batch 1 graph triton"]
     assert "attention_backend='triton' needs a GPU" in triton["groups"][0]["failed"]["tome/0"]
     assert "untouched" in {row["method"] for row in triton["rows"]}
     methods = {row["method"] for row in written[-1]["parts"]["sd15 512 batch 1"]["rows"]}
@@ -89,7 +89,7 @@ def test_single_parts_are_added(suite: Any, tmp_path: Path, monkeypatch: pytest.
 def test_every_kind_of_part_runs(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Growth, a transformer, another layout, a large batch with few methods, compiled."""
     few_methods(monkeypatch)
-    parts = ["growth", "flux 1024 batch 1", "sd15 1024 batch 1 channels_last", "sdxl 1024 batch 48"]
+    parts = ["growth", "flux 1024 batch 1", "sd15 1024 batch 1 graph channels_last", "sdxl 1024 batch 48"]
     parts.append("sd15 512 batch 1 compiled")
     words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", ",".join(parts)]
     monkeypatch.setattr(sys, "argv", words)

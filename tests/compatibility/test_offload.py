@@ -64,10 +64,13 @@ def test_offloaded_after_patching(pipe: Any, expected: torch.Tensor, offload: An
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
-def test_pipeline_offload(pipe: Any, expected: torch.Tensor, offload: str, patch_first: bool) -> None:
+def test_pipeline_offload(pipe: Any, folder: Path, offload: str, patch_first: bool) -> None:
+    """It makes what the same pipeline makes whose weights are all on the GPU."""
+    there = tiny.sd15(folder, scheduler=tiny.ddim()).to("cuda")
+    elfatt_sd.apply_patch(there, TWO_PHASES)
     if patch_first:
         elfatt_sd.apply_patch(pipe, TWO_PHASES)
     getattr(pipe, offload)()
     if not patch_first:
         elfatt_sd.apply_patch(pipe, TWO_PHASES)
-    assert torch.allclose(runner(pipe)().cpu(), expected, atol=1e-2)
+    torch.testing.assert_close(runner(pipe)().cpu(), runner(there)().cpu(), atol=1e-3, rtol=0)

@@ -1,4 +1,4 @@
-"""CUDA graphs on a real GPU: `pytest -m gpu`. Not run yet on any machine."""
+"""CUDA graphs on a real GPU: `pytest -m gpu`."""
 
 from __future__ import annotations
 
