@@ -130,27 +130,22 @@ def check_writable(folder: Path, given: str | None = None) -> None:
     """Check that files can be written to a folder, and leave nothing behind.
 
     Args:
-        folder: it need not exist.
+        folder: it need not exist, and is not made.
         given: what the user gave, where that is not `out`.
 
     Raises:
         ElfattError: the folder cannot be made or written to; an `ElfattFailure` where the disk is full.
     """
-    made: list[Path] = []
     try:
-        for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
-            missing.mkdir()
-            made.append(missing)
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            file.write(bytes(_LEAST))
-            file.flush()
+        there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+        with tempfile.TemporaryDirectory(prefix=".elfatt-sd-", dir=there) as probe:  # processes may check at a time
+            place = Path(probe, folder.absolute().relative_to(there))
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "probe").write_bytes(bytes(_LEAST))
     except OSError as error:
         given = given or f"out={str(folder)!r}"
         kind = ElfattFailure if is_full(error) else ElfattError
         raise kind(f"{given} cannot be written ({error.strerror}); give a folder that can.") from error
-    finally:
-        for place in reversed(made):
-            place.rmdir()
 
 
 def nearest_existing(path: Path) -> Path:

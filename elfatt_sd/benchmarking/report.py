@@ -68,7 +68,7 @@ def describe_file(path: Path, start: Path) -> str:
     try:
         if "parts" in data:
             return describe_suite(data, path, start)
-        return _described("", data, path, start)
+        return describe_part("", data, path, start)
     except (ValueError, KeyError, TypeError) as error:
         raise _no_results(path, error) from error
 
@@ -79,12 +79,12 @@ def _no_results(path: Path, error: Exception) -> ElfattError:
 
 def describe_suite(suite: Results, path: Path, start: Path) -> str:
     """Return all parts of a suite, and what follows from them."""
-    said = [_described(name, results, path, start) for name, results in suite["parts"].items()]
+    said = [describe_part(name, results, path, start) for name, results in suite["parts"].items()]
     return "\n".join([*said, _concluded(suite)])
 
 
-def _described(name: str, results: Results, path: Path, start: Path) -> str:
-    """Return one benchmark's table, plot and origin."""
+def describe_part(name: str, results: Results, path: Path, start: Path) -> str:
+    """Return the table, the plot and the origin of a part of a suite, or of a benchmark of its own, whose name is empty."""
     lines = [f"### {name}", ""] if name else []
     lines += [markdown(results)]
     lines += picture_line(results, _part_picture(path, name) if name else path.with_suffix(".png"), start)

@@ -25,22 +25,12 @@ def curve(tuned: Tuned) -> Figure:
     """Draw closeness over speed: what was predicted, what was run, and the choice."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.8, 4.2), layout="constrained")
     axes = figure.add_subplot()
     if tuned.measure.name == "PSNR":
         shown = [(speed, choice.psnr) for choice, speed in _speeds(tuned) if math.isfinite(choice.psnr)]
         axes.plot(*zip(*shown, strict=True), color=_PREDICTED, alpha=0.5, label="predicted best choices")
-    for point in tuned.points:
-        if not math.isfinite(point.mean):
-            continue
-        chosen = tuned.proof is not None and point is tuned.proof.point
-        if chosen:
-            continue
-        own = point.predicted is not None
-        marker = "." if own else _MARKERS.get(point.name, "D")
-        axes.plot(point.times, point.mean, marker, color=_TRIED if own else BASE)
-        if not own:
-            axes.annotate(point.name, (point.times, point.mean), (6, 4), textcoords="offset points", color=BASE)
+    _draw_tried(axes, tuned)
     if tuned.proof is not None and math.isfinite(tuned.proof.point.mean):
         _draw_chosen(axes, tuned)
     if tuned.budget.closeness is not None:
@@ -51,8 +41,19 @@ def curve(tuned: Tuned) -> Figure:
     better = "up" if tuned.measure.higher else "down"
     unit = f" in {tuned.measure.unit}" if tuned.measure.unit else ""
     axes.set_ylabel(f"{tuned.measure.name} to untouched{unit} ({better} is better)")
-    axes.legend(loc="lower left")
+    figure.legend(loc="outside right upper")
     return figure
+
+
+def _draw_tried(axes: Any, tuned: Tuned) -> None:
+    """Draw what was run and not chosen; names stand in the legend, as points may lie beside each other."""
+    proven = None if tuned.proof is None else tuned.proof.point
+    shown = [point for point in tuned.points if point is not proven and math.isfinite(point.mean)]
+    if own := [(point.times, point.mean) for point in shown if point.predicted is not None]:
+        axes.plot(*zip(*own, strict=True), ".", color=_TRIED, label="tried choices")
+    for point in shown:
+        if point.predicted is None:
+            axes.plot(point.times, point.mean, _MARKERS.get(point.name, "D"), color=BASE, label=point.name)
 
 
 def _draw_chosen(axes: Any, tuned: Tuned) -> None:

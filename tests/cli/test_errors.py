@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,13 @@ def test_checking_a_folder_leaves_nothing(tmp_path: Path) -> None:
     check_writable(tmp_path / "a" / "b")
     check_writable(tmp_path)
     assert files(tmp_path) == []
+
+
+def test_processes_of_one_launch_may_check_a_new_folder_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(check_writable, [folder] * 200))
+    assert not (tmp_path / "a").exists()
 
 
 def test_models_that_cannot_be_loaded(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 <!-- bench NAME -->                 what `NAME.json` holds
 <!-- bench NAME METHOD METHOD -->   these rows of it, at most six
 <!-- end -->
+
+`NAME/PART` is one part of a suite, with hyphens for its spaces.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elfatt_sd.benchmarking.plots import save
-from elfatt_sd.benchmarking.report import describe_file, draw_parts, origin, picture_line, read_results
+from elfatt_sd.benchmarking.report import describe_file, describe_part, draw_parts, origin, picture_line, read_results
 from elfatt_sd.files import link
 from tools.pages.blocks import MISSING, check_markers, check_results, fill_blocks
 from tools.pages.goals import goals_table
@@ -42,16 +44,20 @@ def fill_page(text: str, folder: Path, start: Path) -> str:
     check_markers(text, ["bench"])
 
     def write(name: str, methods: Sequence[str]) -> str:
-        return goals_table(folder) if name == "goals" else _section(folder / f"{name}.json", start, methods)
+        return goals_table(folder) if name == "goals" else _section(folder, name, start, methods)
 
     return fill_blocks(text, "bench", write)
 
 
-def _section(path: Path, start: Path, methods: Sequence[str]) -> str:
-    if not path.exists():
+def _section(folder: Path, name: str, start: Path, methods: Sequence[str]) -> str:
+    file, _, part = name.partition("/")
+    path = folder / f"{file}.json"
+    data = read_results(path)
+    parts = {each.replace(" ", "-"): each for each in data["parts"]} if part and data else {}
+    if data is None or (part and part not in parts):
         return f"{MISSING}\n"
+    data = data["parts"][parts[part]] if part else data
     if not methods:
-        return describe_file(path, start)
-    data = read_results(path) or {}
+        return describe_part(parts[part], data, path, start) if part else describe_file(path, start)
     full = f"[All rows]({link(path.with_suffix('.md'), start)}); {origin(data)}"
-    return "\n".join([short_calls(data, methods), *picture_line(data, path.with_suffix(".png"), start), full, ""])
+    return "\n".join([short_calls(data, methods), *picture_line(data, folder / f"{name}.png", start), full, ""])

@@ -55,4 +55,4 @@ def fill_blocks(text: str, word: str, write: Callable[[str, Sequence[str]], str]
 
 
 def _block(word: str) -> re.Pattern[str]:
-    return re.compile(rf"(<!-- {re.escape(word)} ([\w-]+)((?: [\w./:=,-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+    return re.compile(rf"(<!-- {re.escape(word)} ([\w/-]+)((?: [\w./:=,-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)

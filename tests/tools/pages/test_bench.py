@@ -185,6 +185,20 @@ def test_every_place_on_the_page_has_its_command() -> None:
     assert len(names) == len(set(names))
 
 
+def test_a_part_of_a_suite_has_a_place_of_its_own(results: Path, tmp_path: Path) -> None:
+    part = json.loads((results / "merging.json").read_text())
+    (results / "suite.json").write_text(json.dumps({"parts": {"a part": part, "another": part}}))
+    render(results)
+    places = ("suite/a-part ours", "suite/a-part", "suite/no-part ours")
+    page = fill_page("".join(f"<!-- bench {place} -->\n<!-- end -->\n" for place in places), results, tmp_path)
+    few, whole, missing = page.split("<!-- end -->\n")[:3]
+    assert few.count("| ours |") == 1 and "[All rows](results/suite.md)" in few
+    assert "### a part" in whole and "tomesd" in whole
+    for text in (few, whole):
+        assert "![merging](results/suite/a-part.png)" in text and "another" not in text
+    assert MISSING in missing
+
+
 def test_a_part_leads_nowhere_else(results: Path) -> None:
     part = json.loads((results / "merging.json").read_text())
     (results / "suite.json").write_text(json.dumps({"parts": {"../../x": part}}))
