@@ -21,14 +21,19 @@ MOST_MAPS = 9  # of layers and steps in one plot
 _LARGE = 12  # points, readable where the plot is 400 pixels wide
 
 
-def plot(results: Results) -> Any:
-    """Draw time over tokens for a layer, errors over steps or as maps, otherwise bars of the speed with its spread."""
+def plot(results: Results, name: str = "") -> Any:
+    """Draw time over tokens for a layer, errors over steps or as maps, otherwise bars of the speed with its spread.
+
+    Args:
+        results: of a benchmark.
+        name: of a part of a suite.
+    """
     need("a plot", "matplotlib")
     if results["kind"] == "orders" and len(methods_of(results["rows"])) <= MOST_MAPS:
         with drawing():
             return _maps(results["rows"], f"What attentions lose, by layer and step: {results['settings']['model']}")
     figure, settings = _figure(results), results["settings"]
-    what = settings.get("model") or results["kind"].replace("_", " ")
+    what = name or settings.get("model") or results["kind"].replace("_", " ")
     about = filter(None, [what, settings.get("dtype"), results["machine"]["device"]])
     figure.suptitle(", ".join(about), fontsize=10)
     return figure
@@ -63,9 +68,7 @@ def _figure(results: Results) -> Any:
         sides = ((f"milliseconds of the {side}", [1e3 * row[side] for row in rows]) for side in ("host", "device"))
         return _bars(names, *sides)
     if results["kind"] == "correctness":
-        names = [" ".join(str(row[key]) for key in ("model", "method", "dtype", "backend")) for row in rows]
-        errors = [0.0 if row["error"] is None else row["error"] / row["limit"] for row in rows]
-        return _bars(names, ("difference to a CPU in float32, as a fraction of what is accepted", errors))
+        return _correctness_figure(rows)
     if results["kind"] in ("layer", "growth"):
         return _growth_figure(rows)
     panels = groups(rows)
@@ -82,6 +85,29 @@ def _figure(results: Results) -> Any:
     caption += "\nGrey: to compare with; blue: " + ("other kernels" if results["kind"] == "kernels" else "ours")
     phases = ", mean over a run; orange: one call in its own phase, the fastest of several" * any(map(own_part, rows))
     figure.supxlabel(f"{caption}{phases}.", fontsize=8)
+    return figure
+
+
+def _correctness_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Draw the differences of each method as points, one kind for a dtype and backend, beside what is accepted."""
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(f"{row['model']}, {row['method']}" for row in rows))
+    figure = Figure(figsize=(9, 1.6 + 0.24 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    kinds = dict.fromkeys((row["dtype"], row["backend"]) for row in rows)
+    for number, (dtype, backend) in enumerate(kinds):
+        own = [row for row in rows if (row["dtype"], row["backend"]) == (dtype, backend)]
+        places = [names.index(f"{row['model']}, {row['method']}") for row in own]
+        style = {"linestyle": "none", "markerfacecolor": "none", **_style(number)}
+        axes.plot([row["error"] or math.nan for row in own], places, label=f"{dtype}, {backend}", **style)
+        axes.plot([row["limit"] for row in own], places, "|", color="0.6", label="" if number else "accepted")
+        if lost := [(row["limit"], place) for row, place in zip(own, places, strict=True) if row["error"] is None]:
+            axes.plot(*zip(*lost, strict=True), "rx", label=f"{dtype}, {backend}: failed")
+    axes.set(xscale="log", xlabel="relative L2 difference to a CPU in float32")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    figure.legend(loc="outside right upper")
     return figure
 
 

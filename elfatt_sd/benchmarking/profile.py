@@ -56,7 +56,8 @@ def profile(
     lineup = by_phase(fitted_methods(resolve_methods(methods), model.unet, named=methods is not None))
     lineup = fitting(with_exact(lineup, competitors), model.unet)
     key = {"size": size, "batch": batch}
-    record = Record(session, "profile", device, {**key, "variants": lineup.described()}, bases=[])
+    dtype = str(next(model.unet.parameters()).dtype).removeprefix("torch.")
+    record = Record(session, "profile", device, {**key, "dtype": dtype, "variants": lineup.described()}, bases=[])
     units = units_of(model, lineup.variants, lambda name, error: record.lose(key, name, error))
     rows: list[dict[str, Any]] = []
     for name, unit in units.items():

@@ -54,7 +54,7 @@ def draw_parts(suite: Results, path: Path) -> list[Path]:
     for name, part in suite.get("parts", {}).items():
         pictures.append(_part_picture(path, name))
         with atomic_file(pictures[-1]) as file:
-            plot(part).savefig(file, format="png", dpi=150)
+            plot(part, name).savefig(file, format="png", dpi=150)
     return pictures
 
 
@@ -84,7 +84,7 @@ def describe_suite(suite: Results, path: Path, start: Path) -> str:
 
 
 def describe_part(name: str, results: Results, path: Path, start: Path) -> str:
-    """Return the table, the plot and the origin of a part of a suite, or of a benchmark of its own, whose name is empty."""
+    """Return table, plot and origin of a part of a suite, or of a benchmark that is no part: its name is empty."""
     lines = [f"### {name}", ""] if name else []
     lines += [markdown(results)]
     lines += picture_line(results, _part_picture(path, name) if name else path.with_suffix(".png"), start)
@@ -144,10 +144,10 @@ def origin(results: Results) -> str:
     """Say in a sentence or two where figures come from."""
     machine = results["machine"]
     packages = machine["packages"]
-    said = f"{machine['device']}, {machine['cpu_threads']} threads, torch {packages['torch']}, diffusers "
-    said += f"{packages['diffusers']}, {_precision(results)}" + ", freed memory kept" * machine.get(
-        "keeps_freed_memory", 0
-    )
+    threads = f"{machine['cpu_threads']} thread{'s' * (machine['cpu_threads'] != 1)}"
+    versions = [f"{name} {packages[name]}" for name in ("torch", "diffusers")]
+    memory = "freed memory kept" if machine.get("keeps_freed_memory") else ""
+    said = ", ".join(filter(None, [machine["device"], threads, *versions, _precision(results), memory]))
     rounds = [row["rounds"] for row in results["rows"] if "rounds" in row]
     if rounds:
         several = f"medians of {_span(rounds)} interleaved rounds, in brackets the least and greatest ratio"
@@ -162,12 +162,9 @@ def origin(results: Results) -> str:
 
 
 def _precision(results: Results) -> str:
-    settings = results["settings"]
-    return (
-        settings.get("dtype")
-        or ", ".join(dict.fromkeys(row["dtype"] for row in results["rows"] if "dtype" in row))
-        or "float32"
-    )
+    of_rows = ", ".join(dict.fromkeys(row["dtype"] for row in results["rows"] if "dtype" in row))
+    always = "float32" if results["kind"] in ("host", "orders") else ""
+    return str(results["settings"].get("dtype") or of_rows or always)
 
 
 def _span(counts: Sequence[int]) -> str:
