@@ -89,7 +89,7 @@ def _figure(results: Results) -> Any:
 
 
 def _correctness_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Draw the differences of each method as points, one kind for a dtype and backend, beside what is accepted."""
+    """Draw the differences of each method as points, one kind for a dtype and backend, and what is accepted."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(f"{row['model']}, {row['method']}" for row in rows))

@@ -84,7 +84,7 @@ def describe_suite(suite: Results, path: Path, start: Path) -> str:
 
 
 def describe_part(name: str, results: Results, path: Path, start: Path) -> str:
-    """Return table, plot and origin of a part of a suite, or of a benchmark that is no part: its name is empty."""
+    """Return table, plot and origin of a part of a suite, or of a whole benchmark, whose name is empty."""
     lines = [f"### {name}", ""] if name else []
     lines += [markdown(results)]
     lines += picture_line(results, _part_picture(path, name) if name else path.with_suffix(".png"), start)

@@ -46,7 +46,7 @@ def curve(tuned: Tuned) -> Figure:
 
 
 def _draw_tried(axes: Any, tuned: Tuned) -> None:
-    """Draw what was run and not chosen; names stand in the legend, as points may lie beside each other."""
+    """Draw what was run and not chosen; names stand in the legend, as points may lie close together."""
     proven = None if tuned.proof is None else tuned.proof.point
     shown = [point for point in tuned.points if point is not proven and math.isfinite(point.mean)]
     if own := [(point.times, point.mean) for point in shown if point.predicted is not None]:
