@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ import torch
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.sizes import memory_of_cpu
-
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # since PyTorch 2.8
 
 _DEVICE_ERROR = re.compile(r"(CUDA|HIP|XPU) error: ")
 _NO_MEMORY = (
@@ -141,6 +138,11 @@ _TRACED = (
     "a trace or an export of a patched model would hold one step's phase and random draws in every step; call "
     "elfatt_sd.remove_patch(pipe) first, or use torch.compile."
 )
+
+
+def is_exporting() -> bool:
+    """Tell whether torch.export is at work; PyTorch 2.11's own function says so of all that is compiled, too."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))  # since PyTorch 2.8
 
 
 @torch.compiler.disable(reason=_TRACED)  # type: ignore[untyped-decorator, no-untyped-call]
