@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _seen(q, most, total, mixed, k, v, k_stride, v_stride, start, end, step, first, bias, scale, log_weight, row, own,
+def _seen(q, most, total, mixed, k, v, k_stride, v_stride, start, end, step, first, bias, scale, log_weight, own,
           cells, larger, log_larger, HAS_BIAS: tl.constexpr, CELLS: tl.constexpr, D: tl.constexpr, BK: tl.constexpr,
           BD: tl.constexpr):  # fmt: skip
     channel = tl.arange(0, BD)
@@ -72,11 +72,11 @@ def kernel(q, k, v, out, order, seen, seen_total, text_k, text_v, text_bias,
     most, total, mixed = _seen(
         query, most, total, mixed, k + batch.to(tl.int64) * k_batch + head * k_head,
         v + batch.to(tl.int64) * v_batch + head * v_head, k_token, v_token, 0, keys, k_step, group * k_group, text_bias,
-        scale, log_weight, index, own, cells, larger, log_larger, False, CELLS, D, BK, BD)  # fmt: skip
+        scale, log_weight, own, cells, larger, log_larger, False, CELLS, D, BK, BD)  # fmt: skip
     if TEXT:
         most, total, mixed = _seen(
             query, most, total, mixed, text_k + batch.to(tl.int64) * tk_batch + head * tk_head,
             text_v + batch.to(tl.int64) * tv_batch + head * tv_head, tk_token, tv_token, 0, texts, 1, 0,
-            text_bias + batch * bias_batch, scale, log_text, index, own, cells, larger, log_larger, BIAS, False, D, BK,
+            text_bias + batch * bias_batch, scale, log_text, own, cells, larger, log_larger, BIAS, False, D, BK,
             BD)  # fmt: skip
     tl.store(out + at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
