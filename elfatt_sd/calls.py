@@ -18,7 +18,7 @@ from elfatt_sd.ahead import AT_ONCE, RunDraws
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import beneath_transforms
 from elfatt_sd.families.base import Given
-from elfatt_sd.kept import Memory, check_differences
+from elfatt_sd.kept import Memory, Shelf, check_differences
 from elfatt_sd.layer_state import LayerState
 from elfatt_sd.merging import Matching
 from elfatt_sd.methods import Grid
@@ -135,7 +135,8 @@ class Denoiser:
                 state.shares = kept and layer.config.shares_difference(step, position.steps)
                 group = step // phase.residual_steps, phase
                 where = first if phase.shares_guidance else place
-                state.residuals = memory.residuals[layer.index].take(group, where, kept and phase.residual_steps > 1)
+                shelf = memory.residuals.setdefault(layer.index, Shelf())
+                state.residuals = shelf.take(group, where, kept and phase.residual_steps > 1)
                 state.room = memory.room(state, place) if given.compiled and state.shares else None
         for other in run.kept.values():
             other.let_go(step)

@@ -19,7 +19,7 @@ from elfatt_sd.calls import STATE
 from elfatt_sd.config import ElfattError
 from elfatt_sd.families.joint import exact_function, with_attention
 from elfatt_sd.joint import Keys, exact_attention
-from elfatt_sd.layer_state import ALL_ROWS, LayerState, attend
+from elfatt_sd.layer_state import LayerState, attend
 from elfatt_sd.merging import Matching
 from elfatt_sd.ordering import order_merged
 
@@ -248,8 +248,9 @@ class _Joint:
         self._image = image
         self._matching = matching
 
-    def exact(self, part: slice, rows: slice = ALL_ROWS) -> Tensor:
-        """Attend exactly, from the queries of a part, in some rows of the batch."""
+    def exact(self, part: slice, rows: slice | None = None) -> Tensor:
+        """Attend exactly, from the queries of a part, in some rows of the batch or in all."""
+        rows = rows or slice(None)  # PyTorch 2.11 compiles no slice that is a constant
         q, k, v = (x[rows] for x in self._tensors)
         mask, image = self._mask, self._image
         if self._matching is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.matchings = Shelf()
-        self.residuals: defaultdict[int, Shelf] = defaultdict(Shelf)  # by the layer's index
+        self.residuals: dict[int, Shelf] = {}  # by the layer's index
         self.ahead: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
         self.rooms: dict[object, Residual | None] = {}  # that compiled code fills with differences
         self.needs: dict[tuple[int, ...], float] = {}  # bytes of differences, by the place of a call

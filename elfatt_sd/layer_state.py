@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from elfatt_sd.calls import Call
     from elfatt_sd.processor import PatchedLayer
 
-ALL_ROWS = slice(None)  # of a batch
-
 
 class LayerState:
     """What a patched layer knows in one call of the denoiser.
@@ -147,7 +145,7 @@ class LayerState:
             room = self.room if turn == 0 else None
             self.residuals[turn] = Residual.keep(difference.detach(), self.call.config.residuals, room)
         else:
-            output = exact(ALL_ROWS)
+            output = exact(slice(None))
         if self.call.repeats:
             self.added[turn] = known
         if self.call.last:  # what decodes the latents needs the memory
@@ -157,12 +155,12 @@ class LayerState:
     def _measured(self, approximated: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor]:
         """Return an output, and its difference to the approximation: of all rows, or of those that stand for others."""
         if self.phase.attention.empty:
-            output = exact(ALL_ROWS)
+            output = exact(slice(None))
             return output, output
         output = approximated()
         rows, of_all = self.measured_rows, self.call.given.rows
         if rows == of_all or len(output) != of_all:  # some layers split their input
-            whole = exact(ALL_ROWS)
+            whole = exact(slice(None))
             return whole, whole - output
         difference = exact(slice(-rows, None)) - output[-rows:]
         return add_difference(output, difference), difference
