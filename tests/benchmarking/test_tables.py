@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from elfatt_sd.benchmarking.names import legend
-from elfatt_sd.benchmarking.tables import clock, markdown
+from elfatt_sd.benchmarking.tables import clock, markdown, profile_cells
+
+
+def test_kernels_have_names_that_fit_a_table() -> None:
+    """Without namespaces and template arguments; variants of one kernel are one name."""
+    seen = [f"void cudnn::kernels::{'long_' * 12}name_{size}" for size in (64, 128)]
+    long = "void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>(long, c10::Half)"
+    figures = {"host": 1.0, "device": 1.0, "wall": 1.0, "kernels": 3, "attention": seen, "longest": [[long, 0.5, 1]]}
+    attention, longest = profile_cells([{"size": 512, "batch": 2, "method": "untouched", **figures}])[1][-2:]
+    assert attention == f"`{'long_' * 12}`"
+    assert longest.startswith("`RowwiseMomentsCUDAKernel` ")
 
 
 def ratio(value: float) -> dict[str, float]:

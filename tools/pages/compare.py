@@ -14,6 +14,7 @@ from elfatt_sd.evaluation.report.rows import Row
 from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval
 from elfatt_sd.evaluation.report.values import Estimate
 from elfatt_sd.evaluation.report.writers import md_table
+from elfatt_sd.measuring.clock import Spread, ratios
 
 _MEASURES = {"psnr": "PSNR, dB", "ssim": "SSIM"}
 _SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common
@@ -29,9 +30,11 @@ def compare_rows(results: Results, cells: Sequence[str], others: Sequence[Result
         others: the other runs, with the same prompts and latents.
 
     Returns:
-        A Markdown table: for each pair the mean difference in PSNR and SSIM with its 95 % interval, and in how many
-        images the first row is the closer one. A difference in PSNR needs two images that are not the untouched one
-        (a dash where there are none); one that is the untouched one is closer than any other.
+        A Markdown table: for each pair the mean difference in PSNR and SSIM with its 95 % interval, in how many images
+        the first row is the closer one, and how many times as fast its denoiser is: the median over rounds, with the
+        least and greatest. That is left out where a row was not timed, or in another run. A difference in PSNR needs
+        two images that are not the untouched one (a dash where there are none); one that is the untouched one is
+        closer than any other.
 
     Raises:
         ElfattError: an odd number of rows, one that is not there, one without the figures of each image, or runs
@@ -47,13 +50,20 @@ def compare_rows(results: Results, cells: Sequence[str], others: Sequence[Result
         {measure: _mean(one, _differences(one, other, measure)) for measure in _MEASURES}
         for (one, _), (other, _) in pairs
     ]
+    timed = all(row.time_values("unet") for pair in pairs for row, _ in pair) and not any("/" in cell for cell in cells)
     decimals = {measure: decimals_for(each[measure] for each in means) for measure in _MEASURES}
     lines = []
     for ((one, name), (other, against)), each in zip(pairs, means, strict=True):
         none = "identical" if {*one.each("psnr"), *other.each("psnr")} == {None} else "—"
         figures = [none if mean is None else _text(mean, decimals[measure]) for measure, mean in each.items()]
-        lines.append([name, against, *figures, _closer(one, other)])
-    return md_table(_TITLES, lines, [False, False, True, True, True])
+        speed = [_times_as_fast(one, other)] if timed else []
+        lines.append([name, against, *figures, _closer(one, other), *speed])
+    titles = [*_TITLES, *["Times as fast"] * timed]
+    return md_table(titles, lines, [place > 1 for place in range(len(titles))])
+
+
+def _times_as_fast(one: Row, other: Row) -> str:
+    return Spread.over(ratios(other.time_values("unet"), one.time_values("unet"))).words()
 
 
 def _differences(one: Row, other: Row, measure: str) -> list[float | None]:

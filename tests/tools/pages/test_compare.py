@@ -53,6 +53,17 @@ def test_the_mean_of_the_differences_and_its_interval() -> None:
     assert back[2].startswith("-0.5")
 
 
+def test_speed_is_compared_within_rounds_of_one_run() -> None:
+    timed = [row("a", FIRST), row("b", SECOND)]
+    for each, values in zip(timed, ([1.0, 2.0, 4.0], [2.0, 6.0, 4.0]), strict=True):
+        each["time"] = {"unet": {"values": values}}
+    table = cells(compare_rows(Results(data(*timed)), ["a", "b"]))
+    assert (table[0][-1], table[2][-1]) == ("Times as fast", "2.00 (1.00 to 3.00)")
+    other = Results({**data(*timed), "name": "other"})
+    assert cells(compare_rows(Results(data(*timed)), ["a", "other/b"], [other]))[0][-1] == "Closer by PSNR"
+    assert cells(compare_rows(Results(data(timed[0], row("b", SECOND))), ["a", "b"]))[0][-1] == "Closer by PSNR"
+
+
 def test_pictures_of_one_class_count_once() -> None:
     """Twice the same four pictures tell no more than four."""
     once = data(row("a", FIRST), row("b", SECOND))
