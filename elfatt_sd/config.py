@@ -109,6 +109,11 @@ class PatchConfig:
         checks.choice("residuals", self.residuals, KEPT)
         if self.residual_limit is not None:
             checks.real("residual_limit", self.residual_limit, 0.0, 10**6)
+        narrower = next((phase.attention_dtype for phase in self.all_phases if phase.attention_dtype), None)
+        if self.fp32_logits and narrower:
+            raise ElfattError(
+                f"attention_dtype={narrower!r} is not accepted with fp32_logits=True; give one of the two."
+            )
         needing = [phase.attention.name for phase in self.all_phases if phase.attention.needs_sums]
         if needing and self.attention_backend not in _WITH_SUMS:
             raise ElfattError(

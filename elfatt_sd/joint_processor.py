@@ -19,7 +19,7 @@ from elfatt_sd.calls import STATE
 from elfatt_sd.config import ElfattError
 from elfatt_sd.families.joint import exact_function, with_attention
 from elfatt_sd.joint import Keys, exact_attention
-from elfatt_sd.layer_state import LayerState, attend
+from elfatt_sd.layer_state import LayerState, attend, dtype_of
 from elfatt_sd.merging import Matching
 from elfatt_sd.ordering import order_merged
 
@@ -242,6 +242,12 @@ class _Joint:
     ) -> None:
         self._state = state
         self._exact = exact
+        self._dtype = tensors[0].dtype
+        dtype = dtype_of(state.phase)
+        if dtype is not None:
+            q, k, v = tensors
+            tensors = q.to(dtype), k.to(dtype), v.to(dtype)
+            mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
         self._tensors = tensors
         self._mask = mask
         self._options = options
@@ -255,15 +261,17 @@ class _Joint:
         mask, image = self._mask, self._image
         if self._matching is not None:
             merged = Keys(k[:, image], v[:, image], self._matching.sizes.log())
-            return exact_attention(q[:, part], [merged, *filter(None, [self._context()])]).to(q.dtype)
+            return exact_attention(q[:, part], [merged, *filter(None, [self._context()])]).to(self._dtype)
         if mask is not None and mask.ndim > 1 and len(mask) > 1:
             mask = mask[rows]
         if mask is not None and mask.ndim > 2 and mask.shape[-2] > 1:
             mask = mask[..., part, :]
-        return self._exact(q[:, part], k, v, attn_mask=mask, **self._options)
+        return self._exact(q[:, part], k, v, attn_mask=mask, **self._options).to(self._dtype)
 
     def approximated(self) -> Tensor:
         """Attend by the phase's approximation, from the queries of the image."""
+        if self._state.phase.dense:
+            return self.exact(self._image)
         state, prepared, image, matching = self._state, self._state.prepared, self._image, self._matching
         stands_for = 1.0 if matching is None else state.grid.tokens / (image.stop - image.start)
         q, k, v = self._tensors
@@ -271,7 +279,7 @@ class _Joint:
         order = None if prepared is None or matching is not None else prepared.order_for(backend)
         own = (x[:, image] if order is None else x[:, image].index_select(1, order) for x in (q, k, v))
         layer = LayerOfTensors(state, self._context(1 / stands_for), *own)
-        mixed = attend(state.phase.attention, layer, layer.tokens, prepared).to(q.dtype)
+        mixed = attend(state.phase.attention, layer, layer.tokens, prepared).to(self._dtype)
         return mixed if order is None else mixed.index_select(1, prepared.inverse)  # type: ignore[union-attr, arg-type]
 
     def _context(self, stands_for: float = 1.0) -> Keys | None:

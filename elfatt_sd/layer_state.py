@@ -193,6 +193,12 @@ class LayerState:
         return matching
 
 
+def dtype_of(phase: Phase) -> torch.dtype | None:
+    """Return what queries, keys and values are rounded to before attention; None leaves them as they are."""
+    name = phase.attention_dtype
+    return None if name is None else getattr(torch, name)
+
+
 def is_recomputing() -> bool:
     """Tell whether a checkpoint computes a layer once more, for its gradients."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -7,12 +7,23 @@ import fnmatch
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import Attention, AttentionName, Merge, attention_named
-from elfatt_sd.settings import MERGE_SETTINGS, AttentionSettings, check_settings, known_keys, of_merging, phase_settings
+from elfatt_sd.settings import (
+    MERGE_SETTINGS,
+    NARROWER,
+    AttentionSettings,
+    Narrower,
+    check_phase_settings,
+    check_settings,
+    known_keys,
+    of_merging,
+    phase_settings,
+)
 
 
 @dataclass(frozen=True, init=False)
@@ -30,6 +41,9 @@ class Phase:
             that difference too. It is measured in the last of them alone, and the others are approximated in that step
             as well: less is computed there, and less is kept. So do calls of a step that are given the same latents, of
             which the first measures it.
+        attention_dtype: dtype that queries, keys and values are rounded to before attention, `bfloat16` or `float16`;
+            None leaves them as they are. With `softmax` and no merging, that is all that the phase does, and steps
+            share nothing.
     """
 
     until: float
@@ -37,6 +51,7 @@ class Phase:
     merge: Merge
     residual_steps: int
     residual_guidance: bool
+    attention_dtype: Narrower | None
 
     def __init__(
         self,
@@ -46,6 +61,7 @@ class Phase:
         merge: Merge | None = None,
         residual_steps: int = 1,
         residual_guidance: bool = False,
+        attention_dtype: Narrower | None = None,
         **settings: Unpack[AttentionSettings],
     ) -> None:
         """Put a phase together, of objects or of flat settings: `Phase(0.2, "elfatt", ratio=0.5)`.
@@ -56,6 +72,7 @@ class Phase:
             merge: see the attributes; nothing is merged by default.
             residual_steps: see the attributes.
             residual_guidance: see the attributes.
+            attention_dtype: see the attributes.
             **settings: changes to `merge` and `attention`; those that the attention does not have are ignored.
 
         Raises:
@@ -72,14 +89,16 @@ class Phase:
             "merge": dataclasses.replace(merge, **of_merging(settings)),
             "residual_steps": residual_steps,
             "residual_guidance": residual_guidance,
+            "attention_dtype": attention_dtype,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
         checks.real("until", until, 0.0, 1.0)
         if until == 0:
             raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
-        checks.whole("residual_steps", residual_steps, 1)
-        checks.flag("residual_guidance", residual_guidance)
+        check_phase_settings(residual_steps, residual_guidance, attention_dtype)
+        if self.dense and not self.exact:
+            object.__setattr__(self, "residual_steps", 1)
         if self.attention.empty and residual_steps == 1:
             raise ElfattError(
                 f"residual_steps=1 is not accepted with attention={self.attention.name!r}, which reuses the output of "
@@ -99,6 +118,11 @@ class Phase:
     @property
     def exact(self) -> bool:
         """Whether the untouched attention runs in this phase."""
+        return self.dense and self.attention_dtype is None
+
+    @property
+    def dense(self) -> bool:
+        """Whether every query sees every key."""
         return self.attention.exact and self.merge.ratio == 0
 
     @property
@@ -122,7 +146,8 @@ class Phase:
         used = set(self.attention.used_settings)
         used |= {"ratio"} if self.attention.merges else set()
         used |= {"stride"} if self.matches else set()
-        used |= set() if self.exact else {"residual_steps"}
+        used |= set() if self.dense else {"residual_steps"}
+        used |= set() if self.exact else {"attention_dtype"}
         return frozenset(used | ({"residual_guidance"} if self.corrects else set()))
 
     def with_settings(self, settings: Mapping[str, Any]) -> Phase:
@@ -131,14 +156,15 @@ class Phase:
         Raises:
             ElfattError: a value is out of range.
         """
-        own = {"residual_steps": self.residual_steps, "residual_guidance": self.residual_guidance, **settings}
-        return Phase(self.until, self.attention, merge=self.merge, **own)
+        own = {name: getattr(self, name) for name in ("residual_steps", "residual_guidance", "attention_dtype")}
+        return Phase(self.until, self.attention, merge=self.merge, **{**own, **settings})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, flat: the settings of merging and attention are with the phase's own."""
         data: dict[str, Any] = {"until": self.until, "attention": self.attention.name}
         data |= dataclasses.asdict(self.merge) | {"residual_steps": self.residual_steps}
         data |= {"residual_guidance": True} if self.residual_guidance else {}  # files of earlier versions have none
+        data |= {"attention_dtype": self.attention_dtype} if self.attention_dtype else {}
         return data | dataclasses.asdict(self.attention)
 
     @classmethod
@@ -155,6 +181,9 @@ class Phase:
 
 
 EXACT = Phase()
+DENSE: Mapping[Narrower | None, Phase] = MappingProxyType(
+    {None: EXACT, **{dtype: Phase(attention_dtype=dtype) for dtype in NARROWER}}
+)  # exact attention in the dtype of a phase
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:
     rows = " for one of the rows with the same latents," * phase.shares_guidance
     corrected = f", exact in 1 of {phase.residual_steps} steps{rows} and corrected in between"
     corrected *= phase.residual_steps > 1
-    return _merging(phase, grids) + phase.attention.words(fitted) + corrected
+    dtype = f" in {phase.attention_dtype}" * bool(phase.attention_dtype)
+    return _merging(phase, grids) + phase.attention.words(fitted) + dtype + corrected
 
 
 def _fitted(phase: Phase, grid: Grid) -> Phase:

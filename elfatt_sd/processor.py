@@ -25,10 +25,10 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_exporting, refuse_tracing
 from elfatt_sd.families.base import Projections, SelfAttention, replaceable
 from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
-from elfatt_sd.layer_state import LayerState, attend, is_recomputing
+from elfatt_sd.layer_state import LayerState, attend, dtype_of, is_recomputing
 from elfatt_sd.methods import Grid
 from elfatt_sd.ordering import order_merged
-from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.phases import DENSE, Phase
 from elfatt_sd.surroundings import device_of_weights
 
 _DEFAULT: Any = AttnProcessor2_0
@@ -219,10 +219,10 @@ class ElfattProcessor:
             return state.exact(attn, hidden_states, encoder_hidden_states, attention_mask, temb=temb, **others)
         given = projections(attn, hidden_states, temb, state.fused)
         try:
-            if phase.residual_steps > 1 and not phase.exact:
+            if phase.residual_steps > 1 and not phase.dense:
                 output = state.correct(
                     lambda: approximate(given, state, phase, given.tokens),
-                    lambda rows: approximate(given, state, EXACT, given.tokens[rows]),
+                    lambda rows: approximate(given, state, DENSE[phase.attention_dtype], given.tokens[rows]),
                 )
             else:
                 output = approximate(given, state, phase, given.tokens)
@@ -268,9 +268,10 @@ class LayerInCall:
         given: what the layer does around attention.
         state: of the layer.
         tokens: of the image, before merging.
+        dtype: that queries, keys and values are rounded to; None leaves them as they are.
     """
 
-    def __init__(self, given: Projections, state: LayerState, tokens: Tensor) -> None:
+    def __init__(self, given: Projections, state: LayerState, tokens: Tensor, dtype: torch.dtype | None = None) -> None:
         config = state.call.config
         self.kernel: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
         self.context = None
@@ -279,18 +280,22 @@ class LayerInCall:
         self._given = given
         self._state = state
         self._tokens = tokens
+        self._dtype = dtype
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v; k and v of the tokens at the places `keys` alone."""
-        q, k, v = self._given.project(tokens, keys)
+        q, k, v = map(self._rounded, self._given.project(tokens, keys))
         self.heads, self.dtype = tuple(q.shape[2:]), q.dtype
         return q, k, v
 
     def queries(self, tokens: Tensor) -> Tensor:
         """Return q."""
-        q = self._given.queries(tokens)
+        q = self._rounded(self._given.queries(tokens))
         self.heads, self.dtype = tuple(q.shape[2:]), q.dtype
         return q
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        return tensor if self._dtype is None else tensor.to(self._dtype)
 
     def merged(self, ratio: float) -> Tensor:
         """Return all tokens of the layer, merged at a ratio of the attention's own."""
@@ -300,7 +305,7 @@ class LayerInCall:
 
 def approximate(given: Projections, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor:
     """Merge, order, attend, project, and put every token back in its place; `[batch, tokens, channels]`."""
-    prepared = None if phase.exact else state.prepared
+    prepared = None if phase.dense else state.prepared
     order = None if prepared is None else prepared.order_for(state.call.config.attention_backend)
     matching = state.matching(tokens, phase.merge.ratio)
     if matching is not None:
@@ -309,8 +314,9 @@ def approximate(given: Projections, state: LayerState, phase: Phase, tokens: Ten
         merged = matching.merge(tokens)
     else:
         merged = tokens if order is None else tokens.index_select(1, order)
-    mixed = attend(phase.attention, LayerInCall(given, state, tokens), merged, prepared)
-    output = given.output(mixed)
+    dtype = dtype_of(phase)
+    mixed = attend(phase.attention, LayerInCall(given, state, tokens, dtype), merged, prepared)
+    output = given.output(mixed if dtype is None else mixed.to(tokens.dtype))
     if matching is not None:
         return matching.unmerge(output)
     return output if order is None else output.index_select(1, prepared.inverse)  # type: ignore[union-attr, arg-type]

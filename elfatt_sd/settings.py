@@ -29,7 +29,9 @@ Backend = Literal[
     "triton",
 ]
 Kept = Literal["device", "host", "fp8"]
+Narrower = Literal["bfloat16", "float16"]
 KEPT: tuple[Kept, ...] = get_args(Kept)
+NARROWER: tuple[Narrower, ...] = get_args(Narrower)
 DOWNSAMPLES: tuple[Downsample, ...] = get_args(Downsample)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
@@ -65,14 +67,15 @@ class Settings(AttentionSettings, total=False):
     """Changes to a method by keyword, as `apply_patch` and `PatchConfig.preset` take them; no key is required.
 
     `active_fraction` is the fraction of the run, from its first step, in which the method's own attention is active.
-    `residual_steps` and `residual_guidance` are those of `Phase`. `PatchConfig` explains the others below. The keys of
-    `AttentionSettings` are accepted too: `ratio` and `stride` (see `Merge`), and the fields of `Blocks`, `Sampled`,
-    `CellSpread`, `Agents` and `Elfatt`. An attention of your own adds its fields.
+    `residual_steps`, `residual_guidance` and `attention_dtype` are those of `Phase`. `PatchConfig` explains the others
+    below. The keys of `AttentionSettings` are accepted too: `ratio` and `stride` (see `Merge`), and the fields of
+    `Blocks`, `Sampled`, `CellSpread`, `Agents` and `Elfatt`. An attention of your own adds its fields.
     """
 
     active_fraction: float
     residual_steps: int
     residual_guidance: bool
+    attention_dtype: Narrower | None
     levels: int
     max_downsample: Downsample | None
     seed: int
@@ -85,7 +88,7 @@ class Settings(AttentionSettings, total=False):
     residual_limit: float | None
 
 
-_PHASE_SETTINGS = {"residual_steps", "residual_guidance"}
+_PHASE_SETTINGS = {"residual_steps", "residual_guidance", "attention_dtype"}
 MERGE_SETTINGS = frozenset(field.name for field in dataclasses.fields(Merge))
 RUN_SETTINGS = Settings.__optional_keys__ - AttentionSettings.__optional_keys__ - {"active_fraction", *_PHASE_SETTINGS}
 
@@ -116,12 +119,25 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     if unknown:
         raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(setting_names())}.")
     Merge(**of_merging(settings))
-    checks.whole("residual_steps", settings.get("residual_steps", 1), 1)
-    checks.flag("residual_guidance", settings.get("residual_guidance", False))
+    check_phase_settings(**{name: value for name, value in settings.items() if name in _PHASE_SETTINGS})
     for name, value in settings.items():
         kind = next((kind for kind in attentions().values() if name in kind.settings()), None)
         if kind is not None:
             kind().with_settings({name: value})
+
+
+def check_phase_settings(
+    residual_steps: object = 1, residual_guidance: object = False, attention_dtype: object = None
+) -> None:
+    """Check a phase's own settings.
+
+    Raises:
+        ElfattError: a value is out of range.
+    """
+    checks.whole("residual_steps", residual_steps, 1)
+    checks.flag("residual_guidance", residual_guidance)
+    if attention_dtype is not None:
+        checks.choice("attention_dtype", attention_dtype, NARROWER)
 
 
 def known_keys(what: str, data: Mapping[str, Any], accepted: Iterable[str]) -> None:

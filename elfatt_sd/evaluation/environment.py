@@ -78,6 +78,7 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
     from elfatt_sd.choosing import choose_layers
     from elfatt_sd.evaluation.images import denoiser
     from elfatt_sd.families import find_denoisers
+    from elfatt_sd.layer_state import dtype_of
 
     config = cell.config()
     if not cell.patched:
@@ -86,7 +87,9 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
         return ["flash-attn" if config.attention_backend == "flash" else config.attention_backend]
     if all(phase.exact or phase.attention.needs_sums for phase in config.all_phases):
         return ["native"]
-    dtype = torch.float32 if config.fp32_logits else denoiser(pipe).dtype
+    own = torch.float32 if config.fp32_logits else denoiser(pipe).dtype
+    dtypes = {dtype_of(phase) or own for phase in config.all_phases if not phase.exact}
     layers = [layer.attention for _, chosen in choose_layers(find_denoisers(pipe), config).values() for layer in chosen]
-    queries = [torch.empty(0, layer.inner_dim // layer.heads, device=pipe.device, dtype=dtype) for layer in layers]
+    sizes = {layer.inner_dim // layer.heads for layer in layers}
+    queries = [torch.empty(0, size, device=pipe.device, dtype=dtype) for size in sizes for dtype in dtypes]
     return sorted({"flash-attn" if attention.flash_takes(query) else "native" for query in queries})

@@ -49,6 +49,7 @@ _RESERVED = (
     "attention",
     "residual_steps",
     "residual_guidance",
+    "attention_dtype",
     "active_fraction",
     *(f.name for f in dataclasses.fields(Merge)),
 )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SEARCHED, HELD_OUT = 3, 5  # images of the search, and of the proof
 PRESETS = ("elfatt", "elfatt-fast", "elfatt-quality")
-_FIGURES = 4  # version of what is measured
+_FIGURES = 5  # version of what is measured
 _COMPARED = 2  # images of the search that presets are run with
 _PROMPTS = Path(__file__).parents[1] / "evaluation" / "prompt_lists" / "images.csv"
 

@@ -11,7 +11,8 @@ from torch import nn
 from elfatt_sd.choosing import fits
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.methods import Merge, attentions
-from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.phases import DENSE, EXACT, Phase
+from elfatt_sd.settings import Narrower
 
 RATIOS = (0.5, 0.7)  # of tokens that are merged before exact attention
 SHARED = (1, 2, 4, 8)  # steps that share a difference to exact attention, or a whole output
@@ -39,19 +40,20 @@ class Candidate:
 EXACTLY = Candidate(EXACT, -2)
 
 
-def bases(tokens: int, denoisers: Mapping[str, nn.Module]) -> list[Phase]:
+def bases(tokens: int, denoisers: Mapping[str, nn.Module], dtype: Narrower | None = None) -> list[Phase]:
     """Return the approximations to measure in a layer, each without sharing between steps.
 
     Args:
         tokens: of the layer's image.
         denoisers: what is tuned; what does not go with their family is left out.
+        dtype: that all have before attention, where that is faster; exact attention in it is the first of them.
     """
-    found = []
+    found = [] if dtype is None else [DENSE[dtype]]
     for kind in attentions().values():
         if kind.exact and kind.merges:
-            found += [Phase(1.0, kind(), merge=Merge(ratio)) for ratio in RATIOS]
+            found += [Phase(1.0, kind(), merge=Merge(ratio), attention_dtype=dtype) for ratio in RATIOS]
         elif not kind.exact and not kind.empty:
-            found += [Phase(1.0, choice) for choice in kind.choices(tokens)]
+            found += [Phase(1.0, choice, attention_dtype=dtype) for choice in kind.choices(tokens)]
     return [phase for phase in dict.fromkeys(found) if fits(PatchConfig("candidate", (phase,)), dict(denoisers))]
 
 
@@ -64,16 +66,18 @@ def candidates(measured: Sequence[Phase], steps: int, *, share: bool = True, gui
         share: whether steps may share differences, which are kept in memory.
         guided: whether rows of the same latents may share them, too.
     """
+    dtype = measured[0].attention_dtype if measured else None
     groups = [count for count in SHARED if count <= steps and (share or count == 1)]
     found = [EXACTLY]
     for count in groups:
         for number, phase in enumerate(measured):
             shared = dataclasses.replace(phase, residual_steps=count)
+            if shared.residual_steps < count:  # exact attention has nothing to share
+                continue
             found.append(Candidate(shared, number))
             if guided and shared.corrects:
                 found.append(Candidate(dataclasses.replace(shared, residual_guidance=True), number))
         if count > 1:
-            found += [
-                Candidate(Phase(1.0, kind(), residual_steps=count), -1) for kind in attentions().values() if kind.empty
-            ]
+            reused = [kind() for kind in attentions().values() if kind.empty]
+            found += [Candidate(Phase(1.0, kind, residual_steps=count, attention_dtype=dtype), -1) for kind in reused]
     return found

@@ -102,8 +102,8 @@ def choices(tuned: Tuned) -> Figure:
 
 def _boldness(phase: Phase) -> float:
     """Return how much is left out, from 0 to 1, by how many keys a query sees."""
-    if phase.attention.empty:
-        return 1.0
+    if phase.attention.empty or phase.dense:
+        return float(phase.attention.empty)
     keys = _keys(phase)
     return max(0.0, min(1.0, 1 - math.log2(max(keys, 32) / 32) / 6)) if keys else 0.5
 
@@ -115,8 +115,8 @@ def _keys(phase: Phase) -> int:
 
 def _short(phase: Phase) -> str:
     """Return a phase in a few characters."""
-    if phase.exact:
-        return "exact"
+    if phase.dense:
+        return phase.attention_dtype or "exact"
     text = f"{phase.attention.name.replace('_', ' ')} {_keys(phase) or ''}".strip()
     if phase.merge.ratio:
         text = f"merge {phase.merge.ratio:.0%}"

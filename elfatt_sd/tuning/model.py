@@ -200,8 +200,9 @@ class Model:
         error = functools.partial(self._figures[layer].error, stretch, candidate.base)
         if shared == 1:
             return [[error()] * len(steps)]
-        groups = steps.groups(shared)  # a step that measures has no error but in rows that it does not measure
-        squares = [error(since, guided=guided) if since or guided else 0.0 for since in range(max(groups))]
+        groups = steps.groups(shared)
+        rounding = self._figures[layer].rounding(stretch)  # all there is in a step that measures, in rows that it does
+        squares = [rounding + (error(since, guided=guided) if since or guided else 0.0) for since in range(max(groups))]
         return [squares[:size] for size in groups]
 
     def _effect(self, layer: str, stretch: int) -> float:
@@ -227,7 +228,8 @@ class Model:
         steps = self._stretches[stretch]
         measured = len(steps.groups(shared)) / len(steps) if shared > 1 else 0.0
         rows = 1 / own.copies if candidate.phase.residual_guidance else 1.0
-        return exact * (own.ratio(candidate.base) + measured * rows)
+        dense = 1.0 if own.dense is None else own.ratio(own.dense)
+        return exact * (own.ratio(candidate.base) + measured * rows * dense)
 
     def options(self, layer: str, stretch: int, calls: float) -> list[Option]:
         """Return what a layer can do in a stretch, without what is slower and farther than another option.

@@ -6,6 +6,7 @@ The run stays untouched: a layer's exact output goes on, and the approximations 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import statistics
@@ -15,17 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from elfatt_sd.calls import Call
 from elfatt_sd.devices import is_out_of_memory
-from elfatt_sd.exact_run import ExactRun
+from elfatt_sd.exact_run import ExactRun, image_of
 from elfatt_sd.families import find_denoisers
 from elfatt_sd.kept import copies_of
 from elfatt_sd.layer_state import LayerState
 from elfatt_sd.measuring.clock import Stopwatch, timed
 from elfatt_sd.methods import Draws
-from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.phases import DENSE, EXACT, Phase
+from elfatt_sd.settings import Narrower
 from elfatt_sd.tuning.candidates import bases
 from elfatt_sd.tuning.guided import Guidance
 
@@ -33,6 +36,9 @@ SINCE = (0, 1, 3, 7)  # steps since the difference to exact attention was measur
 ALIGNED = 4  # stretches begin at multiples of it, where differences that steps share are measured
 LEAST_PART = 0.03  # of the slowest layer's time; faster layers stay exact
 KEPT = 2**16  # values of a difference that are kept, so that memory stays bounded however large the model is
+_FASTER = 0.95  # of the time of something else, from which on a dtype counts as faster
+_TIMED = 3  # times that a dtype is timed
+_MORE_PRECISE_FIRST: tuple[Narrower, ...] = ("float16", "bfloat16")
 REUSED = -1  # in place of an approximation's number: the output of an earlier step
 _Key = tuple[str, tuple[int, int], int]  # a layer, which of its calls in the step, and an approximation
 
@@ -44,7 +50,7 @@ class LayerFigures:
     Attributes:
         bases: the approximations.
         lost: numbers of those that ran out of memory, or gave values that are not finite.
-        fresh: numbers of those that draw at random in each step, so that their errors in two steps are independent.
+        fresh: numbers of those whose errors in two steps are independent: they draw at random in each step, or round.
         seconds: of exact attention, by call.
         calls: of the layer in the probed steps.
         copies: of the same latents among the rows of its input, where guidance makes one of them; 1 otherwise.
@@ -85,6 +91,15 @@ class LayerFigures:
         known = [each for each in SINCE if (stretch, base, each) in table]
         errors = [statistics.fmean(table[stretch, base, each]) for each in known]
         return float(np.interp(since, known, errors)) if known else math.inf
+
+    @property
+    def dense(self) -> int | None:
+        """Number of exact attention in a narrower dtype, where the approximations have one; None otherwise."""
+        return next((number for number, phase in enumerate(self.bases) if phase.dense), None)
+
+    def rounding(self, stretch: int) -> float:
+        """Return the mean squared relative error of exact attention in the dtype of the approximations."""
+        return 0.0 if self.dense is None else self.error(stretch, self.dense)
 
     def middle(self, stretch: int) -> int | None:
         """Return the number of the approximation of median error in a stretch; None where there is none."""
@@ -182,7 +197,10 @@ class Probe:
         name, turn = state.layer.name, (state.call.place, state.calls)
         self._latest.pop(name, None)
         exact = _Output(output, guidance := self._guidance(state.call))
-        figures = self.figures.setdefault(name, LayerFigures(bases(state.grid.tokens, self._denoisers)))
+        if name not in self.figures:
+            dtype = self._faster_dtype(state, again, exact.joined)
+            self.figures[name] = LayerFigures(bases(state.grid.tokens, self._denoisers, dtype))
+        figures = self.figures[name]
         figures.calls += 1
         figures.copies = guidance.copies if guidance.joins else 1
         if place[1] == 0 or not figures.seconds:
@@ -195,6 +213,22 @@ class Probe:
                 self._measure(figures, state, (name, turn, number), phase, place, again, exact)
         if (middle := figures.middle(place[0])) is not None:
             self._latest[name] = middle, figures.plain[place[0], middle][-1]
+
+    def _faster_dtype(self, state: LayerState, again: Callable[[], Any], output: Tensor) -> Narrower | None:
+        """Return the dtype in which exact attention is faster than in float32; of equal ones the more precise."""
+        if output.dtype != torch.float32:
+            return None
+        best, limit = None, _FASTER
+        for dtype in _MORE_PRECISE_FIRST:
+            rounded = functools.partial(self._run.approximate, state, again, DENSE[dtype], state.call.step)
+            with contextlib.suppress(RuntimeError):  # this device does not compute in it, or has no memory left
+                if not image_of(rounded(), state).isfinite().all():
+                    continue
+                pairs = [(timed(again, output.device), timed(rounded, output.device)) for _ in range(_TIMED)]
+                ratio = statistics.median(own / before for before, own in pairs)
+                if ratio < limit:
+                    best, limit = dtype, ratio * _FASTER
+        return best
 
     def _guidance(self, call: Call) -> Guidance:
         """Return how the rows of a call are guided."""
@@ -221,7 +255,7 @@ class Probe:
         with Stopwatch(exact.joined.device) as watch:
             output = self._run.approximate(state, again, phase, self._stretches[stretch].first, ahead=draws)
         figures.ratios[number].append(watch.seconds / figures.seconds[-1])
-        figures.fresh.update({number} if draws.fresh else ())
+        figures.fresh.update({number} if draws.fresh or phase.dense else ())
         error = exact.error(output)
         squared = float(error.joined.square().sum()) / exact.size
         if not math.isfinite(squared):

@@ -126,7 +126,9 @@ class Tuned:
 
     def config_words(self) -> str:
         """Say how many layers have which kinds of phases; the settings of a preset are the same in all."""
-        kinds = sorted({phase.attention.name for phase in self.config.all_phases if not phase.exact})
+        phases = [phase for phase in self.config.all_phases if not phase.exact]
+        kinds = sorted({phase.attention.name for phase in phases if not phase.dense})
+        kinds += sorted({f"attention in {phase.attention_dtype}" for phase in phases if phase.attention_dtype})
         if not self.config.per_layer:
             return f"all have the settings of {self.config.method} ({', '.join(kinds)})"
         return f"{len(self.config.per_layer)} have settings of their own ({', '.join(kinds)})"
