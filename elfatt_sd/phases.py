@@ -7,7 +7,6 @@ import fnmatch
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from elfatt_sd import checks
@@ -181,9 +180,10 @@ class Phase:
 
 
 EXACT = Phase()
-DENSE: Mapping[Narrower | None, Phase] = MappingProxyType(
-    {None: EXACT, **{dtype: Phase(attention_dtype=dtype) for dtype in NARROWER}}
-)  # exact attention in the dtype of a phase
+DENSE: dict[Narrower | None, Phase] = {  # exact attention in the dtype of a phase
+    None: EXACT,
+    **{dtype: Phase(attention_dtype=dtype) for dtype in NARROWER},
+}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from elfatt_sd import config as module
 from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase, Settings, setting_names
 from elfatt_sd.methods import Merge, attentions, is_own
 from elfatt_sd.presets import METHODS, PRESETS, complaints, known_method
+from elfatt_sd.settings import Narrower
 
 
 def shape(config: PatchConfig) -> list[tuple[float, str, float, int]]:
@@ -176,6 +177,7 @@ def test_settings_have_the_names_and_types_of_the_fields() -> None:
         **{name: kind for name, kind in of_phases if typing.get_origin(kind) is not typing.ClassVar},
         "residual_steps": int,
         "residual_guidance": bool,
+        "attention_dtype": Narrower | None,
         **{name: kind for name, kind in typing.get_type_hints(PatchConfig).items() if name not in own_fields},
         "active_fraction": float,
     }

@@ -10,7 +10,7 @@ from torch import nn
 
 from elfatt_sd.choosing import fits
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.methods import Merge, attentions
+from elfatt_sd.methods import Merge, attentions, is_own
 from elfatt_sd.phases import DENSE, EXACT, Phase
 from elfatt_sd.settings import Narrower
 
@@ -46,14 +46,15 @@ def bases(tokens: int, denoisers: Mapping[str, nn.Module], dtype: Narrower | Non
     Args:
         tokens: of the layer's image.
         denoisers: what is tuned; what does not go with their family is left out.
-        dtype: that all have before attention, where that is faster; exact attention in it is the first of them.
+        dtype: that they have before attention, where that is faster; exact attention in it is the first of them.
     """
     found = [] if dtype is None else [DENSE[dtype]]
     for kind in attentions().values():
         if kind.exact and kind.merges:
             found += [Phase(1.0, kind(), merge=Merge(ratio), attention_dtype=dtype) for ratio in RATIOS]
         elif not kind.exact and not kind.empty:
-            found += [Phase(1.0, choice, attention_dtype=dtype) for choice in kind.choices(tokens)]
+            dtypes = (dtype,) if is_own(kind) else (dtype, None)  # what somebody else has written may not go with it
+            found += [Phase(1.0, one, attention_dtype=each) for one in kind.choices(tokens) for each in dtypes]
     return [phase for phase in dict.fromkeys(found) if fits(PatchConfig("candidate", (phase,)), dict(denoisers))]
 
 

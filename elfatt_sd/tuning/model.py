@@ -190,19 +190,15 @@ class Model:
 
     def _squares(self, layer: str, stretch: int, candidate: Candidate) -> list[list[float]]:
         """Return the squared errors of the steps of a stretch, by the groups of steps that share a difference."""
-        steps, shared, guided = (
-            self._stretches[stretch],
-            candidate.phase.residual_steps,
-            candidate.phase.residual_guidance,
-        )
+        own, steps, phase = self._figures[layer], self._stretches[stretch], candidate.phase
         if candidate is EXACTLY:
             return []
-        error = functools.partial(self._figures[layer].error, stretch, candidate.base)
-        if shared == 1:
+        error = functools.partial(own.error, stretch, candidate.base)
+        if phase.residual_steps == 1:
             return [[error()] * len(steps)]
-        groups = steps.groups(shared)
-        rounding = self._figures[layer].rounding(stretch)  # all there is in a step that measures, in rows that it does
-        squares = [rounding + (error(since, guided=guided) if since or guided else 0.0) for since in range(max(groups))]
+        groups, guided = steps.groups(phase.residual_steps), phase.residual_guidance
+        measured = own.rounding(stretch, phase)  # what the step that measures leaves, in rows that it measures
+        squares = [measured + (error(since, guided=guided) if since or guided else 0.0) for since in range(max(groups))]
         return [squares[:size] for size in groups]
 
     def _effect(self, layer: str, stretch: int) -> float:
@@ -228,8 +224,7 @@ class Model:
         steps = self._stretches[stretch]
         measured = len(steps.groups(shared)) / len(steps) if shared > 1 else 0.0
         rows = 1 / own.copies if candidate.phase.residual_guidance else 1.0
-        dense = 1.0 if own.dense is None else own.ratio(own.dense)
-        return exact * (own.ratio(candidate.base) + measured * rows * dense)
+        return exact * (own.ratio(candidate.base) + measured * rows * own.dense_ratio(candidate.phase))
 
     def options(self, layer: str, stretch: int, calls: float) -> list[Option]:
         """Return what a layer can do in a stretch, without what is slower and farther than another option.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from elfatt_sd.calls import Call
 from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.exact_run import ExactRun, image_of
 from elfatt_sd.families import find_denoisers
 from elfatt_sd.kept import copies_of
@@ -94,12 +95,16 @@ class LayerFigures:
 
     @property
     def dense(self) -> int | None:
-        """Number of exact attention in a narrower dtype, where the approximations have one; None otherwise."""
+        """Number of exact attention in a narrower dtype, where approximations have one; None otherwise."""
         return next((number for number, phase in enumerate(self.bases) if phase.dense), None)
 
-    def rounding(self, stretch: int) -> float:
-        """Return the mean squared relative error of exact attention in the dtype of the approximations."""
-        return 0.0 if self.dense is None else self.error(stretch, self.dense)
+    def rounding(self, stretch: int, phase: Phase) -> float:
+        """Return the mean squared relative error of exact attention in the dtype of a phase."""
+        return 0.0 if phase.attention_dtype is None or self.dense is None else self.error(stretch, self.dense)
+
+    def dense_ratio(self, phase: Phase) -> float:
+        """Return its time by that in the model's dtype."""
+        return 1.0 if phase.attention_dtype is None or self.dense is None else self.ratio(self.dense)
 
     def middle(self, stretch: int) -> int | None:
         """Return the number of the approximation of median error in a stretch; None where there is none."""
@@ -198,7 +203,7 @@ class Probe:
         self._latest.pop(name, None)
         exact = _Output(output, guidance := self._guidance(state.call))
         if name not in self.figures:
-            dtype = self._faster_dtype(state, again, exact.joined)
+            dtype = self._faster_dtype(state, again, image_of(output, state))
             self.figures[name] = LayerFigures(bases(state.grid.tokens, self._denoisers, dtype))
         figures = self.figures[name]
         figures.calls += 1
@@ -353,11 +358,12 @@ class _Seen:
 
 @contextlib.contextmanager
 def _loses(figures: LayerFigures, number: int) -> Iterator[None]:
-    """Leave an approximation out that runs out of memory."""
+    """Leave an approximation out that runs out of memory, and somebody's own that fails in a narrower dtype."""
     try:
         yield
     except Exception as error:
-        if not is_out_of_memory(error):
+        fails = isinstance(error, ElfattError) and figures.bases[number].attention_dtype is not None
+        if not fails and not is_out_of_memory(error):
             raise
         figures.lost.add(number)
 

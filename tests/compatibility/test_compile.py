@@ -22,6 +22,7 @@ ONE_LEVEL: dict[str, Any] = {
     "up_block_types": ("CrossAttnUpBlock2D",),
 }
 EXACT_FIRST = PatchConfig("exact first", (Phase(0.3), Phase(1.0, "block", block_size=16, block_order="spread")))
+QUALITY = PatchConfig.preset("elfatt-quality", keys=16, attention_dtype="bfloat16")
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -100,6 +101,15 @@ def test_every_method_is_one_graph_for_each_phase(method: Any, compile_unet: Any
     for _ in range(2):
         assert torch.allclose(denoise(unet, steps=10), eager, atol=1e-5)
     assert graphs.count == sum(1 if phase.residual_steps == 1 else 3 for phase in config.phases)
+
+
+def test_attention_in_another_dtype_is_compiled() -> None:
+    config = PatchConfig("own", (Phase(0.5, attention_dtype="bfloat16"), *QUALITY.phases), levels=9)
+    eager = denoise(elfatt_sd.apply_patch(tiny.unet(**ONE_LEVEL), config), steps=10)
+    unet, graphs = compiled_and_patched(config, in_place, True, fullgraph=True)
+    for _ in range(2):
+        assert torch.allclose(denoise(unet, steps=10), eager, atol=1e-5)
+    assert graphs.count == 1 + 3
 
 
 def test_patched_and_put_back_inside_a_compiled_pipeline(folder: Path) -> None:

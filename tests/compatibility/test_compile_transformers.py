@@ -22,6 +22,10 @@ PHASES = {
     "shared difference": (Phase(1.0, "cell_spread", block_size=16, cell=8, residual_steps=2),),
     "elfatt": (Phase(1.0, "elfatt", block_size=16, agents=8, block_order="windows"),),
     "sampled": (Phase(1.0, "sampled", keys=16),),
+    "rounded": (
+        Phase(0.5, attention_dtype="bfloat16"),
+        Phase(1.0, "cell_spread", block_size=16, cell=8, residual_steps=2, attention_dtype="bfloat16"),
+    ),
 }
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -45,6 +49,7 @@ def flux(folder: Path) -> tuple[Any, Run]:
         ("flux", "first half", "compile, patch"),
         ("flux", "shared difference", "patch, blocks"),
         ("flux", "elfatt", "blocks, patch"),
+        ("flux", "rounded", "patch, compile"),
         ("qwen_image", "sampled", "compile, patch"),
         ("qwen_image", "elfatt", "patch, blocks"),
         ("wan", "sampled", "patch, compile"),

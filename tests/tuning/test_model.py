@@ -10,9 +10,10 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+import tiny_pipelines as tiny
 
-from elfatt_sd.phases import Phase
-from elfatt_sd.tuning.candidates import EXACTLY, Candidate, candidates
+from elfatt_sd.phases import DENSE, Phase
+from elfatt_sd.tuning.candidates import EXACTLY, Candidate, bases, candidates
 from elfatt_sd.tuning.model import Model
 from elfatt_sd.tuning.probe import REUSED, LayerFigures, Stretch, stretches_of
 from elfatt_sd.tuning.records import figures_from, figures_to
@@ -223,6 +224,39 @@ def test_sharing_needs_steps_and_memory() -> None:
     every = {(steps, keys) for steps in (2, 4, 8) for keys in (32, 128)}
     assert {(phase.residual_steps, phase.keys) for phase in guided} == every
     assert candidates(BASES, 1)[0] is EXACTLY
+
+
+def test_exact_attention_in_a_narrower_dtype_costs_less_and_rounds(model: Model) -> None:
+    """It is what a step computes that measures a difference, whose rounding all steps of the group have."""
+    rounded = [DENSE["bfloat16"], *(dataclasses.replace(phase, attention_dtype="bfloat16") for phase in BASES)]
+    known = figures()
+    own = LayerFigures(rounded, fresh={0, 1, 2}, seconds=[1.0], calls=6, effects=known.effects)
+    own.ratios[0], own.plain[0, 0], own.plain[1, 0] = [0.6], [1e-4], [1e-4]
+    for number, ratio in ((1, 0.2), (2, 0.5)):
+        own.ratios[number] = [ratio]
+        for stretch in (0, 1):
+            own.plain[stretch, number] = known.plain[stretch, number - 1]
+            for since in (1, 3):
+                own.shared[stretch, number, since] = known.shared[stretch, number - 1, since]
+    narrow, alone = Model({"a": own}, STRETCHES), Candidate(rounded[0], 0)
+    assert (own.dense, figures().dense) == (0, None)
+    assert narrow.seconds("a", 0, alone) == 0.6
+    assert narrow.error("a", 0, alone) == 1e-4, "rounding of two steps is independent"
+    shared = Candidate(dataclasses.replace(rounded[1], residual_steps=4), 1)
+    assert narrow.seconds("a", 0, shared) == pytest.approx(0.2 + 0.25 * 0.6)
+    wide = model.error("a", 0, Candidate(dataclasses.replace(BASES[0], residual_steps=4), 0))
+    assert narrow.error("a", 0, shared) == pytest.approx(wide + (4 + 12) * 1e-4 / 4), "the same in all four steps"
+
+
+def test_all_approximations_of_a_layer_have_one_dtype() -> None:
+    denoisers = {"unet": tiny.unet()}
+    rounded = bases(1024, denoisers, "bfloat16")
+    assert rounded[0] == DENSE["bfloat16"]
+    assert [phase.with_settings({"attention_dtype": None}) for phase in rounded[1:]] == bases(1024, denoisers)
+    found = candidates(rounded, 8, guided=True)
+    assert {each.phase.attention_dtype for each in found[1:]} == {"bfloat16"}, "also where a whole output is shared"
+    assert [each.phase.residual_steps for each in found if each.base == 0] == [1], "there is no difference to share"
+    assert len({each.phase for each in found}) == len(found)
 
 
 def test_a_layer_that_takes_no_time_stays_exact() -> None:
