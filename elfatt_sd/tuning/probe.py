@@ -226,7 +226,7 @@ class Probe:
         best, limit = None, _FASTER
         for dtype in _MORE_PRECISE_FIRST:
             rounded = functools.partial(self._run.approximate, state, again, DENSE[dtype], state.call.step)
-            with contextlib.suppress(RuntimeError):  # this device does not compute in it, or has no memory left
+            with contextlib.suppress(RuntimeError, TypeError):  # the device cannot, or its memory is full
                 if not image_of(rounded(), state).isfinite().all():
                     continue
                 pairs = [(timed(again, output.device), timed(rounded, output.device)) for _ in range(_TIMED)]

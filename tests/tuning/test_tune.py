@@ -23,7 +23,7 @@ from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.families import find_layers
 from elfatt_sd.measuring import clock
 from elfatt_sd.phases import Phase
-from elfatt_sd.tuning import PRESETS, proving, search, tune
+from elfatt_sd.tuning import PRESETS, probe, proving, search, tune
 from elfatt_sd.tuning.runs import Deviation, Runs
 
 
@@ -56,6 +56,19 @@ def test_what_is_found_is_close_and_fast_as_said(pipe: Any, asked: dict[str, Any
     assert not torch.equal(run(), untouched)
     elfatt_sd.remove_patch(pipe)
     assert torch.equal(run(), untouched)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_dtype_that_is_faster_is_chosen(pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a process that finds the figures in the cache; the settings keep it."""
+    monkeypatch.setattr(probe.Probe, "_faster_dtype", lambda *_: "bfloat16")
+    found = [tune(pipe, closeness=40, **asked) for _ in range(2)]
+    assert found[0].config == found[1].config
+    assert found[0].proof is not None
+    assert found[0].proof.point.mean >= 40
+    assert {phase.attention_dtype for phase in found[0].config.all_phases if not phase.exact} == {"bfloat16"}
+    assert "attention in bfloat16" in str(found[0])
+    assert PatchConfig.from_dict(json.loads(json.dumps(found[0].config.to_dict()))) == found[0].config
 
 
 def test_closer_is_slower(pipe: Any, asked: dict[str, Any]) -> None:
