@@ -19,7 +19,7 @@ from elfatt_sd.calls import STATE
 from elfatt_sd.config import ElfattError
 from elfatt_sd.families.joint import exact_function, with_attention
 from elfatt_sd.joint import Keys, exact_attention
-from elfatt_sd.layer_state import LayerState, attend, dtype_of
+from elfatt_sd.layer_state import LayerState, attend, rounded
 from elfatt_sd.merging import Matching
 from elfatt_sd.ordering import order_merged
 
@@ -243,13 +243,9 @@ class _Joint:
         self._state = state
         self._exact = exact
         self._dtype = tensors[0].dtype
-        dtype = dtype_of(state.phase)
-        if dtype is not None:
-            q, k, v = tensors
-            tensors = q.to(dtype), k.to(dtype), v.to(dtype)
-            mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
-        self._tensors = tensors
-        self._mask = mask
+        q, k, v = (rounded(each, state.phase) for each in tensors)
+        self._tensors = q, k, v
+        self._mask = rounded(mask, state.phase) if mask is not None and mask.is_floating_point() else mask
         self._options = options
         self._image = image
         self._matching = matching

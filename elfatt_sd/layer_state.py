@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from elfatt_sd.calls import Call
     from elfatt_sd.processor import PatchedLayer
 
+_BYTES = 2  # of a value in a narrower dtype
+
 
 class LayerState:
     """What a patched layer knows in one call of the denoiser.
@@ -193,10 +195,10 @@ class LayerState:
         return matching
 
 
-def dtype_of(phase: Phase) -> torch.dtype | None:
-    """Return what queries, keys and values are rounded to before attention; None leaves them as they are."""
-    name = phase.attention_dtype
-    return None if name is None else getattr(torch, name)
+def rounded(tensor: Tensor, phase: Phase) -> Tensor:
+    """Return queries, keys or values in the phase's dtype; what has no more than 16 bits stays as it is."""
+    wide = phase.attention_dtype is not None and tensor.element_size() > _BYTES
+    return tensor.to(getattr(torch, phase.attention_dtype)) if wide else tensor  # type: ignore[arg-type]
 
 
 def is_recomputing() -> bool:

@@ -41,8 +41,8 @@ class Phase:
             as well: less is computed there, and less is kept. So do calls of a step that are given the same latents, of
             which the first measures it.
         attention_dtype: dtype that queries, keys and values are rounded to before attention, `bfloat16` or `float16`;
-            None leaves them as they are. With `softmax` and no merging, that is all that the phase does, and steps
-            share nothing.
+            None leaves them as they are, and so do models in 16 bits. With `softmax` and no merging, that is all that
+            the phase does, and steps share nothing.
     """
 
     until: float

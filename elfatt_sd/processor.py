@@ -25,7 +25,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_exporting, refuse_tracing
 from elfatt_sd.families.base import Projections, SelfAttention, replaceable
 from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
-from elfatt_sd.layer_state import LayerState, attend, dtype_of, is_recomputing
+from elfatt_sd.layer_state import LayerState, attend, is_recomputing, rounded
 from elfatt_sd.methods import Grid
 from elfatt_sd.ordering import order_merged
 from elfatt_sd.phases import DENSE, Phase
@@ -268,10 +268,10 @@ class LayerInCall:
         given: what the layer does around attention.
         state: of the layer.
         tokens: of the image, before merging.
-        dtype: that queries, keys and values are rounded to; None leaves them as they are.
+        phase: whose dtype queries, keys and values have.
     """
 
-    def __init__(self, given: Projections, state: LayerState, tokens: Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, given: Projections, state: LayerState, tokens: Tensor, phase: Phase) -> None:
         config = state.call.config
         self.kernel: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
         self.context = None
@@ -280,22 +280,19 @@ class LayerInCall:
         self._given = given
         self._state = state
         self._tokens = tokens
-        self._dtype = dtype
+        self._phase = phase
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v; k and v of the tokens at the places `keys` alone."""
-        q, k, v = map(self._rounded, self._given.project(tokens, keys))
+        q, k, v = (rounded(each, self._phase) for each in self._given.project(tokens, keys))
         self.heads, self.dtype = tuple(q.shape[2:]), q.dtype
         return q, k, v
 
     def queries(self, tokens: Tensor) -> Tensor:
         """Return q."""
-        q = self._rounded(self._given.queries(tokens))
+        q = rounded(self._given.queries(tokens), self._phase)
         self.heads, self.dtype = tuple(q.shape[2:]), q.dtype
         return q
-
-    def _rounded(self, tensor: Tensor) -> Tensor:
-        return tensor if self._dtype is None else tensor.to(self._dtype)
 
     def merged(self, ratio: float) -> Tensor:
         """Return all tokens of the layer, merged at a ratio of the attention's own."""
@@ -314,9 +311,8 @@ def approximate(given: Projections, state: LayerState, phase: Phase, tokens: Ten
         merged = matching.merge(tokens)
     else:
         merged = tokens if order is None else tokens.index_select(1, order)
-    dtype = dtype_of(phase)
-    mixed = attend(phase.attention, LayerInCall(given, state, tokens, dtype), merged, prepared)
-    output = given.output(mixed if dtype is None else mixed.to(tokens.dtype))
+    mixed = attend(phase.attention, LayerInCall(given, state, tokens, phase), merged, prepared)
+    output = given.output(mixed if phase.attention_dtype is None else mixed.to(tokens.dtype))
     if matching is not None:
         return matching.unmerge(output)
     return output if order is None else output.index_select(1, prepared.inverse)  # type: ignore[union-attr, arg-type]

@@ -133,6 +133,18 @@ def test_float16_rounds_less_than_bfloat16(folder: Path) -> None:
     assert 0 < errors["float16"] < 0.5 * errors["bfloat16"]
 
 
+@pytest.mark.parametrize("family", ["unet", "flux"])
+def test_models_in_half_precision_are_left_in_it(family: str, folder: Path) -> None:
+    """Settings that were found in float32 cost them no precision."""
+    pipe, run = made(family, folder)
+    pipe.to(dtype=torch.bfloat16)
+    found = []
+    for dtype in (None, "float16"):
+        with elfatt_sd.patched(pipe, in_dtype(PHASES["sampled"], dtype)):
+            found.append(run())
+    assert torch.equal(*found)
+
+
 def test_a_configuration_keeps_it() -> None:
     config = in_dtype(PHASES["shared"], "bfloat16")
     assert PatchConfig.from_dict(config.to_dict()) == config

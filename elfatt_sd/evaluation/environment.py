@@ -78,7 +78,7 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
     from elfatt_sd.choosing import choose_layers
     from elfatt_sd.evaluation.images import denoiser
     from elfatt_sd.families import find_denoisers
-    from elfatt_sd.layer_state import dtype_of
+    from elfatt_sd.layer_state import rounded
 
     config = cell.config()
     if not cell.patched:
@@ -87,9 +87,10 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
         return ["flash-attn" if config.attention_backend == "flash" else config.attention_backend]
     if all(phase.exact or phase.attention.needs_sums for phase in config.all_phases):
         return ["native"]
-    own = torch.float32 if config.fp32_logits else denoiser(pipe).dtype
-    dtypes = {dtype_of(phase) or own for phase in config.all_phases if not phase.exact}
+    dtype = torch.float32 if config.fp32_logits else denoiser(pipe).dtype
+    phases = [phase for phase in config.all_phases if not phase.exact]
     layers = [layer.attention for _, chosen in choose_layers(find_denoisers(pipe), config).values() for layer in chosen]
     sizes = {layer.inner_dim // layer.heads for layer in layers}
-    queries = [torch.empty(0, size, device=pipe.device, dtype=dtype) for size in sizes for dtype in dtypes]
-    return sorted({"flash-attn" if attention.flash_takes(query) else "native" for query in queries})
+    queries = [torch.empty(0, size, device=pipe.device, dtype=dtype) for size in sizes]
+    taken = {attention.flash_takes(rounded(query, phase)) for query in queries for phase in phases}
+    return sorted({"flash-attn" if each else "native" for each in taken})
