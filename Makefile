@@ -14,14 +14,15 @@ OLDEST := families compatibility gpu methods peers toy cli/test_generate.py cli/
 APART := tests/test_demo.py tests/compatibility/test_transformers.py
 OLDEST_TESTS ?= $(addprefix tests/,$(OLDEST))
 
-.PHONY: help demo test test-oldest test-apart lint format docs kernels notebooks quickstart clean
+.PHONY: help demo test test-oldest test-apart lint size format docs kernels notebooks quickstart clean
 
 help:
 	@echo "make demo         some prompts with both toys: untouched, the fastest method, the closest one"
 	@echo "make test         the tests"
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
 	@echo "make test-apart   the demo page in a browser, and weights quantised by torchao"
-	@echo "make lint         ruff, mypy, and the prose;  make format mends what ruff can"
+	@echo "make lint         ruff, mypy, layers of imports, sizes, and the prose;  make format mends what ruff can"
+	@echo "make size         how large the package and its tests are, and may be"
 	@echo "make docs         build the site into outputs/site, with all links checked"
 	@echo "make kernels      compile the Triton kernels for cards that need not be here; fails if one spills"
 	@echo "make notebooks    execute the notebooks into outputs/notebooks"
@@ -43,7 +44,12 @@ lint: .venv/.installed-dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo --no-cache
+	.venv/bin/python -m tools.size --check
 	.venv/bin/python -m tools.prose
+
+size: .venv/.installed-dev
+	.venv/bin/python -m tools.size
 
 format: .venv/.installed-dev
 	.venv/bin/ruff check --fix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import hashlib
@@ -11,7 +12,7 @@ import re
 import stat
 import tempfile
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -119,6 +120,24 @@ def sha256_of_data(data: Any) -> str:
     """Return the hex digest of plain data, independent of the order of keys."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()  # of file names that are not UTF-8
+
+
+def sha256_of_code(sources: Iterable[str]) -> str:
+    """Return the hex digest of what Python code does: its comments, docstrings and layout do not count."""
+    return sha256_of_data([ast.unparse(_without_texts(ast.parse(source))) for source in sources])
+
+
+def _without_texts(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            kept = [line for line in body if not isinstance(line, ast.Pass) and not _is_text(line)]
+            node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
+    return tree
+
+
+def _is_text(line: ast.stmt) -> bool:
+    """Tell whether a statement is text that nothing reads: a docstring, or one below a constant."""
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)
 
 
 def is_full(error: OSError) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.files import atomic_file, cache_folder, sha256_of_code, sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.typed import read_json
 
 
@@ -68,3 +68,40 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert cache_folder() == tmp_path / "elfatt-sd"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path.home() / ".cache" / "elfatt-sd"
+
+
+CODE = '''
+"""A module."""
+LIMIT = 2  # at most
+"""What it is for."""
+
+class Kind:
+    """A kind."""
+
+class Other(Kind):
+    async def double(self, x):
+        """Twice x."""
+        return 2 * x  # exactly
+
+def nothing():
+    """Nothing."""
+'''
+BARE = """
+LIMIT = (
+    2
+)
+class Kind:
+    pass
+
+class Other(Kind):
+    async def double(self, x): return 2 * x
+def nothing(): pass
+"""
+
+
+def test_the_hash_of_code_is_of_what_it_does() -> None:
+    found = sha256_of_code([CODE])
+    assert found == sha256_of_code([BARE])
+    assert found != sha256_of_code([CODE.replace("2 * x", "3 * x")])
+    assert found != sha256_of_code([CODE.replace("2 * x  #", "'2 * x'  #")]), "a text that is returned is code"
+    assert found != sha256_of_code([CODE, CODE])

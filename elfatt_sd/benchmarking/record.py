@@ -6,7 +6,6 @@ be compared: ratios are taken within a round.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from elfatt_sd.benchmarking.rows import Results, make_exponents, make_rows
 from elfatt_sd.benchmarking.timing import Watch, time_in_turns
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory
-from elfatt_sd.files import write_json
+from elfatt_sd.files import sha256_of_code, sha256_of_data, write_json
 from elfatt_sd.measuring.clock import Call, now
 from elfatt_sd.measuring.machine import Bystanders, describe_machine
 from elfatt_sd.progress import Progress
@@ -270,12 +269,13 @@ def differences(earlier: Results, now: Results) -> list[str]:
 def code_hash() -> str:
     """Return a hash of the code that is timed and of the code that times it."""
     package = Path(elfatt_sd.__file__).parent
-    digest = hashlib.sha256()
     files = {path.relative_to(package).with_suffix("").as_posix(): path for path in package.rglob("*.py")}
-    for name, path in sorted(files.items()):
-        if not {*_NOT_TIMED} & {*name.split("/")} or name == "evaluation/errors":
-            digest.update(name.encode() + path.read_bytes())
-    return digest.hexdigest()
+    timed = {
+        name: sha256_of_code([path.read_text(encoding="utf-8")])
+        for name, path in files.items()
+        if not {*_NOT_TIMED} & {*name.split("/")} or name == "evaluation/errors"
+    }
+    return sha256_of_data(timed)
 
 
 def _read(path: Path | None) -> Results | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elfatt_sd.evaluation.protocols import Cell
-from elfatt_sd.files import sha256_of_data
 from elfatt_sd.peers import PEERS
 
 # What can change an image: of every row, and on CUDA. A thread more or less sums in another order on the CPU.
@@ -49,18 +47,6 @@ def _decisive(environment: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
         packages += [_KERNELS[config.attention_backend]] if config.attention_backend in _KERNELS else []
     installed = environment.get("packages", {})
     return found | {name: installed.get(name) for name in packages}
-
-
-def sha256_of_code(sources: Iterable[str]) -> str:
-    """Return the hash of what Python code does: its comments, docstrings and layout do not count."""
-    return sha256_of_data([ast.unparse(_without_docstrings(ast.parse(source))) for source in sources])
-
-
-def _without_docstrings(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            del node.body[0]
-    return tree
 
 
 def attention_kernels(pipe: Any, cell: Cell) -> list[str]:

@@ -17,10 +17,9 @@ from torch import nn
 
 from elfatt_sd import families, kernels, methods, peers
 from elfatt_sd.evaluation import first_steps, images
-from elfatt_sd.evaluation.environment import sha256_of_code
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.files import sha256_of_data, sha256_of_file
+from elfatt_sd.files import sha256_of_code, sha256_of_data, sha256_of_file
 from elfatt_sd.measuring.machine import describe_machine
 
 _METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.files import sha256_of_code
 
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
 
@@ -37,7 +37,7 @@ class Renders:
             )
         self.wanted = [classes[index % len(classes)] for index in range(count)]
         self.left_out: Sequence[str] = ()
-        source = hashlib.sha256(Path(renderer.__file__).read_bytes()).hexdigest()
+        source = sha256_of_code([Path(renderer.__file__).read_text(encoding="utf-8")])
         self.fingerprint = ["renders", count, classes[:count], RENDER_SEED, source]
 
     def __len__(self) -> int:

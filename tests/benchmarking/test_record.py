@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import elfatt_sd
 from elfatt_sd.benchmarking import record as records
 from elfatt_sd.benchmarking.record import Record, Session, code_hash, title
 from elfatt_sd.config import ElfattError
@@ -101,6 +102,18 @@ def test_other_settings_or_code_are_not_mixed(tmp_path: Path, cpu: torch.device,
     monkeypatch.setattr(records, "code_hash", lambda: "other")
     with pytest.raises(ElfattError, match="code_sha256"):
         begin(tmp_path, cpu)
+
+
+def test_docstrings_of_what_is_timed_do_not_count(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(elfatt_sd, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / "cli.py").write_text("x = 1")
+    (tmp_path / "a.py").write_text('"""Words."""\nx = 1\n')
+    found = records.code_hash()
+    (tmp_path / "a.py").write_text("x = 1  # why\n")
+    (tmp_path / "cli.py").write_text("x = 2")  # which is not timed
+    assert records.code_hash() == found
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert records.code_hash() != found
 
 
 def test_another_commit_of_the_same_code_goes_on(tmp_path: Path, cpu: torch.device) -> None:

@@ -5,11 +5,9 @@ import math
 import random
 from pathlib import Path
 
-import torch
 from PIL import Image, ImageDraw, ImageFilter
 
 from elfatt_sd.files import sha256_of_file
-from elfatt_sd.measuring.machine import describe_machine
 
 COLORS = {
     "red": "#d7263d",
@@ -121,8 +119,11 @@ def _results(rows: list[dict]) -> dict:
             "time": {"repeats": 5, "warmup": 1, "batch": 2}, "cells": [{"name": row["cell"]} for row in rows],
         },
         "environment": {
-            **describe_machine(torch.device("cpu")),
-            "packages": {"torch": "2.15.0", "diffusers": "0.42.1"}, "device": "2 cores of AMD EPYC", "cpu_threads": 2,
+            "elfatt_sd": "0.1.0", "commit": "2051285f36c91da5de5095001b824bf8c43c1990", "python": "3.11.7",
+            "platform": "Linux-x86_64", "packages": {"torch": "2.15.0", "diffusers": "0.42.1"},
+            "device": "2 cores of AMD EPYC", "cpu": "AMD EPYC", "cpu_cores": 2, "cpu_threads": 2,
+            "keeps_freed_memory": False, "ram_gib": 15.625, "cuda": None,
+            "attention_backends": {"scaled_dot_product_attention": ["flash (CPU)", "math"]},
         },
         "rows": rows,
         "reference": {"FD-toy": {"source": "renders", "count": 10_000, "features": 32}},

@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from elfatt_sd import attention
-from elfatt_sd.evaluation.environment import (
-    attention_kernels,
-    same_images,
-    sha256_of_code,
-)
+from elfatt_sd.evaluation.environment import attention_kernels, same_images
 from elfatt_sd.evaluation.protocols import Cell
 from elfatt_sd.measuring.machine import describe_machine
 
@@ -106,18 +102,3 @@ def test_the_kernels_of_a_row(
         pipe.unet.to(torch.float32)
     assert set(asked) <= {(first.to_q.out_features // first.heads, pipe.device)}
     assert bool(asked) == (cell in (TOME, FLOAT))
-
-
-CODE = '''
-"""A module."""
-def double(x):
-    """Twice x."""
-    return 2 * x  # exactly
-'''
-
-
-def test_the_hash_of_code_is_of_what_it_does() -> None:
-    found = sha256_of_code([CODE])
-    assert found == sha256_of_code(["def double(x):\n\n    return (2\n        * x)\n"])
-    assert found != sha256_of_code([CODE.replace("2 * x", "3 * x")])
-    assert found != sha256_of_code([CODE, CODE])

@@ -46,6 +46,11 @@ def test_page_shows_each_figure_of_the_table(run):
     assert [text.strip() for text in lines["sd-null"][-3:]] == ["—"] * 3
 
 
+def test_the_words_of_the_page_are_unchanged(run, snapshot):
+    """Made-up figures on a made-up machine."""
+    assert "\n".join(line.strip() for line in run[2].text.splitlines() if line.strip()) == snapshot
+
+
 def test_page_stands_alone(run):
     folder, _, page = run
     references = [
