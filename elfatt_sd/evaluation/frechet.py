@@ -81,7 +81,7 @@ class FrechetFigures:
         least: the distance of infinitely many images, where the scales below those that the images resolve hold as
             many directions as they can. Equal to `most` with more images than features.
         most: the same, where these scales hold no direction more.
-        refits: `[2, g]`, what each class moves `least` and `most` if the relation of scales is found anew without it.
+        refits: `[2, g]`, what each class moves `least` and `most` if the relation of scales is found again without it.
         kurtosis: of a feature, the largest of all.
     """
 
@@ -94,7 +94,7 @@ class FrechetFigures:
     def limit_difference(self, other: FrechetFigures) -> tuple[float, Interval | None]:
         """The paired difference with infinitely many images, and its interval of 95 %; both ends hold for all scales.
 
-        With heavy tails a few images say how scales relate, so that relation must be found anew without each class, and
+        With heavy tails a few images say how scales relate, so that relation must be found again without each class, and
         the standard error rests on few classes: `Estimate.interval` then has as many degrees of freedom as these.
 
         Args:
