@@ -4,6 +4,8 @@ Frechet: features of a decaying spectrum, two images a class that resemble each 
 pipeline with a correlation, and that keeps the variety or loses 3 % of it. The tails are normal, or Student's t with 5
 degrees of freedom, for each feature apart (`features`) or for all features of an image together (`images`). The
 distance must cover its expectation at n images, the difference that of infinitely many images.
+Heavy tails: the same with features that are log-normal, that are 0 but for 2 % of the images (`spikes`; in the feature
+of the largest variance alone: `one spiky`), or with 2 % of the images at ten times their distance (`far images`).
 Kernel: non-negative features of images in one and in several blocks; a method that does not differ.
 Few classes: one image a class, and a method that makes every image a little better and spoils some, so that it is
 worse. Verdicts are those that `FEWEST_CLASSES` keeps from being given.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,7 +30,9 @@ from elfatt_sd.evaluation.intervals import BETTER, FEWEST_CLASSES, WORSE, Estima
 from elfatt_sd.evaluation.kernel import kernel_distance, kernel_within
 
 TAILS, RATIOS, CORRELATIONS = ("normal", "features", "images"), (0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 25.0), (0.0, 0.9, 0.99)
+HEAVY_TAILS = ("log-normal", "spikes", "one spiky", "far images")
 FREEDOM = 5  # of Student's t
+RARE, FAR = 0.02, 10.0  # fraction of the images that heavy tails rest on, and their distance
 FEATURES, IMAGES = 32, 64  # at least
 FEW_FEATURES, SPREAD = 8, 1.2  # of the images of few classes, in standard deviations of the reference
 SHARPER, MOVED = 0.95, 2.0  # a method multiplies all features by the first, and adds the second where it spoils
@@ -39,7 +44,7 @@ class Setting:
     """What is drawn.
 
     Attributes:
-        tail: of `TAILS`.
+        tail: of `TAILS` or `HEAVY_TAILS`.
         ratio: images per feature.
         correlation: of a method's image with the untouched one.
         shift: of the reference, in standard deviations.
@@ -71,6 +76,12 @@ class Rates:
 def settings() -> Iterator[Setting]:
     """Yield all settings."""
     yield from itertools.starmap(Setting, itertools.product(TAILS, RATIOS, CORRELATIONS, (0.0, 0.5), (1.0, 0.97)))
+
+
+def heavy_settings() -> Iterator[Setting]:
+    """Yield all settings of heavy tails."""
+    found = itertools.product(HEAVY_TAILS, (0.5, 2.0, 8.0), (0.0, 0.5, 0.95), (0.0,), (1.0,))
+    yield from itertools.starmap(Setting, found)
 
 
 def covered(setting: Setting, runs: int) -> Rates:
@@ -105,6 +116,14 @@ def _noise(tail: str, count: int, dimension: int, generator: torch.Generator) ->
     normal = torch.randn(count, dimension, generator=generator, dtype=torch.float64)
     if tail == "normal":
         return normal
+    if tail == "log-normal":
+        return (normal.exp() - math.exp(0.5)) / math.sqrt((math.e - 1) * math.e)
+    if tail in HEAVY_TAILS:
+        rare = torch.rand(count, 1 if tail == "far images" else dimension, generator=generator) < RARE
+        if tail == "far images":
+            return normal * torch.where(rare, FAR, 1.0) / math.sqrt(1 + RARE * (FAR**2 - 1))
+        spikes = normal * rare / math.sqrt(RARE)
+        return spikes if tail == "spikes" else torch.cat((spikes[:, :1], normal[:, 1:]), 1)
     columns = dimension if tail == "features" else 1
     squares = torch.randn(count, columns, FREEDOM, generator=generator, dtype=torch.float64).square().sum(2)
     return normal * ((FREEDOM - 2) / squares).sqrt()
@@ -234,6 +253,7 @@ def report(runs: int, every: int) -> str:
     """Simulate every so many of the settings, and write the page."""
     named = ["distance covered", "difference covered", "wrong verdicts"]
     frechet = [(each, covered(each, runs)) for each in itertools.islice(settings(), 0, None, every)]
+    heavy = [(each, covered(each, runs)) for each in itertools.islice(heavy_settings(), 0, None, every)]
     kernels = [(each, covered_kernel(each, runs)) for each in itertools.islice(kernel_settings(), 0, None, every)]
     parts = [
         "# Coverage of intervals and verdicts",
@@ -244,6 +264,9 @@ def report(runs: int, every: int) -> str:
         "## Frechet distance",
         _summary(frechet),
         table(["tail", "images per feature", "correlation", "shift", "variety", *named], frechet),
+        "## Heavy tails",
+        _summary(heavy),
+        table(["tail", "images per feature", "correlation", "shift", "variety", *named], heavy),
         "## Kernel distance",
         _summary(kernels),
         table(["blocks", "correlation", "shift", *named], kernels),

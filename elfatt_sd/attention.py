@@ -1,4 +1,4 @@
-"""Agent, block and ELFATT attention. Pure tensors.
+"""Agent, block and ELFATT-SD attention. Pure tensors.
 
 Shapes: q, k, v and every result are `[batch, tokens, heads, head_dim]`, so that blocks and groups of heads are views.
 """
@@ -105,7 +105,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, **kernel: 
 
 
 def pool_agents(q: Tensor, agents: int) -> Tensor:
-    """Average neighbouring queries (ELFATT's `Pooling(Q)`); the neighbourhoods tile any length.
+    """Average neighbouring queries (ELFATT-SD's `Pooling(Q)`); the neighbourhoods tile any length.
 
     Args:
         q: queries `[batch, tokens, heads, head_dim]`.
@@ -167,7 +167,7 @@ def elfatt_attention(
     value_shortcut: float = 0.0,
     **kernel: Any,
 ) -> Tensor:
-    """ELFATT: one part of the heads or channels attends through agents, the other inside blocks.
+    """ELFATT-SD: one part of the heads or channels attends through agents, the other inside blocks.
 
     Args:
         q: queries `[batch, tokens, heads, head_dim]`.

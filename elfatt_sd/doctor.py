@@ -185,12 +185,12 @@ def _self_check() -> Iterator[Finding]:
     for device in ["cpu", *accelerators()]:
         error = attention_error(device)
         good = error <= TOLERANCE
-        value = f"ELFATT attention is within {error:.1e} of its formula in float64 (accepted: {TOLERANCE:g})"
+        value = f"ELFATT-SD attention is within {error:.1e} of its formula in float64 (accepted: {TOLERANCE:g})"
         yield Finding(device, value, "ok" if good else "missing", "" if good else "report this with the lines above")
 
 
 def attention_error(device: str) -> float:
-    """Return the largest difference between our ELFATT attention in float32 and eq. lepe2sd written out in float64.
+    """Return the largest difference between our ELFATT-SD attention in float32 and eq. lepe2sd written out in float64.
 
     Args:
         device: where the float32 computation runs.

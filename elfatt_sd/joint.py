@@ -149,7 +149,7 @@ def elfatt_joint_attention(
     value_shortcut: float = 0.0,
     context: Keys | None = None,
 ) -> Tensor:
-    """ELFATT with exact keys: the first heads attend through agents, the others inside blocks, all to the context.
+    """ELFATT-SD with exact keys: the first heads attend through agents, the others inside blocks, all to the context.
 
     An agent is the mean of a run of queries (`run_agents`). Agents have no logits that compare with those of the
     context, so the image's weight relative to it is that which the agent of the query's own run c measures:

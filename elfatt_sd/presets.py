@@ -68,7 +68,7 @@ PRESETS: dict[Method, PatchConfig] = {
             Phase(1.0, ratio=0.4),
         ),
     ),
-    # The paper: ELFATT in the first 20 % of the steps, blocks of 128 (its table tabSDa1), then ToMe. On the toy
+    # ELFATT-SD: agents and blocks of 128 in the first 20 % of the steps (the paper's tabSDa1), then ToMe. On the toy
     # the block size is not shown to matter: docs/quality.md, `study_block_size`; 512 of its images: `study_presets`.
     "elfatt": PatchConfig("elfatt", (Phase(0.2, "elfatt", ratio=0.5), _TOME)),
     # Beyond the paper: exact early steps, then stratified random samples of keys, without merging. Of all ways to see

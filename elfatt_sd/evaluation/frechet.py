@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.intervals import Estimate, Groups, Interval
-from elfatt_sd.evaluation.spectrum import Spectrum, by_class, integral
+from elfatt_sd.evaluation.intervals import Estimate, Groups, Interval, left_out
+from elfatt_sd.evaluation.spectrum import ByClass, Spectrum, by_class, integral
 from elfatt_sd.evaluation.statistics import Features, FeatureStatistics
+
+HEAVY = 15.0  # kurtosis of a feature, 3 where it is normal: beyond it, a few images may make the standard error
+EPS = torch.finfo(torch.float64).eps
 
 
 def frechet_distance(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covariance2: Tensor) -> float:
@@ -78,20 +81,31 @@ class FrechetFigures:
         least: the distance of infinitely many images, where the scales below those that the images resolve hold as
             many directions as they can. Equal to `most` with more images than features.
         most: the same, where these scales hold no direction more.
+        refits: `[2, g]`, what each class moves `least` and `most` if the relation of scales is found again without it.
+        kurtosis: of a feature, the largest of all.
     """
 
     published: Estimate
     least: Estimate
     most: Estimate
+    refits: Tensor
+    kurtosis: float
 
     def limit_difference(self, other: FrechetFigures) -> tuple[float, Interval | None]:
         """The paired difference with infinitely many images, and its interval of 95 %; both ends hold for all scales.
+
+        With heavy tails a few images say how scales relate, so that relation must be found again without each class, and
+        the standard error rests on few classes: `Estimate.interval` then has as many degrees of freedom as these.
 
         Args:
             other: the figures of other images of the same prompts and latents, to the same reference.
         """
         ends = [self.least - other.least, self.most - other.most]
-        intervals = [end.interval() for end in ends]
+        heavy = max(self.kurtosis, other.kurtosis) > HEAVY
+        if heavy:
+            refits = (self.refits - other.refits)[:, None]
+            ends = [Estimate(end.value, torch.cat((end.moves, moves))) for end, moves in zip(ends, refits, strict=True)]
+        intervals = [end.interval(heavy=heavy) for end in ends]
         known = [interval for interval in intervals if interval is not None]
         value = (ends[0].value + ends[1].value) / 2
         return value, (min(low for low, _ in known), max(high for _, high in known)) if known else None
@@ -141,21 +155,49 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
     published = length + trace + constant - 2 * spectrum.root / free.sqrt()
     alike = not len(spectrum.values)  # as far as the reference varies, too
     one = torch.ones_like(spectrum.scales)
-    ratio = one if alone or alike else left.outside * (free - spectrum.phi) / spectrum.phi
+    ratio = one if alone or alike else left.outside.sum(0) / count * (free - spectrum.phi) / spectrum.phi
     roots = _limit_roots(spectrum, spectrum.root, spectrum.phi, spectrum.slope, ratio, free, target.rank)
     limits = near.sum() / count + constant - 2 * roots
     if alone:
-        return FrechetFigures(*(Estimate(value.item(), slope[None]) for value in (published, *limits)))
+        figures = [Estimate(value.item(), slope[None]) for value in (published, *limits)]
+        return FrechetFigures(*figures, slope.expand(2, -1), left.kurtosis)
 
     rest = count - left.sizes
     root = spectrum.root - integral(spectrum.scales, spectrum.slope - left.slope)
     moved = length - 2 * left.along / rest + left.sums / rest.square()
     spread = (trace * free - left.squares - left.sums / rest) / (rest - 1)
     published_without = moved + spread + constant - 2 * root / (rest - 1).sqrt()
-    roots = _limit_roots(spectrum, root, left.phi, left.slope, ratio, rest - 1, target.rank)
-    limits_without = (near.sum() - near) / rest + constant - 2 * roots
-    figures = ((published, published_without), *zip(limits, limits_without, strict=True))
-    return FrechetFigures(*(Estimate.jackknife(value.item(), without, slope) for value, without in figures))
+    near_without = (near.sum() - near) / rest + constant
+
+    def limits_without(ratio: Tensor) -> Tensor:
+        return near_without - 2 * _limit_roots(spectrum, root, left.phi, left.slope, ratio, rest - 1, target.rank)
+
+    withouts = (published_without, *limits_without(ratio))
+    figures = [
+        Estimate.jackknife(value.item(), without, slope)
+        for value, without in zip((published, *limits), withouts, strict=True)
+    ]
+    refits = left_out(limits_without(_ratio_without(left, spectrum.phi, rest)))
+    return FrechetFigures(*figures, refits, left.kurtosis)
+
+
+def _ratio_without(left: ByClass, phi: Tensor, rest: Tensor) -> Tensor:
+    """Return the ratio of k to t / (free - phi) without each class, `[g, q]`.
+
+    Images that are left lie further outside without the class. With H(gc) the products of two classes seen at a scale,
+    P = (1 - H)^(-1) and one image each, by H(gc)^2 P(g)^2 P(c). Its sum over g is `inside` minus the fall of phi, but
+    for P(g)^2, of which a weighted mean stands here.
+
+    Args:
+        left: sums of all classes.
+        phi: degrees of freedom of all images, `[q]`.
+        rest: images without each class, `[g]`.
+    """
+    joint = (left.inside - (phi - left.phi)).clamp_min(0)
+    inverse = 1 + left.outside / left.sizes[:, None]  # P
+    raised = (inverse * joint).sum(0) / (joint / inverse).sum(0).clamp_min(EPS) * joint
+    outside = (left.outside.sum(0) - left.outside + raised) / rest[:, None]
+    return outside * (rest[:, None] - 1 - left.phi) / left.phi.clamp_min(EPS)
 
 
 def _limit_roots(
@@ -168,12 +210,12 @@ def _limit_roots(
         root: tr S^(1/2) of their scatter, `[...]`.
         phi: degrees of freedom, `[..., q]`.
         slope: their decrease, `[..., q]`.
-        ratio: of k to t / (free - phi), `[q]`.
+        ratio: of k to t / (free - phi), `[..., q]`.
         free: number of images minus 1, `[...]`.
         rank: of the reference's covariance.
     """
     free = free[..., None]
-    scales = ratio * spectrum.scales / (free - phi).clamp_min(torch.finfo(torch.float64).eps)
+    scales = ratio * spectrum.scales / (free - phi).clamp_min(EPS)
     sampled = spectrum.scales / free
     seen = root / free[..., 0].sqrt() + integral(scales, slope) - integral(sampled, slope)
     below = 2 / math.pi * scales[..., 0].sqrt() * (rank - phi[..., 0]).clamp_min(0)

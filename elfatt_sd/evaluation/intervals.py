@@ -63,8 +63,7 @@ class Estimate:
             without: `[g]`.
             slope: `[g]`.
         """
-        left_out = (without.mean() - without) * ((len(without) - 1) / len(without))
-        return cls(value, torch.stack((slope, left_out)))
+        return cls(value, torch.stack((slope, left_out(without))))
 
     def __sub__(self, other: Estimate) -> Estimate:
         """The paired difference of two figures of the same prompts and latents."""
@@ -85,17 +84,30 @@ class Estimate:
             return None
         return math.sqrt(self.moves.square().sum(1).max().item() * self.classes / (self.classes - 1))
 
-    def interval(self, *, least: float = -math.inf) -> Interval | None:
+    def interval(self, *, least: float = -math.inf, heavy: bool = False) -> Interval | None:
         """Interval of 95 % with Student's t for the figure's expectation; None with fewer than 2 classes.
 
         Args:
             least: what the figure cannot be below, such as 0 for a distance; the interval is cut there.
+            heavy: whether tails are heavy, so that few classes make the standard error: the degrees of freedom are then
+                as many as classes of equal moves would give it (Satterthwaite 1946).
         """
         error = self.standard_error()
         if error is None:
             return None
-        half = student_quantile(0.975, self.classes - 1) * error
+        freedom = self.classes - 1
+        if heavy and error:
+            squares = self.moves.square()
+            squares = squares[squares.sum(1).argmax()]
+            freedom = min(freedom, max(int(squares.sum() ** 2 / squares.square().sum()), 1))
+        half = student_quantile(0.975, freedom) * error
         return max(self.value - half, least), max(self.value + half, least)
+
+
+def left_out(without: Tensor) -> Tensor:
+    """Return what each class moves a figure `[..., g]`, by the figure without it (jackknife)."""
+    classes = without.shape[-1]
+    return (without.mean(-1, keepdim=True) - without) * ((classes - 1) / classes)
 
 
 def verdict(interval: Interval | None, classes: int, *, lower_is_better: bool = True) -> str:

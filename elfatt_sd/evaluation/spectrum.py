@@ -104,7 +104,9 @@ class ByClass:
         roots: part of the class in tr S^(1/2), `[g]`.
         phi: degrees of freedom without the class, `[g, q]`.
         slope: their decrease, `[g, q]`.
-        outside: mean of x^T (S_(-c) + t)^(-1) x over images x of class c, and all classes, `[q]`.
+        inside: sum of x^T (S + t)^(-1) x over images x of the class, `[g, q]`.
+        outside: sum of x^T (S_(-c) + t)^(-1) x over images x of the class, `[g, q]`.
+        kurtosis: of a feature, the largest of all.
     """
 
     sizes: Tensor
@@ -114,7 +116,9 @@ class ByClass:
     roots: Tensor
     phi: Tensor
     slope: Tensor
+    inside: Tensor
     outside: Tensor
+    kurtosis: float
 
 
 def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum, groups: Groups) -> ByClass:
@@ -130,11 +134,13 @@ def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum
     _, place, sizes = torch.unique(torch.as_tensor(groups), return_inverse=True, return_counts=True)
     count, scales = len(features), len(spectrum.scales)
     along, sums, squares, roots = torch.zeros(4, len(sizes), dtype=torch.float64)
-    phi, slope = torch.zeros(2, len(sizes), scales, dtype=torch.float64)
-    outside = torch.zeros(scales, dtype=torch.float64)
+    second, fourth = torch.zeros(2, len(mean), dtype=torch.float64)
+    phi, slope, inside, outside = torch.zeros(4, len(sizes), scales, dtype=torch.float64)
     for chosen, rows in _chunks(place, sizes, len(spectrum.values), scales):
         shape, rest = (*rows.shape, -1), count - rows.shape[1]
         centred = take(features, rows.flatten()) - mean
+        powers = centred.square()
+        second, fourth = second + powers.sum(0), fourth + powers.square().sum(0)
         seen = (centred @ spectrum.basis).reshape(shape)  # [g, m, r]
         centred = centred.reshape(shape)
         total = centred.sum(1)
@@ -144,10 +150,11 @@ def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum
             # without the class the mean moves, too: its part of the scatter is C^T (1 + 11^T / rest) C
             seen = seen + seen.mean(1, keepdim=True) * (math.sqrt(count / rest) - 1)
             large = 4 * rows.shape[1] > len(spectrum.values)
-            found, slope[chosen], far = (_anew if large else _downdated)(seen, spectrum)
+            inside[chosen] = seen.square().sum(1) @ spectrum.shares.T
+            found, slope[chosen], outside[chosen] = (_anew if large else _downdated)(seen, spectrum)
             phi[chosen] = torch.minimum(found, spectrum.most(rest - 1))
-            outside += far / count
-    return ByClass(sizes.to(torch.float64), along, sums, squares, roots, phi, slope, outside)
+    kurtosis = (fourth * count / second.square()).nan_to_num(0).max().item()  # NaN where a feature does not vary
+    return ByClass(sizes.to(torch.float64), along, sums, squares, roots, phi, slope, inside, outside, kurtosis)
 
 
 def _chunks(place: Tensor, sizes: Tensor, rank: int, scales: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -171,7 +178,7 @@ def _downdated(seen: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor, Tensor
     inverse = torch.linalg.inv(torch.eye(seen.shape[1], dtype=torch.float64) - here)
     moved = inverse @ once
     falls = (_trace(moved, moved) + _trace(inverse, twice), _trace(inverse, once), _trace(inverse, here))
-    return spectrum.phi - falls[1], spectrum.slope - falls[0], falls[2].sum(0)
+    return spectrum.phi - falls[1], spectrum.slope - falls[0], falls[2]
 
 
 def _products(seen: Tensor, weights: Tensor) -> Tensor:
@@ -193,7 +200,7 @@ def _trace(left: Tensor, right: Tensor) -> Tensor:
 
 def _anew(seen: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same as `_downdated` from an eigenproblem without each class, which is faster for a large class."""
-    phi, slope, outside = [], [], torch.zeros_like(spectrum.scales)
+    phi, slope, outside = [], [], []
     root = spectrum.values.sqrt()
     for rows in seen:
         added = root[:, None] * (rows.T @ rows) * root
@@ -202,5 +209,5 @@ def _anew(seen: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor, Tensor]:
         phi.append(shares.sum(1))
         slope.append((shares * (1 - shares)).sum(1))
         far = ((added @ vectors) * vectors).sum(0)
-        outside += (far / (values.clamp_min(0) + spectrum.scales[:, None])).sum(1)
-    return torch.stack(phi), torch.stack(slope), outside
+        outside.append((far / (values.clamp_min(0) + spectrum.scales[:, None])).sum(1))
+    return torch.stack(phi), torch.stack(slope), torch.stack(outside)

@@ -1,4 +1,4 @@
-"""ELFATT: half of the heads attends through agents, half inside blocks; eq. lepe2sd and lepe1sd of the paper."""
+"""ELFATT-SD: half of the heads attends through agents, half inside blocks; eq. lepe2sd and lepe1sd of the paper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Elfatt(Agents):
     """Global attention through agents and local attention inside blocks, each in a part of the heads or channels.
 
     In the first part `softmax(s2 Q A^T) softmax(s A K^T) V` with agents `A = Pooling(Q)`; in the other
-    `softmax(s Q_b K_b^T) V_b` inside block b (ELFATT, doi:10.1145/3746027.3754825).
+    `softmax(s Q_b K_b^T) V_b` inside block b (ELFATT-SD, of the appendix of doi:10.1145/3746027.3754825).
+    The paper's ELFATT for vision transformers has EFFATT in the place of agents, and LePE; both need training. The
+    paper does not give the number of agents, nor says whether Agent-SD's scale, shortcut and stride are kept: here
+    they are 64, the usual scale, none and 2.
 
     Its fields are those of `Agents`, where `block_order` also says which tokens share a block (see `Blocks`), and:
 
