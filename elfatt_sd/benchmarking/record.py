@@ -21,7 +21,7 @@ from elfatt_sd.benchmarking.rows import Results, make_exponents, make_rows
 from elfatt_sd.benchmarking.timing import Watch, time_in_turns
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory
-from elfatt_sd.files import write_json
+from elfatt_sd.files import is_hidden, write_json
 from elfatt_sd.measuring.clock import Call, now
 from elfatt_sd.measuring.machine import Bystanders, describe_machine
 from elfatt_sd.progress import Progress
@@ -273,7 +273,8 @@ def code_hash() -> str:
     digest = hashlib.sha256()
     files = {path.relative_to(package).with_suffix("").as_posix(): path for path in package.rglob("*.py")}
     for name, path in sorted(files.items()):
-        if not {*_NOT_TIMED} & {*name.split("/")} or name == "evaluation/errors":
+        parts = name.split("/")
+        if not any(map(is_hidden, parts)) and (not {*_NOT_TIMED} & {*parts} or name == "evaluation/errors"):
             digest.update(name.encode() + path.read_bytes())
     return digest.hexdigest()
 

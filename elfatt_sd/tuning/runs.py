@@ -156,8 +156,7 @@ class Runs:
         """
         for sample, playback in self._playbacks.items():
             if playback is not None:
-                with _eager(), playback.playing(playback.steps - 1):
-                    return self.draw(sample).seconds
+                return self._played(playback, playback.steps - 1, sample, None).seconds
         return 1.0
 
     def _shot(
@@ -172,7 +171,12 @@ class Runs:
         if sample not in self._playbacks:
             self.draw_recorded(sample)
         playback = self._playbacks[sample]
-        with _eager(), contextlib.nullcontext() if playback is None else playback.playing(step):
+        return self._shot(sample, config) if playback is None else self._played(playback, step, sample, config)
+
+    def _played(self, playback: Playback, step: int, sample: Sample, config: PatchConfig | None) -> Shot:
+        """Draw an image of which some steps are not computed, and do not count as done."""
+        self.steps_done -= step
+        with _eager(), playback.playing(step):
             return self._shot(sample, config)
 
     def _shot_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> Shot:
