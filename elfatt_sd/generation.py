@@ -26,7 +26,7 @@ from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.devices import memory_counters
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.measuring.clock import Spread, busy, ratios, times_as_fast
-from elfatt_sd.patch import apply_patch, restored
+from elfatt_sd.patch import apply_patch, plan, restored, tell_slower
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.request import SCHEDULERS, Request, scheduler_class
 from elfatt_sd.running import (
@@ -211,7 +211,10 @@ class Studio:
     def patched(self) -> Iterator[None]:
         """Have the pipeline patched within a `with` block."""
         with restored(self.pipe):
-            apply_patch(self.pipe, self.request.config, autotune=self.request.autotune)
+            request = self.request
+            apply_patch(self.pipe, request.config, autotune=request.autotune)
+            if (request.height or request.width) and not request.autotune:
+                tell_slower(plan(self.pipe, request.config, height=request.height, width=request.width))
             yield
 
     def warm_up(self) -> None:

@@ -84,13 +84,15 @@ def tune(
     from elfatt_sd.patch import patches_of, remove_patch, restored
     from elfatt_sd.presets import method_named
     from elfatt_sd.request import check_run
-    from elfatt_sd.running import check_steps, tell_cut_prompts
+    from elfatt_sd.running import check_steps, taken, tell_cut_prompts
     from elfatt_sd.tuning.asked import Budget, check_closeness, check_images, measure_named
     from elfatt_sd.tuning.runs import Runs, Settings
     from elfatt_sd.tuning.search import Search
     from elfatt_sd.tuning.store import Store
 
     main_denoiser(pipe)
+    if not {"prompt", "num_inference_steps"} <= taken(pipe).keys():
+        raise ElfattError(f"a {type(pipe).__name__} cannot be tuned; give a pipeline that is called with a prompt.")
     budget = Budget(closeness, speed, memory)
     check_run(steps, guidance, seed, height, width)
     check_images(prompts, images, frames)

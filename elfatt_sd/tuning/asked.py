@@ -74,7 +74,7 @@ def check_closeness(metric: Metric | Compare, closeness: float | None) -> None:
     least, most = _RANGES.get(metric, (0.0, math.inf))
     if not least <= closeness <= most:
         span = f"{least:g} at least" if closeness < least else f"{most:g} at most"
-        near = " in dB: 8-bit images that are not identical end near 60 to 90" * (metric == "psnr")
+        near = " (in dB; 8-bit images that are not identical end near 60 to 90)" * (metric == "psnr")
         raise ElfattError(f"closeness={closeness:g} is not accepted; metric={metric!r} gives {span}{near}.")
 
 

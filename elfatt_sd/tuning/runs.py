@@ -164,7 +164,9 @@ class Runs:
     ) -> Shot:
         with restored(self.pipe):
             if config is not None:
-                apply_patch(self.pipe, config)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", ".* expected to be slower")  # that is what is measured here
+                    apply_patch(self.pipe, config)
             return self._shot_as_is(sample, end_step)
 
     def _shot_from(self, step: int, sample: Sample, config: PatchConfig) -> Shot:
