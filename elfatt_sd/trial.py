@@ -220,7 +220,7 @@ class Trial:
 
     def busy(self) -> str:
         """Return what to say where the times do not count; empty otherwise."""
-        return busy(self._times.values())
+        return busy(row.times for row in self.rows)
 
     def write(self, folder: Path) -> Path:
         """Write the strip as PNG, and a JSON file next to it, and return the path of the strip."""
