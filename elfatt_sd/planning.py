@@ -94,8 +94,10 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
 
 
 def _makes_clips(pipe: Any) -> bool:
-    """Tell whether a pipeline, or a bare UNet, of which no configuration tells the frames, takes some."""
-    return "UNet2D" not in type(unwrap(pipe)).__name__ if isinstance(pipe, nn.Module) else "num_frames" in taken(pipe)
+    """Tell whether a pipeline, or a bare UNet, whose configuration says nothing of frames, takes some."""
+    if not isinstance(pipe, nn.Module):
+        return "num_frames" in taken(pipe)
+    return any(word in type(unwrap(pipe)).__name__ for word in ("3D", "Motion", "Temporal", "I2V"))
 
 
 def frames_to_one(pipe: Any) -> int:
