@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -133,7 +133,7 @@ def class_names(take_over: Any) -> tuple[str, ...]:
     Raises:
         ElfattError: it is something else.
     """
-    given = [take_over] if isinstance(take_over, str | type) else list(take_over)
+    given = take_over if isinstance(take_over, Iterable) and not isinstance(take_over, str | type) else [take_over]
     names = tuple(each.__name__ if isinstance(each, type) else each for each in given)
     if not all(isinstance(name, str) for name in names):
         raise ElfattError(f"take_over={take_over!r} is not accepted; give names of processors' classes.")

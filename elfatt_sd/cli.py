@@ -132,7 +132,8 @@ def generate(
 
     results = []
     studio = Studio(pipe, request, out)
-    with progress(request.num_images * len(prompts)) as (studio.on_step, on_image):
+    images = request.num_images * len(prompts)
+    with progress(images, 2 * images + 1 if compare else images) as (studio.on_step, on_image):
         for result in studio.results():
             results.append(result.without_picture())  # there may be more than memory holds
             on_image(result)

@@ -34,9 +34,11 @@ MARKS = {
 
 
 @contextmanager
-def progress(images: int) -> Iterator[tuple[Callable[[int, int], None], Callable[[Drawn], None]]]:
-    """Show how far the steps of all images are, and print each image."""
-    finished = 0
+def progress(
+    images: int, drawings: int | None = None
+) -> Iterator[tuple[Callable[[int, int], None], Callable[[Drawn], None]]]:
+    """Show how far the steps of all images are, and print each image; a comparison draws more of them than it has."""
+    total, finished, drawn = drawings or images, 0, 0
 
     def on_image(result: Drawn) -> None:
         nonlocal finished
@@ -44,20 +46,20 @@ def progress(images: int) -> Iterator[tuple[Callable[[int, int], None], Callable
         print_result(result)
 
     def on_step(step: int, steps: int) -> None:
-        tell(f"image {finished + 1} of {images}", finished * steps + step, images * steps)
+        nonlocal drawn
+        tell(f"image {min(finished + 1, images)} of {images}", drawn * steps + step, total * steps)
+        drawn += step == steps
 
     with progress_of("steps", at_once=False) as tell:
         yield on_step, on_image
 
 
 def print_result(result: Drawn) -> None:
-    """Print where an image lies, and warn of one that is flat."""
-    from elfatt_sd.pictures import is_flat
-
+    """Print where an image lies, and what is wrong with it."""
     print(result.summary())
     sys.stdout.flush()
-    if is_flat(result.picture):
-        complain(f"{result.name} is one flat colour: an overflow (try --dtype float32) or a safety checker", "warning")
+    if result.fault:
+        complain(f"{result.name}: {result.fault}", "warning")
 
 
 def print_trial(trial: Trial, path: Path) -> None:

@@ -14,12 +14,13 @@ from PIL import Image
 
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.console import in_plain_words
-from elfatt_sd.generation import OnStep, Shot, Studio, why_unchanged
+from elfatt_sd.generation import OnStep, Studio, fault_of_pair, why_unchanged
 from elfatt_sd.measuring.clock import ratios
 from elfatt_sd.patch import plan
 from elfatt_sd.pictures import psnr
 from elfatt_sd.presets import method_named
 from elfatt_sd.request import Request
+from elfatt_sd.running import Shot
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Demo:
             file: a saved configuration, such as a tuned one, in place of the method.
             steps: denoising steps; None takes the model's own.
             seed: of both images.
-            on_step: told after every step how many are done, and of how many, over both images and their warm-up.
+            on_step: told after every step how many are done, and of how many, over both images.
 
         Raises:
             ElfattError: the model, the prompt, the method or the file is not accepted.
@@ -110,31 +111,26 @@ class Demo:
             warnings.simplefilter("always")
             before, after = self._shots(Studio(pipe, request, Path()), on_step)
         said = dict.fromkeys(str(warning.message) for warning in told if "elfatt-sd" in str(warning.message))
-        decibel, ratio = psnr(before.picture, after.picture), ratios([before.seconds], [after.seconds])[0]
-        if math.isfinite(decibel):
+        pictures = before.frames[0], after.frames[0]
+        decibel, ratio = psnr(*pictures), ratios([before.seconds], [after.seconds])[0]
+        if fault := fault_of_pair(before, after):
+            figures = f"Not compared: {fault}."
+        elif math.isfinite(decibel):
             figures = f"{ratio:.2f} times as fast as untouched (one image each, in turn, after a warm-up); "
             figures += f"PSNR {decibel:.1f} dB."
         else:
             figures = why_unchanged(request.config, len(pipe.scheduler.timesteps))
-        planned = plan(pipe, request.config, height=before.picture.height, width=before.picture.width)
-        return Pair(before.picture, after.picture, " ".join([figures, *said]), str(planned))
+        planned = plan(pipe, request.config, height=pictures[0].height, width=pictures[0].width)
+        return Pair(*pictures, " ".join([figures, *said]), str(planned))
 
     def _shots(self, studio: Studio, on_step: OnStep) -> tuple[Shot, Shot]:
         """Draw untouched and patched, after a warm-up of each."""
         prompt, seed = studio.request.prompts[0], studio.request.seed
-        short = min(2, studio.steps)
-        total = 2 * (short + studio.steps)
-
-        def tell_from(done: int) -> None:
-            studio.on_step = lambda step, _: on_step(done + step, total)
-
-        tell_from(0)
         studio.warm_up()
         with studio.patched():
-            tell_from(short)
             studio.warm_up()
-        tell_from(2 * short)
+        studio.on_step = lambda step, steps: on_step(step, 2 * steps)
         before = studio.draw(prompt, seed)
         with studio.patched():
-            tell_from(2 * short + studio.steps)
+            studio.on_step = lambda step, steps: on_step(steps + step, 2 * steps)
             return before, studio.draw(prompt, seed)

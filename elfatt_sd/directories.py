@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.files import visible
 
 if TYPE_CHECKING:
     pass
@@ -45,7 +46,7 @@ def check_directory(path: Path, given: Collection[str], allow_pickle: bool, vari
 
 def _damage(part: Path, kind: str) -> str:
     """Return what is wrong with the folder of a part of some class; empty where nothing is seen."""
-    files = [file.name for file in part.iterdir()]
+    files = [file.name for file in visible(part.iterdir())]
     if not files:
         return f"{part.name} is empty"
     if kind.startswith(_WITH_VOCABULARY) and not any(file.endswith(_VOCABULARY) for file in files):
@@ -76,7 +77,7 @@ def _check_variant(path: Path, found: dict[str, set[str]], variant: str | None) 
 
 def _variants(part: Path) -> Iterator[str]:
     """Yield the variants of the weights in a part's folder; the empty one for weights without."""
-    for file in part.glob("*.safetensors"):
+    for file in visible(part.glob("*.safetensors")):
         found = _VARIANT.search(file.name)
         yield found[1] if found else ""
 
@@ -109,7 +110,7 @@ def _index(path: Path) -> dict[str, Any]:
 
 def _advice(path: Path) -> str:
     """Return what to give in place of a directory that is not a pipeline's."""
-    files = sorted(file.name for file in path.iterdir())
+    files = [file.name for file in visible(path.iterdir())]
     checkpoints = [name for name in files if name.endswith(".safetensors")]
     if (path.absolute().parent / INDEX).is_file():
         return f"it is one part of a pipeline, so give {path.absolute().parent}"
@@ -125,5 +126,5 @@ def _advice(path: Path) -> str:
 
 
 def _only_pickles(part: Path) -> bool:
-    suffixes = {file.suffix for file in part.iterdir()}
+    suffixes = {file.suffix for file in visible(part.iterdir())}
     return bool(suffixes & PICKLES) and ".safetensors" not in suffixes

@@ -23,7 +23,18 @@ _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9¹²³])(\..*)?", re.IGNO
 _LEAST = 4096  # bytes that a folder has room for
 _LONGEST_NAME = 160  # bytes; file systems take 255, and names get endings
 _PLAIN_LIST = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s+\]")  # of numbers; a line break stands in no JSON string
+_SYSTEMS = frozenset(("thumbs.db", "desktop.ini", "__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found"))
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def is_hidden(name: str) -> bool:
+    """Tell a file or folder that is nobody's own: hidden, or left behind by a system, a NAS or an editor."""
+    return name.startswith(".") or name.lower() in _SYSTEMS
+
+
+def visible(paths: Iterable[Path]) -> list[Path]:
+    """Return those that are not hidden, in order."""
+    return sorted(path for path in paths if not is_hidden(path.name))
 
 
 def is_plain_name(name: str) -> bool:

@@ -7,7 +7,6 @@ import json
 import math
 import platform
 import re
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,28 +25,27 @@ from elfatt_sd.budget import check_fits
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.devices import memory_counters
 from elfatt_sd.files import atomic_file, write_json
-from elfatt_sd.measuring.clock import Spread, Stopwatch, busy, ratios, times_as_fast
-from elfatt_sd.measuring.memory import PeakMeter
-from elfatt_sd.patch import apply_patch, restored
+from elfatt_sd.measuring.clock import Spread, busy, ratios, times_as_fast
+from elfatt_sd.patch import apply_patch, plan, restored, tell_slower
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.request import SCHEDULERS, Request, scheduler_class
 from elfatt_sd.running import (
+    Shot,
     check_steps,
     check_text_to_image,
     dimensions_of,
+    draw,
     exact_size,
     guidance_options,
     guides,
     own_settings,
     rows_of,
     taken,
-    text_room,
-    watched,
+    tell_cut_prompts,
 )
 from elfatt_sd.schedulers import scheduler_like
 
 OnStep = Callable[[int, int], None]
-NAMED = 5  # prompts that are cut off, each in a line of its own
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,10 @@ class Drawn(Protocol):
     def name(self) -> str:
         """What to call it."""
 
+    @property
+    def fault(self) -> str:
+        """What is wrong with it, in a sentence; empty otherwise."""
+
     def summary(self) -> str:
         """Return what to print."""
 
@@ -89,6 +91,7 @@ class Result:
         untouched: prompt to image without the method, before and after it, where both were drawn.
         psnr_db: of the method's image against the untouched one, where both were drawn.
         unchanged: what to say where both are identical; empty otherwise.
+        fault: which image is none, and why; empty otherwise.
     """
 
     path: Path
@@ -98,6 +101,7 @@ class Result:
     untouched: tuple[float, ...] = ()
     psnr_db: float | None = None
     unchanged: str = ""
+    fault: str = ""
 
     @property
     def name(self) -> str:
@@ -109,8 +113,8 @@ class Result:
         if not self.untouched:
             return f"{self.path}\n  {self.seconds:.2f} s"
         times = f"untouched {self.untouched_seconds:.2f} s, patched {self.seconds:.2f} s"
-        if self.unchanged:
-            return f"{self.path}\n  {self.unchanged} ({times})"
+        if self.fault or self.unchanged:
+            return f"{self.path}\n  {self.unchanged or 'not compared'} ({times})"
         speed = Spread.over(ratios(self.untouched, [self.seconds] * 2)).words()
         told = f"\n  {text}" if (text := busy([self.untouched])) else ""
         return (
@@ -126,15 +130,6 @@ class Result:
     def untouched_seconds(self) -> float | None:
         """Prompt to image without the method, as the mean of before and after."""
         return mean(self.untouched) if self.untouched else None
-
-
-@dataclass(frozen=True)
-class Shot:
-    """An image, the seconds from prompt to image, and the peak of memory meanwhile."""
-
-    picture: Image.Image
-    seconds: float
-    memory: PeakMemory
 
 
 @dataclass
@@ -181,7 +176,7 @@ class Studio:
             images = len(request.prompts) * request.num_images * (1 + request.compare)
             rows = rows_of(self.pipe, self.guidance)
             check_fits(self.pipe, request.height, request.width, steps=self.steps, images=images, rows=rows)
-        self._warn_of_cut_prompts()
+        tell_cut_prompts(self.pipe, (*request.prompts, request.negative_prompt or ""))
         self.pipe.set_progress_bar_config(disable=True)
 
     def _check_negative_prompt(self) -> None:
@@ -189,14 +184,6 @@ class Studio:
             raise ElfattError(f"negative_prompt is not accepted; {type(self.pipe).__name__} has none.")
         if self.guidance is not None and self.guidance <= 1:
             warnings.warn(f"negative_prompt has no effect with guidance={self.guidance:g}.", stacklevel=3)
-
-    def _warn_of_cut_prompts(self) -> None:
-        prompts = dict.fromkeys((*self.request.prompts, self.request.negative_prompt or ""))
-        cut = [text for prompt in prompts if (text := cut_off(self.pipe, prompt))]
-        for text in cut[:NAMED]:
-            warnings.warn(text, stacklevel=4)
-        if len(cut) > NAMED:
-            warnings.warn(f"{len(cut) - NAMED} more prompts are cut off", stacklevel=4)
 
     def results(self) -> Iterator[Result]:
         """Draw, write and yield one image after the other; what is written stays, whatever happens later."""
@@ -224,14 +211,17 @@ class Studio:
     def patched(self) -> Iterator[None]:
         """Have the pipeline patched within a `with` block."""
         with restored(self.pipe):
-            apply_patch(self.pipe, self.request.config, autotune=self.request.autotune)
+            request = self.request
+            apply_patch(self.pipe, request.config, autotune=request.autotune)
+            if (request.height or request.width) and not request.autotune:
+                tell_slower(plan(self.pipe, request.config, height=request.height, width=request.width))
             yield
 
     def warm_up(self) -> None:
         """Run the pipeline as it is for two steps, so that what comes next does not pay for a first call."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is said of so short a run does not hold for the whole one
-            self.draw(self.request.prompts[0], self.request.seed, min(2, self.steps))
+            self._draw(self.request.prompts[0], self.request.seed, min(2, self.steps), lambda step, steps: None)
 
     def _warm_up_both(self) -> None:
         self.warm_up()
@@ -240,50 +230,49 @@ class Studio:
 
     def _single(self, prompt: str, seed: int) -> Result:
         shot = self.draw(prompt, seed)
-        path = write_image(free_name(self.folder, prompt), shot.picture, self._record(prompt, seed, shot))
-        return Result(path, shot.picture, shot.seconds, shot.memory)
+        picture, record = shot.frames[0], self._record(prompt, seed, shot)
+        path = write_image(free_name(self.folder, prompt), picture, record)
+        return Result(path, picture, shot.seconds, self._memory(shot), fault=shot.fault and f"the image {shot.fault}")
 
     def _compare(self, prompt: str, seed: int, after: Shot, before: Shot, again: float) -> Result:
-        untouched, decibel = (before.seconds, again), psnr(before.picture, after.picture)
+        untouched, pictures = (before.seconds, again), [before.frames[0], after.frames[0]]
+        method, decibel = self.request.config.method, psnr(*pictures)
         ratio = mean(untouched) / after.seconds
-        speed = times_as_fast(ratio, bool(busy([untouched])))
+        speed = times_as_fast(f"{ratio:.2f}", bool(busy([untouched])))
         unchanged, details = "", f"{speed}, PSNR {decibel:.1f} dB"
-        if not math.isfinite(decibel):
+        fault = fault_of_pair(before, after)
+        if fault:
+            details = "not compared: no image"
+        elif not math.isfinite(decibel):
             calls = len(self.pipe.scheduler.timesteps)
             unchanged = why_unchanged(self.request.config, calls)
             details = "identical: it changed nothing in this run"
-        method = self.request.config.method
         captions = [(f"untouched, {mean(untouched):.2f} s", ""), (f"{method}, {after.seconds:.2f} s", details)]
-        sheet = side_by_side([before.picture, after.picture], captions, title=prompt)
+        sheet = side_by_side(pictures, captions, title=prompt)
         record = self._record(prompt, seed, after) | {
             "untouched_seconds": mean(untouched),
             "speed_ratio": ratio,
             "speed_ratios": list(ratios(untouched, [after.seconds] * 2)),
-            "psnr_db": decibel if math.isfinite(decibel) else None,
-            "identical": not math.isfinite(decibel),
+            "psnr_db": None if fault or unchanged else decibel,
+            "identical": bool(unchanged),
             "timing": "one run between two untouched ones, after a warm-up of two steps",
         }
         path = write_image(free_name(self.folder, prompt), sheet, record)
-        return Result(path, after.picture, after.seconds, after.memory, untouched, decibel, unchanged)
+        return Result(path, pictures[1], after.seconds, self._memory(after), untouched, decibel, unchanged, fault)
 
-    def draw(self, prompt: str, seed: int, steps: int | None = None) -> Shot:
+    def draw(self, prompt: str, seed: int) -> Shot:
         """Draw one image with the pipeline as it is.
 
         Args:
             prompt: what is drawn.
             seed: of its latent.
-            steps: denoising steps; None takes the request's.
         """
-        request, device = self.request, torch.device(self.pipe.device)
-        asked = steps or self.steps
-        given = guidance_options(self.pipe, self.guidance, request.negative_prompt)
-        given |= exact_size(self.pipe, request.height, request.width)
-        meter = PeakMeter(device)
-        with watched(self.pipe, asked, self.on_step), Stopwatch(device) as watch:
-            output = self.pipe(
-                prompt=prompt, num_inference_steps=asked, generator=torch.Generator().manual_seed(seed), **given
-            )
-        return Shot(output.images[0], watch.seconds, PeakMemory(meter.read(), peak_in_words(device)))
+        return self._draw(prompt, seed, self.steps, self.on_step)
+
+    def _draw(self, prompt: str, seed: int, steps: int, on_step: OnStep) -> Shot:
+        given = guidance_options(self.pipe, self.guidance, self.request.negative_prompt)
+        given |= exact_size(self.pipe, self.request.height, self.request.width)
+        return draw(self.pipe, prompt, seed, steps, given, on_step)
 
     def record(self, prompt: str, seed: int, picture: Image.Image) -> dict[str, Any]:
         """Return what an image depends on, as plain data."""
@@ -307,8 +296,12 @@ class Studio:
         }
 
     def _record(self, prompt: str, seed: int, shot: Shot) -> dict[str, Any]:
-        measured = {"seconds": shot.seconds, "peak_memory_bytes": shot.memory.size, "peak_memory": shot.memory.what}
-        return self.record(prompt, seed, shot.picture) | measured
+        memory = self._memory(shot)
+        measured = {"seconds": shot.seconds, "peak_memory_bytes": memory.size, "peak_memory": memory.what}
+        return self.record(prompt, seed, shot.frames[0]) | measured
+
+    def _memory(self, shot: Shot) -> PeakMemory:
+        return PeakMemory(shot.peak, peak_in_words(torch.device(self.pipe.device)))
 
 
 def write_image(path: Path, picture: Image.Image, record: dict[str, Any]) -> Path:
@@ -367,18 +360,10 @@ def make_scheduler(name: str, own: Any) -> Any:
         ) from error
 
 
-def cut_off(pipe: Any, prompt: str) -> str:
-    """Return what to say of a prompt that is longer than the text encoder takes; empty where it is not."""
-    tokenizers = [getattr(pipe, name, None) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")]
-    rooms = [(text_room(pipe, tokenizer), tokenizer) for tokenizer in tokenizers if tokenizer is not None]
-    if not rooms:
-        return ""
-    room, tokenizer = max(rooms, key=lambda pair: pair[0])  # what another one cuts off, this one still reads
-    words = tokenizer(prompt, add_special_tokens=False, truncation=False, verbose=False).input_ids
-    if len(words) <= room:
-        return ""
-    lost = textwrap.shorten(tokenizer.decode(words[room:]).strip(), 120, placeholder=" ...")
-    return f"the text encoder takes {room} tokens, and the prompt has {len(words)}; cut off: {lost!r}"
+def fault_of_pair(untouched: Shot, patched: Shot) -> str:
+    """Say which of two images is none, so that they cannot be compared; empty otherwise."""
+    faults = {"the untouched image": untouched.fault, "the patched image": patched.fault}
+    return next((f"{name} {fault}" for name, fault in faults.items() if fault), "")
 
 
 def why_unchanged(config: PatchConfig, calls: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack, cast
@@ -77,7 +78,15 @@ def apply_patch(
         for name, denoiser in denoisers.items():
             Patch(config, autotune, names, schedule, denoiser, chosen[name]).install()
         tell_left_alone(chosen, config, names)
+        if not autotune:
+            tell_slower(make_plan(config, chosen, {}, input_grid(pipe)))
     return pipe
+
+
+def tell_slower(planned: Plan) -> None:
+    """Warn of a patch that is expected to slow a pipeline down."""
+    if planned.slower:
+        warnings.warn(f"elfatt-sd: {planned.config.method} is {planned.slower}.", stacklevel=3)
 
 
 def remove_patch(pipe: Pipeline) -> Pipeline:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
+Pixels = npt.NDArray[np.floating[Any]]
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 INK, FAINT, PAPER = (24, 24, 27), (96, 96, 104), (255, 255, 255)
 MARGIN = 16  # pixels around everything
@@ -74,9 +77,20 @@ def psnr(first: Image.Image, second: Image.Image) -> float:
     return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
 
 
-def is_flat(picture: Image.Image) -> bool:
-    """Tell whether an image is one single colour, as after an overflow or behind a safety checker."""
-    return all(low == high for low, high in picture.convert("RGB").getextrema())  # type: ignore[misc]
+def fault_of(pixels: Pixels, flagged: bool = False) -> str:
+    """Return what is wrong with an image that no working pipeline makes, as the end of a sentence; empty otherwise.
+
+    Args:
+        pixels: `[..., 3]`, values from 0 to 255 of a whole image or clip.
+        flagged: whether a safety checker objected.
+    """
+    if not np.isfinite(pixels).all():
+        return "is not finite (NaN or infinity): give dtype float32 or bfloat16"
+    low, high = (each(pixels.reshape(-1, 3).round(), axis=0) for each in (np.min, np.max))
+    if (low < high).any():
+        return ""
+    cause = "the safety checker" if flagged else "an overflow (give dtype float32 or bfloat16), or a safety checker"
+    return f"is {'of one colour' if high.any() else 'black'}: {cause}"
 
 
 def _wrap(text: str, font: Font, width: int) -> list[str]:

@@ -107,6 +107,8 @@ def check_model(
     Raises:
         ElfattError: the model is not there, cannot be what `load_pipeline` takes, or lacks a part.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise ElfattError(f"model={model!r} is not accepted; give a name or a path.")
     path = EMBEDDED[str(model)].folder if str(model) in EMBEDDED else Path(model)
     if path.suffix.lower() in PICKLES and not allow_pickle:
         raise ElfattError(

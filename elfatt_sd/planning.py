@@ -9,6 +9,8 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from elfatt_sd.autotune import Decision, matching_uses
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.families import SelfAttention, family_of, main_denoiser, takes_steps, unwrap
@@ -18,6 +20,7 @@ from elfatt_sd.plans import Plan as Plan
 from elfatt_sd.plans import PlannedLayer, PlannedPhase
 from elfatt_sd.plans import giga as giga
 from elfatt_sd.plans import places as places
+from elfatt_sd.running import taken
 
 _ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 
@@ -68,7 +71,7 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
     """Return the grid of a denoiser's input for an image size in pixels (for a bare module: of the latent itself).
 
     Raises:
-        ElfattError: the size is not a positive multiple of the VAE's factor, or no video has so many frames.
+        ElfattError: the size is not a positive multiple of the VAE's factor, or nothing has so many frames.
     """
     module = unwrap(main_denoiser(pipe))
     family = family_of(module)
@@ -84,8 +87,17 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
     if frames is not None:
         if not isinstance(frames, numbers.Integral) or frames <= 0 or (frames - 1) % time:
             raise ElfattError(f"frames={frames!r} is not accepted; give a multiple of {time}, and 1 more.")
+        if frames > 1 and own.frames == 1 and not _makes_clips(pipe):
+            raise ElfattError(f"frames={frames!r} is not accepted; a {type(pipe).__name__} makes no clips.")
         length = (frames - 1) // time + 1
     return family.grid(module, Grid(length, *sides))
+
+
+def _makes_clips(pipe: Any) -> bool:
+    """Tell whether a pipeline, or a bare UNet, whose configuration says nothing of frames, takes some."""
+    if not isinstance(pipe, nn.Module):
+        return "num_frames" in taken(pipe)
+    return any(word in type(unwrap(pipe)).__name__ for word in ("3D", "Motion", "Temporal", "I2V"))
 
 
 def frames_to_one(pipe: Any) -> int:

@@ -193,6 +193,17 @@ class Plan:
         patched = sum(layer.patched for layer in self.layers)
         return f"{self.config.method}: patches {patched} of {len(self.layers)} self-attention layers"
 
+    @property
+    def slower(self) -> str:
+        """What to say where the patch needs more multiply-adds than exact attention; empty otherwise."""
+        before, after = self.multiply_adds_before, self.multiply_adds_after
+        if after <= before:
+            return ""
+        return (
+            f"expected to be slower than untouched: {after / before:.2f} times the multiply-adds of self-attention at "
+            f"{self.grid}; take a larger image, or autotune=True, which leaves such layers alone"
+        )
+
     def summary(self) -> list[str]:
         """Return what happens in each phase, what it adds up to, of the whole call too, and whether the size pays."""
         rows = [
@@ -205,6 +216,7 @@ class Plan:
             f"self-attention of a call: {giga(self.multiply_adds_before)} G multiply-adds before, "
             f"{giga(self.multiply_adds_after)} G after on average ({fraction:.0%})"
         )
+        rows += [self.slower] if self.slower else []
         kept = self.kept_bytes
         if kept:
             what = "in 8 bits" if self.config.residuals == "fp8" else "in 16 bits"

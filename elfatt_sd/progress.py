@@ -50,7 +50,7 @@ class Lines:
         """Say how far a stage is, if it is time."""
         moment = time.monotonic()
         before, whole = self._last
-        if self._begun is None or done < before or before == whole:  # another count
+        if self._begun is None or done < before or before == whole or total != whole:  # another count
             self._begun = (done, moment)
         new, self._name, self._last = name != self._name, name, (done, total)
         if moment - self._said < self.every and not (new and self.at_once):

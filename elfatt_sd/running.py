@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, main_denoiser, unwrap
+from elfatt_sd.measuring.clock import Stopwatch
+from elfatt_sd.measuring.memory import PeakMeter
+from elfatt_sd.pictures import Pixels, fault_of
 from elfatt_sd.sizes import Dimensions
 from elfatt_sd.toy import EMBEDDED
 
@@ -156,6 +165,67 @@ def watched(pipe: Any, steps: int, on_step: Callable[[int, int], None]) -> Itera
             scheduler.step = own
 
 
+class Shot(NamedTuple):
+    """What a pipeline drew.
+
+    Attributes:
+        pixels: `[frames, height, width, 3]` from 0 to 255, before they are rounded.
+        seconds: from prompt to image.
+        peak: of memory meanwhile, in bytes; None where the system does not tell.
+        fault: what is wrong with it; see `pictures.fault_of`.
+    """
+
+    pixels: Pixels
+    seconds: float
+    peak: int | None
+    fault: str
+
+    @property
+    def frames(self) -> tuple[Image.Image, ...]:
+        """Its frames; an image has one."""
+        return tuple(map(Image.fromarray, np.nan_to_num(self.pixels).round().astype(np.uint8)))
+
+
+def draw(
+    pipe: Any, prompt: str, seed: int, steps: int, given: dict[str, Any], on_step: Callable[[int, int], None]
+) -> Shot:
+    """Draw one image, or clip, with a pipeline as it is, and look whether it is one.
+
+    Args:
+        pipe: the pipeline.
+        prompt: what is drawn.
+        seed: of its latent.
+        steps: denoising steps.
+        given: further arguments of the pipeline's call.
+        on_step: as for `watched`.
+
+    Raises:
+        ElfattError: the pipeline does not draw in RGB.
+    """
+    device, generator = torch.device(pipe.device), torch.Generator().manual_seed(seed)
+    meter = PeakMeter(device)
+    with torch.no_grad(), watched(pipe, steps, on_step), Stopwatch(device) as watch:
+        output = pipe(prompt=prompt, num_inference_steps=steps, generator=generator, output_type="np", **given)
+    pixels, fault = look_at(pipe, output)
+    return Shot(pixels, watch.seconds, meter.read(), fault)
+
+
+def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
+    """Return what a call of a pipeline gave, as `[frames, height, width, 3]` from 0 to 255, and what is wrong with it.
+
+    Raises:
+        ElfattError: it is no RGB image.
+    """
+    made = getattr(output, "frames", None)
+    made = output.images if made is None else made
+    arrays = made.movedim(-3, -1).float().cpu().numpy() if isinstance(made, torch.Tensor) else np.asarray(made)
+    if arrays.dtype.kind != "f" or arrays.ndim not in (4, 5) or arrays.shape[-1] != 3:
+        raise ElfattError(f"{type(pipe).__name__} gives {arrays.dtype} {list(arrays.shape)}; give one of RGB images.")
+    pixels: Pixels = (arrays.clip(0, 1) * 255).reshape(-1, *arrays.shape[-3:])
+    flagged = getattr(output, "nsfw_content_detected", None)
+    return pixels, fault_of(pixels, bool(flagged and any(flagged)))
+
+
 def check_text_to_image(pipe: Any) -> None:
     """Check that a pipeline draws an image from a prompt alone.
 
@@ -197,10 +267,39 @@ def _draws_without_image(pipe: Any) -> bool:
     return type(pipe) in AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values() and not hasattr(pipe, "controlnet")
 
 
-def text_room(pipe: Any, tokenizer: Any) -> int:
+def tell_cut_prompts(pipe: Any, prompts: Iterable[str]) -> None:
+    """Warn of prompts that are longer than a pipeline's text encoders take."""
+    tokenizers = [getattr(pipe, name, None) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")]
+    rooms = [(_room(pipe, each), each) for each in tokenizers if hasattr(each, "model_max_length")]
+    if rooms:  # what another one cuts off, the one with the most room still reads
+        tell_cut("prompts", prompts, *max(rooms, key=lambda pair: pair[0]))
+
+
+def _room(pipe: Any, tokenizer: Any) -> int:
     """Return how many tokens of a prompt a text encoder is given."""
     limit: Any = taken(pipe).get("max_sequence_length")
     longest = int(tokenizer.model_max_length)
     if limit is not None and isinstance(limit.default, int):
         longest = min(longest, limit.default)
     return longest - int(tokenizer.num_special_tokens_to_add())
+
+
+def tell_cut(what: str, texts: Iterable[str], room: int, tokenizer: Any) -> None:
+    """Warn, once for all, of texts that have more tokens than a text encoder takes.
+
+    Args:
+        what: the texts are called.
+        texts: they; each counts once.
+        room: tokens that it takes, without the special ones.
+        tokenizer: of the text encoder.
+    """
+    texts = list(dict.fromkeys(texts))
+    found = tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False).input_ids
+    cut = [tokens for tokens in found if len(tokens) > room]
+    if cut:
+        lost = textwrap.shorten(tokenizer.decode(cut[0][room:]).strip(), 120, placeholder=" ...")
+        warnings.warn(
+            f"elfatt-sd: {len(cut)} of {len(texts)} {what} are cut off: the text encoder takes {room} tokens, and the "
+            f"first of them has {len(cut[0])}, without {lost!r}",
+            stacklevel=3,
+        )

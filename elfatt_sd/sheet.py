@@ -140,7 +140,7 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
         rows: of all methods, untouched first.
     """
     untouched, *others = rows
-    faster = [row for row in others if row.speed > 1 and not row.unchanged and row.psnr_db >= LEAST]
+    faster = [row for row in others if row.speed > 1 and not (row.unchanged or row.fault) and row.psnr_db >= LEAST]
     if not faster:
         return [untouched]
     fastest, closest = max(faster, key=lambda row: row.speed), max(faster, key=lambda row: row.psnr_db)
@@ -151,4 +151,4 @@ def caption(line: Line, row: Row, busy: bool = False) -> tuple[str, str]:
     """Return the two lines below an image: what it is, and its figures; a speed only where the machine was idle."""
     if row.method == UNTOUCHED:
         return f"{line.model}, untouched", line.prompt
-    return row.label, f"{times_as_fast(row.speed, busy)}, PSNR {row.psnr_text()} dB"
+    return row.label, f"{times_as_fast(f'{row.speed:.2f}', busy)}, PSNR {row.psnr_text()} dB"

@@ -14,13 +14,14 @@ from typing import Any
 
 from PIL import Image
 
-from elfatt_sd.config import PatchConfig
-from elfatt_sd.generation import OnStep, Shot, Studio, free_name, why_unchanged, write_image
-from elfatt_sd.measuring.clock import Spread, Turn, interleave, ratios
+from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.generation import OnStep, Studio, free_name, why_unchanged, write_image
+from elfatt_sd.measuring.clock import Spread, Turn, busy, interleave, ratios, times_as_fast
 from elfatt_sd.patch import patched, remove_patch
 from elfatt_sd.pictures import psnr, side_by_side
 from elfatt_sd.presets import METHODS, UNTOUCHED, known_method
 from elfatt_sd.request import Request
+from elfatt_sd.running import Shot
 
 COLUMNS = 3  # images in a row of the strip
 WORTH = 1.05  # times as fast, in the slowest round, from which on a method is worth using
@@ -37,6 +38,7 @@ class Row:
         ratios: how many times as fast as untouched in the same round, or before and after it; 1 for untouched itself.
         psnr_db: of its image compared with the untouched one; infinity where they are identical.
         unchanged: what to say where they are identical; empty otherwise.
+        fault: why its image is none; empty otherwise.
     """
 
     method: str
@@ -45,6 +47,7 @@ class Row:
     ratios: tuple[float, ...]
     psnr_db: float
     unchanged: str = ""
+    fault: str = ""
 
     @property
     def label(self) -> str:
@@ -71,24 +74,27 @@ class Row:
         """Return how close it is."""
         if self.method == UNTOUCHED:
             return ""
+        if self.fault:
+            return "no image"
         return f"{self.psnr_db:.1f}" if math.isfinite(self.psnr_db) else "identical"
 
-    def caption(self) -> tuple[str, str]:
-        """Return its two lines in the strip."""
+    def caption(self, busy: bool = False) -> tuple[str, str]:
+        """Return its two lines in the strip; a speed only where the machine was idle."""
         name = f"{self.label}, {self.seconds:.2f} s"
         if self.method == UNTOUCHED:
             return name, ""
-        close = f"PSNR {self.psnr_text()} dB" if math.isfinite(self.psnr_db) else "identical"
-        return name, f"{self.speed_text()} times as fast, {close}"
+        close = self.psnr_text() if self.fault or self.unchanged else f"PSNR {self.psnr_text()} dB"
+        return name, f"{times_as_fast(self.speed_text(), busy)}, {close}"
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """An image that is done, for who shows progress."""
+    """An image that is done, for who shows progress; `fault` as for `Row`."""
 
     name: str
     picture: Image.Image
     seconds: float
+    fault: str
 
     def summary(self) -> str:
         """Return it for people."""
@@ -116,6 +122,7 @@ class Trial:
     warm: bool = False
     _pictures: dict[str, Image.Image] = field(default_factory=dict)
     _times: dict[str, list[float]] = field(default_factory=dict)
+    _faults: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check that the pipeline can do what is asked for.
@@ -137,6 +144,9 @@ class Trial:
 
         Args:
             on_step: as for `Studio`.
+
+        Raises:
+            ElfattError: the untouched image is none, so that nothing can be compared with it.
         """
         self._studio.on_step = on_step
         remove_patch(self.pipe)
@@ -144,11 +154,15 @@ class Trial:
         again = interleave((UNTOUCHED,), self._draw, (self.rounds,) * self.again)
         for turns in chain(rounds, again):
             for turn, shot in turns:
-                self._calls = len(self.pipe.scheduler.timesteps)
-                self._pictures.setdefault(turn.name, shot.picture)
+                if shot.fault and turn.name == UNTOUCHED:
+                    raise ElfattError(f"the untouched image {shot.fault}.")
+                self._calls, picture = len(self.pipe.scheduler.timesteps), shot.frames[0]
+                self._pictures.setdefault(turn.name, picture)
+                self._faults[turn.name] = shot.fault and f"the image {shot.fault}"
                 self._times.setdefault(turn.name, []).append(shot.seconds)
                 label = "untouched" if turn.name == UNTOUCHED else turn.name
-                yield Drawn(f"{label}, {self._round(turn.number)}", shot.picture, shot.seconds)
+                fault = self._faults[turn.name]
+                yield Drawn(f"{label}, {self._round(turn.number)}", picture, shot.seconds, fault)
 
     def _round(self, number: int) -> str:
         return f"round {number + 1} of {self.rounds}" if number < self.rounds else "again"
@@ -170,7 +184,8 @@ class Trial:
         decibel = psnr(self._pictures[UNTOUCHED], self._pictures[method])
         same = method != UNTOUCHED and not math.isfinite(decibel)
         reason = why_unchanged(self._configs[method], self._calls) if same else ""
-        return Row(method, self._pictures[method], tuple(times), self._ratios(method), decibel, reason)
+        given = self._pictures[method], tuple(times), self._ratios(method), decibel, reason
+        return Row(method, *given, self._faults[method])
 
     def _ratios(self, method: str) -> tuple[float, ...]:
         untouched, times = self._times[UNTOUCHED], self._times[method]
@@ -179,10 +194,12 @@ class Trial:
 
     def recommendation(self) -> str:
         """Return in a sentence which method to use here."""
-        others = [row for row in self.rows if row.method != UNTOUCHED and not row.unchanged]
+        others = [row for row in self.rows if row.method != UNTOUCHED and not (row.unchanged or row.fault)]
         faster = [row for row in others if min(row.ratios) >= WORTH]
         if not others:
             return "No method changed the image in this run: give more steps, or a larger image."
+        if told := self.busy():
+            return f"No recommendation: {told}."
         if not faster and any(row.speed >= WORTH for row in others):
             return (
                 "No recommendation: no method was faster in every round, as the times vary too much. Close what else "
@@ -201,10 +218,14 @@ class Trial:
             else f"{text}, and the fastest."
         )
 
+    def busy(self) -> str:
+        """Return what to say where the times do not count; empty otherwise."""
+        return busy(row.times for row in self.rows)
+
     def write(self, folder: Path) -> Path:
         """Write the strip as PNG, and a JSON file next to it, and return the path of the strip."""
-        rows, prompt = self.rows, self.request.prompts[0]
-        strip = side_by_side([row.picture for row in rows], [row.caption() for row in rows], prompt, COLUMNS)
+        rows, prompt, told = self.rows, self.request.prompts[0], bool(self.busy())
+        strip = side_by_side([row.picture for row in rows], [row.caption(told) for row in rows], prompt, COLUMNS)
         return write_image(free_name(folder, prompt), strip, self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
@@ -216,7 +237,7 @@ class Trial:
                 "method": row.method,
                 "seconds": list(row.times),
                 "speed_ratios": list(row.ratios),
-                "psnr_db": row.psnr_db if math.isfinite(row.psnr_db) else None,
+                "psnr_db": row.psnr_db if math.isfinite(row.psnr_db) and not row.fault else None,
                 "identical": bool(row.unchanged),
                 "config": self._configs[row.method].to_dict(),
             }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
@@ -23,6 +25,14 @@ def draw(model: Path, out: Path, *words: object) -> Result:
     result = call("generate", PROMPT, "--model", model, "--steps", 2, "--out", out, *words)
     assert result.exit_code == 0, result.output
     return result
+
+
+def break_decoder(pipe: Any, value: float) -> Any:
+    """Let a pipeline draw one value everywhere."""
+    with torch.no_grad():
+        for parameter in pipe.vae.decoder.conv_out.parameters():
+            parameter.fill_(value)
+    return pipe
 
 
 def files(folder: Path) -> list[str]:

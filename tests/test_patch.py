@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,15 @@ def test_targets_without_a_unet(target: Any) -> None:
     for function in (elfatt_sd.apply_patch, elfatt_sd.remove_patch, elfatt_sd.plan):
         with pytest.raises(ElfattError, match=r"has no UNet|cannot be patched"):
             function(target)
+
+
+@pytest.mark.parametrize("kind", [diffusers.StableDiffusionPipeline, diffusers.UNet2DConditionModel])
+def test_a_class_in_place_of_an_instance(kind: type) -> None:
+    tuning = functools.partial(elfatt_sd.tune, closeness=30)
+    functions: list[Any] = [elfatt_sd.apply_patch, elfatt_sd.remove_patch, elfatt_sd.plan, elfatt_sd.is_patched, tuning]
+    for function in (*functions, lambda target: elfatt_sd.patched(target).__enter__()):
+        with pytest.raises(ElfattError, match=f"{kind.__name__} is a class; give an instance"):
+            function(kind)
 
 
 def test_reused_matchings_are_computed_once(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:

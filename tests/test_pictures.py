@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from elfatt_sd.pictures import PAPER, is_flat, psnr, side_by_side
+from elfatt_sd.pictures import PAPER, fault_of, psnr, side_by_side
 
 
 def noise(seed: int, width: int = 64, height: int = 48) -> Image.Image:
@@ -37,7 +38,7 @@ def test_pictures_stand_side_by_side_unchanged_and_in_order() -> None:
 def test_every_caption_and_the_title_leave_ink() -> None:
     pictures = [Image.new("RGB", (200, 100), PAPER)] * 2
     empty = side_by_side(pictures, [("", ""), ("", "")])
-    assert is_flat(empty)
+    assert fault_of(np.asarray(empty, dtype=float)).startswith("is of one colour")
     captioned = np.asarray(side_by_side(pictures, [("sd", ""), ("", "2.0 s")])).min(axis=2) < 200
     assert captioned[100:, :208].any() and captioned[100:, 224:].any()
     assert not captioned[:100].any()
@@ -81,6 +82,22 @@ def test_psnr_of_a_known_error() -> None:
         psnr(grey, Image.new("RGB", (8, 9)))
 
 
-def test_flat_pictures_are_found() -> None:
-    assert is_flat(Image.new("RGB", (4, 4), (7, 8, 9)))
-    assert not is_flat(noise(2))
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda pixels: pixels * 0, "is black: an overflow"),
+        (lambda pixels: pixels * 0 + 0.4, "is black"),
+        (lambda pixels: pixels * 0 + [7, 8, 9], "is of one colour"),
+        (lambda pixels: np.where(pixels == pixels.max(), math.nan, pixels), "is not finite"),
+        (lambda pixels: np.where(pixels == pixels.max(), math.inf, pixels), "is not finite"),
+        (lambda pixels: pixels, ""),
+    ],
+)
+def test_what_is_no_image_is_said(change: Any, says: str) -> None:
+    pixels = np.random.default_rng(0).uniform(0, 255, (2, 4, 4, 3))
+    found = fault_of(change(pixels))
+    assert found.startswith(says) and bool(found) == bool(says)
+
+
+def test_the_safety_checker_is_named() -> None:
+    assert fault_of(np.zeros((1, 4, 4, 3)), flagged=True) == "is black: the safety checker"

@@ -74,6 +74,18 @@ def test_a_path_that_does_not_exist(model: str) -> None:
     refused(model, "does not exist; give 'toy' or 'toy-dit', a diffusers directory")
 
 
+@pytest.mark.parametrize("model", [None, 5, b"toy", ["toy"]])
+def test_what_is_no_name_and_no_path(model: Any) -> None:
+    with pytest.raises(ElfattError, match=f"{re.escape(f'model={model!r}')} is not accepted; give a name or a path"):
+        elfatt_sd.load_pipeline(model)
+
+
+def test_hidden_files_are_no_part_of_a_model(damaged: Path) -> None:
+    (damaged / "unet" / "._diffusion_pytorch_model.fp16.safetensors").write_bytes(b"a fork")
+    (damaged / "unet" / ".ipynb_checkpoints").mkdir()
+    assert elfatt_sd.load_pipeline(damaged, device="cpu").unet is not None
+
+
 @pytest.mark.parametrize("name", ["model.ckpt", "model.pt", "model.pth", "model.bin", "MODEL.CKPT"])
 @pytest.mark.parametrize("present", [True, False])
 def test_pickles_are_refused_before_they_are_opened(tmp_path: Path, name: str, present: bool) -> None:

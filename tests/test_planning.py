@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -194,6 +195,26 @@ def test_a_controlnet_counts_and_what_cannot_be_called_is_said(pipe: Any) -> Non
 def test_bad_sizes_are_one_line(pipe: Any, size: Any) -> None:
     with pytest.raises(elfatt_sd.ElfattError, match=r"height=.* is not accepted; give a positive multiple of 2"):
         elfatt_sd.plan(pipe, "tome", height=size)
+
+
+def test_frames_of_an_image_are_refused(pipe: Any) -> None:
+    for target in (pipe, pipe.unet):
+        with pytest.raises(elfatt_sd.ElfattError, match=f"frames=3 .*; a {type(target).__name__} makes no clips"):
+            elfatt_sd.plan(target, "tome", frames=3)
+        assert elfatt_sd.plan(target, "tome", frames=1).grid.frames == 1
+
+
+def test_a_patch_that_is_expected_to_slow_down_says_so(pipe: Any, recwarn: pytest.WarningsRecorder) -> None:
+    warnings.simplefilter("always")
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    elfatt_sd.apply_patch(pipe, "elfatt-quality", autotune=True)
+    elfatt_sd.plan(pipe, "elfatt-quality")
+    assert not recwarn
+    for enter in (elfatt_sd.apply_patch, lambda *given: elfatt_sd.patched(*given).__enter__()):
+        with pytest.warns(UserWarning, match=r"elfatt-quality is expected to be slower than untouched: 1\.\d\d times"):
+            enter(pipe, "elfatt-quality")
+    small, large = (elfatt_sd.plan(pipe, "elfatt-quality", height=side, width=side) for side in (32, 256))
+    assert small.slower in str(small) and not large.slower and "slower than untouched" not in str(large)
 
 
 def test_a_controlnet_alone_has_a_plan(pipe: Any) -> None:

@@ -47,6 +47,16 @@ def test_another_count_has_its_own_speed(clock: list[float]) -> None:
     ]
 
 
+def test_a_total_that_changes_has_its_own_speed(clock: list[float]) -> None:
+    """Steps of a shorter run say nothing of those to come."""
+    said: list[str] = []
+    tell = Lines(said.append, "steps", every=0, at_once=False)
+    for done, total, seconds in ((1, 24, 1), (2, 24, 1), (26, 300, 1), (27, 300, 10)):
+        clock[0] += seconds
+        tell("image", done, total)
+    assert said[-2:] == ["image: 26 of 300 steps done", "image: 27 of 300 steps done, about 0:45:30 left"]
+
+
 def test_nothing_is_said_of_what_is_quick(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with progress_of("steps", at_once=False) as tell:
         tell("image 1 of 1", 1, 2)

@@ -18,9 +18,17 @@ import tiny_transformers
 from checks import like
 
 from elfatt_sd import ElfattError, PatchConfig, budget
-from elfatt_sd.generation import Studio, cut_off
+from elfatt_sd.generation import Studio
 from elfatt_sd.request import Request
-from elfatt_sd.running import check_text_to_image, dimensions_of, guidance_options, rows_of, taken, watched
+from elfatt_sd.running import (
+    check_text_to_image,
+    dimensions_of,
+    guidance_options,
+    rows_of,
+    taken,
+    tell_cut_prompts,
+    watched,
+)
 from elfatt_sd.trial import try_methods
 
 
@@ -146,14 +154,17 @@ def test_rows_of_a_call(pipe: Any, pixart: Any) -> None:
 
 def test_the_longest_text_encoder_counts(pipe: Any) -> None:
     words = "a " * 100
-    assert "takes 75 tokens, and the prompt has 100" in cut_off(pipe, words)
+    with pytest.warns(UserWarning, match="1 of 2 prompts are cut off: the text encoder takes 75 tokens, and"):
+        tell_cut_prompts(pipe, [words, "b", words])
 
     class Two(SimpleNamespace):
         def __call__(self, prompt: Any, max_sequence_length: int = 90) -> None: ...
 
     roomy = copy.deepcopy(pipe.tokenizer)
     roomy.model_max_length = 512
-    assert "takes 88 tokens" in cut_off(Two(tokenizer=pipe.tokenizer, tokenizer_2=roomy), words)
+    with pytest.warns(UserWarning, match="takes 88 tokens"):
+        tell_cut_prompts(Two(tokenizer=pipe.tokenizer, tokenizer_2=roomy), [words])
+    tell_cut_prompts(Two(tokenizer=pipe.tokenizer, tokenizer_2=roomy), ["a " * 80])
 
 
 def test_guidance_that_a_model_does_not_take_is_told(tmp_path: Path) -> None:

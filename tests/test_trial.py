@@ -103,6 +103,11 @@ SLOW = Row("tome", PICTURE, (2.5,), (0.8, 1.2), 40.0)
         ([UNTOUCHED, SLOW], "Leave the pipeline untouched at this size"),
         ([UNTOUCHED, dataclasses.replace(SLOW, ratios=(0.8, 1.4))], "No recommendation: no method was faster in every"),
         ([UNTOUCHED, dataclasses.replace(CLOSE, unchanged="identical")], "No method changed the image in this run"),
+        ([UNTOUCHED, dataclasses.replace(FAST, fault="the image is black"), CLOSE], "Use elfatt (1.30 times as fast"),
+        (
+            [dataclasses.replace(UNTOUCHED, times=(19.0, 11.0)), CLOSE, FAST],
+            "No recommendation: the machine was busy: equal runs took 11.00 to 19.00 s",
+        ),
     ],
 )
 def test_recommendations(monkeypatch: pytest.MonkeyPatch, pipe: Any, rows: list[Row], says: str) -> None:
@@ -113,3 +118,5 @@ def test_recommendations(monkeypatch: pytest.MonkeyPatch, pipe: Any, rows: list[
 def test_captions() -> None:
     assert UNTOUCHED.caption() == ("untouched, 2.00 s", "")
     assert SLOW.caption() == ("tome, 2.50 s", "1.00 (0.80 to 1.20) times as fast, PSNR 40.0 dB")
+    assert SLOW.caption(busy=True)[1] == "machine busy, speed unknown, PSNR 40.0 dB"
+    assert dataclasses.replace(FAST, fault="the image is black").caption()[1] == "2.00 times as fast, no image"

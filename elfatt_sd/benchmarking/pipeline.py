@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import copy_structure, main_denoiser, step_denoisers
 from elfatt_sd.measuring.memory import peak_memory
 from elfatt_sd.pipelines import pick_device, pick_dtype
-from elfatt_sd.running import dimensions_of, exact_size
+from elfatt_sd.running import dimensions_of, exact_size, look_at
 
 
 def pipeline(
@@ -72,7 +73,8 @@ def pipeline(
     record.announce(len(sizes) * (repeats * len(twins) + len(measured)))
     for size in sizes:
         calls = {name: functools.partial(_run, each, inputs, size, steps) for name, each in twins.items()}
-        warm_up = {name: functools.partial(_run, each, inputs, size, min(steps, 5)) for name, each in twins.items()}
+        few = min(steps, 5)
+        warm_up = {name: functools.partial(_look, name, each, inputs, size, few) for name, each in twins.items()}
         key = {"size": size, "batch": batch}
         record.time(key, calls, repeats, warm_up=warm_up)
         for name in measured:
@@ -86,6 +88,12 @@ def twin(pipe: Any, variant: Variant) -> Any:
     for name, denoiser in step_denoisers(pipe).items():
         setattr(other, name, copy_structure(denoiser))
     return variant.install(other)
+
+
+def _look(name: str, pipe: Any, inputs: dict[str, Any], size: Size, steps: int) -> None:
+    """Run a pipeline, and warn where it draws no image."""
+    if fault := look_at(pipe, _run(pipe, inputs, size, steps))[1]:
+        warnings.warn(f"elfatt-sd: {name}: the image {fault}", stacklevel=2)
 
 
 def _run(pipe: Any, inputs: dict[str, Any], size: Size, steps: int) -> Any:

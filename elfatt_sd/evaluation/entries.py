@@ -9,8 +9,9 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
 from elfatt_sd.evaluation.decoding import is_image
+from elfatt_sd.files import is_hidden
 
-# Of what is meant as an image, whether it can be read or not; of what never is one; and what systems leave behind.
+# Of what is meant as an image, whether it can be read or not; of what never is one; and what nobody misses.
 SUFFIXES = re.compile(
     r"\.(apng|avif|bmp|dib|gif|hei[cf]|j2k|jfif|jp2|jpe?g?|jpf|jpx|jxl|p[bgnp]m|pcx|png|qoi|sgi|tga|tiff?|webp)"
 )
@@ -43,7 +44,7 @@ class Source:
         entries: the images.
         fingerprint: plain data that changes when the images do.
         read: returns the encoded bytes of an entry; safe to call from several threads.
-        left_out: names of files that are not images; without what tells of an image, such as `a.txt` next to `a.png`.
+        left_out: names of what is hidden or no image; without what tells of an image, such as `a.txt` next to `a.png`.
     """
 
     entries: Sequence[Entry]
@@ -80,7 +81,7 @@ def is_litter(name: str) -> bool:
 def sorted_out(
     files: Iterable[tuple[str, Place]], open_file: Callable[[Place], IO[bytes] | None]
 ) -> tuple[list[tuple[str, Place]], list[str]]:
-    """Tell images from other files, by their suffix and otherwise by their content.
+    """Tell images from other files, by their suffix and otherwise by their content; what is hidden is no image.
 
     Args:
         files: names and places.
@@ -94,7 +95,9 @@ def sorted_out(
     for name, place in sorted(files, key=lambda file: file[0]):
         if is_litter(name):
             continue
-        if ends(name, SUFFIXES) or (not ends(name, BESIDE) and _holds_image(place, open_file)):
+        if any(map(is_hidden, PurePosixPath(name).parts)):
+            others.append(name)
+        elif ends(name, SUFFIXES) or (not ends(name, BESIDE) and _holds_image(place, open_file)):
             images.append((name, place))
         else:
             others.append(name)

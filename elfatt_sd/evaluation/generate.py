@@ -44,6 +44,7 @@ from elfatt_sd.evaluation.run import Row, Run
 from elfatt_sd.files import write_file
 from elfatt_sd.optional import need
 from elfatt_sd.peers import packages_of
+from elfatt_sd.running import tell_cut_prompts
 
 Batches = Sequence[tuple[int, list[Prompt]]]  # with their numbers
 
@@ -81,6 +82,7 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True,
     _check_processes(environment, [row.cell for row in _pending(run)])
     run.check_environment(environment)
     if state.is_main_process:
+        tell_cut_prompts(pipe, [run.protocol.negative_prompt, *(prompt.text for prompt in run.prompts)])
         run.begin(environment)
         write_cost(run, pipe)
         take_over(run, reuse, functools.partial(print, file=sys.stderr) if show_progress else None)

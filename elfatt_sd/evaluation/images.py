@@ -17,12 +17,9 @@ from torch import Tensor
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
+from elfatt_sd.pictures import fault_of
 from elfatt_sd.running import check_steps, exact_size, guidance_options, taken
 from elfatt_sd.schedulers import scheduler_like
-
-
-class BadImage(ElfattError):
-    """An image that is black, of one colour, or not a number."""
 
 
 def denoiser(pipe: Any) -> Any:
@@ -182,13 +179,8 @@ def check_images(images: Tensor, indices: Sequence[int]) -> None:
         indices: their numbers, for the message.
 
     Raises:
-        BadImage: one holds NaN, is black, or has one colour only.
+        ElfattError: one is none; see `fault_of`.
     """
-    for index, image in zip(indices, images, strict=True):
-        low, high = (float(value) for value in torch.aminmax(image.float()))
-        if not (low > float("-inf") and high < float("inf")):
-            raise BadImage(f"image {index} is not finite (NaN or infinity); try dtype='float32' or 'bfloat16'")
-        if round(high * 255) == 0:
-            raise BadImage(f"image {index} is black")
-        if round(high * 255) == round(low * 255):
-            raise BadImage(f"image {index} has the single value {high:.3f}")
+    for index, image in zip(indices, images.movedim(-3, -1), strict=True):
+        if fault := fault_of(image.float().cpu().numpy() * 255):
+            raise ElfattError(f"image {index} {fault}")

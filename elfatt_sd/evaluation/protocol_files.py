@@ -14,7 +14,7 @@ from typing import Any
 
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Cell, Memory, Protocol, Time
-from elfatt_sd.files import read_plain
+from elfatt_sd.files import read_plain, visible
 from elfatt_sd.methods import attention_named
 from elfatt_sd.settings import RUN_SETTINGS, setting_names
 from elfatt_sd.typed import checked, refused
@@ -93,7 +93,7 @@ def _find(path_or_name: str | Path) -> Path:
         for folder in _FOLDERS:
             if (folder / f"{path}.toml").is_file():
                 return folder / f"{path}.toml"
-    known = sorted({file.stem for folder in _FOLDERS if folder.is_dir() for file in folder.glob("*.toml")})
+    known = sorted({file.stem for folder in _FOLDERS if folder.is_dir() for file in visible(folder.glob("*.toml"))})
     raise ElfattError(
         f"protocol {str(path)!r} does not exist; give a TOML file or one of: {', '.join(known) or 'none'}."
     )

@@ -19,7 +19,7 @@ from elfatt_sd import families, kernels, methods, peers
 from elfatt_sd.evaluation import first_steps, images
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.files import sha256_of_code, sha256_of_data, sha256_of_file
+from elfatt_sd.files import sha256_of_code, sha256_of_data, sha256_of_file, visible
 from elfatt_sd.measuring.machine import describe_machine
 
 _METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families
@@ -111,7 +111,7 @@ def code_hashes() -> dict[str, str]:
 
 def _kernel_sources() -> list[str]:
     """Return the code of kernels, which can be imported only where Triton is."""
-    return [path.read_text(encoding="utf-8") for path in sorted(Path(kernels.__file__).parent.glob("*.py"))]
+    return [path.read_text(encoding="utf-8") for path in visible(Path(kernels.__file__).parent.glob("*.py"))]
 
 
 def _tokens(pipe: Any, texts: Sequence[str]) -> list[Any]:

@@ -20,8 +20,8 @@ from elfatt_sd.evaluation.processes import process_state
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, differences
 from elfatt_sd.evaluation.records import Environment, Failure, MadeImage, RunRecord
-from elfatt_sd.files import is_full, nearest_existing, read_plain, write_file, write_json
-from elfatt_sd.locks import HOLDER_FILE, LOCK_FILE, folder_lock
+from elfatt_sd.files import is_full, is_hidden, nearest_existing, read_plain, visible, write_file, write_json
+from elfatt_sd.locks import folder_lock
 from elfatt_sd.typed import check_file, parse_json, read_typed
 
 RUN_FILE, SCORES_FILE, TIME_FILE, MEMORY_FILE = "run.json", "scores.json", "time.json", "memory.json"
@@ -79,7 +79,7 @@ class RowFolder:
         Raises:
             ElfattError: a list is damaged; the message names the line.
         """
-        lists = [self.manifest] if self.finished else sorted(self.batches_folder.glob("*.jsonl"))
+        lists = [self.manifest] if self.finished else visible(self.batches_folder.glob("*.jsonl"))
         remedy = f"delete the file to make {'row' if self.finished else 'these images of'} {self.folder.name!r} again"
         return self._listed(lists, remedy)
 
@@ -259,7 +259,7 @@ class Run:
         record = _read_record(self.folder)
         if record is None:
             there = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
-            strange = [name for name in there if name not in (LOCK_FILE, HOLDER_FILE) and not name.endswith(".part")]
+            strange = [name for name in there if not is_hidden(name) and not name.endswith(".part")]
             if strange:
                 said = f"is not empty and holds no run (there is {strange[0]!r})"
                 raise ElfattError(f"{self.folder} {said}; give a new folder.")

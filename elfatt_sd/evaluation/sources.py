@@ -17,11 +17,11 @@ from pathlib import Path
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.archives import tables, tars, zips
 from elfatt_sd.evaluation.entries import BESIDE, Entry, Source, check_size, ends, is_litter, parent, sorted_out, stamp
-from elfatt_sd.files import read_plain
+from elfatt_sd.files import is_hidden, read_plain, visible
 
 _MOST_SHARDS = 100_000
 _MOST_PATHS = 64  # that lead to one folder; links between folders multiply
-_NAMED = 3  # left-out files that a sentence names
+_NAMED = 3  # names that a sentence has of what is left out
 ACCEPTED = (
     "a folder of images, an uncompressed .tar, a .zip, a folder of .tar shards or their pattern (val-*.tar, "
     "val-{000..049}.tar), .parquet, or statistics with mu and sigma in an .npz"
@@ -58,17 +58,17 @@ def check_exists(source: str) -> None:
 
 
 def left_out_words(names: Sequence[str]) -> str:
-    """Say how many files are left out and name the first; empty where there are none."""
+    """Say how much is left out and name the first; empty where there is none."""
     if not names:
         return ""
     named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-    return f"{len(names)} file{'s are' if len(names) > 1 else ' is'} left out as no image: {named}"
+    return f"{len(names)} left out (hidden, or no image): {named}"
 
 
 def _open(path: Path) -> Source:
     files = _matching(path)
     if not files and path.is_dir():
-        shards = sorted(path.glob("*.tar")) or sorted(path.glob("*.parquet"))
+        shards = visible(path.glob("*.tar")) or visible(path.glob("*.parquet"))
         return _shards(path, shards) if shards else _folder(path)
     return _archives(path, files)
 
@@ -120,7 +120,7 @@ def _files(path: Path) -> list[Path]:
     if os.path.isfile(path):
         return [path]
     is_pattern = bool(set("*?[") & set(path.name)) and os.path.isdir(path.parent)
-    return [file for file in path.parent.glob(path.name) if file.is_file()] if is_pattern else []
+    return [file for file in visible(path.parent.glob(path.name)) if file.is_file()] if is_pattern else []
 
 
 def _archives(path: Path, files: Sequence[Path]) -> Source:
@@ -151,7 +151,10 @@ def _read_file(entry: Entry) -> bytes:
 def _files_below(
     folder: Path, paths: Counter[tuple[int, int]], above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
-    """Files in a folder and in all below it, linked ones too, except where a link leads back to a folder above."""
+    """Files in a folder and in all below it, linked ones too, except where a link leads back to a folder above.
+
+    A hidden folder stands for what is in it.
+    """
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
     if here in above:
@@ -161,7 +164,7 @@ def _files_below(
         raise ElfattError(f"reference: links lead to {folder} by more than {_MOST_PATHS} paths; give a folder without.")
     with os.scandir(folder) as found:
         for item in found:
-            if _is_folder(item):
+            if _is_folder(item) and not is_hidden(item.name):
                 yield from _files_below(folder / item.name, paths, above | {here})
             else:
                 yield folder / item.name

@@ -26,7 +26,7 @@ from elfatt_sd.evaluation.run import (
     Run,
     clear_disk_errors,
 )
-from elfatt_sd.files import cache_folder, sha256_of_data, sha256_of_file
+from elfatt_sd.files import cache_folder, sha256_of_data, sha256_of_file, visible
 from elfatt_sd.progress import Progress
 from elfatt_sd.typed import read_json
 
@@ -90,7 +90,7 @@ def _check_files(row: Row, made: list[MadeImage]) -> Iterator[str]:
             yield f"{path}: deleted"
         elif sha256_of_file(path) != digest:
             yield f"{path}: altered"
-    for path in sorted(row.images_folder.glob("*.png")):
+    for path in visible(row.images_folder.glob("*.png")):
         if path not in paths:
             yield f"{path}: not an image of this run"
 

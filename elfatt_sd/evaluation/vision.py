@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.files import sha256_of_data, sha256_of_file
+from elfatt_sd.files import sha256_of_data, sha256_of_file, visible
 from elfatt_sd.typed import read_typed, refused
 
 SIZES = {384: "S", 768: "B", 1024: "L", 1280: "H", 1536: "g", 1664: "bigG"}  # by the width
@@ -105,7 +105,7 @@ def _edge(path: Path, size: Any, default: int) -> int:
 
 def _model_files(folder: Path) -> list[Path]:
     kinds = {".json", ".safetensors", ".bin"}
-    return [path for path in sorted(folder.iterdir()) if path.suffix in kinds and path.is_file()]
+    return [path for path in visible(folder.iterdir()) if path.suffix in kinds and path.is_file()]
 
 
 def to_input(images: Tensor, kind: str, recipe: dict[str, Any]) -> Tensor:

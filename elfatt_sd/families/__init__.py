@@ -104,6 +104,8 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
     Raises:
         ElfattError: there is none, or it is of no known family.
     """
+    if isinstance(target, type):
+        raise ElfattError(f"{target.__name__} is a class; give an instance, such as from_pretrained returns.")
     parts = dict.fromkeys(family.part for family in FAMILIES)
     held = {part: module for part in parts if isinstance(module := getattr(target, part, None), nn.Module)}
     if isinstance(target, nn.Module) and (is_denoiser(target) or not held):  # others train several models at once

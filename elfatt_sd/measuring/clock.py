@@ -180,9 +180,9 @@ def busy(times: Iterable[Sequence[float]]) -> str:
     )
 
 
-def times_as_fast(ratio: float, busy: bool) -> str:
+def times_as_fast(speed: str, busy: bool) -> str:
     """Return a speed for a caption, which shows none where the machine was busy."""
-    return "machine busy, speed unknown" if busy else f"{ratio:.2f} times as fast"
+    return "machine busy, speed unknown" if busy else f"{speed} times as fast"
 
 
 class Spread(NamedTuple):

@@ -80,15 +80,19 @@ def tune(
         ElfattError: a budget that makes no sense, fewer than two prompts, or a pipeline that cannot be tuned.
         ElfattFailure: a speed that no choice has, or none that is as close as asked.
     """
+    from elfatt_sd.families import main_denoiser
     from elfatt_sd.patch import patches_of, remove_patch, restored
     from elfatt_sd.presets import method_named
     from elfatt_sd.request import check_run
-    from elfatt_sd.running import check_steps
+    from elfatt_sd.running import check_steps, taken, tell_cut_prompts
     from elfatt_sd.tuning.asked import Budget, check_closeness, check_images, measure_named
     from elfatt_sd.tuning.runs import Runs, Settings
     from elfatt_sd.tuning.search import Search
     from elfatt_sd.tuning.store import Store
 
+    main_denoiser(pipe)
+    if not {"prompt", "num_inference_steps"} <= taken(pipe).keys():
+        raise ElfattError(f"a {type(pipe).__name__} cannot be tuned; give a pipeline that is called with a prompt.")
     budget = Budget(closeness, speed, memory)
     check_run(steps, guidance, seed, height, width)
     check_images(prompts, images, frames)
@@ -107,6 +111,7 @@ def tune(
     )
     check_steps(pipe, settings.steps)
     settings.check(pipe)
+    tell_cut_prompts(pipe, [*(sample.prompt for sample in samples), negative_prompt or ""])
     searched = max(1, len(samples) * SEARCHED // (SEARCHED + HELD_OUT))
     with restored(pipe):
         known = [(name, method_named(name)) for name in PRESETS if presets]
@@ -164,16 +169,16 @@ def _run_known(search: Any, name: str, config: PatchConfig) -> None:
         warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=4)
 
 
-def _teller(runs: Any, progress: Tell | None) -> Callable[[str, int], None]:
+def _teller(runs: Any, progress: Tell | None) -> Callable[[str, float], None]:
     """Return what is told of a stage; from then on, `progress` is told of its denoising steps."""
 
-    def say(stage: str, images: int) -> None:
+    def say(stage: str, images: float) -> None:
         before = runs.steps_done
 
         def on_step(step: int, steps: int) -> None:
-            done = runs.steps_done - before
+            done = max(0, runs.steps_done - before)
             if progress is not None:
-                progress(stage, done, max(images * steps, done))
+                progress(stage, done, max(round(images * steps), done))
 
         runs.on_step = on_step
 

@@ -20,7 +20,8 @@ class Point:
         config: it.
         predicted: its predicted PSNR in dB; None for what was not chosen by prediction.
         closeness: to the untouched image, by image.
-        speed: times as fast as the untouched pipeline, by image.
+        speed: times as fast as the untouched pipeline, by run.
+        busy: what to say where these are not to be trusted; empty otherwise.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Point:
     predicted: float | None
     closeness: tuple[float, ...]
     speed: tuple[float, ...]
+    busy: str = ""
 
     @property
     def mean(self) -> float:

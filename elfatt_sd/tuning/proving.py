@@ -8,6 +8,7 @@ from elfatt_sd.choosing import fitted
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattFailure
 from elfatt_sd.families import find_denoisers
+from elfatt_sd.measuring.clock import busy
 from elfatt_sd.tuning.model import Choice
 from elfatt_sd.tuning.points import Point, Proof
 from elfatt_sd.tuning.runs import Drawn, closeness
@@ -80,7 +81,8 @@ class Proving:
             if number < timed:
                 speed.append(untouched[number].seconds / tuned[-1].seconds)
         close = [closeness(self.measure, before, after) for before, after in zip(untouched, tuned, strict=True)]
-        point = Point(name, config, predicted, tuple(close), tuple(speed))
+        told = busy([each.seconds for each in drawn[:timed]] for drawn in (untouched, tuned))
+        point = Point(name, config, predicted, tuple(close), tuple(speed), told)
         self.search.points.append(point)
         self.proofs.append(Proof(point, samples, list(untouched), tuned, self.measure.higher))
         return self.proofs[-1]

@@ -9,22 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image
 
 from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.devices import is_out_of_memory
-from elfatt_sd.measuring.clock import Stopwatch
-from elfatt_sd.measuring.memory import PeakMeter
 from elfatt_sd.patch import apply_patch, restored
+from elfatt_sd.pictures import Pixels
 from elfatt_sd.planning import input_grid
-from elfatt_sd.running import dimensions_of, exact_size, guidance_options, taken, watched
+from elfatt_sd.running import Shot, dimensions_of, draw, exact_size, guidance_options, taken
 from elfatt_sd.tuning.asked import Measure
 from elfatt_sd.tuning.playback import Playback
 
 OnStep = Callable[[int, int], None]
-Pixels = npt.NDArray[np.floating[Any]]
 
 
 class Sample(NamedTuple):
@@ -45,19 +42,6 @@ class Drawn:
     def same(self, other: Drawn) -> bool:
         """Tell whether another one has the same pixels."""
         return [each.tobytes() for each in self.frames] == [each.tobytes() for each in other.frames]
-
-
-class _Shot(NamedTuple):
-    """What a pipeline gave: `[frames, height, width, 3]` from 0 to 255, and what `Drawn` has besides."""
-
-    pixels: Pixels
-    seconds: float
-    peak: int | None
-
-    @property
-    def drawn(self) -> Drawn:
-        """What is kept of it."""
-        return Drawn(tuple(map(Image.fromarray, self.pixels.round().astype(np.uint8))), self.seconds, self.peak)
 
 
 class Deviation(NamedTuple):
@@ -140,11 +124,11 @@ class Runs:
             sample: of what.
             config: the patch; None draws with the pipeline as it is.
         """
-        return self._shot(sample, config).drawn
+        return _kept(self._shot(sample, config))
 
     def draw_as_is(self, sample: Sample) -> Drawn:
         """Draw one image with whatever is in the pipeline."""
-        return self._shot_as_is(sample).drawn
+        return _kept(self._shot_as_is(sample))
 
     def draw_recorded(self, sample: Sample) -> Drawn:
         """Draw one image with the pipeline as it is, and keep what the denoiser gives for `deviation`."""
@@ -153,7 +137,7 @@ class Runs:
             shot = self._shot(sample, None, playback.end_step)
         self._playbacks[sample] = playback if playback.possible else None
         self._pixels[sample] = shot.pixels
-        return shot.drawn
+        return _kept(shot)
 
     def deviation(self, step: int, sample: Sample, config: PatchConfig) -> Deviation:
         """Return how far an image goes that is drawn with a patch which is exact before a step.
@@ -172,41 +156,49 @@ class Runs:
         """
         for sample, playback in self._playbacks.items():
             if playback is not None:
-                with _eager(), playback.playing(playback.steps - 1):
-                    return self.draw(sample).seconds
+                return self._played(playback, playback.steps - 1, sample, None).seconds
         return 1.0
 
     def _shot(
         self, sample: Sample, config: PatchConfig | None = None, end_step: Callable[[], None] = lambda: None
-    ) -> _Shot:
+    ) -> Shot:
         with restored(self.pipe):
             if config is not None:
-                apply_patch(self.pipe, config)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", ".* expected to be slower")  # that is what is measured here
+                    apply_patch(self.pipe, config)
             return self._shot_as_is(sample, end_step)
 
-    def _shot_from(self, step: int, sample: Sample, config: PatchConfig) -> _Shot:
+    def _shot_from(self, step: int, sample: Sample, config: PatchConfig) -> Shot:
         if sample not in self._playbacks:
             self.draw_recorded(sample)
         playback = self._playbacks[sample]
-        with _eager(), contextlib.nullcontext() if playback is None else playback.playing(step):
+        return self._shot(sample, config) if playback is None else self._played(playback, step, sample, config)
+
+    def _played(self, playback: Playback, step: int, sample: Sample, config: PatchConfig | None) -> Shot:
+        """Draw an image of which some steps are not computed, and do not count as done."""
+        self.steps_done -= step
+        with _eager(), playback.playing(step):
             return self._shot(sample, config)
 
-    def _shot_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> _Shot:
-        """Draw one image with whatever is in the pipeline; `end_step` is called after every step of the scheduler."""
-        settings, meter = self.settings, PeakMeter(self.device)
-        given = settings.arguments(self.pipe)
-        generator = torch.Generator().manual_seed(sample.seed)
+    def _shot_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> Shot:
+        """Draw one image with whatever is in the pipeline; `end_step` is called after every step of the scheduler.
+
+        Raises:
+            ElfattError: what is drawn is no image, which is as close to another one as can be.
+        """
+        settings = self.settings
 
         def tell(step: int, steps: int) -> None:
             self.steps_done += 1
             end_step()
             self.on_step(step, steps)
 
-        with _memory(), torch.no_grad(), watched(self.pipe, settings.steps, tell), Stopwatch(self.device) as watch:
-            output = self.pipe(
-                prompt=sample.prompt, num_inference_steps=settings.steps, generator=generator, output_type="np", **given
-            )
-        return _Shot(_pixels(self.pipe, output), watch.seconds, meter.read())
+        with _memory():
+            shot = draw(self.pipe, *sample, settings.steps, settings.arguments(self.pipe), tell)
+        if shot.fault:
+            raise ElfattError(f"the image of {sample.prompt!r}, seed {sample.seed}, {shot.fault}.")
+        return shot
 
     @property
     def threads(self) -> int:
@@ -233,20 +225,8 @@ def _memory() -> Iterator[None]:
         ) from error
 
 
-def _pixels(pipe: Any, output: Any) -> Pixels:
-    """Return what a pipeline has drawn, as `[frames, height, width, 3]` from 0 to 255.
-
-    Raises:
-        ElfattError: it is not finite, or no image at all.
-    """
-    made = getattr(output, "frames", None)
-    arrays = np.asarray(output.images if made is None else made)
-    if arrays.dtype.kind != "f" or arrays.ndim not in (4, 5) or arrays.shape[-1] != 3:
-        raise ElfattError(f"{type(pipe).__name__} gives {arrays.dtype} {list(arrays.shape)}; tuning needs RGB images.")
-    if not np.isfinite(arrays).all():
-        raise ElfattError("an image has values that are not finite; give dtype='float32' or 'bfloat16'.")
-    pixels: Pixels = (arrays.clip(0, 1) * 255).reshape(-1, *arrays.shape[-3:])
-    return pixels
+def _kept(shot: Shot) -> Drawn:
+    return Drawn(shot.frames, shot.seconds, shot.peak)
 
 
 def closeness(measure: Measure, untouched: Drawn, other: Drawn) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -15,6 +14,7 @@ from typing import Any
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattFailure
+from elfatt_sd.measuring.clock import busy
 from elfatt_sd.tuning.asked import Budget, Measure
 from elfatt_sd.tuning.candidates import Candidate
 from elfatt_sd.tuning.model import Choice, Model
@@ -27,7 +27,6 @@ from elfatt_sd.tuning.store import Store
 STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
 CALIBRATED = 2  # images in which the stretches of a choice are approximated alone
 EXPECTED = 3  # images that say as much of how far predictions are off as is expected: nothing
-FAR = 6.0  # dB short of what was asked for in one image, by which a preset is ruled out
 TRIES = 2  # choices that are run with the prompts of the search
 ALIKE = 0.5  # dB between two predictions that are not worth a run each
 WORTH = 1.03  # times as fast as something else, below which nothing is worth its while
@@ -35,7 +34,7 @@ AIMED = 1.02  # times the speed that was asked for, as times differ by some perc
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
 
-Say = Callable[[str, int], None]
+Say = Callable[[str, float], None]
 
 
 class Search:
@@ -48,7 +47,7 @@ class Search:
         budget: what is asked for.
         measure: how closeness is measured.
         store: of what was measured before.
-        say: told what is being done, and how many images that draws.
+        say: told what is being done, and how many images that draws; of one whose first steps are known, a part.
     """
 
     def __init__(
@@ -85,8 +84,9 @@ class Search:
         drawn = drawn if drawn is again else self._first(again)
         self.floor = closeness(self.measure, drawn, again)  # which a metric that fails does not pass
         self.untouched = [drawn, *map(self._untouched, others)]
-        if drawn is not again:  # seconds that are kept are those of another time
-            self.untouched = [dataclasses.replace(each, seconds=again.seconds) for each in self.untouched]
+        self._seconds = [each.seconds for each in self.untouched[1:]]  # the first run warms up
+        if drawn is not again or not others:  # seconds that are kept are those of another time
+            self._seconds = [self.runs.draw(first).seconds]
         self._pace = self.runs.pace()
         self.calls = len(self.runs.pipe.scheduler.timesteps)
 
@@ -108,7 +108,7 @@ class Search:
     @property
     def seconds(self) -> float:
         """Of an untouched image."""
-        return statistics.median(drawn.seconds for drawn in self.untouched)
+        return statistics.median(self._seconds)
 
     def measure_layers(self) -> None:
         """Measure every approximation in every layer, and what a layer's error does to the image."""
@@ -122,7 +122,7 @@ class Search:
 
     def _calibrate(self, what: str, image: int, parts: Iterable[Mapping[str, Candidate]]) -> None:
         """Draw an image with one stretch after the other approximated alone, and see what each does to it."""
-        self.say(f"measuring {what}", len(self.stretches))
+        self.say(f"measuring {what}", sum(1 - stretch.first / self.calls for stretch in self.stretches))
         for number, phases in enumerate(parts):
             config = self.model.alone(number, phases)
             if config.active:
@@ -249,18 +249,9 @@ class Search:
         return self._run("tuned", self.model.config(choice), choice.psnr, samples, untouched)
 
     def run_config(self, name: str, config: PatchConfig, count: int) -> Point:
-        """Draw the first images of the search with a configuration that was not chosen here, such as a preset's.
-
-        One image is enough where it is far from what was asked for.
-        """
+        """Draw the first images of the search with a configuration that was not chosen here, such as a preset's."""
         self.say(f"running {name}", min(count, len(self.samples)))
-        point = self._run(name, config, None, self.samples[:1], self.untouched)
-        asked = self.budget.closeness
-        if asked is None or self.measure.name != "PSNR" or point.mean > asked - FAR:
-            others = self._run(name, config, None, self.samples[1:count], self.untouched[1:])
-            point = dataclasses.replace(
-                point, closeness=point.closeness + others.closeness, speed=point.speed + others.speed
-            )
+        point = self._run(name, config, None, self.samples[:count], self.untouched)
         self.points.append(point)
         return point
 
@@ -272,13 +263,17 @@ class Search:
         samples: Sequence[Sample],
         untouched: Sequence[Drawn],
     ) -> Point:
-        start = self.runs.pace()
+        paces = [self.runs.pace()]
         drawn = [self.runs.draw(sample, config) for sample in samples]
-        slower = statistics.fmean([start, self.runs.pace()]) / self._pace  # than when the untouched ones were drawn
-        pairs = list(zip(untouched, drawn, strict=False))
+        seconds = [each.seconds for each in drawn]
+        if len(seconds) == 1:  # which says nothing of how far it is to be trusted
+            seconds.append(self.runs.draw(samples[0], config).seconds)
+        paces.append(self.runs.pace())
+        slower = statistics.fmean(paces) / self._pace  # than when the untouched ones were drawn
+        pairs = zip(untouched, drawn, strict=False)
         close = tuple(closeness(self.measure, before, after) for before, after in pairs)
-        speed = tuple(slower * before.seconds / after.seconds for before, after in pairs)
-        return Point(name, config, predicted, close, speed)
+        speed = tuple(slower * self.seconds / each for each in seconds)
+        return Point(name, config, predicted, close, speed, busy([self._seconds, paces, seconds]))
 
     def check_reachable(self) -> None:
         """Refuse a speed that no choice has; where the prediction falls short of it, the fastest choice is run.

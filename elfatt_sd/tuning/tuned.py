@@ -152,8 +152,10 @@ class Tuned:
     def _curve(self) -> list[str]:
         rows = [f"{'what was run':<16} {'times as fast':>13} {self.measure.name:>9} {'images':>6}"]
         for point in sorted(self.points, key=lambda each: each.times):
-            measured = f"{point.times:>13.2f} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}"
+            times = "busy" if point.busy else f"{point.times:.2f}"
+            measured = f"{times:>13} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}"
             rows.append(f"{point.name:<16} {measured}")
+        rows += [point.busy for point in self.points if point.busy][:1]
         return rows if self.points else []
 
     def _noise(self) -> list[str]:
@@ -170,6 +172,7 @@ def _point(point: Point) -> dict[str, Any]:
         "predicted_psnr": None if point.predicted is None else _finite(point.predicted),
         "closeness": list(map(_finite, point.closeness)),
         "speed": list(point.speed),
+        "busy": bool(point.busy),
         "config": point.config.to_dict(),
     }
 

@@ -34,7 +34,7 @@ def explain(studio: Studio, results: Sequence[Result], asked: Asked) -> Iterator
     seeds = range(request.seed, request.seed + request.num_images)
     for result, (prompt, seed) in zip(results, itertools.product(request.prompts, seeds), strict=True):
         with studio.patched(), watch(studio.pipe, asked.layer, asked.step, asked.at) as looks:
-            image = studio.draw(prompt, seed).picture
+            image = studio.draw(prompt, seed).frames[0]
         layers = list(dict.fromkeys(look.layer for look in looks))
         for look in looks:
             number = f"-layer-{layers.index(look.layer) + 1}" if len(layers) > 1 else ""

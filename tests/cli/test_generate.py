@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from checks import set_clock
-from cli_checks import PROMPT, call, draw, files, pixels
+from cli_checks import PROMPT, break_decoder, call, draw, files, pixels
 from PIL import Image
 
 import elfatt_sd
 from elfatt_sd import generation
 from elfatt_sd.autotune import Decision, Tuner
-from elfatt_sd.generation import Shot, Studio, free_name
+from elfatt_sd.generation import Studio, free_name
 from elfatt_sd.layer_state import LayerState
 from elfatt_sd.request import Request
 
@@ -162,25 +163,25 @@ def test_a_terminal_shows_progress(model: Path, tmp_path: Path, monkeypatch: Any
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_long_list_of_prompts_is_told_of_in_a_few_lines(model: Path, tmp_path: Path) -> None:
+def test_a_long_list_of_prompts_is_told_of_in_a_line(model: Path, tmp_path: Path) -> None:
     words = ["abcdefgh"[number] * 90 for number in range(8)]
     (tmp_path / "prompts.txt").write_text("\n".join([*words, *words]), encoding="utf-8-sig")
     shown = draw(model, tmp_path / "out", "--prompt-file", tmp_path / "prompts.txt", "--steps", 1).stderr
-    assert shown.count("cut off:") == 5
-    assert "3 more prompts are cut off" in shown
+    assert shown.count("cut off") == 1
+    assert "8 of 9 prompts are cut off: the text encoder takes 75 tokens, and the first of them has 90" in shown
     assert metadata(sorted((tmp_path / "out").glob("*.png"))[1])["prompt"] == words[0]
 
 
 def test_images_that_are_written_are_let_go(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """There may be more of them than memory holds."""
     alive: list[int] = []
-    made: list[weakref.ref[Image.Image]] = []
+    made: list[weakref.ref[Any]] = []
     draw_one = Studio.draw
 
-    def counting(studio: Studio, *given: Any) -> Shot:
+    def counting(studio: Studio, *given: Any) -> Any:
         alive.append(sum(picture() is not None for picture in made))
         shot = draw_one(studio, *given)
-        made.append(weakref.ref(shot.picture))
+        made.append(weakref.ref(shot.pixels))
         return shot
 
     monkeypatch.setattr(Studio, "draw", counting)
@@ -222,10 +223,21 @@ def test_autotune_is_passed_on(model: Path, tmp_path: Path, monkeypatch: Any) ->
     assert any("measured here" in layer["reason"] for layer in data["layers"])
 
 
-def test_flat_pictures_are_pointed_out(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("elfatt_sd.pictures.is_flat", lambda picture: True)
-    result = draw(model, tmp_path)
-    assert "is one flat colour" in result.stderr
+@pytest.mark.parametrize(("value", "says"), [(0.0, "is of one colour"), (math.nan, "is not finite")])
+def test_what_is_no_image_is_pointed_out_and_not_compared(
+    model: Path, tmp_path: Path, value: float, says: str, monkeypatch: Any
+) -> None:
+    pipe = break_decoder(elfatt_sd.load_pipeline(model, device="cpu"), value)
+    monkeypatch.setattr("elfatt_sd.pipelines.load_pipeline", lambda *_, **__: pipe)
+    plain = draw(model, tmp_path)
+    assert f"0001-a-red-star.png: the image {says}" in plain.stderr
+    compared = draw(model, tmp_path, "--compare", "--method", "tome")
+    assert f"the untouched image {says}" in compared.stderr and "not compared (untouched" in compared.stdout
+    assert "PSNR" not in compared.stdout
+    record = json.loads((tmp_path / "0002-a-red-star.json").read_text())
+    assert (record["psnr_db"], record["identical"]) == (None, False)
+    check = call("try", model, PROMPT, "--steps", 2, "--out", tmp_path)
+    assert check.exit_code == 2 and f"error: the untouched image {says}" in check.stderr
 
 
 def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -295,7 +307,7 @@ def test_a_scheduler_that_does_not_fit_lists_those_that_do(model: Path) -> None:
 @pytest.mark.filterwarnings("default::UserWarning")
 def test_what_is_cut_off_a_long_prompt_is_named(model: Path, tmp_path: Path) -> None:
     result = call("generate", "x" * 80, "--model", model, "--steps", 1, "--out", tmp_path)
-    assert "warning: the text encoder takes 75 tokens, and the prompt has 80; cut off: 'x" in result.stderr
+    assert "the text encoder takes 75 tokens, and the first of them has 80, without 'xxxxx'" in result.stderr
 
 
 @pytest.mark.filterwarnings("default::UserWarning")

@@ -35,13 +35,13 @@ def test_try_takes_methods(model: Path, tmp_path: Path) -> None:
 def test_try_keeps_what_is_finished_when_it_is_stopped(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     drawn, calls = Studio.draw, []
 
-    def fifth_is_interrupted(self: Studio, *given: Any, **named: Any) -> Any:
+    def third_is_interrupted(self: Studio, *given: Any, **named: Any) -> Any:
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) == 3:
             raise KeyboardInterrupt
         return drawn(self, *given, **named)
 
-    monkeypatch.setattr(Studio, "draw", fifth_is_interrupted)
+    monkeypatch.setattr(Studio, "draw", third_is_interrupted)
     result = call("try", model, PROMPT, "--steps", 2, "--out", tmp_path)
     assert result.exit_code == 130
     assert result.stderr == "error: stopped; what was finished stays\n"

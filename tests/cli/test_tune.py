@@ -58,6 +58,8 @@ def test_what_is_found_is_printed_where_it_cannot_be_written(
         (["--closeness", 30, "--images", 0], "images=0 is not accepted; give a whole number of at least 2"),
         (["--closeness", 30, "--frames", 0], "frames=0 is not accepted"),
         (["--closeness", 30, "--metric", "fid"], "metric='fid' is not known"),
+        (["--closeness", -5], "closeness=-5 is not accepted; metric='psnr' gives 0 at least"),
+        (["--closeness", 500], "8-bit images that are not identical end near 60 to 90"),
         (["--closeness", 30, "--metric", "ssim"], "closeness=30 is not accepted; metric='ssim' gives 1 at most"),
         (["--closeness", 30, "--save", "."], "save='.' is a folder; give the name of a file"),
     ],

@@ -51,7 +51,7 @@ def test_cache_is_used_until_files_or_preprocessing_change(tmp_path: Path) -> No
 def test_another_count_must_be_allowed_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = flat(tmp_path)
     with pytest.raises(
-        ElfattError, match=r"12 images \(1 file is left out as no image: notes.txt\); accepted are 50000"
+        ElfattError, match=r"12 images \(1 left out .hidden, or no image.: notes.txt\); accepted are 50000"
     ):
         build(source, tmp_path / "cache", expected=50_000)
     assert not (tmp_path / "cache").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -207,11 +208,43 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
         found = open_source(source)
         assert [entry.name for entry in found.entries] == IMAGES
         assert list(found.left_out) == [*LEFT_OUT, *links]
-    with pytest.raises(ElfattError, match=r"has 5 images \(2 files are left out as no image: b/notes.txt, b/weights"):
+    with pytest.raises(ElfattError, match=r"has 5 images \(2 left out \(hidden, or no image\): b/notes.txt, b/weights"):
         build(folder, tmp_path / "cache", expected=7)
     built = build(folder, tmp_path / "cache", expected=5, allow_count=True)
-    assert built.description["left_out"] == "2 files are left out as no image: b/notes.txt, b/weights.bin"
+    assert built.description["left_out"] == "2 left out (hidden, or no image): b/notes.txt, b/weights.bin"
     assert built.unreadable == ["photo.avif (no image of a known kind)"]
+
+
+@pytest.mark.parametrize(
+    "hidden", [".ipynb_checkpoints", ".thumbnails", ".cache/huggingface", "@eaDir", "#recycle", "lost+found"]
+)
+@pytest.mark.parametrize("packed", ["", "tar", "zip"])
+def test_what_is_hidden_is_no_image_and_no_class(tmp_path: Path, hidden: str, packed: str) -> None:
+    content = encoded(Image.new("RGB", (8, 8)), "PNG")
+    kept = [f"{group}/{number}.png" for group in ("cat", "dog") for number in range(2)]
+    litter = [f"{hidden}/0.png", f"cat/{hidden}/0-checkpoint.png", "dog/.partial.png"]
+    for name in (*kept, *litter):
+        (tmp_path / "all" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "all" / name).write_bytes(content)
+    source = tmp_path / "all"
+    if packed:
+        source = Path(shutil.make_archive(str(tmp_path / "packed"), packed, source))
+    found = open_source(source, per_class=2)
+    assert [Path(entry.name).as_posix() for entry in found.entries] == kept
+    assert {entry.group for entry in found.entries} == {"cat", "dog"}
+    place = hidden.split("/")[0]
+    assert len(found.left_out) == 3 and sum(place in name for name in found.left_out) == 2
+    assert sources.left_out_words(found.left_out).startswith("3 left out (hidden, or no image): ")
+
+
+@pytest.mark.parametrize("pattern", ["", "val-*.tar", "*.tar"])
+def test_a_hidden_shard_is_left_alone(tmp_path: Path, pattern: str) -> None:
+    (tmp_path / "one.png").write_bytes(encoded(Image.new("RGB", (8, 8)), "PNG"))
+    with tarfile.open(tmp_path / "val-000.tar", "w") as made:
+        made.add(tmp_path / "one.png", "one.png")
+    for name in ("._val-000.tar", ".val-001.tar"):
+        (tmp_path / name).write_bytes(b"rubbish")
+    assert [entry.name for entry in open_source(tmp_path / pattern).entries] == ["one.png"]
 
 
 def test_a_folder_of_shards_names_what_lies_beside(tmp_path: Path) -> None:
@@ -222,7 +255,7 @@ def test_a_folder_of_shards_names_what_lies_beside(tmp_path: Path) -> None:
     assert list(open_source(tmp_path).left_out) == ["one.png"]
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.bin").write_bytes(b"rubbish")
-    with pytest.raises(ElfattError, match=r"holds no image \(1 file is left out as no image: a.bin\)"):
+    with pytest.raises(ElfattError, match=r"holds no image \(1 left out .hidden, or no image.: a.bin\)"):
         open_source(tmp_path / "empty")
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from elfatt_sd import running
 from elfatt_sd.measuring import clock
-from elfatt_sd.tuning import probe, runs
+from elfatt_sd.tuning import probe
 
 PROMPTS = ["a cat", "a dog", "a red star", "two birds"]
 
@@ -35,7 +36,7 @@ class Counted:
 
 @pytest.fixture(autouse=True)
 def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (clock, probe, runs):
+    for module in (clock, probe, running):
         monkeypatch.setattr(module, "Stopwatch", Counted)
     monkeypatch.setattr(probe, "_MORE_PRECISE_FIRST", ())  # kernels of some dtypes are not counted
 

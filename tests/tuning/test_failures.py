@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import checks
+import cli_checks
 import pytest
+import tiny_pipelines as tiny
 import torch
 
 import elfatt_sd
@@ -199,6 +201,9 @@ def test_a_metric_that_fails_is_told_with_the_first_image(
         ({"closeness": 1.01, "metric": "ssim"}, "closeness=1.01 is not accepted; metric='ssim' gives 1 at most"),
         ({"closeness": -0.1, "metric": "lpips"}, "closeness=-0.1 is not accepted; metric='lpips' gives 0 at least"),
         ({"closeness": -1, "metric": "dists"}, "closeness=-1 is not accepted; metric='dists' gives 0 at least"),
+        ({"closeness": -5, "metric": "ssim"}, "closeness=-5 is not accepted; metric='ssim' gives -1 at least"),
+        ({"closeness": -1}, "metric='psnr' gives 0 at least .in dB; 8-bit images that are not identical end near"),
+        ({"closeness": 500}, "closeness=500 is not accepted; metric='psnr' gives 100 at most"),
     ],
 )
 def test_closer_than_equal_is_refused(pipe: Any, asked: dict[str, Any], given: dict[str, Any], says: str) -> None:
@@ -206,7 +211,29 @@ def test_closer_than_equal_is_refused(pipe: Any, asked: dict[str, Any], given: d
         tune(pipe, **asked, **given)
 
 
-@pytest.mark.parametrize("given", [{"closeness": 300}, {"closeness": 1, "metric": "ssim"}])
+@pytest.mark.parametrize("given", [{"closeness": 100}, {"closeness": 1, "metric": "ssim"}])
+@pytest.mark.parametrize(("value", "says"), [(0.0, "is of one colour"), (math.nan, "is not finite")])
+@pytest.mark.usefixtures("own_cache")
+def test_what_is_no_image_is_not_compared(
+    folder: Path, asked: dict[str, Any], drawn: list[Any], value: float, says: str
+) -> None:
+    broken = cli_checks.break_decoder(tiny.sd15(folder), value)
+    with pytest.raises(ElfattError, match=f"the image of 'a cat', seed 0, {says}"):
+        tune(broken, closeness=30, **asked)
+    assert drawn == [None]
+
+
+def test_prompts_that_are_cut_off_are_said_to_be(pipe: Any, asked: dict[str, Any]) -> None:
+    prompts = ["a " * 90 + "c", "a " * 90 + "d"]
+    with pytest.warns(UserWarning, match="2 of 3 prompts are cut off: the text encoder takes 75 tokens"):
+        tune(pipe, closeness=20, **asked | {"prompts": prompts})
+
+
+def test_what_cannot_be_tuned_is_said(pipe: Any) -> None:
+    with pytest.raises(ElfattError, match="UNet2DConditionModel cannot be tuned; give a pipeline"):
+        tune(pipe.unet, closeness=30)
+
+
 def test_closer_than_any_choice_leaves_the_pipeline_alone(
     pipe: Any, asked: dict[str, Any], given: dict[str, Any]
 ) -> None:

@@ -24,7 +24,7 @@ from elfatt_sd.families import find_layers
 from elfatt_sd.measuring import clock
 from elfatt_sd.phases import Phase
 from elfatt_sd.tuning import PRESETS, probe, proving, search, tune
-from elfatt_sd.tuning.runs import Deviation, Runs
+from elfatt_sd.tuning.runs import Deviation, Runs, Sample, Settings
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_what_betters_every_choice_is_the_result(
     assert str(tuned).startswith("as it was: ")
     assert "all have the settings of few (sampled)" in str(tuned)
     assert tuned.report(tmp_path / "page").is_file()
-    assert tune(pipe, closeness=200, **asked).proof is None
+    assert tune(pipe, closeness=100, **asked).proof is None
 
 
 def test_the_settings_are_a_configuration_like_any_other(pipe: Any, asked: dict[str, Any], tmp_path: Path) -> None:
@@ -206,13 +206,39 @@ def test_the_settings_are_a_configuration_like_any_other(pipe: Any, asked: dict[
     assert "worst PSNR" in text
 
 
-@pytest.mark.parametrize(("closeness", "images"), [(1.0, 2), (900.0, 1)])
-def test_one_image_is_enough_where_a_preset_is_far_off(
-    pipe: Any, asked: dict[str, Any], closeness: float, images: int
-) -> None:
-    tuned = tune(pipe, closeness=closeness, **asked | {"presets": True, "images": 6})
-    first = {point.name: len(point.closeness) for point in reversed(tuned.points)}  # a proof of one comes later
-    assert {first[name] for name in PRESETS} == {images}
+@pytest.mark.parametrize(("images", "compared"), [(6, 2), (4, 1)])
+def test_presets_are_timed_twice_at_least(pipe: Any, asked: dict[str, Any], images: int, compared: int) -> None:
+    tuned = tune(pipe, closeness=99, **asked | {"presets": True, "images": images})
+    first = {point.name: point for point in reversed(tuned.points)}  # a proof of one comes later
+    assert {len(first[name].closeness) for name in PRESETS} == {compared}
+    assert {len(first[name].speed) for name in PRESETS} == {2}
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_busy_machine_is_said_to_be(pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, drawn = Runs.draw, []
+
+    def slower(runs: Runs, sample: Any, config: PatchConfig | None = None) -> Any:
+        made = draw(runs, sample, config)
+        if config is None or config.method != "elfatt":
+            return made
+        drawn.append(made)
+        return dataclasses.replace(made, seconds=len(drawn) * 2.0)
+
+    monkeypatch.setattr(Runs, "draw", slower)
+    tuned = tune(pipe, closeness=99, **asked | {"presets": True})
+    said = str(tuned).splitlines()
+    assert any(line.split()[:2] == ["elfatt", "busy"] for line in said)
+    assert sum("the machine was busy: equal runs took 2.00 to 4.00 s" in line for line in said) == 1
+    assert not any(line.split()[:2] == ["elfatt-fast", "busy"] for line in said)
+
+
+def test_steps_that_are_not_computed_do_not_count_as_done(pipe: Any, asked: dict[str, Any]) -> None:
+    runs = Runs(pipe, Settings(8, height=48, width=48))
+    runs.draw_recorded(Sample("a cat", 0))
+    before = runs.steps_done
+    runs.pace()
+    assert (before, runs.steps_done) == (len(pipe.scheduler.timesteps), before + 1)
 
 
 def test_a_page_shows_curve_map_and_images(pipe: Any, asked: dict[str, Any], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ All three are the cosine of a text's and an image's embedding under a CLIP model
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn import functional
 from elfatt_sd.evaluation import vision
 from elfatt_sd.evaluation.features import exact_float32
 from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
+from elfatt_sd.running import tell_cut
 
 _TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"}
 
@@ -47,8 +48,9 @@ def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
     named = seen.hidden_size in vision.SIZES
     shape = vision.model_title(seen, seen.image_size) if named else recipe["sha256"][:8]
     title = f"CLIPScore ({shape})" if kind == "clip-score" else _TITLES[kind]
-    cosine = _Cosine(model.to(device), tokenizer, recipe, device)
-    return ImageMetric(title, _scaled(kind, cosine, model), {"model": shape, **recipe}, better="higher")
+    cosine = _Cosine(title, model.to(device), tokenizer, recipe, device)
+    described = {"model": shape, **recipe}
+    return ImageMetric(title, _scaled(kind, cosine, model), described, better="higher", reads=cosine.reads)
 
 
 def _scaled(kind: str, cosine: Callable[[Batch], Tensor], model: Any) -> Callable[[Batch], Tensor]:
@@ -64,12 +66,24 @@ def _scaled(kind: str, cosine: Callable[[Batch], Tensor], model: Any) -> Callabl
 class _Cosine:
     """The cosine of each frame with its prompt."""
 
-    def __init__(self, model: Any, tokenizer: Any, recipe: dict[str, Any], device: str) -> None:
-        self.model, self.tokenizer, self.recipe, self.device = model, tokenizer, recipe, torch.device(device)
+    def __init__(self, title: str, model: Any, tokenizer: Any, recipe: dict[str, Any], device: str) -> None:
+        self.title, self.model, self.tokenizer, self.recipe = title, model, tokenizer, recipe
+        self.device = torch.device(device)
+        self.limit = model.config.text_config.max_position_embeddings
+        self._read: set[str] = set()
+
+    def reads(self, prompts: Sequence[str]) -> None:
+        """Warn of prompts that are cut off, unless that was said of them before."""
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._read]
+        self._read.update(new)
+        if new:
+            room = self.limit - self.tokenizer.num_special_tokens_to_add()
+            tell_cut(f"prompts of {self.title}", new, room, self.tokenizer)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
         """Return `[n * f]`."""
+        self.reads(batch.prompts)
         with exact_float32(self.device):
             texts = functional.normalize(self._texts(list(batch.prompts)), dim=1)
             frames = torch.cat([self._frames(part) for part in torch.split(batch.frames(), 8)])
@@ -77,8 +91,7 @@ class _Cosine:
         return (functional.normalize(frames, dim=1) * texts.repeat_interleave(each, 0)).sum(1)
 
     def _texts(self, prompts: list[str]) -> Tensor:
-        limit = self.model.config.text_config.max_position_embeddings
-        options = {"padding": True, "truncation": True, "max_length": limit, "return_tensors": "pt"}
+        options = {"padding": True, "truncation": True, "max_length": self.limit, "return_tensors": "pt"}
         tokens = self.tokenizer(prompts, **options)
         given = {key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")}
         found: Tensor = self.model.text_projection(self.model.text_model(**given).pooler_output)

@@ -50,6 +50,7 @@ class ImageMetric:
         better: which values are better; empty where neither is, as for what compares with the untouched image.
         compares: whether it takes the untouched pipeline's images.
         per_call: images that it is given at once.
+        reads: told of all prompts before the first images, so that it can say at once what it does not read.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ImageMetric:
     better: Better = ""
     compares: bool = False
     per_call: int = 8
+    reads: Callable[[Sequence[str]], None] = lambda prompts: None
 
     @property
     def identity(self) -> str:

@@ -160,6 +160,7 @@ class Scorer:
         known = read_array(path, dtype="float64")
         if known is not None and len(known) == len(images.paths) and is_finite(known):
             return torch.from_numpy(np.array(known))
+        metric.reads(images.texts)
         with quiet_pillow():
             values = torch.cat(list(self._measured(metric, images, baseline))).double()
         odd = next((index for index, value in enumerate(values.tolist()) if not abs(value) < _LARGEST), None)

@@ -110,6 +110,17 @@ def test_alignment_is_that_of_transformers(clip: Path) -> None:
         assert metric.better == "higher" and not metric.compares
 
 
+@pytest.mark.parametrize("kind", ["clip-score", "pickscore", "hpsv2"])
+def test_prompts_that_are_cut_off_are_said_to_be_once(clip: Path, kind: str) -> None:
+    metric, limit = load(metric=kind, weights=str(clip)), 75
+    long = ["a " * limit + "c", "a " * limit + "d"]
+    with pytest.warns(UserWarning, match=f"2 of 4 prompts of .* are cut off: the text encoder takes {limit}") as told:
+        metric.reads([*long, *PROMPTS[:1], "a " * limit])
+        scores = metric.measure(Batch(images(0)[:2], long))
+    assert len(told) == 1
+    assert scores.isfinite().all()
+
+
 def test_other_weights_show_in_the_name(alexnet: Path, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = sha256_of_file(alexnet)
     assert load(metric="lpips", weights=str(alexnet)).name == f"LPIPS (AlexNet, {digest[:8]})"
