@@ -124,11 +124,12 @@ def written_tables(results: Results) -> dict[str, str]:
     """Return the table in its three written forms, by the names of their files."""
     from elfatt_sd.evaluation.report.metrics import metrics_table
     from elfatt_sd.evaluation.report.published import comparable_words
-    from elfatt_sd.evaluation.report.summary import findings, headline, scope
+    from elfatt_sd.evaluation.report.summary import findings, headline
     from elfatt_sd.evaluation.report.tables import main_table, more_table
+    from elfatt_sd.evaluation.report.text import shown
     from elfatt_sd.evaluation.report.writers import md_escape, to_csv, to_latex, to_markdown
 
-    main, told, words = main_table(results), f"{headline(results)} {scope(results)}", comparable_words(results)
+    main, told, words = main_table(results), headline(results), comparable_words(results)
     bullets = "".join(f"- {md_escape(sentence)}\n" for sentence in findings(results))
     parts = [f"# {md_escape(results.name)}", md_escape(told), bullets, to_markdown(main), md_escape(words)]
     metrics = metrics_table(results)
@@ -136,4 +137,5 @@ def written_tables(results: Results) -> dict[str, str]:
     parts += ["## More measures", to_markdown(more_table(results))]
     markdown = "\n\n".join(part.strip() for part in parts) + "\n"
     latex = to_latex(main, f"Protocol {results.name}. {told} {words}", results.name)
-    return {"table.csv": to_csv(results), "table.md": markdown, "table.tex": latex}
+    written = {"table.csv": to_csv(results), "table.md": markdown, "table.tex": latex}
+    return {name: shown(text) for name, text in written.items()}
