@@ -44,8 +44,8 @@ PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
     "variant": optional(str, help="Of its weights: fp16 loads *.fp16.safetensors."),
     "device": optional(str, help="In place of the protocol's device."),
     "dtype": optional(str, help="In place of the protocol's dtype."),
-    "prompts": optional(str, metavar="FILE", help="Prompts: one a line, .csv, .tsv or .jsonl; in place of labels."),
-    "reference": optional(str, metavar="SOURCE", help="Folder, tar, zip, shards, parquet, .npz, or toy."),
+    "prompts": optional(str, metavar="FILE", help="Prompts: one a line, .csv or .tsv; in place of labels."),
+    "reference": optional(str, metavar="SOURCE", help="Folder, .parquet, .npz, or toy."),
     "allow_count": optional(
         bool, "--allow-count", help="Take a reference of another size; the metric's name then says so."
     ),

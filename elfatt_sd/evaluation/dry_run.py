@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.first_steps import kept_calls
 from elfatt_sd.evaluation.fits import check_batches_fit, misfits
 from elfatt_sd.evaluation.images import image_seed, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import WARMUP_STEPS, timed_call
@@ -22,7 +21,7 @@ from elfatt_sd.evaluation.processes import process_state
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.results import STAGE_FILES
-from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, TIME_FILE, Row, Run, RunFailure
+from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, TIME_FILE, Run, RunFailure
 from elfatt_sd.evaluation.stages import check_device, first_checks
 from elfatt_sd.files import check_writable
 from elfatt_sd.measuring.clock import Stopwatch
@@ -38,7 +37,7 @@ class Estimate:
 
     Attributes:
         seconds_per_image: of the untouched pipeline on this machine, in the protocol's batches.
-        generation_hours: to make the images, the exact first steps that rows have in common once.
+        generation_hours: to make the images.
         timing_hours: to time all rows, warm-up included; 0 where that is done.
         memory_hours: to measure the memory of all rows that are not measured, each program once, with the start of
             each process.
@@ -103,19 +102,10 @@ def _seconds_to_score(run: Run) -> float:
     return seconds
 
 
-def _images_to_make(run: Run) -> float:
-    """Count images, of those that share their exact first steps what is left of each."""
-    left = {row.name: _missing_images(run, row) for row in run.rows}
-    kept = {row.name: left[row.name] * kept_calls(run.protocol, row.cell) / run.protocol.steps for row in run.rows}
-    return sum(left.values()) - sum(kept.values()) + max(kept.values())
-
-
-def _missing_images(run: Run, row: Row) -> int:
-    return (
-        0
-        if row.finished
-        else sum(len(batch) for number, batch in enumerate(run.batches) if not row.has_batch(number, batch))
-    )
+def _images_to_make(run: Run) -> int:
+    batches = list(enumerate(run.batches))
+    left = [each for row in run.rows if not row.finished for number, each in batches if not row.has_batch(number, each)]
+    return sum(map(len, left))
 
 
 def _images_to_time(run: Run) -> float:

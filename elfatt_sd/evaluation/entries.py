@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, TypeVar
+from typing import Any
 
 from elfatt_sd.evaluation.decoding import is_image
 from elfatt_sd.files import is_hidden
@@ -17,8 +17,7 @@ SUFFIXES = re.compile(
 )
 BESIDE = re.compile(r"\.(caption|cls|csv|jsonl?|md|np[yz]|tsv|txt|xml|ya?ml)")
 _LITTER = frozenset((".ds_store", "thumbs.db", "desktop.ini", "__macosx"))
-LARGEST = 1 << 30  # bytes of an image's file, unpacked: a few bytes of a .zip, or a file with holes, can stand for more
-Place = TypeVar("Place")
+LARGEST = 1 << 30  # bytes of an image's file: one with holes can have more than there is memory
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Entry:
     Attributes:
         name: what messages call it.
         where: what `Source.read` needs to find it.
-        group: its class, as its folder, `.cls` member or label column says; empty where nothing does.
+        group: its class, as its folder or label column says; empty where nothing does.
     """
 
     name: str
@@ -78,31 +77,25 @@ def is_litter(name: str) -> bool:
     return path.name.startswith("._") or any(part.lower() in _LITTER for part in path.parts)
 
 
-def sorted_out(
-    files: Iterable[tuple[str, Place]], open_file: Callable[[Place], IO[bytes] | None]
-) -> tuple[list[tuple[str, Place]], list[str]]:
+def sorted_out(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, Path]], list[str]]:
     """Tell images from other files, by their suffix and otherwise by their content; what is hidden is no image.
-
-    Args:
-        files: names and places.
-        open_file: gives the content at a place; None where there is no plain file.
 
     Returns:
         The images by name, and the names of what is left out.
     """
-    images: list[tuple[str, Place]] = []
+    images: list[tuple[str, Path]] = []
     others: list[str] = []
-    for name, place in sorted(files, key=lambda file: file[0]):
+    for name, path in sorted(files):
         if is_litter(name):
             continue
         if any(map(is_hidden, PurePosixPath(name).parts)):
             others.append(name)
-        elif ends(name, SUFFIXES) or (not ends(name, BESIDE) and _holds_image(place, open_file)):
-            images.append((name, place))
+        elif ends(name, SUFFIXES) or (not ends(name, BESIDE) and _holds_image(path)):
+            images.append((name, path))
         else:
             others.append(name)
-    keys = {key(name) for name, _ in images}
-    return images, [name for name in others if key(name) not in keys or not ends(name, BESIDE)]
+    keys = {_key(name) for name, _ in images}
+    return images, [name for name in others if _key(name) not in keys or not ends(name, BESIDE)]
 
 
 def ends(name: str, suffixes: re.Pattern[str]) -> bool:
@@ -110,15 +103,14 @@ def ends(name: str, suffixes: re.Pattern[str]) -> bool:
     return suffixes.fullmatch(PurePosixPath(name).suffix.lower()) is not None
 
 
-def _holds_image(place: Place, open_file: Callable[[Place], IO[bytes] | None]) -> bool:
+def _holds_image(path: Path) -> bool:
     try:
-        file = open_file(place)
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return is_image(file)
     except OSError:
         return False
-    if file is None:
-        return False
-    with file:
-        return is_image(file)
 
 
 def parent(name: str) -> str:
@@ -126,7 +118,7 @@ def parent(name: str) -> str:
     return PurePosixPath(name).parent.name
 
 
-def key(name: str) -> str:
-    """WebDataset's key of a member: its name up to the first dot of the file's name."""
+def _key(name: str) -> str:
+    """What `a.png` and `a.txt` have in common: the name up to the first dot of the file's name."""
     folder, slash, file = name.rpartition("/")
     return folder + slash + file.partition(".")[0]

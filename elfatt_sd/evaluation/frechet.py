@@ -94,7 +94,7 @@ class FrechetFigures:
     def limit_difference(self, other: FrechetFigures) -> tuple[float, Interval | None]:
         """The paired difference with infinitely many images, and its interval of 95 %; both ends hold for all scales.
 
-        With heavy tails a few images say how scales relate, so that relation must be found again without each class, and
+        With heavy tails a few images say how scales relate, so it must be found again without each class, and
         the standard error rests on few classes: `Estimate.interval` then has as many degrees of freedom as these.
 
         Args:

@@ -24,7 +24,6 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.evaluation.cost import write_cost
 from elfatt_sd.evaluation.environment import same_images
-from elfatt_sd.evaluation.first_steps import first_steps, kept_calls
 from elfatt_sd.evaluation.fits import check_batches_fit
 from elfatt_sd.evaluation.images import (
     check_images,
@@ -89,8 +88,6 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True,
     state.wait_for_everyone()
     failures = _make_rows(run, pipe, state, show_progress)
     state.wait_for_everyone()
-    if state.is_main_process:
-        shutil.rmtree(run.first_steps_folder, ignore_errors=True)
     return failures
 
 
@@ -155,8 +152,7 @@ class _Maker:
         """Make a batch, write its images, and then commit it by its list of hashes."""
         protocol = self.run.protocol
         seeds = [row.first_seed + prompt.index for prompt in batch]
-        common = self.run.first_steps_folder / f"{number:06d}.pt"
-        with row_patch(self.pipe, row.cell, seeds[0]), first_steps(self.pipe, common, kept_calls(protocol, row.cell)):
+        with row_patch(self.pipe, row.cell, seeds[0]):
             images = make_images(self.pipe, protocol, [prompt.text for prompt in batch], seeds)
         check_images(images, [prompt.index for prompt in batch])
         made = []
@@ -188,13 +184,11 @@ def _close_row(row: Row, batches: int, reason: str | None) -> None:
 
 
 def _tidy(run: Run) -> None:
-    """Remove what a killed process left behind: half-written files, lists that are joined already, steps of nothing."""
+    """Remove what a killed process left behind: half-written files, lists that are joined already."""
     for leftover in run.folder.rglob(".*.part"):
         leftover.unlink()
     for row in run.finished:
         shutil.rmtree(row.batches_folder, ignore_errors=True)
-    if not any(row.begun for row in run.rows):  # they may be those of other weights
-        shutil.rmtree(run.first_steps_folder, ignore_errors=True)
 
 
 def _check_processes(environment: Mapping[str, Any], cells: Sequence[Cell]) -> None:

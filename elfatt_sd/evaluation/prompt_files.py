@@ -1,13 +1,11 @@
-"""Prompts from a file: one a line, a table (CSV or TSV), or JSON Lines, each with the cluster that it belongs to."""
+"""Prompts from a file: one a line, or a table (CSV or TSV), each with the cluster that it belongs to."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-import math
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from elfatt_sd.errors import ElfattError
 PROMPT_LISTS = {name: Path(__file__).with_name("prompt_lists") / f"{name}.csv" for name in ("images", "clips")}
 _USUAL = ("prompt", "prompts", "caption", "text")  # columns, whatever their case
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_LINES = (".jsonl", ".ndjson", ".json")
+_JSON = (".jsonl", ".ndjson", ".json")
 _SHOWN = 40  # characters of a value that a message repeats
 
 
@@ -27,8 +25,8 @@ class PromptFile:
     """Where a protocol's prompts are.
 
     Attributes:
-        file: `.csv` or `.tsv` with a header; `.jsonl`, `.ndjson` or `.json` with an object a line; any other file with
-            one prompt a line; or the name of a list in the package.
+        file: `.csv` or `.tsv` with a header; any other file with one prompt a line; or the name of a list in the
+            package.
         column: that holds the prompts of a table; empty takes `prompt`, `prompts`, `caption` or `text`.
         cluster: column that says which prompts belong together. Intervals are over clusters: images of one cluster
             may depend on each other. Empty makes each different prompt a cluster of its own; capitals, spaces and
@@ -71,9 +69,7 @@ def read_prompts(source: PromptFile) -> list[FilePrompt]:
 def _content(path: Path, given: str) -> str:
     if not path.is_file():
         known = ", ".join(PROMPT_LISTS)
-        raise ElfattError(
-            f"prompts.file={given!r} is not a file; give a text file, .csv, .tsv, .jsonl, or one of: {known}."
-        )
+        raise ElfattError(f"prompts.file={given!r} is not a file; give a text file, .csv, .tsv, or one of: {known}.")
     try:
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -85,12 +81,12 @@ def _pairs(path: Path, text: str, source: PromptFile) -> Iterator[tuple[str, str
     kind = path.suffix.lower()
     if kind in _DELIMITERS:
         rows = table_rows(path, text, _DELIMITERS[kind])
-    elif kind in _LINES:
-        rows = _json_rows(path, text)
+    elif kind in _JSON:
+        raise ElfattError(f"prompts {path} is JSON, which is not read; give a text file, .csv or .tsv.")
     else:
         for name, value in (("column", source.column), ("cluster", source.cluster)):
             if value:
-                raise ElfattError(f"prompts.{name}={value!r} needs a table; {path} is none: give .csv, .tsv or .jsonl.")
+                raise ElfattError(f"prompts.{name}={value!r} needs a table; {path} is none: give .csv or .tsv.")
         lines = enumerate(text.split("\n"), 1)  # a prompt may hold other marks that end lines
         rows = ((f"{path}, line {number}", {"prompt": line}) for number, line in lines if line.strip())
     for place, row in rows:
@@ -101,11 +97,6 @@ def _pairs(path: Path, text: str, source: PromptFile) -> Iterator[tuple[str, str
 def _likeness(prompt: str) -> str:
     """Return what prompts have in common that a model hardly tells apart."""
     return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
-
-
-def is_text(value: str) -> bool:
-    """Tell whether a text holds neither NUL nor half of a surrogate pair."""
-    return not any(char == "\0" or "\ud800" <= char <= "\udfff" for char in value)
 
 
 def table_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -130,27 +121,6 @@ def table_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Map
         raise ElfattError(f"{path}, line {reader.line_num} is damaged ({error}); mend the line.") from error
 
 
-def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
-        try:
-            row = json.loads(line, object_pairs_hook=_object)
-        except (ValueError, RecursionError) as error:
-            raise ElfattError(f"{place} is not JSON ({error}); give one object a line.") from error
-        if not isinstance(row, dict):
-            raise ElfattError(f"{place} holds a {type(row).__name__}; give an object with a prompt.")
-        yield place, row
-
-
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"a key of {', '.join(map(repr, found))} stands there twice")
-    return found
-
-
 def _column(place: str, row: Mapping[str, Any], wanted: str) -> str:
     if wanted:
         return wanted
@@ -161,18 +131,14 @@ def _column(place: str, row: Mapping[str, Any], wanted: str) -> str:
 
 
 def _value(place: str, row: Mapping[str, Any], column: str) -> str:
-    """Return the text of a field; a number is a text, too."""
     if column not in row:
         raise ElfattError(f"{place} has no column {column!r}, but {_named(row)}; give one of these.")
     value = row[column]
-    nothing = isinstance(value, float) and not math.isfinite(value)  # pandas writes NaN where there is no text
-    if isinstance(value, bool | int | float) and not nothing:
-        value = str(value)
-    if not isinstance(value, str) or not value.strip():
+    if value is None or not value.strip():  # None where the row is too short
         raise ElfattError(f"{place} has {str(value)[:_SHOWN]!r} in column {column!r}; give a text.")
-    if not is_text(value):
-        raise ElfattError(f"{place} has a character in column {column!r} that is not text (NUL or a lone surrogate).")
-    return value.strip()
+    if "\0" in value:
+        raise ElfattError(f"{place} has a character in column {column!r} that is not text (NUL).")
+    return str(value).strip()
 
 
 def _named(row: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.prompt_files import PromptFile, is_text, read_prompts, table_rows
+from elfatt_sd.evaluation.prompt_files import PromptFile, read_prompts, table_rows
 from elfatt_sd.evaluation.protocols import Protocol
 
 Value = TypeVar("Value")
@@ -93,7 +93,7 @@ def read_labels(path: Path) -> list[Label]:
     for label in labels:
         if label.name in seen:
             raise ElfattError(f"labels {path} names {label.name!r} twice; every label must be distinct.")
-        if not is_text(label.name):
+        if "\0" in label.name:
             raise ElfattError(f"labels {path} has {label.name!r}, with a character that is not text (NUL).")
         seen.add(label.name)
     return labels

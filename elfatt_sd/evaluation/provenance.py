@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elfatt_sd import families, kernels, methods, peers
-from elfatt_sd.evaluation import first_steps, images
+from elfatt_sd.evaluation import images
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.files import sha256_of_code, sha256_of_data, sha256_of_file, visible
@@ -61,8 +61,6 @@ _IMAGE_CODE = (
     images.makes_clips,
     images.make_images,
     images.to_uint8,
-    first_steps.exact_calls,
-    first_steps.first_steps,
 )
 
 

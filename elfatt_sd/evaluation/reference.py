@@ -105,7 +105,7 @@ class Wanted:
             ElfattError: it is not.
         """
         if not self.source:
-            accepted = "a folder, tar, zip, shards, parquet or .npz"
+            accepted = "a folder, .parquet or .npz"
             raise ElfattError(f"reference.source is missing; give --reference with {accepted}.")
 
     def check(self) -> None:

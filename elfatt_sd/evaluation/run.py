@@ -231,11 +231,6 @@ class Run:
         return [(each.index, each.prompt, each.class_index, each.seed) for each in made] == wanted
 
     @property
-    def first_steps_folder(self) -> Path:
-        """Where what all rows' first steps have in common is kept while images are made."""
-        return self.folder / "first_steps"
-
-    @property
     def record(self) -> RunRecord:
         """What `run.json` holds.
 

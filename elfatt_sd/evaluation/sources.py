@@ -1,32 +1,28 @@
-"""Where images lie: folders, archives read in place, shards and tables.
+"""Where images lie: folders and parquet files.
 
-All are a list of entries and one way to read them; nothing is unpacked. The fingerprint of a folder is the names, sizes
-and modification times of its files; that of an archive is its own name, size and modification time. A file that is
-altered with both kept is not noticed.
+Both are a list of entries and one way to read them. Their fingerprint is the names, sizes and modification times of the
+files. A file that is altered with both kept is not noticed.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.archives import tables, tars, zips
 from elfatt_sd.evaluation.entries import BESIDE, Entry, Source, check_size, ends, is_litter, parent, sorted_out, stamp
+from elfatt_sd.evaluation.parquet import tables
 from elfatt_sd.files import is_hidden, read_plain, visible
 
-_MOST_SHARDS = 100_000
 _MOST_PATHS = 64  # that lead to one folder; links between folders multiply
 _NAMED = 3  # names that a sentence has of what is left out
 ACCEPTED = (
-    "a folder of images, an uncompressed .tar, a .zip, a folder of .tar shards or their pattern (val-*.tar, "
-    "val-{000..049}.tar), .parquet, or statistics with mu and sigma in an .npz"
+    "a folder of images, a .parquet file or a folder of them, or statistics with mu and sigma in an .npz; unpack "
+    "archives first"
 )
-_RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}|\{([^{}]*,[^{}]*)\}")
 
 
 def open_source(source: str | Path, per_class: int = 0) -> Source:
@@ -54,7 +50,7 @@ def check_exists(source: str) -> None:
         ElfattError: one of them is not.
     """
     if source and source != "toy" and source.partition(":")[0] != "renders":
-        _matching(Path(source))
+        _check_exists(Path(source))
 
 
 def left_out_words(names: Sequence[str]) -> str:
@@ -66,70 +62,24 @@ def left_out_words(names: Sequence[str]) -> str:
 
 
 def _open(path: Path) -> Source:
-    files = _matching(path)
-    if not files and path.is_dir():
-        shards = visible(path.glob("*.tar")) or visible(path.glob("*.parquet"))
+    _check_exists(path)
+    if not os.path.isfile(path):
+        shards = visible(path.glob("*.parquet"))
         return _shards(path, shards) if shards else _folder(path)
-    return _archives(path, files)
+    if path.suffix.lower() != ".parquet":
+        raise ElfattError(f"reference {path} is a file of another kind; accepted: {ACCEPTED}.")
+    return tables([path])
+
+
+def _check_exists(path: Path) -> None:
+    if not (os.path.isfile(path) or os.path.isdir(path)):  # which take any name
+        raise ElfattError(f"reference {path} does not exist; accepted: {ACCEPTED}.")
 
 
 def _shards(folder: Path, shards: Sequence[Path]) -> Source:
-    """The shards of a folder; what else lies there is left out."""
-    found = _archives(folder, shards)
-    beside = sorted(item.name for item in folder.iterdir() if item not in shards)
-    left_out = [name for name in beside if not is_litter(name) and not ends(name, BESIDE)]
-    return replace(found, left_out=[*left_out, *found.left_out])
-
-
-def _matching(path: Path) -> list[Path]:
-    """The file itself, or the files that a pattern such as `val-*.tar` or `val-{000..049}.tar` names."""
-    if os.path.isfile(path):  # which takes any name
-        return [path]
-    if os.path.isdir(path):
-        return []
-    found = {name: _files(Path(name)) for name in _expanded(str(path))}
-    missing = [name for name, files in found.items() if not files]
-    if len(missing) == len(found):
-        raise ElfattError(f"reference {path} does not exist; accepted: {ACCEPTED}.")
-    if missing:
-        named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise ElfattError(f"reference {path} lacks {len(missing)} of {len(found)} files: {named}.")
-    return sorted({file for files in found.values() for file in files})
-
-
-def _expanded(name: str) -> list[str]:
-    """The names that braces stand for, as in shells and WebDataset: `{000..049}` or `{train,val}`."""
-    braces = _RANGE.search(name)
-    if braces is None:
-        return [name]
-    first, last, choices = braces.groups()
-    if choices is None:
-        width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
-        low, high = sorted((int(first), int(last)))
-        values: Sequence[str | int] = range(low, high + 1)
-    else:
-        values, width = choices.split(","), 0
-    ends = _expanded(name[braces.end() :])
-    if len(values) * len(ends) > _MOST_SHARDS:
-        raise ElfattError(f"reference {name} names {len(values) * len(ends)} files; accepted: at most {_MOST_SHARDS}.")
-    return [f"{name[: braces.start()]}{value:0{width}}{end}" for value in values for end in ends]
-
-
-def _files(path: Path) -> list[Path]:
-    """The file, or those that match where its name is a pattern."""
-    if os.path.isfile(path):
-        return [path]
-    is_pattern = bool(set("*?[") & set(path.name)) and os.path.isdir(path.parent)
-    return [file for file in visible(path.parent.glob(path.name)) if file.is_file()] if is_pattern else []
-
-
-def _archives(path: Path, files: Sequence[Path]) -> Source:
-    kinds = {file.suffix.lower() for file in files}
-    openers = {".tar": tars, ".zip": zips, ".parquet": tables}
-    kind = next(iter(kinds))
-    if len(kinds) > 1 or kind not in openers:
-        raise ElfattError(f"reference {path} is of kind {', '.join(sorted(kinds))}; accepted: {ACCEPTED}.")
-    return openers[kind](files)
+    """The tables of a folder; what else lies there is left out."""
+    others = sorted(item.name for item in folder.iterdir() if item not in shards)
+    return replace(tables(shards), left_out=[name for name in others if not is_litter(name) and not ends(name, BESIDE)])
 
 
 def _folder(folder: Path) -> Source:
@@ -137,7 +87,7 @@ def _folder(folder: Path) -> Source:
         files = [(path.relative_to(folder).as_posix(), path) for path in _files_below(folder, Counter())]
     except OSError as error:
         raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
-    images, left_out = sorted_out(files, lambda path: path.open("rb") if path.is_file() else None)
+    images, left_out = sorted_out(files)
     entries = [Entry(name, path, parent(name)) for name, path in images]
     fingerprint = [stamp(name, path) for name, path in images]
     return Source(entries, fingerprint, _read_file, left_out)
@@ -182,8 +132,8 @@ def _first_of_each_class(path: Path, source: Source, per_class: int) -> Source:
     groups = {entry.group for entry in source.entries}
     if "" in groups or len(groups) < 2:
         raise ElfattError(
-            f"reference {path} has no classes, which per_class={per_class} needs; give one folder per class, in an "
-            "archive too, or shards or tables with labels."
+            f"reference {path} has no classes, which per_class={per_class} needs; give one folder per class, "
+            "or tables with labels."
         )
     seen: Counter[str] = Counter()
     kept = []

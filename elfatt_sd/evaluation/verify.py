@@ -1,27 +1,22 @@
-"""Check a finished run: images against their hashes, all figures against new ones, results and report against those."""
+"""Check a finished run: images against their hashes, scores and cost against new ones, and results against those."""
 
 from __future__ import annotations
 
-import re
 import tempfile
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.cost import row_costs
 from elfatt_sd.evaluation.images import load_protocol_pipeline
-from elfatt_sd.evaluation.measure import few_repeats, summarize_time
-from elfatt_sd.evaluation.memory import summarize_memory
-from elfatt_sd.evaluation.protocols import SCOPES, Memory, Protocol, Time, decisive
+from elfatt_sd.evaluation.protocols import decisive
 from elfatt_sd.evaluation.records import MadeImage, ResultsRecord, read_data
 from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, join_results
 from elfatt_sd.evaluation.run import (
     COST_FILE,
-    MEMORY_FILE,
     RUN_FILE,
     SCORES_FILE,
-    TIME_FILE,
     Row,
     Run,
     clear_disk_errors,
@@ -31,7 +26,7 @@ from elfatt_sd.progress import Progress
 from elfatt_sd.typed import read_json
 
 TOLERANCE = 1e-3  # another machine sums in another order
-_ROUNDING = 1e-9  # seconds or GiB: another version of Python fits a line with another rounding
+_ROUNDING = 1e-9
 
 
 def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
@@ -40,8 +35,7 @@ def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = 
     Args:
         run: which one.
         recompute: extract all features and compute all scores again, without any cache of the run, where the images
-            are as they were, and work the rows' cost out from the pipeline. Time and memory are always computed again,
-            from the raw values in their files.
+            are as they were, and work the rows' cost out from the pipeline.
         progress: called with what is looked at, the number of images done, and their total.
 
     Returns:
@@ -56,8 +50,7 @@ def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = 
         return problems
     if recompute:
         problems += [*_check_scores(run, progress), *_check_cost(run)]
-    problems += [*_check_measurements(run), *_check_results(run)]
-    return problems or list(_check_report(run))
+    return [*problems, *_check_results(run)]
 
 
 def _check_identity(run: Run) -> Iterator[str]:
@@ -140,64 +133,6 @@ def _recorded(run: Run, name: str, *, needed: bool = True) -> Generator[str, Non
     return data
 
 
-def _check_measurements(run: Run) -> Iterator[str]:
-    """Summarize time and memory again from the raw values that are recorded with the figures."""
-    for name, again in ((TIME_FILE, _timed_again), (MEMORY_FILE, _fitted_again)):
-        path = run.folder / name
-        recorded = yield from _recorded(run, name, needed=False)
-        if recorded is None:
-            continue
-        try:
-            computed = again(recorded, run.protocol)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            yield f"{path}: damaged, there are not all raw values ({error!r})"
-            continue
-        for key, before, now in unequal(recorded, computed, tolerance=_ROUNDING, size=1.0):
-            yield f"{path}: {key} is {before}, from the raw values {now}"
-
-
-def _timed_again(data: dict[str, Any], protocol: Protocol) -> dict[str, Any]:
-    repeats = (protocol.time or Time()).repeats
-    rounds = {name: _rounds(row) for name, row in data["rows"].items()}
-    for name, own in rounds.items():
-        if own and len(own) != repeats:
-            raise ValueError(f"row {name} has {len(own)} of {repeats} rounds")
-    rows = {
-        name: row | summarize_time(rounds[name], rounds[protocol.baseline.name], [key for key in SCOPES if key in row])
-        for name, row in data["rows"].items()
-    }
-    return {**data, "repeats": repeats, "note": few_repeats(repeats), "rows": rows}
-
-
-def _rounds(row: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return seconds per image by scope of each round; none of a row that failed."""
-    values = {scope: row[scope]["values"] for scope in SCOPES if scope in row}
-    return [dict(zip(values, seconds, strict=True)) for seconds in zip(*values.values(), strict=True)]
-
-
-def _fitted_again(data: dict[str, Any], protocol: Protocol) -> dict[str, Any]:
-    rows = {}
-    for name, row in data["rows"].items():
-        twin = row.get("same_program_as")
-        rows[name] = _fitted(row, protocol) if twin is None else {**data["rows"][twin], "same_program_as": twin}
-    return {**data, "rows": rows}
-
-
-def _fitted(row: Mapping[str, Any], protocol: Protocol) -> dict[str, Any]:
-    batches, note = row["batches"], row["note"]
-    if note is None and batches != sorted(set((protocol.memory or Memory()).batches)):
-        raise ValueError(f"peaks of batches {batches}")
-    stages = row.get("stages", {"all": row})
-    results: list[dict[str, Any]] = [
-        {"kind": row["kind"], "peaks": {stage: line["peaks_gib"][index] for stage, line in stages.items()}}
-        for index in range(len(batches))
-    ]
-    if "reserved" in row:
-        for result, peak in zip(results, row["reserved"]["peaks_gib"], strict=True):
-            result["reserved"] = {"all": peak}
-    return summarize_memory(batches, results, note)
-
-
 def _check_results(run: Run) -> Iterator[str]:
     path = run.folder / RESULTS_FILE
     try:
@@ -210,32 +145,6 @@ def _check_results(run: Run) -> Iterator[str]:
         return
     for key, before, now in unequal(recorded, join_results(run), tolerance=0):
         yield f"{path}: {key} is {before}, in the files of the stages {now}"
-
-
-def _check_report(run: Run) -> Iterator[str]:
-    """Compare the report with the one that the results give; of plots and images only that they are there.
-
-    How these are encoded depends on the versions of other packages.
-    """
-    from elfatt_sd.evaluation.report import WRITTEN, leftovers, load_results, report_files, writer_of
-
-    report = run.folder / "report"
-    remedy = f"`elfatt-sd eval report {run.folder}` writes it again"
-    files = report_files(load_results(run.folder))
-    for name, content in files.items():
-        path = report / name
-        if not path.is_file():
-            yield f"{path}: deleted, or the report is not written yet; {remedy}"
-        elif path.suffix != ".png" and _words(path.read_bytes()) != _words(content):
-            writer = writer_of(path)
-            why = f"as {writer} wrote it, and not as this version does" if writer else f"not that of {RESULTS_FILE}"
-            yield f"{path}: {why}; {remedy}"
-    for path in leftovers(report, [*files, WRITTEN]):
-        yield f"{path}: not of this report"
-
-
-def _words(content: bytes) -> bytes:
-    return re.sub(rb"<svg .*?</svg>|data:image/webp[^\"]*", b"", content, flags=re.DOTALL)
 
 
 def unequal(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +45,6 @@ def write_folder(folder: Path, *, by_class: bool = False) -> Path:
     return folder
 
 
-def write_tar(path: Path, members: dict[str, bytes]) -> Path:
-    with tarfile.open(path, "w") as archive:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return path
-
-
 def flat(folder: Path) -> Path:
     (folder / "flat").mkdir()
     (folder / "flat" / "notes.txt").write_text("no picture")
@@ -64,40 +53,6 @@ def flat(folder: Path) -> Path:
 
 def classes(folder: Path) -> Path:
     return write_folder(folder / "classes", by_class=True)
-
-
-def official_tar(folder: Path) -> Path:
-    return write_tar(folder / "ILSVRC2012_img_val.tar", FILES)
-
-
-def zipped(folder: Path) -> Path:
-    with zipfile.ZipFile(folder / "val.zip", "w") as archive:
-        archive.writestr("__MACOSX/._ILSVRC2012_val_00000001.JPEG", b"rubbish")
-        for name, content in FILES.items():
-            archive.writestr(f"val/{name}", content)
-    return folder / "val.zip"
-
-
-def shards(folder: Path) -> Path:
-    items = list(FILES.items())
-    (folder / "shards").mkdir()
-    for number in range(2):
-        members = {}
-        for place, (_, content) in enumerate(items[6 * number : 6 * number + 6]):
-            members |= {
-                f"{number:02d}{place:04d}.jpg": content,
-                f"{number:02d}{place:04d}.cls": str(place % 3).encode(),
-            }
-        write_tar(folder / "shards" / f"val-{number:06d}.tar", members)
-    return folder / "shards"
-
-
-def shard_pattern(folder: Path) -> Path:
-    return shards(folder) / "val-*.tar"
-
-
-def shard_braces(folder: Path) -> Path:
-    return shards(folder) / "val-{000000..000001}.tar"
 
 
 def linked_classes(folder: Path) -> Path:
@@ -114,17 +69,28 @@ def linked_classes(folder: Path) -> Path:
     return folder / "linked"
 
 
-def parquet(folder: Path) -> Path:
+def write_table(path: Path, numbers: range) -> Path:
     pyarrow = pytest.importorskip("pyarrow")
-    rows = [{"bytes": content, "path": name} for name, content in FILES.items()]
-    table = pyarrow.table({"image": rows, "label": [number % 3 for number in range(COUNT)]})
-    import pyarrow.parquet
+    parquet = pytest.importorskip("pyarrow.parquet")
+    files = list(FILES.items())
+    rows = [{"bytes": files[number][1], "path": files[number][0]} for number in numbers]
+    table = pyarrow.table({"image": rows, "label": [number % 3 for number in numbers]})
+    parquet.write_table(table, path, row_group_size=5)
+    return path
 
-    pyarrow.parquet.write_table(table, folder / "val.parquet", row_group_size=5)
-    return folder / "val.parquet"
+
+def parquet(folder: Path) -> Path:
+    return write_table(folder / "val.parquet", range(COUNT))
 
 
-KINDS = (flat, classes, linked_classes, official_tar, zipped, shards, shard_pattern, shard_braces, parquet)
+def tables(folder: Path) -> Path:
+    (folder / "tables").mkdir()
+    for place in range(2):
+        write_table(folder / "tables" / f"val-{place}.parquet", range(6 * place, 6 * place + 6))
+    return folder / "tables"
+
+
+KINDS = (flat, classes, linked_classes, parquet, tables)
 
 
 def build(

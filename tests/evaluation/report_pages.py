@@ -39,9 +39,9 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def told_of(results, word):
-    """The sentence on time or memory."""
-    return next(sentence for sentence in findings(Results(results)) if word in sentence)
+def told_of(results, pattern):
+    """The finding in which a pattern is found."""
+    return next(sentence for sentence in findings(Results(results)) if re.search(pattern, sentence))
 
 
 def markdown_tables(text):

@@ -1,4 +1,4 @@
-"""Decoding images of every mode and depth; what has no known scale is refused."""
+"""Decoding images of every mode; what is no single image of 8 bits is refused."""
 
 from __future__ import annotations
 
@@ -18,32 +18,23 @@ def saved(image: Image.Image, format: str, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def grey(samples: Any, dtype: Any) -> Image.Image:
-    return Image.fromarray(np.full((4, 4), samples, dtype=dtype))
-
-
 def first_pixel(content: bytes) -> Any:
     return decode(content).getpixel((0, 0))
 
 
-def test_floats_and_deep_samples_have_their_scale() -> None:
-    assert first_pixel(saved(grey(0.5, np.float32), "TIFF")) == (128, 128, 128)
-    assert first_pixel(saved(grey(200, np.float32), "TIFF")) == (200, 200, 200)
-    assert first_pixel(saved(grey(200 * 256, np.uint16), "TIFF")) == (200, 200, 200)
-    assert first_pixel(saved(grey(200 * 256, np.uint16), "PPM")) == (200, 200, 200)
-    assert first_pixel(b"P5 1 1 1023 " + (800).to_bytes(2, "big")) == (200, 200, 200)
-    for samples, dtype in ((200.5, np.float32), (-1.0, np.float32), (np.nan, np.float32), (300.0, np.float32)):
-        with pytest.raises(OSError, match=r"floating-point samples .* accepted: 0 to 1"):
-            decode(saved(grey(samples, dtype), "TIFF"))
-    for samples in (200, 70_000, -5):
-        with pytest.raises(OSError, match=f"integers of 32 bits from {samples} to {samples}; accepted: 8 or 16"):
-            decode(saved(grey(samples, np.int32), "TIFF"))
-
-
-def test_twelve_bits_are_not_read_as_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = saved(grey(200 * 16, np.uint16), "TIFF", tiffinfo={})
-    monkeypatch.setattr("elfatt_sd.evaluation.decoding._bits", lambda opened: 12)
-    assert first_pixel(content) == (200, 200, 200)
+@pytest.mark.parametrize(
+    ("samples", "dtype", "format"),
+    [
+        (0.5, np.float32, "TIFF"),
+        (40_000, np.uint16, "TIFF"),
+        (40_000, np.uint16, "PPM"),
+        (40_000, np.uint16, "PNG"),
+        (7, np.int32, "TIFF"),
+    ],
+)
+def test_samples_of_more_than_8_bits_are_refused(samples: float, dtype: Any, format: str) -> None:
+    with pytest.raises(OSError, match=r"samples of more than 8 bits \(mode .*\); accepted: 8 bits"):
+        decode(saved(Image.fromarray(np.full((4, 4), samples, dtype=dtype)), format))
 
 
 def test_drawings_are_not_handed_to_another_program() -> None:
@@ -53,24 +44,12 @@ def test_drawings_are_not_handed_to_another_program() -> None:
         decode(drawing)
 
 
-def test_deep_transparent_pixels_are_white() -> None:
-    clear = saved(grey(200 * 256, np.uint16), "PNG", transparency=200 * 256)
-    assert first_pixel(clear) == (255, 255, 255)
-
-
 @pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF"])
 def test_animations_and_pages_are_refused(format: str) -> None:
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     assert first_pixel(saved(frames[0], format, lossless=True))[1:] == (0, 0)
-    with pytest.raises(OSError, match=r"2 (frames|pages)|of 2 frames; accepted: one image a file"):
+    with pytest.raises(OSError, match="2 frames or pages; accepted: one image a file"):
         decode(saved(frames[0], format, save_all=True, append_images=frames[1:]))
-
-
-def test_smaller_copies_are_no_pages() -> None:
-    whole, small = Image.new("RGB", (8, 8), "red"), Image.new("RGB", (4, 4), "blue")
-    small.encoderinfo = {"tiffinfo": {254: 1}}  # type: ignore[attr-defined]
-    content = saved(whole, "TIFF", save_all=True, append_images=[small])
-    assert decode(content).size == (8, 8)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK"])

@@ -12,7 +12,7 @@ import pytest
 from elfatt_sd.evaluation import dry_run, generate, score
 from elfatt_sd.evaluation.memory import program_of
 from elfatt_sd.evaluation.metrics.choice import MetricChoice
-from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run
 
 
@@ -107,20 +107,6 @@ def test_metrics_of_one_name_are_an_obstacle(full_protocol: Protocol, tmp_path: 
     told = dry_run.obstacles(Run(tmp_path / "new", twice))
     assert len(told) == 1
     assert "'x' twice" in told[0]
-
-
-def test_the_estimate_counts_steps_that_rows_share_once(
-    full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dry_run, "probe_seconds", lambda _: 3.5)
-    phases = ({"until": 0.5}, {"until": 1.0, "attention": "sampled"})
-    rows = [Cell(name, name, "custom", phases=phases) for name in ("first", "second")]
-    before = dry_run.estimate(Run(Path("nowhere"), full_protocol))
-    after = dry_run.estimate(
-        Run(Path("nowhere"), dataclasses.replace(full_protocol, cells=(*full_protocol.cells, *rows)))
-    )
-    assert after.generation_hours == pytest.approx(before.generation_hours * (4 + 0.5 + 0.5) / 4)
-    assert after.timing_hours == pytest.approx(before.timing_hours * 6 / 4)
 
 
 def test_the_estimate_counts_the_calls_of_schedulers_with_two_in_a_step(

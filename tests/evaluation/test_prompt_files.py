@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import small_run
@@ -43,13 +41,6 @@ def test_tables(tmp_path: Path) -> None:
     assert read_prompts(PromptFile(tabs, column="long")) == [FilePrompt("a small cat", 0)]
 
 
-def test_json_lines(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"caption": "a", "id": 7}, {"id": True, "caption": "b"}, {"caption": "c", "id": 7}]
-    file = write(tmp_path, "coco.jsonl", "\n\n".join(map(json.dumps, rows)) + "\n")
-    found = read_prompts(PromptFile(file, cluster="id"))
-    assert [(each.text, each.cluster) for each in found] == [("a", 0), ("b", 1), ("c", 0)]
-
-
 def test_prompts_that_a_model_hardly_tells_apart_are_one_cluster(tmp_path: Path) -> None:
     file = write(tmp_path, "a.txt", "a cafe\u0301\nA  caf\u00e9\na cafe\n")
     assert [each.cluster for each in read_prompts(PromptFile(file))] == [0, 0, 1]
@@ -80,17 +71,7 @@ def test_lists_in_the_package(name: str) -> None:
         ("a.csv", "prompt,prompt\na,b\n", {}, "two columns 'prompt'"),
         ("a.csv", 'prompt\n"a"b\n', {}, "damaged"),
         ("a.csv", f"prompt\n{'a' * 200_000}\n", {}, "damaged"),
-        ("a.jsonl", "{\n", {}, "line 1 is not JSON"),
-        ("a.jsonl", "[" * 100_000, {}, "line 1 is not JSON"),
-        ("a.jsonl", '{"prompt": "a"}\n["b"]\n', {}, "line 2 holds a list"),
-        ("a.jsonl", "{}\n", {}, "no columns"),
-        ("a.jsonl", '{"prompt": null}\n', {}, "line 1 has 'None'"),
-        ("a.jsonl", '{"prompt": ["a"]}\n', {}, "give a text"),
-        ("a.jsonl", '{"prompt": NaN}\n', {}, "has 'nan' in column 'prompt'"),
-        ("a.json", '[{"prompt": "a"}]', {}, "line 1 holds a list"),
-        ("a.json", '[\n{"prompt": "a"}\n]', {}, "line 1 is not JSON"),
-        ("a.jsonl", '{"prompt": "a", "prompt": "b"}\n', {}, "line 1 is not JSON .*twice"),
-        ("a.jsonl", '{"prompt": "\\ud800"}\n', {}, "surrogate"),
+        ("a.jsonl", '{"prompt": "a"}\n', {}, "is JSON, which is not read; give a text file, .csv or .tsv"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, name: str, content: str | bytes, options: dict[str, str], reason: str) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from reference_files import (
     COUNT,
-    FILES,
     KINDS,
     WNIDS,
     build,
@@ -25,17 +22,16 @@ from reference_files import (
     expected_statistics,
     flat,
     linked_classes,
-    official_tar,
     parquet,
-    shards,
-    write_tar,
-    zipped,
+    picture,
+    tables,
 )
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import extraction, sources
+from elfatt_sd.evaluation import extraction
 from elfatt_sd.evaluation.decoding import decode
-from elfatt_sd.evaluation.sources import open_source
+from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages
+from elfatt_sd.evaluation.sources import left_out_words, open_source
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,7 +45,7 @@ def test_every_source_gives_the_same_statistics(kind: Callable[[Path], Path], tm
     assert found.sample.shape == (COUNT, 12)
 
 
-@pytest.mark.parametrize("kind", [classes, linked_classes, shards, parquet])
+@pytest.mark.parametrize("kind", [classes, linked_classes, parquet, tables])
 def test_first_pictures_of_each_class(kind: Callable[[Path], Path], tmp_path: Path) -> None:
     source = kind(tmp_path)
     kept = open_source(source, per_class=1).entries
@@ -57,42 +53,9 @@ def test_first_pictures_of_each_class(kind: Callable[[Path], Path], tmp_path: Pa
     assert build(source, tmp_path / "cache", per_class=1, expected=3).count == 3
 
 
-@pytest.mark.parametrize("kind", [flat, official_tar, zipped])
-def test_a_flat_source_has_no_classes(kind: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Not even where all pictures lie under one folder of an archive."""
+def test_a_flat_source_has_no_classes(tmp_path: Path) -> None:
     with pytest.raises(ElfattError, match=r"no classes, which per_class=5 needs; give one folder per class"):
-        open_source(kind(tmp_path), per_class=5)
-
-
-def test_pictures_of_a_tar_are_taken_by_name(tmp_path: Path) -> None:
-    """Tar keeps files in the order in which the disk lists them."""
-    members = {f"{WNIDS[place % 3]}/{name}": content for place, (name, content) in enumerate(FILES.items())}
-    source = write_tar(tmp_path / "val.tar", dict(reversed(members.items())))
-    kept = [entry.name for entry in open_source(source, per_class=2).entries]
-    assert kept == [name for wnid in WNIDS for name in [name for name in members if name.startswith(wnid)][:2]]
-
-
-def test_braces_name_shards() -> None:
-    cases = {
-        "a.tar": ["a.tar"],
-        "{a,b}-{0..2}.tar": [f"{letter}-{number}.tar" for letter in "ab" for number in range(3)],
-        "{08..10}": ["08", "09", "10"],
-        "{9..10}": ["9", "10"],
-        "{2..0}": ["0", "1", "2"],
-        "{x}": ["{x}"],
-    }
-    for pattern, expected in cases.items():
-        assert sources._expanded(pattern) == expected
-
-
-def test_missing_shards_are_named(tmp_path: Path) -> None:
-    source = shards(tmp_path)
-    with pytest.raises(ElfattError, match=r"lacks 1 of 3 files: .*/val-000002\.tar\.$"):
-        open_source(source / "val-{000000..000002}.tar")
-    with pytest.raises(ElfattError, match=r"lacks 8 of 10 files: .*2\.tar, .*3\.tar, .*4\.tar, \.\.\.\.$"):
-        open_source(source / "val-{000000..000009}.tar")
-    with pytest.raises(ElfattError, match=r"does not exist; accepted: .*val-\{000\.\.049\}\.tar"):
-        open_source(source / "train-{000000..000002}.tar")
+        open_source(flat(tmp_path), per_class=5)
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,24 +97,22 @@ def test_what_may_pass_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_bad_sources(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "val.rar").write_bytes(b"")
-    (tmp_path / "bad.tar").write_bytes(b"x" * 2000)
-    (tmp_path / "bad.zip").write_bytes(b"x" * 2000)
-    (tmp_path / "bad.parquet").write_bytes(b"x" * 2000)
-    (tmp_path / "zips").mkdir()
-    zipped(tmp_path / "zips").rename(tmp_path / "zips" / "a.zip")
-    (tmp_path / "zips" / "b.zip").write_bytes(b"x" * 2000)
+    for folder in ("empty", "shards"):
+        (tmp_path / folder).mkdir()
+    for name in ("val.tar", "bad.parquet", "shards/val-000.tar", "shards/val-001.tar"):
+        (tmp_path / name).write_bytes(b"x" * 2000)
     cases = (
         ("", "missing"),
-        ("nowhere", "does not exist"),
-        ("nowhere-*.tar", "does not exist"),
-        ("empty", "holds no image"),
-        ("val.rar", "of kind .rar"),
-        ("bad.tar", "cannot be read"),
-        ("bad.zip", "cannot be read"),
-        ("zips/*.zip", "zips/b.zip cannot be read"),
-        ("bad.parquet", "cannot be read"),
+        ("nowhere", "does not exist; accepted: a folder of images, .*; unpack archives first"),
+        ("val-{000..001}.tar", "does not exist"),
+        ("a\0b", "does not exist"),
+        ("empty", "holds no image; accepted"),
+        ("val.tar", "a file of another kind; .* unpack archives first"),
+        (
+            "shards",
+            r"no image \(2 files are left out as no image: val-000.tar, val-001.tar\); .* unpack archives first",
+        ),
+        ("bad.parquet", "bad.parquet cannot be read"),
         ("gone.npz", "does not exist"),
     )
     for name, reason in cases:
@@ -190,24 +151,13 @@ LEFT_OUT = ["b/notes.txt", "b/weights.bin"]
 
 
 def test_what_is_left_out_is_named(tmp_path: Path) -> None:
-    folder, tar, archive = tmp_path / "folder", tmp_path / "all.tar", tmp_path / "all.zip"
+    folder = tmp_path / "folder"
     for name, content in mixed().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    with tarfile.open(tar, "w") as made:
-        made.add(folder, ".", recursive=False)
-        for name in mixed():
-            made.add(folder / name, name)
-        link = tarfile.TarInfo("b/linked.png")
-        link.type, link.linkname = tarfile.LNKTYPE, "b/map.pgm"
-        made.addfile(link)
-    with zipfile.ZipFile(archive, "w") as packed:
-        for name, content in mixed().items():
-            packed.writestr(name, content)
-    for source, links in ((folder, []), (tar, ["b/linked.png"]), (archive, [])):
-        found = open_source(source)
-        assert [entry.name for entry in found.entries] == IMAGES
-        assert list(found.left_out) == [*LEFT_OUT, *links]
+    found = open_source(folder)
+    assert [entry.name for entry in found.entries] == IMAGES
+    assert list(found.left_out) == LEFT_OUT
     with pytest.raises(ElfattError, match=r"has 5 images \(2 left out \(hidden, or no image\): b/notes.txt, b/weights"):
         build(folder, tmp_path / "cache", expected=7)
     built = build(folder, tmp_path / "cache", expected=5, allow_count=True)
@@ -218,53 +168,100 @@ def test_what_is_left_out_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "hidden", [".ipynb_checkpoints", ".thumbnails", ".cache/huggingface", "@eaDir", "#recycle", "lost+found"]
 )
-@pytest.mark.parametrize("packed", ["", "tar", "zip"])
-def test_what_is_hidden_is_no_image_and_no_class(tmp_path: Path, hidden: str, packed: str) -> None:
+def test_what_is_hidden_is_no_image_and_no_class(tmp_path: Path, hidden: str) -> None:
     content = encoded(Image.new("RGB", (8, 8)), "PNG")
     kept = [f"{group}/{number}.png" for group in ("cat", "dog") for number in range(2)]
     litter = [f"{hidden}/0.png", f"cat/{hidden}/0-checkpoint.png", "dog/.partial.png"]
     for name in (*kept, *litter):
-        (tmp_path / "all" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "all" / name).write_bytes(content)
-    source = tmp_path / "all"
-    if packed:
-        source = Path(shutil.make_archive(str(tmp_path / "packed"), packed, source))
-    found = open_source(source, per_class=2)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    found = open_source(tmp_path, per_class=2)
     assert [Path(entry.name).as_posix() for entry in found.entries] == kept
     assert {entry.group for entry in found.entries} == {"cat", "dog"}
     place = hidden.split("/")[0]
     assert len(found.left_out) == 3 and sum(place in name for name in found.left_out) == 2
-    assert sources.left_out_words(found.left_out).startswith("3 left out (hidden, or no image): ")
+    assert left_out_words(found.left_out).startswith("3 left out (hidden, or no image): ")
 
 
-@pytest.mark.parametrize("pattern", ["", "val-*.tar", "*.tar"])
-def test_a_hidden_shard_is_left_alone(tmp_path: Path, pattern: str) -> None:
-    (tmp_path / "one.png").write_bytes(encoded(Image.new("RGB", (8, 8)), "PNG"))
-    with tarfile.open(tmp_path / "val-000.tar", "w") as made:
-        made.add(tmp_path / "one.png", "one.png")
-    for name in ("._val-000.tar", ".val-001.tar"):
-        (tmp_path / name).write_bytes(b"rubbish")
-    assert [entry.name for entry in open_source(tmp_path / pattern).entries] == ["one.png"]
+def test_a_folder_of_tables_names_what_lies_beside(tmp_path: Path) -> None:
+    source = tables(tmp_path)
+    (source / "one.png").write_bytes(encoded(picture(1), "PNG"))
+    (source / "index.json").write_text("{}")
+    assert list(open_source(source).left_out) == ["one.png"]
 
 
-def test_a_folder_of_shards_names_what_lies_beside(tmp_path: Path) -> None:
-    (tmp_path / "one.png").write_bytes(encoded(Image.new("RGB", (8, 8)), "PNG"))
-    (tmp_path / "index.json").write_text("{}")
-    with tarfile.open(tmp_path / "val-000.tar", "w") as made:
-        made.add(tmp_path / "one.png", "one.png")
-    assert list(open_source(tmp_path).left_out) == ["one.png"]
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "a.bin").write_bytes(b"rubbish")
-    with pytest.raises(ElfattError, match=r"holds no image \(1 left out .hidden, or no image.: a.bin\)"):
-        open_source(tmp_path / "empty")
+def test_damaged_pages_of_a_table_are_told(tmp_path: Path) -> None:
+    """Labels are read before any image, each image when it is wanted."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pa.table({"image": [b"image"], "label": ["name" * 9]}), path, compression="none", use_dictionary=False
+    )
+    content = bytearray(path.read_bytes())
+    start = content.index(b"name" * 9)
+    content[start - 40 : start + 36] = b"\xff" * 76
+    path.write_bytes(content)
+    with pytest.raises(ElfattError, match=r"a\.parquet cannot be read") as raised:
+        open_source(path)
+    assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["a-{0..99999}{0..99999}.tar", "a-{a,b}{0..99999}.tar", "a-{0..99999999999}.tar"])
-def test_braces_that_name_too_many_files_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ElfattError, match="accepted: at most 100000"):
-        open_source(tmp_path / name)
+def test_the_column_of_images_is_taken_or_asked_for(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    def table(name: str, **columns: Any) -> Path:
+        parquet.write_table(pa.table(columns), tmp_path / name)
+        return tmp_path / name
+
+    source = open_source(table("mask.parquet", mask=[b"no image"], image=[b"image"]))
+    assert source.read(source.entries[0]) == b"image"
+    with pytest.raises(ElfattError, match="has bytes in before, after; accepted: one column"):
+        open_source(table("two.parquet", before=[b"1"], after=[b"2"]))
+    with pytest.raises(ElfattError, match="has columns caption; one must hold the bytes of images"):
+        open_source(table("none.parquet", caption=["a"]))
 
 
-def test_braces_of_no_number_that_files_have_are_a_name(tmp_path: Path) -> None:
-    with pytest.raises(ElfattError, match="does not exist"):
-        open_source(tmp_path / f"a-{{{'9' * 5000}..1}}.tar")
+def test_files_with_holes_are_not_read(tmp_path: Path) -> None:
+    """They take no disk, and more memory than there is."""
+    (tmp_path / "a.png").write_bytes(encoded(picture(1), "PNG"))
+    with (tmp_path / "b.png").open("wb") as file:
+        file.truncate(1 << 40)
+    first, second = (SourceImages(open_source(tmp_path), Preprocessing()).load(start, start + 1) for start in (0, 1))
+    assert np.asarray(next(first)).shape == (32, 40, 3)
+    assert next(second) == "b.png (1024 GiB; accepted: at most 1 GiB an image)"
+
+
+def test_links_without_end(tmp_path: Path) -> None:
+    place = tmp_path / "top"
+    place.mkdir()
+    for _ in range(40):  # 2^40 paths
+        (place / "a").mkdir()
+        os.symlink("a", place / "b")
+        place = place / "a"
+    (place / "1.png").write_bytes(b"")
+    with pytest.raises(ElfattError, match=r"links lead to .* by more than 64 paths"):
+        open_source(tmp_path / "top")
+
+
+def test_large_pictures_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As four threads would hold a dozen of them otherwise, each of several gigabytes."""
+    for index in range(6):
+        side = 8 if index % 2 else 64
+        (tmp_path / f"{index}.png").write_bytes(encoded(picture(index, (side, side)), "PNG"))
+    monkeypatch.setattr(extraction, "LARGE", 100)
+    held: list[int] = []
+
+    def watched(content: bytes) -> Any:
+        image = decode(content)
+        held.append(image.width)
+        return image
+
+    monkeypatch.setattr(extraction, "decode", watched)
+    pictures = SourceImages(open_source(tmp_path), Preprocessing()).load(0, 6)
+    first = next(pictures)
+    assert held.count(64) == 1
+    found = [first, *pictures]
+    assert [np.asarray(each).shape for each in found] == [(64, 64, 3), (8, 8, 3)] * 3

@@ -12,10 +12,7 @@ import pytest
 from PIL import Image
 from small_run import row_of
 
-from elfatt_sd.evaluation.memory import summarize_memory
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.report import load_results, write_report
-from elfatt_sd.evaluation.results import write_results
 from elfatt_sd.evaluation.run import RUN_FILE, Run
 from elfatt_sd.evaluation.verify import _check_cost, unequal, verify_run
 
@@ -174,129 +171,6 @@ def test_edited_results_are_found(copy: Path, change: Callable[[Any], None], pla
     (problem,) = verify_run(Run.open(copy), recompute=False)
     assert "results.json: " in problem
     assert place in problem
-
-
-def _quicken(data: Any) -> None:
-    data["rows"][ELFATT]["unet"]["seconds_per_image"] /= 2
-
-
-def _speed_up(data: Any) -> None:
-    data["rows"][ELFATT]["end_to_end"]["ratio"]["low"] = 1.5
-
-
-def _be_sure(data: Any) -> None:
-    data["note"] = None
-
-
-def _lose_a_round(data: Any) -> None:
-    for scope in ("end_to_end", "unet"):
-        del data["rows"][ELFATT][scope]["values"][0]
-
-
-def _forget_values(data: Any) -> None:
-    del data["rows"][ELFATT]["unet"]["values"]
-
-
-def _flatten(data: Any) -> None:
-    data["rows"][ELFATT]["gib_per_image"] -= 0.5
-
-
-def _lower_the_twin(data: Any) -> None:
-    data["rows"]["null"]["peaks_gib"][0] /= 2
-
-
-def _lose_a_peak(data: Any) -> None:
-    data["rows"][ELFATT] = summarize_memory([2], [{"kind": "VmHWM", "peaks": {"all": 1.0}}])
-
-
-@pytest.mark.parametrize(
-    ("file", "change", "message"),
-    [
-        ("time.json", _quicken, f"rows.{ELFATT}.unet.seconds_per_image is"),
-        ("time.json", _speed_up, f"rows.{ELFATT}.end_to_end.ratio.low is 1.5, from the raw values"),
-        ("time.json", _be_sure, "note is None, from the raw values only 2 repeats"),
-        ("time.json", _lose_a_round, f"row {ELFATT} has 1 of 2 rounds"),
-        ("time.json", _forget_values, "damaged, there are not all raw values (KeyError('values'))"),
-        ("memory.json", _flatten, f"rows.{ELFATT}.gib_per_image is"),
-        ("memory.json", _lower_the_twin, "rows.null.peaks_gib[0] is"),
-        ("memory.json", _lose_a_peak, "peaks of batches [2]"),
-    ],
-)
-def test_figures_that_do_not_follow_from_their_raw_values_are_found(
-    copy: Path, file: str, change: Callable[[Any], None], message: str
-) -> None:
-    """Although `results.json` was made again from them."""
-    _edit(copy / file, change)
-    write_results(Run.open(copy))
-    (problem,) = verify_run(Run.open(copy), recompute=False)
-    assert f"{file}: " in problem
-    assert message in problem
-
-
-def test_raw_values_of_a_gpu_and_of_rows_that_failed_are_understood(copy: Path) -> None:
-    results = [
-        {
-            "kind": "CUDA allocated",
-            "peaks": {"text": 1.0, "unet": 1.5 * batch, "vae": 2.0},
-            "reserved": {"text": 1.0, "unet": 2.0, "vae": 3.0 * batch},
-        }
-        for batch in (1, 2)
-    ]
-
-    def allocate(data: Any) -> None:
-        data["rows"]["sd"] = summarize_memory([1, 2], results)
-        data["rows"]["null"] = data["rows"]["sd"] | {"same_program_as": "sd"}
-        data["rows"]["tomesd-ratio0.5"] = summarize_memory([], [], "not installed")
-
-    def fail(data: Any) -> None:
-        data["rows"]["sd"] = {"failed": "out of memory at batch 1"}
-        for name in ("null", ELFATT, "tomesd-ratio0.5"):
-            for scope in ("end_to_end", "unet"):
-                data["rows"][name][scope]["ratio"] = None
-
-    _edit(copy / "memory.json", allocate)
-    _edit(copy / "time.json", fail)
-    write_results(Run.open(copy))
-    assert not [problem for problem in verify_run(Run.open(copy), recompute=False) if "/report/" not in problem]
-
-
-@pytest.mark.parametrize("name", ["table.csv", "index.html"])
-def test_an_edited_report_is_found(copy: Path, name: str) -> None:
-    path = copy / "report" / name
-    path.write_bytes(path.read_bytes().replace(b"ELFATT-SD", b"ELFATT-SD*", 1))
-    (problem,) = verify_run(Run.open(copy), recompute=False)
-    assert f"report/{name}: not that of results.json" in problem
-
-
-def test_a_report_of_another_version_is_told_from_one_that_was_altered(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("elfatt_sd.__version__", "0.0.9")
-        patch.setattr("elfatt_sd.evaluation.report.summary._null", lambda results: "An older sentence.")
-        patch.setattr("elfatt_sd.evaluation.report.commit_of", lambda folder: "0123456789abcdef")
-        write_report(load_results(copy))
-    told = verify_run(Run.open(copy), recompute=False)
-    assert {line.partition("report/")[2].split(":")[0] for line in told} == {"table.md", "index.html"}
-    assert all(
-        "as version 0.0.9 at commit 0123456789ab wrote it, and not as this version does" in line for line in told
-    )
-    path = copy / "report/table.md"
-    path.write_bytes(path.read_bytes() + b"Better.\n")
-    told = [line for line in verify_run(Run.open(copy), recompute=False) if "table.md" in line]
-    assert ["not that of results.json; " in line for line in told] == [True]
-    (copy / "report/written.json").write_text("[]")
-    assert all("not that of results.json; " in line for line in verify_run(Run.open(copy), recompute=False))
-
-
-def test_the_report_has_all_its_files_and_no_others(copy: Path) -> None:
-    for name in ("table.tex", "index.html", "closeness.png"):
-        (copy / "report" / name).unlink()
-    (copy / "report" / "ablation_old.png").touch()
-    problems = verify_run(Run.open(copy), recompute=False)
-    assert [problem.partition("report/")[2].split(",")[0] for problem in problems] == [
-        "table.tex: deleted", "closeness.png: deleted", "index.html: deleted", "ablation_old.png: not of this report",
-    ]  # fmt: skip
 
 
 def test_missing_files_are_named(copy: Path) -> None:

@@ -13,7 +13,6 @@ from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.palette import INK, Palette
 from elfatt_sd.evaluation.report.rows import Row
-from elfatt_sd.evaluation.report.scatter import write_beside
 from elfatt_sd.evaluation.report.text import TIMES, fixed, interval, span
 
 CALLS = {"unet-512": "SD 1.5, 512", "unet-1024": "SD 1.5, 1024", "sdxl-1024": "SDXL, 1024"}
@@ -51,7 +50,6 @@ def draw_headline(chosen: Sequence[tuple[Results, Row]]) -> Chart:
     """
     figure, axes = figure_and_axes(_HEIGHT, _WIDTH)
     points: list[str] = []
-    marks: list[tuple[float, float, str, str]] = []
     for run, row in chosen:
         psnr, speed = row.psnr, row.speedup("unet")
         if psnr is None or speed is None:
@@ -61,15 +59,14 @@ def draw_headline(chosen: Sequence[tuple[Results, Row]]) -> Chart:
             axes.vlines(speed.value, *psnr.ends, color=style.colour, linewidth=1.1)
         if speed.ends:
             axes.hlines(psnr.value, *speed.ends, color=style.colour, linewidth=1.1, alpha=0.45)
-        axes.plot(speed.value, psnr.value, style.marker, color=style.colour, markersize=8)
-        marks.append((speed.value, psnr.value, row.method, style.colour))
+        axes.plot(speed.value, psnr.value, style.marker, color=style.colour, markersize=8, label=row.method)
         said = f"{fixed(psnr.value, 1)} {interval(psnr, 1)}, {fixed(speed.value, 2)} ({span(speed, 2)})"
         points.append(f"{row.method}: {said}")
     axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
     axes.margins(_ROOM)
     axes.set_xlabel("times as fast, UNet of the toy (right is faster)")
     axes.set_ylabel("PSNR to untouched, dB (up is closer)")
-    write_beside(figure, axes, marks, _TEXT)
+    figure.legend(loc="outside upper left", ncols=3, fontsize=_TEXT)
     return Chart("headline", "Closeness over speed", "", figure, points)
 
 

@@ -6,34 +6,25 @@ in the published table; what is not there is shown as "not measured".
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-import elfatt_sd
 from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
-from elfatt_sd.files import is_full, read_plain, sha256_of_file, write_file
-from elfatt_sd.measuring.machine import commit_of, short_commit
+from elfatt_sd.files import is_full, write_file
 from elfatt_sd.optional import REPORT, need
-from elfatt_sd.typed import parse_json
 
 __all__ = [
     "PAGE",
-    "WRITTEN",
-    "leftovers",
     "load_results",
     "replace_files",
     "report_files",
     "write_report",
-    "writer_of",
     "written_tables",
 ]
 
 PAGE = "index.html"
-WRITTEN = "written.json"  # by which version, and the hash of each file as it was then
-_FILES = (PAGE, "table.*", "*.png", WRITTEN)
+_FILES = (PAGE, "table.*", "*.png", "written.json")  # the last one of earlier versions
 
 
 def write_report(results: Results) -> Path:
@@ -46,29 +37,8 @@ def write_report(results: Results) -> Path:
         ElfattError: the folder cannot be written.
     """
     folder = results.folder / "report"
-    contents = report_files(results)
-    replace_files(folder, {**contents, WRITTEN: _written(contents)})
+    replace_files(folder, report_files(results))
     return folder / PAGE
-
-
-def _written(contents: Mapping[str, bytes]) -> bytes:
-    record = {
-        "elfatt_sd": elfatt_sd.__version__,
-        "commit": commit_of(Path(elfatt_sd.__file__).parent),
-        "files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
-    }
-    return json.dumps(record, indent=2).encode("utf-8")
-
-
-def writer_of(path: Path) -> str:
-    """Name the version that wrote a file of a report, if the file is as it was then; empty otherwise."""
-    try:
-        record = parse_json(read_plain(path.parent / WRITTEN))
-        version, commit, digest = record["elfatt_sd"], record["commit"], record["files"][path.name]
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
-    at = f" at commit {short_commit(commit)}" if isinstance(commit, str) else ""
-    return f"version {version}{at}" if digest == sha256_of_file(path) else ""
 
 
 def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
@@ -105,30 +75,25 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     try:
         for name, content in contents.items():
             write_file(folder / name, content)
-        for path in leftovers(folder, contents):
-            path.unlink()
+        for path in {path for pattern in _FILES for path in folder.glob(pattern)}:
+            if path.name not in contents and (path.is_symlink() or path.is_file()):
+                path.unlink()
     except OSError as error:
         if is_full(error):
             raise
         raise ElfattError(f"The report cannot be written to {folder}: {error.strerror or error}.") from error
 
 
-def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return the files of a folder that are of a report, but not of the one with these files."""
-    kept = set(names)
-    found = (path for pattern in _FILES for path in folder.glob(pattern) if path.name not in kept)
-    return sorted(path for path in found if path.is_symlink() or path.is_file())
-
-
 def written_tables(results: Results) -> dict[str, str]:
     """Return the table in its three written forms, by the names of their files."""
     from elfatt_sd.evaluation.report.metrics import metrics_table
     from elfatt_sd.evaluation.report.published import comparable_words
-    from elfatt_sd.evaluation.report.summary import findings, headline, scope
+    from elfatt_sd.evaluation.report.summary import findings, headline
     from elfatt_sd.evaluation.report.tables import main_table, more_table
+    from elfatt_sd.evaluation.report.text import shown
     from elfatt_sd.evaluation.report.writers import md_escape, to_csv, to_latex, to_markdown
 
-    main, told, words = main_table(results), f"{headline(results)} {scope(results)}", comparable_words(results)
+    main, told, words = main_table(results), headline(results), comparable_words(results)
     bullets = "".join(f"- {md_escape(sentence)}\n" for sentence in findings(results))
     parts = [f"# {md_escape(results.name)}", md_escape(told), bullets, to_markdown(main), md_escape(words)]
     metrics = metrics_table(results)
@@ -136,4 +101,5 @@ def written_tables(results: Results) -> dict[str, str]:
     parts += ["## More measures", to_markdown(more_table(results))]
     markdown = "\n\n".join(part.strip() for part in parts) + "\n"
     latex = to_latex(main, f"Protocol {results.name}. {told} {words}", results.name)
-    return {"table.csv": to_csv(results), "table.md": markdown, "table.tex": latex}
+    written = {"table.csv": to_csv(results), "table.md": markdown, "table.tex": latex}
+    return {name: shown(text) for name, text in written.items()}

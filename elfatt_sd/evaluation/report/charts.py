@@ -84,10 +84,8 @@ def _difference_caption(rows: Sequence[Row], name: str, extrapolated: bool) -> s
     if any(row.role == NULL for row in rows):
         caption += (
             " Shaded: the interval of the null row, the untouched pipeline with other seeds, where nothing but chance "
-            "is at work; an arrow says that it goes on beyond the edge."
+            "is at work; an arrow says that it goes on beyond the edge. Other seeds share no latents with the baseline."
         )
-        if _null_is_widest(rows, name):
-            caption += " Other seeds share no latents with the baseline: it is wider than those of the methods."
     return caption
 
 
@@ -120,13 +118,6 @@ def closeness(results: Results, palette: Palette) -> Chart | str:
         "images are."
     )
     return Chart("closeness", "Closeness to the untouched images", caption, figure, points)
-
-
-def _null_is_widest(rows: Sequence[Row], name: str) -> bool:
-    found = [(row.role, row.difference(name)) for row in rows]
-    widths = [(role, each.ends[1] - each.ends[0]) for role, each in found if each and each.ends]
-    others = [width for role, width in widths if role != NULL]
-    return bool(others) and any(role == NULL and width > max(others) for role, width in widths)
 
 
 def _methods_range(rows: Sequence[Row], name: str) -> tuple[float, float]:

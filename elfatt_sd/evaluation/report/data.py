@@ -160,12 +160,6 @@ class Results:
         """The stages whose memory was measured apart."""
         return [stage for stage in STAGES if any(row.stage_slope(stage) is not None for row in self.rows)]
 
-    @cached_property
-    def features(self) -> int | None:
-        """The number of features that the distance of the main table rests on; None where it was not recorded."""
-        count = number(self.data, "reference", self.distance or "", "features")
-        return None if count is None else int(count)
-
     def from_protocol(self, key: str) -> Any:
         """Return the value of a key at any depth of the protocol, the outermost first; None where there is none."""
         return next((value for name, value in _walk(self.protocol) if name == key), None)

@@ -16,7 +16,7 @@ from elfatt_sd.evaluation.report.pictures import DETAILS, Detail, Pictures
 from elfatt_sd.evaluation.report.plots import Plot
 from elfatt_sd.evaluation.report.published import comparability, comparable_words, published_source
 from elfatt_sd.evaluation.report.rows import is_kernel
-from elfatt_sd.evaluation.report.summary import findings, headline, recommended, scope
+from elfatt_sd.evaluation.report.summary import findings, headline, recommended
 from elfatt_sd.evaluation.report.tables import main_table, more_table, published_table
 from elfatt_sd.evaluation.report.text import shown
 
@@ -78,7 +78,6 @@ def _told(results: Results) -> dict[str, Any]:
         "results": results,
         "palette": Palette(results),
         "headline": headline(results),
-        "scope": scope(results),
         "recommended": recommended(results),
         "findings": findings(results),
         "main": main_table(results),

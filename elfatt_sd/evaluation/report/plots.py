@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.evaluation.report import charts
-from elfatt_sd.evaluation.report.ablation import ablation
 from elfatt_sd.evaluation.report.data import PARTS, Results
 from elfatt_sd.evaluation.report.palette import INK, PAPER, RULE, Palette
 from elfatt_sd.evaluation.report.scatter import (
@@ -27,7 +25,6 @@ from elfatt_sd.optional import need
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_NAME = 80  # characters of a file's name
 _STYLE: Any = {
     "font.size": 9,
     "font.family": "sans-serif",
@@ -91,7 +88,7 @@ def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str
             if isinstance(chart, str):
                 missing.append(chart)
             else:
-                plots.append(_finish(chart, _file_name(chart.name, [plot.name for plot in plots]), palette))
+                plots.append(_finish(chart, palette))
     return plots, missing
 
 
@@ -113,18 +110,6 @@ def to_png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _file_name(name: str, taken: Sequence[str]) -> str:
-    """Return a name of word characters and dashes, fit for a file and for an id, that no other plot has.
-
-    Args:
-        name: of a chart, which may hold the name of a setting.
-        taken: the names of the other plots.
-    """
-    bare = re.sub(r"[^\w-]", "-", name)[:_NAME]
-    names = itertools.chain([bare], (f"{bare}-{place}" for place in itertools.count(2)))
-    return next(found for found in names if found not in taken)
-
-
 def _makers(results: Results) -> Iterator[Callable[[Results, Palette], charts.Chart | str]]:
     yield charts.differences
     for part in PARTS:
@@ -134,18 +119,17 @@ def _makers(results: Results) -> Iterator[Callable[[Results, Palette], charts.Ch
         yield accuracy_over_time
     yield charts.closeness
     yield closeness_over_time
-    for setting in results.varied:
-        yield functools.partial(ablation, setting=setting)
     yield charts.memory_regression
     for part in PARTS:
         yield functools.partial(charts.timing_strip, part=part)
 
 
-def _finish(chart: charts.Chart, name: str, palette: Palette) -> Plot:
+def _finish(chart: charts.Chart, palette: Palette) -> Plot:
     svg = io.StringIO()
     chart.figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     alt = f"{chart.title}. {'; '.join(chart.points)}."
-    return Plot(name, chart.title, chart.caption, alt, _inline(svg.getvalue(), name, palette), to_png(chart.figure))
+    inline = _inline(svg.getvalue(), chart.name, palette)
+    return Plot(chart.name, chart.title, chart.caption, alt, inline, to_png(chart.figure))
 
 
 def _inline(svg: str, name: str, palette: Palette) -> str:

@@ -81,38 +81,28 @@ def comparability(results: Results) -> list[tuple[str, str, str]]:
 
 def departures(results: Results) -> list[str]:
     """List where a run is not what the published table's protocol asks for, as `steps 2 in place of 50`."""
-    asked = ASKED.get(published_source(results), {})
-    told = {name: results.protocol.get(name, wanted) for name, wanted in asked.items()}
-    found = [(name, told[name], wanted) for name, wanted in asked.items() if told[name] != wanted]
-    if asked and dig(results.protocol, "prompts", "file"):
-        found.append(("prompts", dig(results.protocol, "prompts", "file"), "those of the labels"))
+    source = published_source(results)
+    asked = ASKED.get(source, {})
+    if not asked:
+        return []
     counts = sorted({row.images for row in results.rows if row.images} - {_PICTURES})
-    if asked and counts:
-        found.append(("images per row", counts[0], _PICTURES))
-    return [f"{name} {setting_text(here)} in place of {setting_text(wanted)}" for name, here, wanted in found]
+    found = [(name, results.protocol.get(name, wanted), wanted) for name, wanted in asked.items()]
+    found += [("prompts", dig(results.protocol, "prompts", "file") or "those of the labels", "those of the labels")]
+    found += [("images per row", counts[0] if counts else _PICTURES, _PICTURES)]
+    found += [("distance", results.distance, _DISTANCES.get(source, _USUAL))]
+    told = [(name, here, wanted) for name, here, wanted in found if here != wanted]
+    return [f"{name} {setting_text(here)} in place of {setting_text(wanted)}" for name, here, wanted in told]
 
 
 def comparable_words(results: Results) -> str:
-    """Say in plain words how far the published figures can be compared with those of the run."""
-    start = "A number means nothing without its protocol's name. "
+    """Say how far the published figures can be compared with those of the run."""
     if not published_rows(results):
-        return start + f"These figures belong to the protocol “{results.name}”; no published table belongs to it."
-    if results.distance != _DISTANCES.get(published_source(results), _USUAL):
-        return start + (
-            f"This run reports {results.distance or 'no distance'}, which is not the published FID: the values cannot "
-            "be compared. What can be compared is the direction of the differences between methods, and the ratio of "
-            "the times to the untouched pipeline's on the same machine."
-        )
-    if different := departures(results):
-        return start + (
-            f"This is not the published protocol: {', '.join(different)}. The values cannot be compared. What can be "
-            "compared is the direction of the differences between methods, and the ratio of the times to the untouched "
-            "pipeline's on the same machine."
-        )
+        return "No published table belongs to this protocol; a number means nothing without its protocol's name."
+    different = departures(results)
+    start = f"This is not the published protocol: {', '.join(different)}. " if different else ""
     return start + (
-        "Even under the paper's protocol the value moves with weights, resizing and random numbers: the FID of the "
-        "untouched SD 1.5 is 33.1, 28.8 and 31.0 in the papers of ToMe-SD, Agent-SD and ELFATT. Compare differences to "
-        "the untouched pipeline and ratios of times, not values; the published FIDs come without intervals."
+        "Compare the direction of differences to the untouched pipeline and ratios of times, not values: they move "
+        "with weights, resizing and random numbers, and published ones come without intervals."
     )
 
 

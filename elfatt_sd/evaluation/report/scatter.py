@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,14 +15,8 @@ from elfatt_sd.evaluation.report.values import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
 
 CROWDED_HEIGHT = 4.8  # inches
-_RADII, _DIRECTIONS = (7, 10, 14, 19, 25, 32), 16  # where a text may stand around its point, in points
-_SMALL = 7.0  # points
-_DIGIT, _LINE = 4.3 / _SMALL, 7.5 / _SMALL  # width and height of a character, in its own size
-_NAMED = 12  # rows that a caption names
 
 
 @dataclass(frozen=True)
@@ -134,10 +127,8 @@ def _tradeoff(
         (spot.across, spot.up.value, text, palette.style(spot.row).colour)
         for spot, text in zip(spots, texts, strict=True)
     ]
-    write_beside(figure, axes, marks)
-    if results.crowded:
-        named = [spot.row.short(48) for spot in best[:_NAMED]]
-        caption += f" Numbers: the rows of the table. On the stepped line: {'; '.join(named)}."
+    write_beside(axes, marks)
+    caption += " Numbers: the rows of the table." if results.crowded else ""
     decimals = decimals_for(spot.up for spot in spots)
     points = [f"{spot.row.name}: {spot.across:.3g}, {fixed(spot.up.value, decimals)}" for spot in spots]
     return Chart(file, title, caption, figure, points)
@@ -199,52 +190,7 @@ def _far_null(spots: Sequence[Spot]) -> Spot | None:
     return null if max(low - null.up.value, null.up.value - high) > (high - low) / 2 else None
 
 
-def write_beside(
-    figure: Figure, axes: Axes, points: Sequence[tuple[float, float, str, str]], size: float = _SMALL
-) -> None:
-    """Write a short text in a colour next to each point, where it covers the least of what is there already.
-
-    Args:
-        figure: that the axes are in.
-        axes: with all points drawn.
-        points: of each its place in the axes' own units, text and colour; without text it is only kept clear.
-        size: of the text, in points.
-    """
-    from matplotlib.transforms import Bbox
-
-    figure.draw_without_rendering()  # places the axes, so that distances on paper are known
-    scale = 72 / figure.dpi
-    centres = [centre * scale for centre in axes.transData.transform([point[:2] for point in points])]
-    inside = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
-    page = Bbox(inside.get_points() * 72)
-    taken = [Bbox.from_bounds(x - 3, y - 3, 6, 6) for x, y in centres]
-    for (across, up, text, colour), (x, y) in zip(points, centres, strict=True):
-        if not text:
-            continue
-        width, height = _DIGIT * size * len(text), _LINE * size
-        boxes = {(i, j): Bbox.from_bounds(x + i - width / 2, y + j - height / 2, width, height) for i, j in _offsets()}
-        chosen = min(boxes, key=lambda offset: _covered(boxes[offset], taken, page))
-        taken.append(boxes[chosen])
-        far = math.hypot(*chosen) > _RADII[1]
-        axes.annotate(
-            text, (across, up), chosen, textcoords="offset points", fontsize=size, color=colour,
-            ha="center", va="center", zorder=4,
-            bbox={"boxstyle": "square,pad=0.05", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.8},
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.4, "shrinkA": 3} if far else None,
-        ).set_in_layout(False)  # fmt: skip
-
-
-def _offsets() -> list[tuple[float, float]]:
-    """Return the places around a point, in points, the nearest first."""
-    turns = [2 * math.pi * step / _DIRECTIONS for step in range(_DIRECTIONS)]
-    return [(radius * math.cos(turn), radius * math.sin(turn)) for radius in _RADII for turn in turns]
-
-
-def _covered(box: Bbox, taken: Sequence[Bbox], page: Bbox) -> float:
-    """Return the area that a box shares with others; what lies off the axes counts as covered."""
-    from matplotlib.transforms import Bbox
-
-    shared = [Bbox.intersection(box, other) for other in taken]
-    seen = Bbox.intersection(box, page)
-    off = box.width * box.height - (seen.width * seen.height if seen else 0.0)
-    return float(sum(part.width * part.height for part in shared if part) + off)
+def write_beside(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write a short text to the upper right of each point, of which place, text and colour are given."""
+    for across, up, text, colour in points:
+        axes.annotate(text, (across, up), (4, 3), textcoords="offset points", fontsize=7, color=colour, zorder=4)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import re
-import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from elfatt_sd.evaluation.report.metrics import metric_names
 from elfatt_sd.evaluation.report.published import FIGURES, published_for
 from elfatt_sd.evaluation.report.rows import Row
 from elfatt_sd.evaluation.report.tables import DASH, THIS_RUN, Column, Entry, Line, Table
-from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO, shown
+from elfatt_sd.evaluation.report.text import MINUS, TIMES, TO
 from elfatt_sd.evaluation.report.values import Estimate, dig, number, setting_text
 
 
@@ -47,46 +45,22 @@ def md_escape(text: str) -> str:
     """Escape a text for Markdown."""
     escaped = {"<": "&lt;", ">": "&gt;"}
     text = "".join(escaped.get(char, f"\\{char}" if char in "\\`*_[]|" else char) for char in text)
-    return shown(" ".join(text.split()))
+    return " ".join(text.split())
 
 
-_FORMULA = re.compile(
-    "[\\s\ufeff\u200b]*[=+\\-@\t\r\uff1d\uff0b\uff0d\uff20]"
-)  # the last four are wide forms of the first
-_NUMBER = re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?")
 _TEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     MINUS: "$-$", TIMES: r"$\times$", TO: "--", "—": "---", "·": r"$\cdot$",
     "↓": r"$\downarrow$", "↑": r"$\uparrow$", "∞": r"$\infty$",
-    "“": "``", "”": "''", "\N{LEFT SINGLE QUOTATION MARK}": "`", "\N{RIGHT SINGLE QUOTATION MARK}": "'",
-    "…": r"\ldots{}", "°": r"$^{\circ}$", "±": r"$\pm$", "µ": r"$\mu$",
-    "ß": r"\ss{}", "æ": r"\ae{}", "Æ": r"\AE{}", "œ": r"\oe{}", "Œ": r"\OE{}", "ø": r"\o{}", "Ø": r"\O{}",
-    "ł": r"\l{}", "Ł": r"\L{}", "\N{LATIN SMALL LETTER DOTLESS I}": r"\i{}", "|": r"\textbar{}",
     "[": "{[}", "]": "{]}", "*": "{*}",  # which would belong to a line's end before them
+    **{raised: f"$^{plain}$" for raised, plain in zip("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789", strict=True)},
 }  # fmt: skip
-_MARKS = "\u0300\u0301\u0302\u0303\u0304\u0306\u0307\u0308\u030a\u030b\u030c\u0327"
-_ACCENTS = dict(zip(_MARKS, "`'^~=u.\"rHvc", strict=True))
-_HIDDEN = ("Cc", "Cf", "Cs", "Cn", "Co")  # kinds of characters that no printer shows
 
 
 def tex_escape(text: str) -> str:
-    """Escape a text for LaTeX, in ASCII, which every engine reads; what it has no command for is named: U+732B."""
-    return "".join(map(_tex_char, " ".join(text.split())))
-
-
-def _tex_char(char: str) -> str:
-    if char in _TEX:
-        return _TEX[char]
-    if unicodedata.category(char) in _HIDDEN:
-        return ""
-    if char.isascii():
-        return char
-    letter, accent = [*unicodedata.normalize("NFD", char), "", ""][:2]
-    if letter.isascii() and accent in _ACCENTS and len(unicodedata.normalize("NFD", char)) == 2:
-        return f"\\{_ACCENTS[accent]}{{{letter}}}"
-    compatible = unicodedata.normalize("NFKC", char)
-    return tex_escape(compatible) if compatible.isascii() else f"U+{ord(char):04X}"
+    """Escape a text for LaTeX, which reads other letters as UTF-8."""
+    return "".join(_TEX.get(char, char) for char in " ".join(text.split()))
 
 
 def to_latex(table: Table, caption: str, label: str) -> str:
@@ -143,18 +117,10 @@ def to_csv(results: Results) -> str:
     records = [_record(results, row) for row in results.rows]
     names = list(dict.fromkeys(name for record in records for name in record))
     stream = io.StringIO(newline="")
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(map(_csv_cell, names))
-    writer.writerows([_csv_cell(record.get(name)) for name in names] for record in records)
+    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
     return stream.getvalue()
-
-
-def _csv_cell(value: Any) -> Any:
-    """Return a value as a cell; a text that a spreadsheet would compute gets an apostrophe before it."""
-    if not isinstance(value, str):
-        return "" if value is None else value
-    value = shown("\n".join(value.splitlines()))  # a bare carriage return would end the row
-    return f"'{value}" if _FORMULA.match(value) and not _NUMBER.fullmatch(value) else value
 
 
 def _record(results: Results, row: Row) -> dict[str, Any]:

@@ -4,18 +4,15 @@ import csv
 import io
 import re
 
-import pytest
-from matplotlib.text import Text
 from PIL import Image
-from report_pages import lowest_psnr, told_of
+from report_pages import lowest_psnr
 
 from elfatt_sd.evaluation.report import charts
-from elfatt_sd.evaluation.report.ablation import ablation
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.palette import Palette
 from elfatt_sd.evaluation.report.plots import draw_plots
 from elfatt_sd.evaluation.report.scatter import Spot, closeness_over_time, distance_over_time, front
-from elfatt_sd.evaluation.report.summary import findings, scope
+from elfatt_sd.evaluation.report.summary import findings
 from elfatt_sd.evaluation.report.tables import main_table, study_table
 from elfatt_sd.evaluation.report.values import Estimate
 from elfatt_sd.evaluation.report.writers import to_csv, to_markdown
@@ -27,7 +24,7 @@ def test_plots_are_written_as_png_too(run):
     assert names == {
         "difference", "distance_time", "distance_unet_time", "distance_memory", "accuracy_time", "closeness",
         "closeness_time",
-        "ablation_ratio", "memory", "timing_end_to_end", "timing_unet",
+        "memory", "timing_end_to_end", "timing_unet",
     }  # fmt: skip
     assert len(page.all("svg")) == len(names)
     for name in names:
@@ -85,7 +82,6 @@ def test_identical_pictures_are_called_identical(results):
     assert [record["psnr identical"] for record in csv.DictReader(io.StringIO(to_csv(shown)))][-3:] == ["64", "3", "61"]
     plots = {plot.name: plot.alt for plot in draw_plots(shown, Palette(shown))[0]}
     assert "ELFATT-SD 0.5:" not in plots["closeness_time"] and "ELFATT-SD 0.3:" in plots["closeness_time"]
-    assert "ELFATT-SD 0.5: PSNR" not in plots["ablation_ratio"] and "ELFATT-SD 0.3: PSNR" in plots["ablation_ratio"]
 
 
 def test_an_arrow_marks_an_interval_that_goes_on(results):
@@ -102,26 +98,6 @@ def test_an_arrow_marks_an_interval_that_goes_on(results):
     assert arrows(-50.0, 50.0) == ["<", ">"]
 
 
-def test_a_null_row_is_called_wider_only_where_it_is(results):
-    def caption():
-        return charts.differences(Results(results), Palette(Results(results))).caption
-
-    assert "it is wider than those of the methods" in caption()
-    results["rows"][1]["distances"]["FD-toy"]["difference"]["interval"] = [0.1, 0.3]
-    assert "Shaded: the interval of the null row" in caption() and "wider" not in caption()
-
-
-def test_an_ablation_has_a_line_for_each_set_of_other_settings(sweep_plots):
-    ablations = {name: plot for name, plot in sweep_plots.items() if name.startswith("ablation")}
-    assert set(ablations) == {"ablation_ratio", "ablation_block_size", "ablation_until"}
-    sizes = re.findall(r"<text[^>]*>([^<]*)</text>", ablations["ablation_block_size"].svg)
-    lines = [text for text in sizes if "ratio 0" in text]
-    assert lines == ["ELFATT with blocks… ratio 0.3", "ELFATT with blocks… ratio 0.5"]
-    for measure in ("FD-toy", "Accuracy", "PSNR, dB", "UNet, s/img"):
-        assert measure in sizes and f": {measure} " in ablations["ablation_block_size"].alt
-    assert "from step" not in ablations["ablation_block_size"].alt, "a row without the setting has no place"
-
-
 def test_forty_rows_are_numbered_and_told_apart(sweep, sweep_plots):
     shown = Results(sweep)
     assert len(shown.rows) == 40 and shown.crowded
@@ -130,40 +106,10 @@ def test_forty_rows_are_numbered_and_told_apart(sweep, sweep_plots):
     assert names[22].startswith("23 · ELFATT") and names[22].endswith("… 0.3, block size 32")
     styles = {Palette(shown).style(row) for row in shown.methods}
     assert len(styles) == len({row.label for row in shown.methods}) == 22, "a style of its own for each method"
-    assert "38 settings of 22 methods on 64 images each" in scope(shown)
     assert all(len(sentence) < 400 for sentence in findings(shown))
-    told = told_of(sweep, "verdicts rest on")
-    assert told.startswith("Worse: rows ") and " to " in told and "No difference shown" not in told.split(";")[0]
     assert main_table(shown).lines[4].heads[0].text.startswith("5 · blocks of a stratified")
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", sweep_plots["distance_unet_time"].svg)
     assert {str(number) for number in range(3, 41)} <= set(texts)
-
-
-def test_numbers_beside_points_do_not_cover_each_other(sweep):
-    shown = Results(sweep)
-    figure = distance_over_time(shown, Palette(shown), "unet").figure
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    boxes = [Text.get_window_extent(text) for text in axes.texts if text.get_text().isdecimal()]
-    assert len(boxes) == 40
-    crossing = [(one, two) for place, one in enumerate(boxes) for two in boxes[:place] if one.overlaps(two)]
-    assert len(crossing) <= 2
-    assert all(axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max) for box in boxes)
-
-
-@pytest.mark.parametrize("level", [36.0, 36.5])
-def test_settings_beside_points_do_not_cover_each_other(results, level):
-    """Three methods at one ratio in nearly one place, as ratio 0.5 is on the toy."""
-    for place, row in enumerate(row for row in results["rows"] if row["time"]):
-        row["time"]["end_to_end"]["seconds_per_image"] = 3.0 + 0.08 * place
-        if row["paired"]:
-            row["paired"]["psnr"] = {"mean": level + 0.3 * (place % 2), "interval": [35, 38], "identical": 0}
-    shown = Results(results)
-    figure = closeness_over_time(shown, Palette(shown)).figure
-    figure.draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]
-    assert len(boxes) == 8, "every ratio but the failed row's"
-    assert not any(one.overlaps(two) for place, one in enumerate(boxes) for two in boxes[:place])
 
 
 def test_only_points_that_differ_in_one_number_are_joined(sweep):
@@ -198,7 +144,7 @@ def test_a_run_without_time_or_memory_says_so(sweep):
     line = main_table(shown).lines[5]
     told = dict(zip([column.title for column in main_table(shown).columns], [*line.heads, *line.entries], strict=True))
     assert told["s/img"].text == told["GiB/img"].text == "not measured"
-    assert {"Time was not measured.", "Memory was not measured."} <= set(findings(shown))
+    assert "Time was not measured." in findings(shown)
 
 
 def test_the_stepped_line_joins_rows_that_none_beats_in_both(results):
@@ -243,23 +189,3 @@ def test_the_interval_over_time_is_that_of_the_difference(results):
     base = shown.baseline.distance("FD-toy").value
     differences = [found for row in shown.methods if (found := row.difference("FD-toy"))]
     assert ends == sorted((base + found.low, base + found.high) for found in differences)
-
-
-def test_the_interval_over_a_setting_is_that_of_the_difference(sweep):
-    shown = Results(sweep)
-    axes = ablation(shown, Palette(shown), "until").figure.axes[0]
-    drawn = sorted(tuple(line.get_segments()[0][:, 1]) for line in axes.collections)
-    base = shown.baseline.distance("FD-toy").value
-    found = [row.difference("FD-toy") for row in shown.methods if "until" in row.settings]
-    assert drawn == sorted((base + each.low, base + each.high) for each in found)
-
-
-def test_a_setting_with_names_is_not_joined_by_lines(sweep):
-    for row in sweep["rows"]:
-        if "until" in row["settings"]:
-            row["settings"] = {"order": f"order {row['settings']['until']}"}
-    shown = Results(sweep)
-    names, sizes = (
-        ablation(shown, Palette(shown), setting).figure.axes[0].lines[0] for setting in ("order", "block_size")
-    )
-    assert (names.get_linestyle(), sizes.get_linestyle()) == ("None", "-")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -42,15 +41,15 @@ def results() -> Results:
     return Results({"format": FORMAT, "name": "study_a", "protocol": {"model": "toy"}, "rows": rows})
 
 
-def test_names_are_readable_on_a_narrow_page_and_do_not_overlap(results: Results) -> None:
+def test_names_are_readable_on_a_narrow_page(results: Results) -> None:
     figure = draw_headline([(results, row) for row in results.rows[:3]]).figure
     (axes,) = figure.axes
-    assert [text.get_text() for text in axes.texts] == ["elfatt", "agent", "elfatt-fast"]
-    words = [*axes.texts, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels()]
+    names = figure.legends[0].get_texts()
+    assert [text.get_text() for text in names] == ["elfatt", "agent", "elfatt-fast"]
+    words = [*names, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels()]
     pixels = NARROW / figure.get_size_inches()[0] / 72
     assert min(text.get_fontsize() for text in words) * pixels > 10
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    figure.draw_without_rendering()
     for label in (axes.xaxis.label, axes.yaxis.label):
         box = label.get_window_extent()
         assert figure.bbox.contains(*box.min) and figure.bbox.contains(*box.max)
