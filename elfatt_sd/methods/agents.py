@@ -30,8 +30,8 @@ class Agents(Attention):
 
     Attributes:
         agents: number of agent tokens when they are pooled.
-        agent_source: `pooled` averages neighbouring queries (the paper's `Pooling(Q)`); `merged` projects tokens that are
-            merged at `agent_ratio` (Agent-SD).
+        agent_source: `pooled` averages neighbouring queries (the paper's `Pooling(Q)`); `merged` projects tokens
+            that are merged at `agent_ratio` (Agent-SD).
         agent_ratio: fraction of the tokens that is merged away to form the agents, for `agent_source="merged"`.
         agent_scale: the queries' softmax has scale `s2 = head_dim ** (-0.5 * agent_scale)`; 1 is the usual scale.
         value_shortcut: fraction of the values that is added to the output.
