@@ -79,7 +79,7 @@ def test_the_core_does_without_the_extras(folder: Path, tmp_path: Path) -> None:
         ),
         ("eval generate toy --out run", "an evaluation with rows of peers needs tomesd, which is not installed"),
         ("bench unet --model toy", "elfatt-sd bench needs matplotlib, tomesd, which are not installed"),
-        ("bench merging", "elfatt-sd bench needs matplotlib"),
+        ("bench layer", "elfatt-sd bench needs matplotlib"),
     ],
 )
 def test_a_command_says_what_it_needs_in_one_line(words: str, says: str, tmp_path: Path, monkeypatch: Any) -> None:
