@@ -147,7 +147,7 @@ def test_pipelines_without_a_unet_are_refused(tmp_path: Path) -> None:
     transformer = DiTTransformer2DModel(in_channels=4, norm_num_groups=4, **size)
     DiTPipeline(transformer, tiny.vae(), tiny.ddim()).save_pretrained(tmp_path / "dit")
     for command in (["patch", tmp_path / "dit"], ["generate", PROMPT, "--model", tmp_path / "dit"]):
-        check_error(call(*command), "DiTTransformer2DModel cannot be patched: how its layers attend is not known")
+        check_error(call(*command), "not supported: DiTTransformer2DModel cannot be patched. Give a diffusers pipeline")
 
 
 def test_failures_have_exit_code_one_and_show_where_on_request(model: Path, monkeypatch: Any) -> None:
