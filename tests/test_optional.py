@@ -127,8 +127,5 @@ def test_an_import_that_was_not_foreseen_names_its_extra(monkeypatch: Any) -> No
 def test_what_is_there_is_not_asked_for() -> None:
     need("a test", "tomesd", "torchmetrics")
     assert install_line("peft") == "pip install peft"
-    assert install_line("hyper-tile") == "pip install git+https://github.com/tfernd/HyperTile", (
-        "no package index has it"
-    )
     assert install_line("tomesd", "matplotlib", "pyarrow") == "pip install 'elfatt-sd[eval,parquet]'"
     assert install_line("tomesd", "peft") == f"{EVAL} peft"
