@@ -17,21 +17,19 @@ from elfatt_sd.benchmarking.lineup import (
     check_method,
     grid_side,
     height_and_width,
-    merges,
-    named,
     read_size,
     varied,
 )
-from elfatt_sd.benchmarking.names import PEER, differs_by_step
+from elfatt_sd.benchmarking.names import PEER
 from elfatt_sd.benchmarking.presets import ALONE
 from elfatt_sd.cli_options import MODELS, Device, Dtype, Variant
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.console import FAILURE, adds_options, complain, name_and_value, optional, output, quiet_libraries
+from elfatt_sd.console import FAILURE, adds_options, name_and_value, optional, output, quiet_libraries
 from elfatt_sd.optional import need
 from elfatt_sd.peers import PEERS
 from elfatt_sd.pipelines import check_model, check_names
 from elfatt_sd.preflight import check_device, check_layers_fit, check_sizes_fit, check_steps
-from elfatt_sd.presets import METHODS, complaints_anywhere
+from elfatt_sd.presets import METHODS
 from elfatt_sd.progress import Forecast, progress_of
 from elfatt_sd.sizes import SHAPE_NAMES, UNET_NAMES
 
@@ -245,8 +243,6 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
         PatchConfig.preset("elfatt", block_size=options["block_size"])
     if options.get("methods") is not None:
         options["methods"] = [read_method(text) for text in options["methods"]]
-        if "ratio" in options and not any(map(merges, options["methods"])):
-            complain(f"ratio={options['ratio']:g} has no effect on methods that do not merge", "warning")
     session = make_session()
     bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
     quiet_libraries()
@@ -267,11 +263,7 @@ def read_method(text: str) -> Any:
         check_method(text)
         return text
     check_method(method)
-    changes = dict(map(name_and_value, settings.split(",")))
-    config = varied(method, **changes)
-    for complaint in [] if differs_by_step(method) else complaints_anywhere(named(method).with_settings(**changes)):
-        complain(complaint, "warning")
-    return config
+    return varied(method, **dict(map(name_and_value, settings.split(","))))
 
 
 def _show(session: Session) -> None:

@@ -33,7 +33,6 @@ from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.console import (
     Chosen,
     OneLineErrors,
-    complain,
     from_file,
     lazy_group,
     quiet_libraries,
@@ -147,8 +146,6 @@ def _explaining(explain: bool, chosen: Chosen, layer: str | None, step: int | No
         raise ElfattError(f"method={chosen.config.method!r} changes nothing to explain; give another method.")
     if explain:
         need("--explain", "matplotlib")
-    elif asked != Asked():
-        complain("layer, step and at have no effect without --explain", "warning")
     return asked
 
 
@@ -257,8 +254,6 @@ def patch(
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
     from_where: Source = source(model)
-    if force and not chosen.autotune:
-        complain("force has no effect without autotune", "warning")
     if model in SHAPE_NAMES:
         pipe = _sketch(from_where, chosen.autotune)
     else:
@@ -344,14 +339,11 @@ def _sketch(source: Source, autotune: bool) -> Any:
     """Return a shape without weights."""
     from elfatt_sd.shapes import sketch
 
-    model, of_weights = source.model, {"dtype": source.dtype != "auto", "allow_pickle": source.allow_pickle}
+    model = source.model
     if autotune:
         raise ElfattError(
             f"model={model!r} is a shape without weights, which --autotune cannot measure; give a model, or time the "
             f"shape with elfatt-sd bench denoiser --model {model} --autotune."
         )
-    of_weights |= {"variant": source.variant is not None, "device": source.device != "cpu"}
-    for name in [name for name, given in of_weights.items() if given]:
-        complain(f"{name} has no effect on model={model!r}, a shape without weights", "warning")
     quiet_libraries()
     return sketch(model)

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from cli_checks import call, check_error, files
 
-from elfatt_sd import benchmark_cli
-
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
 
@@ -81,17 +79,3 @@ def test_bench_rejects(words: list[str], says: str) -> None:
 def test_options_of_benchmarks_without_effect(words: list[str], says: str) -> None:
     result = call(*words)
     assert result.exit_code == 2 and says in result.stderr
-
-
-def test_settings_of_benchmarks_without_effect(monkeypatch: Any) -> None:
-    stopped = SystemExit(7)
-
-    def stop(*_: Any) -> None:
-        raise stopped
-
-    monkeypatch.setattr(benchmark_cli, "quiet_libraries", stop)
-    words = ["bench", "pipeline", "--model", "toy", "--method", "elfatt-fast:stride=3", "--ratio", "0.4"]
-    assert call(*words).stderr.splitlines() == [
-        "warning: stride=3 has no effect on method 'elfatt-fast'",
-        "warning: ratio=0.4 has no effect on methods that do not merge",
-    ]
