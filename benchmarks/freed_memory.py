@@ -2,8 +2,7 @@
 
 UNet calls, untouched and in the phase of `elfatt-fast`, in fresh processes without it and with it, in turn: how many
 times as fast both become, how many times as fast as untouched `elfatt-fast` is without it and with it, and what each
-process, which makes both calls, had resident at most. `freed_memory.json` is written after every round; the same
-command goes on where it stopped.
+process, which makes both calls, had resident at most.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, single_phases
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.console import quiet_libraries
 from elfatt_sd.families import copy_structure
-from elfatt_sd.measuring.clock import timed
+from elfatt_sd.files import write_json
+from elfatt_sd.measuring.clock import now, timed
+from elfatt_sd.measuring.machine import Bystanders
 from elfatt_sd.measuring.memory import process_peak
 
 MODELS = {"toy": (256, torch.float32), "sd15": (512, torch.bfloat16)}
@@ -55,9 +56,9 @@ def measure(name: str, keeps: bool) -> dict[str, float]:
 def compare(record: Record, name: str, rounds: int) -> None:
     """Run both kinds of process in turn, each time starting with the other one, and keep every round."""
     group = record.group({"size": MODELS[name][0], "batch": BATCH, "part": name})
-    times, peaks, keep_round = group["times"], group["peaks"], record.sitting(group)
-    done = len(times.get(UNTOUCHED.kind, ()))
-    for turn in range(done, rounds):
+    times, peaks = group["times"], group["peaks"]
+    bystanders, started = Bystanders(), now()
+    for turn in range(rounds):
         record.tell(name, turn, rounds)
         both = {ending: run(name, ending == KEPT) for ending in (("", KEPT), (KEPT, ""))[turn % 2]}
         for ending, found in both.items():
@@ -65,7 +66,8 @@ def compare(record: Record, name: str, rounds: int) -> None:
                 times.setdefault(label + ending, []).append(found[label])
                 known = peaks.setdefault(label + ending, {str(BATCH): 0})
                 known[str(BATCH)] = max(known[str(BATCH)], round(found["peak"]))
-        keep_round()
+        group["sittings"] = [{"started": started, "rounds": turn + 1, "bystanders": bystanders.share()}]
+        record.work_out()
 
 
 def run(name: str, keeps: bool) -> dict[str, float]:
@@ -86,7 +88,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder for JSON, a Markdown table and a plot")
-    parser.add_argument("--again", action="store_true", help="start over where the folder has such files")
     parser.add_argument("--child", choices=MODELS, help=argparse.SUPPRESS)
     parser.add_argument("--keep", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -94,7 +95,7 @@ def main() -> None:
         print(json.dumps(measure(chosen.child, chosen.keep)))
         return
     words = shlex.join(["python", "benchmarks/freed_memory.py", *sys.argv[1:]])
-    session = Session(chosen.out, again=chosen.again, command=words, progress=tell)
+    session = Session(chosen.out, command=words, progress=tell)
     dtypes = ", ".join(str(MODELS[name][1]).removeprefix("torch.") for name in chosen.models)
     bases = [UNTOUCHED.kind, UNTOUCHED.kind + KEPT, FAST]
     record = Record(session, "freed_memory", torch.device("cpu"), {"dtype": dtypes}, bases=bases)
@@ -102,6 +103,7 @@ def main() -> None:
         compare(record, name, chosen.rounds)
     print(markdown(record.results))
     if path := session.path("freed_memory"):
+        write_json(path, record.results)
         save(record.results, path)
 
 

@@ -16,6 +16,7 @@ machine with small models, and without CUDA in place of graphs plain calls.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import signal
 import sys
@@ -31,16 +32,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import elfatt_sd
+from benchmarks.correctness import correctness
+from benchmarks.device_time import profile
+from benchmarks.goals import all_goals, greatest_peaks, memory_slopes
+from benchmarks.growth import growth
+from benchmarks.merging import merging
 from elfatt_sd.attention import make_ready, softmax_attention
-from elfatt_sd.benchmarking.correctness import correctness
-from elfatt_sd.benchmarking.layer import layer
-from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.models import Model, fill, make_model, random_unet
-from elfatt_sd.benchmarking.profile import profile
-from elfatt_sd.benchmarking.record import Record, Session, code_hash
+from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.report import verdict
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.suite import all_goals, greatest_peaks, memory_slopes
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.unet import unet
 from elfatt_sd.config import ElfattError
@@ -119,6 +121,14 @@ def stopping(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def code_hash() -> str:
+    """Return a hash of the package: parts that other code gave are not compared."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(elfatt_sd.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class Suite:
@@ -218,6 +228,7 @@ class Suite:
         finally:
             measured = self.session.results
             if measured is not None and measured["rows"]:
+                measured["machine"]["code_sha256"] = code_hash()
                 self.results["parts"][name] = measured
                 print(markdown(measured), flush=True)
             self.results["seconds"][name] = time.monotonic() - begun
@@ -329,7 +340,7 @@ class Suite:
     def growth(self) -> Results:
         """Time a layer from 4,096 to 65,536 tokens."""
         sizes = [256, 1024] if self.tiny else [4096, 9216, 16384, 36864, 65536]
-        return layer(tokens=sizes, kind="growth", device=str(self.device), session=self.session)
+        return growth(tokens=sizes, device=str(self.device), session=self.session)
 
     def kernels(self) -> Results:
         """Time PyTorch's fused attention kernels and the competitors' on whole sequences and on blocks."""

@@ -17,31 +17,26 @@ from elfatt_sd.benchmarking.lineup import (
     check_method,
     grid_side,
     height_and_width,
-    merges,
-    named,
     read_size,
     varied,
 )
-from elfatt_sd.benchmarking.names import PEER, differs_by_step
+from elfatt_sd.benchmarking.names import PEER
 from elfatt_sd.benchmarking.presets import ALONE
 from elfatt_sd.cli_options import MODELS, Device, Dtype, Variant
 from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.console import FAILURE, adds_options, complain, name_and_value, optional, output, quiet_libraries
+from elfatt_sd.console import FAILURE, adds_options, name_and_value, optional, output, quiet_libraries
 from elfatt_sd.optional import need
 from elfatt_sd.peers import PEERS
 from elfatt_sd.pipelines import check_model, check_names
 from elfatt_sd.preflight import check_device, check_layers_fit, check_sizes_fit, check_steps
-from elfatt_sd.presets import METHODS, complaints_anywhere
+from elfatt_sd.presets import METHODS
 from elfatt_sd.progress import Forecast, progress_of
-from elfatt_sd.request import check_run
 from elfatt_sd.sizes import SHAPE_NAMES, UNET_NAMES
-from elfatt_sd.toy import EMBEDDED
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
 
 app = typer.Typer(no_args_is_help=True)
-LARGEST_SIZE, LARGEST_BATCH = 16384, 1024  # of tensors that have no memory, whose sizes have to be numbers still
 
 Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
 Sizes = Annotated[
@@ -52,7 +47,6 @@ ONE_OF = (
     "One of {}, a saved FILE.json, or package.module:Class; with settings as in elfatt-fast:block_size=512,levels=2; "
     "several times, or the benchmark's own set."
 )
-OwnMethods = Annotated[list[str] | None, typer.Option("--method", help=ONE_OF.format(", ".join((*METHODS, *ALONE))))]
 CallMethods = Annotated[
     list[str] | None, typer.Option("--method", help=ONE_OF.format(", ".join((*METHODS, PEER, *ALONE))))
 ]
@@ -80,24 +74,17 @@ MemoryBatch = Annotated[
     ),
 ]
 Seconds = Annotated[float, typer.Option(help="Start no further round past this time, for each size.")]
-RecordAt = Annotated[list[int] | None, typer.Option(help="Index of a call to compare in; several times, or five.")]
 Steps = Annotated[int, typer.Option(help="Denoising steps.")]
 SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
     "out": optional(
-        Path,
-        metavar="DIR",
-        help="Folder for JSON, written after every round, a Markdown table and a plot. The same command goes on where "
-        "it stopped.",
+        Path, metavar="DIR", help="Folder for JSON, a Markdown table and a plot; earlier ones are replaced."
     ),
     "name": optional(str, help="Of those files, if not the benchmark's."),
     "as_markdown": optional(bool, "--markdown", help="Print the table as Markdown, as it stands in the file."),
-    "again": optional(bool, "--again", help="Start over where the folder has such files."),
 }
 
 
-def build_session(
-    out: Path | None, name: str | None, as_markdown: bool | None, again: bool | None
-) -> Callable[[], Session]:
+def build_session(out: Path | None, name: str | None, as_markdown: bool | None) -> Callable[[], Session]:
     """Check the folder, and return what makes the place where results go, which needs PyTorch.
 
     Raises:
@@ -107,16 +94,13 @@ def build_session(
 
     if name is not None and (out is None or Path(name).name != name):
         raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
-    if out is None and again:
-        complain("again has no effect without --out DIR", "warning")
     if out is not None:
         check_writable(out)
 
     def make() -> Session:
         from elfatt_sd.benchmarking.record import Session
 
-        command = shlex.join(["elfatt-sd", *sys.argv[1:]])
-        return Session(out, name, bool(again), command, markdown=bool(as_markdown))
+        return Session(out, name, shlex.join(["elfatt-sd", *sys.argv[1:]]), markdown=bool(as_markdown))
 
     return make
 
@@ -124,34 +108,22 @@ def build_session(
 takes_session = adds_options("session", SESSION_OPTIONS, build_session)
 
 
-def _add_layer_command(name: str, sizes: list[int], text: str) -> None:
-    @app.command(name, help=text)
-    @takes_session
-    def command(
-        session: Any,
-        tokens: Tokens = sizes,
-        batch: Rows = 2,
-        repeats: Repeats = 5,
-        block_size: BlockSize = 128,
-        max_seconds: MaxSeconds = float("inf"),
-        memory: Memory = True,
-        device: Device = "auto",
-        dtype: Dtype = "auto",
-    ) -> None:
-        options = {"batch": batch, "repeats": repeats, "block_size": block_size, "max_seconds": max_seconds}
-        _run("layer", session, tokens=tokens, memory=memory, device=device, dtype=dtype, kind=name, **options)
-
-
-_add_layer_command(
-    "layer",
-    [4096, 16384],
-    "One self-attention layer of SD 1.5's finest level, attention alone and with its projections.",
-)
-_add_layer_command(
-    "growth",
-    [4096, 9216, 16384, 36864, 65536],
-    "How a layer's time grows with the number of tokens: the exponent of each attention.",
-)
+@app.command()
+@takes_session
+def layer(
+    session: Any,
+    tokens: Tokens = [4096, 16384],  # noqa: B006
+    batch: Rows = 2,
+    repeats: Repeats = 5,
+    block_size: BlockSize = 128,
+    max_seconds: MaxSeconds = float("inf"),
+    memory: Memory = True,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """One self-attention layer of SD 1.5's finest level, attention alone and with its projections."""
+    options = {"batch": batch, "repeats": repeats, "block_size": block_size, "max_seconds": max_seconds}
+    _run("layer", session, tokens=tokens, memory=memory, device=device, dtype=dtype, **options)
 
 
 @app.command()
@@ -218,80 +190,6 @@ def pipeline(
 
 
 @app.command()
-@takes_session
-def merging(
-    session: Any,
-    tokens: Tokens = [4096, 16384],  # noqa: B006
-    ratio: Annotated[float, typer.Option(help="Fraction of the tokens that are merged.")] = 0.5,
-    batch: Rows = 2,
-    repeats: Repeats = 5,
-    device: Device = "auto",
-    dtypes: Annotated[list[str], typer.Option("--dtype", help="May be given several times.")] = ["float32", "bfloat16"],  # noqa: B006
-) -> None:
-    """Matching, merge and unmerge, compared with tomesd's."""
-    options = {"tokens": tokens, "ratio": ratio, "batch": batch, "repeats": repeats}
-    _run("merging", session, device=device, dtypes=dtypes, **options)
-
-
-@app.command()
-@takes_session
-def host(
-    session: Any,
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(UNET_NAMES)}; nothing is allocated.")] = "sd15",
-    sizes: Sizes = ["512"],  # noqa: B006
-    methods: CallMethods = None,
-    batch: Rows = 2,
-    steps: Steps = 50,
-) -> None:
-    """What methods cost the host: operations that a device is given, and time before the first, without a device."""
-    checks.choice("model", model, UNET_NAMES)
-    checks.whole("steps", steps, 1, 1000)
-    checks.whole("batch", batch, 1, LARGEST_BATCH)
-    chosen = [*map(read_size, sizes)]
-    for size in chosen:
-        checks.whole("size", max(height_and_width(size)), 8, LARGEST_SIZE)
-    _run("host", session, model=model, sizes=chosen, methods=methods, batch=batch, steps=steps)
-
-
-@app.command()
-@takes_session
-def orders(
-    session: Any,
-    model: Annotated[str, typer.Option(help=f"{MODELS}.")] = "toy",
-    methods: OwnMethods = None,
-    prompts: Annotated[list[str] | None, typer.Option("--prompt", help="May be given several times.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps; the model's own if not given.")] = None,
-    record_at: RecordAt = None,
-    every_step: Annotated[bool, typer.Option("--every-step", help="Compare in every step, not in five.")] = False,
-    size: Annotated[str | None, typer.Option(help="Of the images, as 1024 or 832x480, width first.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Of a clip; the model's own if not given.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale; the model's own if not given.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first image.")] = 0,
-    draws: Annotated[int, typer.Option(help="How often what is random is drawn.")] = 4,
-    device: Device = "auto",
-    dtype: Dtype = "float32",
-    variant: Variant = None,
-) -> None:
-    """The error of attentions by layer and step, on a pipeline's own activations; of a UNet also every block order."""
-    if model in SHAPE_NAMES:
-        raise ElfattError(f"model={model!r} has random weights, which say nothing about errors; give a real model.")
-    check_run(steps, guidance, seed, None, None)
-    check_steps(model, steps)
-    checks.whole("frames", 1 if frames is None else frames, 1)
-    chosen = None if size is None else read_size(size)
-    _check(model, variant, device, dtype, [] if chosen is None else [chosen], len(prompts or ()) or 2)
-    if record_at and every_step:
-        raise ElfattError("--record-at is not accepted with --every-step; leave one out.")
-    most = steps or (EMBEDDED[model].steps if model in EMBEDDED else 1000)
-    if not all(0 <= call < 2 * most for call in record_at or ()):  # some schedulers take two calls for a step
-        raise ElfattError(f"record_at={record_at} is not accepted; give indices of the run's calls.")
-    options = {"model": model, "device": device, "dtype": dtype, "seed": seed, "draws": draws}
-    options |= {"guidance": guidance, "every_step": every_step, "methods": methods}
-    options |= _given(prompts=prompts, variant=variant, record_at=record_at, size=chosen, steps=steps, frames=frames)
-    _run("orders", session, **options)
-
-
-@app.command()
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What a benchmark or a suite wrote.")],
 ) -> None:
@@ -331,23 +229,20 @@ def _check(
 def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None:
     """Run a benchmark, and show what it has, also when it is stopped."""
     need("elfatt-sd bench", "matplotlib", "tomesd")
-    for option in ("batch", "repeats", "steps", "draws"):
+    for option in ("batch", "repeats", "steps"):
         checks.whole(option, options.get(option, 1), 1)
     for option in ("seconds", "max_seconds"):
         if not options.get(option, 1.0) > 0:
             raise ElfattError(f"{option}={options[option]:g} is not accepted; give a number above 0.")
-    for dtype in options.get("dtypes", [options.get("dtype", "auto")]):
-        check_names(options.get("device", "cpu"), dtype)
-    check_device(options.get("device", "cpu"))
+    check_names(options["device"], options["dtype"])
+    check_device(options["device"])
     check_layers_fit([grid_side(count) for count in options.get("tokens", ())], options.get("batch", 1))
     if options.get("ratio") is not None:
         PatchConfig.preset("tome", ratio=options["ratio"])  # checks it
     if "block_size" in options:
         PatchConfig.preset("elfatt", block_size=options["block_size"])
     if options.get("methods") is not None:
-        options["methods"] = [_method(text) for text in options["methods"]]
-        if "ratio" in options and not any(map(merges, options["methods"])):
-            complain(f"ratio={options['ratio']:g} has no effect on methods that do not merge", "warning")
+        options["methods"] = [read_method(text) for text in options["methods"]]
     session = make_session()
     bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
     quiet_libraries()
@@ -361,30 +256,22 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
         raise typer.Exit(FAILURE)
 
 
-def _method(text: str) -> Any:
+def read_method(text: str) -> Any:
     """Return what `--method` names, with the settings that follow its name."""
-    method, settings = _parts(text)
-    check_method(method)
-    if not settings:
-        return method
-    changes = dict(map(name_and_value, settings.split(",")))
-    config = varied(method, **changes)
-    for complaint in [] if differs_by_step(method) else complaints_anywhere(named(method).with_settings(**changes)):
-        complain(complaint, "warning")
-    return config
-
-
-def _parts(text: str) -> tuple[str, str]:
-    """Split `elfatt:ratio=0.4`, `package.module:Class` or both together in the method and its settings."""
     method, _, settings = text.rpartition(":")
-    return (method, settings) if "=" in settings else (text, "")
+    if "=" not in settings:  # a name alone, or package.module:Class
+        check_method(text)
+        return text
+    check_method(method)
+    return varied(method, **dict(map(name_and_value, settings.split(","))))
 
 
 def _show(session: Session) -> None:
-    """Print the rows that there are and what they say, and write table and plot next to the JSON file."""
+    """Print the rows that there are and what they say, and write them as JSON, a table and a plot."""
     from elfatt_sd.benchmarking.plots import save
     from elfatt_sd.benchmarking.tables import markdown
     from elfatt_sd.benchmarking.terminal import show
+    from elfatt_sd.files import write_json
 
     if session.results is None:
         return
@@ -392,8 +279,7 @@ def _show(session: Session) -> None:
         print(markdown(session.results), end="")
     else:
         show(session.results, output())
-    if not session.results["rows"]:
-        return
     path = session.path(session.results["kind"])
-    if path is not None:
+    if path is not None and session.results["rows"]:
+        write_json(path, session.results)
         print("\n".join(map(str, save(session.results, path))))

@@ -140,23 +140,9 @@ def class_names(take_over: Any) -> tuple[str, ...]:
     return names
 
 
-def tell_without_effect(config: PatchConfig, denoisers: dict[str, nn.Module], chosen: dict[str, Layers]) -> None:
-    """Warn of changes to a method that change nothing on these denoisers; of `sd`, loops over methods make them too.
-
-    Args:
-        config: as `fitted` returns it.
-        denoisers: by name.
-        chosen: their layers.
-    """
-    main, changes = next(iter(denoisers)), dict(config.changes)
-    family, there = family_of(denoisers[main]), len(levels_of(chosen[main][0]))
-    messages = complaints(config) if config.phases or config.method != UNTOUCHED else []
-    beside_text = {name for phase in config.all_phases for name in phase.attention.beside_text}
-    idle = {name: f"on a {family.title} that does not join text" for name in beside_text if not family.text}
-    if config.active and changes.get("levels", 1) > max(there, 1):
-        idle["levels"] = f"on this {family.title}, where {there} ha{'ve' if there > 1 else 's'} self-attention"
-    messages += [f"{name}={changes[name]!r} has no effect {where}" for name, where in idle.items() if name in changes]
-    for message in messages:
+def tell_without_effect(config: PatchConfig) -> None:
+    """Warn of changes to a method that change nothing; loops over methods make them to `sd`, too."""
+    for message in complaints(config) if config.phases or config.method != UNTOUCHED else ():
         warnings.warn(f"elfatt-sd: {message}.", stacklevel=3)
 
 

@@ -13,7 +13,6 @@ from elfatt_sd import __version__
 from elfatt_sd.allocation import keep_freed_memory
 from elfatt_sd.cli_options import (
     MODELS,
-    STEPS,
     Height,
     Json,
     Model,
@@ -34,7 +33,6 @@ from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.console import (
     Chosen,
     OneLineErrors,
-    complain,
     from_file,
     lazy_group,
     quiet_libraries,
@@ -43,7 +41,7 @@ from elfatt_sd.console import (
 from elfatt_sd.files import check_writable
 from elfatt_sd.optional import need
 from elfatt_sd.presets import METHODS, known_method
-from elfatt_sd.request import Request, check_quoted, check_run, check_sizes, read_prompts
+from elfatt_sd.request import Request, check_quoted, check_sizes, read_prompts
 from elfatt_sd.sizes import SHAPE_NAMES
 from elfatt_sd.toy import EMBEDDED, PROMPT
 from elfatt_sd.tune_cli import tune
@@ -149,8 +147,6 @@ def _explaining(explain: bool, chosen: Chosen, layer: str | None, step: int | No
         raise ElfattError(f"method={chosen.config.method!r} changes nothing to explain; give another method.")
     if explain:
         need("--explain", "matplotlib")
-    elif asked != Asked():
-        complain("layer, step and at have no effect without --explain", "warning")
     return asked
 
 
@@ -169,8 +165,10 @@ def _explain(studio: Studio, results: list[Result], asked: Asked) -> None:
 def try_methods(
     drawing: dict[str, Any],
     source: Any,
-    model: Annotated[str, typer.Argument(help=f"{MODELS}.")] = "toy",
+    model: Annotated[str | None, typer.Argument(help=f"{MODELS}.", show_default="toy")] = None,
     prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="The prompt to draw.")] = None,
+    models: Annotated[list[str] | None, typer.Option("--model", help="Another model; several times.")] = None,
+    prompts: Annotated[list[str] | None, typer.Option("--prompt", help="Another prompt; several times.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of all images.")] = 0,
     rounds: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
     methods: Annotated[
@@ -183,14 +181,22 @@ def try_methods(
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the strip and its JSON.")] = Path("outputs"),
 ) -> None:
-    """Draw one prompt with every method: a strip, times, closeness, and which method to use here."""
-    words = " ".join(prompt) if prompt else PROMPT
-    request = Request((words,), PatchConfig.preset("sd"), model=model, seed=seed, **drawing)
+    """Draw a prompt with every method: a strip, times, closeness, and which method to use here.
+
+    Of several prompts or models, a sheet: untouched, the fastest method and the closest one, as the first prompt shows.
+    """
+    words = [" ".join(prompt)] if prompt else []
+    all_prompts, all_models = [*words, *(prompts or ())] or [PROMPT], [*([model] if model else []), *(models or ())]
+    sources = {name: source(name) for name in all_models or ["toy"]}
+    request = Request((all_prompts[0],), PatchConfig.preset("sd"), model=next(iter(sources)), seed=seed, **drawing)
     if rounds < 1:
         raise ElfattError(f"rounds={rounds} is not accepted; give a whole number of at least 1.")
-    chosen = [known_method(method) for method in methods or METHODS]
+    chosen: list[str] = [known_method(method) for method in methods or METHODS]
     check_writable(out)
-    pipe = source(model).load_for(request)
+    if len(sources) > 1 or len(all_prompts) > 1:
+        _draw_sheet(sources, all_prompts, chosen, rounds, {"seed": seed, **drawing}, out)
+        return
+    pipe = sources[request.model].load_for(request)
 
     from elfatt_sd.trial import Trial
 
@@ -208,31 +214,22 @@ def try_methods(
         raise KeyboardInterrupt
 
 
-@app.command()
-def sheet(
-    models: Annotated[list[str] | None, typer.Option("--model", help=f"{MODELS}; several times.")] = None,
-    prompts: Annotated[
-        list[str] | None, typer.Option("--prompt", help="Prompt to draw; may be given several times.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help=STEPS)] = None,
-    seed: Annotated[int, typer.Option(help="Seed of all images.")] = 0,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the sheet and its JSON.")] = Path("outputs"),
+def _draw_sheet(
+    sources: dict[str, Source], prompts: list[str], methods: list[str], rounds: int, settings: dict[str, Any], out: Path
 ) -> None:
-    """Draw some prompts with the embedded pipelines: untouched, the fastest method and the closest one."""
-    check_run(steps, None, seed, None, None)
-    check_writable(out)
-    sources = {model: Source(model) for model in models or EMBEDDED}
     for each in sources.values():
         each.check()
 
-    from elfatt_sd.sheet import PROMPTS, Sheet
+    from elfatt_sd.sheet import Sheet
 
-    drawn = Sheet(lambda model: sources[model].load(), list(sources), prompts or PROMPTS, steps, seed)
-    with progress(drawn.images) as (on_step, on_image):
-        for image in drawn.run(on_step):
+    sheet = Sheet(
+        lambda request: sources[request.model].load_for(request), list(sources), prompts, methods, rounds, **settings
+    )
+    with progress(sheet.images) as (on_step, on_image):
+        for image in sheet.run(on_step):
             on_image(image)
-    print("\n".join(drawn.summary()))
-    print(drawn.write(out))
+    print("\n".join(sheet.summary()))
+    print(sheet.write(out))
 
 
 @app.command()
@@ -258,8 +255,6 @@ def patch(
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
     from_where: Source = source(model)
-    if force and not chosen.autotune:
-        complain("force has no effect without autotune", "warning")
     if model in SHAPE_NAMES:
         pipe = _sketch(from_where, chosen.autotune)
     else:
@@ -345,14 +340,11 @@ def _sketch(source: Source, autotune: bool) -> Any:
     """Return a shape without weights."""
     from elfatt_sd.shapes import sketch
 
-    model, of_weights = source.model, {"dtype": source.dtype != "auto", "allow_pickle": source.allow_pickle}
+    model = source.model
     if autotune:
         raise ElfattError(
             f"model={model!r} is a shape without weights, which --autotune cannot measure; give a model, or time the "
             f"shape with elfatt-sd bench denoiser --model {model} --autotune."
         )
-    of_weights |= {"variant": source.variant is not None, "device": source.device != "cpu"}
-    for name in [name for name, given in of_weights.items() if given]:
-        complain(f"{name} has no effect on model={model!r}, a shape without weights", "warning")
     quiet_libraries()
     return sketch(model)

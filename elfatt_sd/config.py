@@ -197,18 +197,9 @@ class PatchConfig:
         return changed
 
     def without_effect(self, settings: Iterable[str]) -> list[str]:
-        """Return those of some settings that change nothing in this configuration, which has them already."""
-        approximating = [phase for phase in self.all_phases if not phase.exact]
-        used = {name for phase in approximating for name in phase.used_settings} | RUN_SETTINGS | {"active_fraction"}
-        if not any(phase.matches for phase in approximating):
-            used -= {"use_rand", "reuse_steps", "reuse_layers"}
-        if self.max_downsample is not None:
-            used -= {"levels"}
-        if not any(phase.residual_steps > 1 for phase in approximating):
-            used -= {"residuals", "residual_limit", "residual_guidance"}
-        if not any(phase.attention.is_random or (phase.matches and self.use_rand) for phase in approximating):
-            used -= {"seed"}
-        return [name for name in settings if name not in used or (not approximating and name != "attention_backend")]
+        """Return those of some settings that this configuration has not: no phase that approximates uses them."""
+        used = {name for phase in self.all_phases if not phase.exact for name in phase.used_settings}
+        return [name for name in settings if name not in used | RUN_SETTINGS | {"active_fraction"}]
 
     def _check_merging(self, ratio: float) -> None:
         """Check a ratio that a user gave, in the words of the method."""
@@ -352,29 +343,6 @@ class PatchConfig:
             if not phase.exact and (phase.residual_steps == 1 or added):
                 return True
         return False
-
-    def remedy(self, first: int, steps: int) -> str:
-        """Return why none of a run's steps is approximated, and what to give for it.
-
-        Args:
-            first: the step that the run begins with.
-            steps: as for `phase_at`.
-        """
-        changes: list[Settings] = [{"active_fraction": 1}]
-        phases = self.all_phases
-        if any(each.residual_steps > 1 for each in phases) and not any(each.attention.empty for each in phases):
-            changes += [{"residual_steps": 1}, {"active_fraction": 1, "residual_steps": 1}]
-        for change in changes:
-            if self.with_settings(**change).approximates(first, steps):
-                given = " and ".join(f"{name}={value}" for name, value in change.items())
-                return f"{self._why_exact(first, steps)}. Give {given}."
-        return f"{self._why_exact(first, steps)}. Give phases of which the last one ends later."
-
-    def _why_exact(self, first: int, steps: int) -> str:
-        if not self.phase_at(first, steps).exact:
-            return "it measures in a step what it adds in the next ones"
-        early = bool(self.phases) and self.phases[0].exact and first < self.phases[0].until * steps
-        return "its first steps are exact" if early else "it approximates earlier steps only"
 
 
 _SAVED = "a file that `PatchConfig.save` or `elfatt-sd patch --save` wrote"

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
 from elfatt_sd.optional import remedy
-from elfatt_sd.presets import DEFAULT, METHODS, complaints_anywhere, known_method
+from elfatt_sd.presets import DEFAULT, METHODS, known_method
 from elfatt_sd.settings import BACKENDS
 from elfatt_sd.tiling import BLOCK_ORDERS
 
@@ -191,10 +191,6 @@ def choose(
     else:
         raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
     config = base.with_settings(**settings)
-    if autotune and not config.active:
-        complain(f"autotune has no effect on method {config.method!r}", "warning")
-    for complaint in complaints_anywhere(config):
-        complain(complaint, "warning")
     return Chosen(config, source + written, bool(autotune))
 
 
@@ -216,9 +212,9 @@ def one_line(message: str) -> str:
 
 def complain(message: str, kind: str = "error") -> None:
     """Print one line on stderr, a warning once."""
-    line = one_line(message)
+    line = one_line(message).removeprefix("elfatt-sd: ")
     if kind == "warning":
-        said = line.removeprefix("elfatt-sd: ").removesuffix(".")
+        said = line.removesuffix(".")
         if said in _told:
             return
         _told.add(said)

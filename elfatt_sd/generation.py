@@ -374,7 +374,7 @@ def why_unchanged(config: PatchConfig, calls: int) -> str:
         calls: of the denoiser in the run.
     """
     text = f"identical: {config.method} changed nothing in this run"
-    return text if config.approximates(0, calls) else f"{text}: {config.remedy(0, calls)}"
+    return text if config.approximates(0, calls) else f"{text}, of which it approximates no step; give more steps"
 
 
 def free_name(folder: Path, prompt: str) -> Path:

@@ -76,7 +76,8 @@ class Notices:
                 which = f"this run, which begins with step {position.step + 1} of {position.steps}"
             self.tell(
                 "idle",
-                f"{config.method} approximates no step of {which}: {config.remedy(position.step, position.steps)}",
+                f"{config.method} approximates no step of {which}; give more steps, or settings that approximate in "
+                "these, such as active_fraction=1 or residual_steps=1.",
             )
 
     def compare_with_plan(self, call: Call) -> None:

@@ -16,13 +16,11 @@ class OptionalPackage:
         module: is there where the package is installed.
         purpose: what it is for.
         extra: of elfatt-sd that installs it; empty for a package that is installed by itself.
-        source: what pip installs, where that is not the package's name.
     """
 
     module: str
     purpose: str
     extra: str = ""
-    source: str = ""
 
     @property
     def missing(self) -> bool:
@@ -38,10 +36,6 @@ PACKAGES = {
     "tomesd": OptionalPackage("tomesd", "its rows in evaluations and benchmarks", "eval"),
     "DeepCache": OptionalPackage("DeepCache", "its rows in evaluations and benchmarks", "peers"),
     "tgate": OptionalPackage("tgate", "its rows in evaluations and benchmarks", "peers"),
-    "hidiffusion": OptionalPackage("hidiffusion", "its rows in evaluations and benchmarks", "peers"),
-    "hyper-tile": OptionalPackage(
-        "hyper_tile", "its rows in evaluations and benchmarks", source="git+https://github.com/tfernd/HyperTile"
-    ),
     "torch-fidelity": OptionalPackage("torch_fidelity", "FID with Inception", "inception"),
     "torchvision": OptionalPackage("torchvision", "LPIPS, DISTS, and FID with Inception", "inception"),
     "pyarrow": OptionalPackage("pyarrow", "a reference set in parquet files", "parquet"),
@@ -56,9 +50,7 @@ def install_line(*names: str) -> str:
     """Return the command that installs some of `PACKAGES`."""
     extras = dict.fromkeys(PACKAGES[name].extra for name in names if PACKAGES[name].extra)
     own = [f"'elfatt-sd[{','.join(extras)}]'"] if extras else []
-    return " ".join(
-        ["pip install", *own, *(PACKAGES[name].source or name for name in names if not PACKAGES[name].extra)]
-    )
+    return " ".join(["pip install", *own, *(name for name in names if not PACKAGES[name].extra)])
 
 
 def need(what: str, *names: str) -> None:

@@ -69,7 +69,7 @@ def apply_patch(
     denoisers, names = find_denoisers(pipe), class_names(take_over)
     config = fitted(resolve(method, settings), denoisers)
     chosen = choose_layers(denoisers, config, names)
-    tell_without_effect(config, denoisers, chosen)
+    tell_without_effect(config)
     make_ready(config.attention_backend)
     remove_patch(pipe)
     if config.active:
@@ -196,7 +196,7 @@ def _plan(
     config = fitted(config, denoisers)
     chosen = choose_layers(denoisers, config, class_names(take_over))
     if tell:
-        tell_without_effect(config, denoisers, chosen)
+        tell_without_effect(config)
     grid = input_grid(pipe, *size)
     decisions = {}
     if autotune:

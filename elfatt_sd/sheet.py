@@ -1,4 +1,4 @@
-"""A sheet of several prompts: untouched, the fastest method and the closest one, for each embedded pipeline."""
+"""A sheet of several prompts and pipelines: untouched, the fastest method and the closest one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from elfatt_sd.families import find_denoisers
 from elfatt_sd.generation import OnStep, free_name, write_image
 from elfatt_sd.measuring.clock import Spread, busy, times_as_fast
 from elfatt_sd.pictures import side_by_side
-from elfatt_sd.presets import METHODS, UNTOUCHED
+from elfatt_sd.presets import METHODS, UNTOUCHED, known_method
 from elfatt_sd.request import Request
-from elfatt_sd.toy import PROMPT
 from elfatt_sd.trial import Drawn, Row, Trial
 
-PROMPTS = (PROMPT, "a yellow circle on a checkered purple background")
 LEAST = 20.0  # dB: unrelated images have 10 to 20
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
 BUSY_TITLE = "the machine was busy: the speeds, and which method is the fastest, are not to be trusted"
@@ -34,7 +32,7 @@ class Line:
     """A row of the sheet: one prompt with one pipeline.
 
     Attributes:
-        model: name of the embedded pipeline.
+        model: name of the pipeline.
         prompt: what is drawn.
         rows: untouched, fastest and closest, as far as these are different and faster than untouched.
     """
@@ -50,24 +48,28 @@ class Sheet:
     The closest method is the one of the highest PSNR to the untouched image, among those that were faster.
 
     Args:
-        load: returns a pipeline by its name.
+        load: returns the pipeline of a request.
         models: names of the pipelines.
         prompts: what is drawn; the first one with all methods, the others with those that are shown.
-        steps: denoising steps; None takes each pipeline's own.
-        seed: of all images.
+        methods: names of methods; those that do not go with a pipeline are left out.
+        rounds: how often each is drawn; a single round draws untouched once more at the end.
+        **settings: fields of `Request`.
     """
 
     def __init__(
         self,
-        load: Callable[[str], Any],
+        load: Callable[[Request], Any],
         models: Sequence[str],
-        prompts: Sequence[str] = PROMPTS,
-        steps: int | None = None,
-        seed: int = 0,
+        prompts: Sequence[str],
+        methods: Sequence[str] = METHODS,
+        rounds: int = 1,
+        **settings: Any,
     ) -> None:
-        self._load, self._models, self._prompts, self._steps, self._seed = load, models, prompts, steps, seed
+        self._load, self._models, self._prompts, self._methods = load, models, prompts, methods
+        self._rounds, self._again, self._settings = rounds, rounds == 1, settings
         self.lines: list[Line] = []
-        self.images = len(models) * (len(METHODS) + 1 + (len(prompts) - 1) * 4)  # at most
+        tried = [len({UNTOUCHED, *methods}), *[min(3, len({UNTOUCHED, *methods}))] * (len(prompts) - 1)]
+        self.images = len(models) * sum(rounds * each + self._again for each in tried)  # at most
         self._records: list[dict[str, Any]] = []
 
     def run(self, on_step: OnStep) -> Iterator[Drawn]:
@@ -77,13 +79,13 @@ class Sheet:
             on_step: as for `Studio`.
         """
         for model in self._models:
-            pipe = self._load(model)
+            pipe = self._load(Request(tuple(self._prompts), PatchConfig.preset("sd"), model=model, **self._settings))
             denoisers = find_denoisers(pipe)  # tokens of transformers cannot be merged
-            methods: list[str] = [method for method in METHODS if fits(PatchConfig.preset(method), denoisers)]
-            for prompt in self._prompts:
-                request = Request((prompt,), PatchConfig.preset("sd"), model=model, steps=self._steps, seed=self._seed)
-                first = prompt == self._prompts[0]
-                trial = Trial(pipe, request, methods, rounds=1, again=True, warm=not first)
+            methods = [method for method in self._methods if fits(PatchConfig.preset(known_method(method)), denoisers)]
+            for number, prompt in enumerate(self._prompts):
+                request = Request((prompt,), PatchConfig.preset("sd"), model=model, **self._settings)
+                first = number == 0
+                trial = Trial(pipe, request, methods, self._rounds, self._again, warm=not first)
                 for drawn in trial.run(on_step):
                     name = drawn.name.removesuffix(", round 1 of 1")
                     yield dataclasses.replace(drawn, name=f"{model}, {prompt}: {name}")
@@ -103,7 +105,7 @@ class Sheet:
         captions = [("", "") if row is None else caption(line, row, told[line.model]) for line, row in cells]
         title = f"{TITLE}; {BUSY_TITLE}" if any(told.values()) else TITLE
         sheet = side_by_side(images, captions, title, columns)
-        return write_image(free_name(folder, "demo sheet"), sheet, {"trials": self._records, "timing": TIMING})
+        return write_image(free_name(folder, "demo sheet"), sheet, {"trials": self._records, "timing": self._timing})
 
     def summary(self) -> Iterator[str]:
         """Yield a line for each method of each pipeline: how many times as fast, and how close."""
@@ -127,8 +129,10 @@ class Sheet:
         rows = [row for line in self.lines if line.model == model for row in line.rows]
         return {name: [row for row in rows if row.method == name] for name in dict.fromkeys(row.method for row in rows)}
 
-
-TIMING = "one image each between two untouched ones, after a warm-up of two steps"
+    @property
+    def _timing(self) -> str:
+        drawn = "one image each between two untouched ones" if self._again else f"{self._rounds} interleaved rounds"
+        return f"{drawn}, after a warm-up of two steps"
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:

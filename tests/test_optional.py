@@ -79,7 +79,7 @@ def test_the_core_does_without_the_extras(folder: Path, tmp_path: Path) -> None:
         ),
         ("eval generate toy --out run", "an evaluation with rows of peers needs tomesd, which is not installed"),
         ("bench unet --model toy", "elfatt-sd bench needs matplotlib, tomesd, which are not installed"),
-        ("bench merging", "elfatt-sd bench needs matplotlib"),
+        ("bench layer", "elfatt-sd bench needs matplotlib"),
     ],
 )
 def test_a_command_says_what_it_needs_in_one_line(words: str, says: str, tmp_path: Path, monkeypatch: Any) -> None:
@@ -127,8 +127,5 @@ def test_an_import_that_was_not_foreseen_names_its_extra(monkeypatch: Any) -> No
 def test_what_is_there_is_not_asked_for() -> None:
     need("a test", "tomesd", "torchmetrics")
     assert install_line("peft") == "pip install peft"
-    assert install_line("hyper-tile") == "pip install git+https://github.com/tfernd/HyperTile", (
-        "no package index has it"
-    )
     assert install_line("tomesd", "matplotlib", "pyarrow") == "pip install 'elfatt-sd[eval,parquet]'"
     assert install_line("tomesd", "peft") == f"{EVAL} peft"

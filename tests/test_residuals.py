@@ -16,7 +16,6 @@ from checks import runner
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
 from elfatt_sd.kept import copies_of
-from elfatt_sd.presets import complaints
 from elfatt_sd.residuals import GIB, Residual, check_memory, kept_bytes
 from elfatt_sd.settings import KEPT
 
@@ -224,9 +223,3 @@ def test_a_configuration_keeps_it() -> None:
     assert "residual_guidance" not in str(SHARED.to_dict()), "files and hashes of earlier versions stay as they are"
     with pytest.raises(ElfattError, match="residual_guidance='yes' is not accepted"):
         Phase(1.0, "sampled", residual_steps=2, residual_guidance="yes")  # type: ignore[arg-type]
-    assert "residual_guidance=True has no effect" in complaint(Phase(1.0, "sampled", keys=16))
-    assert not complaint(GUIDED.phases[0])
-
-
-def complaint(phase: Phase) -> str:
-    return " ".join(complaints(PatchConfig("x", (phase,)).with_settings(residual_guidance=True)))

@@ -42,7 +42,7 @@ def test_captions_give_ratios() -> None:
 
 def test_sheet_is_drawn_and_written(pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elfatt_sd.sheet.chosen", lambda rows: [rows[0], *rows[1:3]])
-    sheet = Sheet(lambda model: pipe, ["first", "second"], ["a cat", "a dog"], steps=2)
+    sheet = Sheet(lambda request: pipe, ["first", "second"], ["a cat", "a dog"], steps=2)
     names = [drawn.name for drawn in sheet.run(lambda step, steps: None)]
     assert len(names) == sheet.images == 2 * (len(METHODS) + 1 + 4)
     assert names[0] == "first, a cat: untouched" and names[len(METHODS) + 1] == "first, a dog: untouched"
@@ -63,7 +63,6 @@ def test_a_busy_machine_is_told_of(
     pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float, told: bool
 ) -> None:
     """The last untouched image of the second prompt takes longer than its equals."""
-    monkeypatch.setattr("elfatt_sd.sheet.METHODS", ["sd", "tome"])
     monkeypatch.setattr("elfatt_sd.sheet.LEAST", 0.0)
     first, second = [9, 2, 9, 1, 2], [2, 1, last]  # the first prompt warms each method up
     set_clock(monkeypatch, [*first, *second])
@@ -77,7 +76,7 @@ def test_a_busy_machine_is_told_of(
         return draw(images, written, title, columns)
 
     monkeypatch.setattr("elfatt_sd.sheet.side_by_side", keep)
-    sheet = Sheet(lambda model: pipe, ["toy"], ["a cat", "a dog"], steps=2)
+    sheet = Sheet(lambda request: pipe, ["toy"], ["a cat", "a dog"], ["sd", "tome"], steps=2)
     assert len(list(sheet.run(lambda step, steps: None))) == 6
     assert [row.ratios for row in sheet.lines[1].rows[1:]] == [pytest.approx((2.0, last))]
     said = list(sheet.summary())

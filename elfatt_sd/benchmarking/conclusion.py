@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +15,6 @@ MOST_GROUPS = 3  # that have sentences: the last ones, which are the largest
 
 def conclude(results: Results) -> list[str]:
     """Return the conclusion, a line for each of the largest sizes."""
-    if results["kind"] == "orders":
-        return [_closest(results["rows"])]
-    if results["kind"] == "host":
-        most = max(results["rows"], key=lambda row: row["operations"])
-        return [f"Most operations: {most['method']}, {most['operations']:.0f} more in each layer than untouched."]
     named = list(groups(results["rows"]).items())[-MOST_GROUPS:]
     return [f"{name}: {' '.join(_sentences(rows, results['bases']))}" for name, rows in named]
 
@@ -54,15 +48,3 @@ def _fastest(row: Row, base: str) -> Iterator[str]:
         yield "That is faster than its floor, so it is noise: repeat with more rounds."
     elif rounds == 1:
         yield "One round tells little: repeat with more rounds."
-
-
-def _closest(rows: Sequence[Row]) -> str:
-    errors: dict[str, list[float]] = {}
-    for row in rows:
-        errors.setdefault(row["method"], []).append(row["error"])
-    means = {name: statistics.fmean(own) for name, own in errors.items()}
-    best, worst = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-    return (
-        f"{best} is closest to exact attention, with a mean relative error of {means[best]:.3f}; "
-        f"{worst} is farthest, with {means[worst]:.3f}."
-    )

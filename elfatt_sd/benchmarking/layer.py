@@ -63,7 +63,7 @@ def layer(
         block_size: tokens in a block.
         max_seconds: leave a variant out at a size where the extrapolated time of a call exceeds this.
         memory: also measure the peak memory.
-        kind: `layer`, or `growth` to fit the exponent of the growth with the tokens too.
+        kind: of the results.
         session: where the results go.
 
     Returns:
@@ -85,12 +85,7 @@ def layer(
         before = [row for row in record.results["rows"] if row["part"] == part and row["tokens"] < count]
         calls = parts[part](side, batch, block_size, place, precision)
         key = {"tokens": count, "batch": batch, "part": part}
-        begun = record.begun(key)  # by an earlier sitting, whose choice stands
-        kept = {
-            name: call
-            for name, call in calls.items()
-            if (name in begun if begun else _expected(before, name, count) <= max_seconds)
-        }
+        kept = {name: call for name, call in calls.items() if _expected(before, name, count) <= max_seconds}
         record.announce((len(kept) - len(calls)) * each)
         if left := [name for name in calls if name not in kept]:
             which = f"{count} tokens, {part}: {', '.join(left)}"

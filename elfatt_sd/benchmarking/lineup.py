@@ -81,12 +81,6 @@ def named(method: str) -> PatchConfig:
     return method_named(method)
 
 
-def merges(method: str | PatchConfig) -> bool:
-    """Tell whether a method merges tokens."""
-    config = method if isinstance(method, PatchConfig) else named(method)
-    return any(phase.merge.ratio > 0 for phase in config.phases)
-
-
 def read_size(text: str) -> Size:
     """Read a size in pixels: `1024`, or `832x480`, width first.
 

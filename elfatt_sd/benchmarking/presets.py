@@ -12,7 +12,6 @@ from elfatt_sd.tiling import BLOCK_ORDERS, BlockOrder
 
 MERGING: Method = "tome"  # the preset that does what the package tomesd does
 AGENTS = 64
-BLOCK_SIZES = (32, 128, 512)
 # Attentions that no preset has as they are, after exact early steps.
 ALONE: dict[str, PatchConfig] = {
     name: PatchConfig(name, (Phase(0.2), phase))
@@ -39,7 +38,7 @@ EXPLAINED = {  # what a table says of the names of `layer_phases`
     "and `elfatt` halves the heads between them and blocks",
     ".* on tome .*": "`on tome 0.5` merges half of the tokens before",
 }
-_ORDERS = [order for order in BLOCK_ORDERS if order != "sequence"]  # without merging, that is `raster`
+ORDERS = [order for order in BLOCK_ORDERS if order != "sequence"]  # without merging, that is `raster`
 
 
 def layer_phases(block_size: int) -> dict[str, Phase]:
@@ -47,8 +46,8 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
 
     A part of a name after a comma is an order. Attentions that others registered are there by their own names.
     """
-    phases = {f"block, {order}": _blocks("block", block_size, order) for order in _ORDERS}
-    phases["cell_spread"] = _blocks("cell_spread", block_size, "spread")
+    phases = {f"block, {order}": blocks("block", block_size, order) for order in ORDERS}
+    phases["cell_spread"] = blocks("cell_spread", block_size, "spread")
     phases["sampled"] = Phase(1.0, "sampled", block_size=block_size)
     phases["agents"] = Phase(1.0, "agent", agents=AGENTS)
     for merging, ratio in {"": 0.0, " on tome 0.5": 0.5}.items():
@@ -59,40 +58,6 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
     return phases | {name: Phase(1.0, kind()) for name, kind in attentions().items() if not is_own(kind)}
 
 
-def order_configs() -> dict[str, PatchConfig]:
-    """Return the methods whose errors are compared, by name, each in all steps."""
-    phases = {f"block {size}, {order}": _blocks("block", size, order) for order in _ORDERS for size in BLOCK_SIZES}
-    seconds: tuple[BlockOrder, ...] = ("windows", "strided", "spread")
-    for second in seconds:
-        phases[f"block 128, spread and {second}"] = Phase(1.0, "block", block_order="spread", second_order=second)
-    phases |= {f"cell_spread {size}": _blocks("cell_spread", size, "spread") for size in BLOCK_SIZES}
-    phases |= {f"sampled {size}": _blocks("sampled", size, "raster") for size in BLOCK_SIZES}
-    for agents in (64, 256):
-        phases[f"agent {agents}"] = Phase(1.0, "agent", agents=agents)
-    sd = {"agent_source": "merged", "agent_scale": 0.3, "value_shortcut": 0.075}
-    phases["agent, merged queries (Agent-SD)"] = Phase(1.0, "agent", stride=4, **sd)  # type: ignore[arg-type]
-    phases["elfatt 128, raster"] = Phase(1.0, "elfatt", block_order="raster")
-    phases["elfatt 128, spread"] = Phase(1.0, "elfatt", block_order="spread")
-    phases["elfatt 128 on tome 0.5"] = Phase(1.0, "elfatt", ratio=0.5)
-    merged: tuple[BlockOrder, ...] = ("windows", "curve", "spread")
-    for order in merged:
-        phases[f"elfatt 128 on tome 0.5, {order}"] = Phase(1.0, "elfatt", ratio=0.5, block_order=order)
-    phases["tome 0.5"] = Phase(1.0, "softmax", ratio=0.5)
-    return {name: PatchConfig(name, (phase,)) for name, phase in phases.items()}
-
-
-def joint_configs() -> dict[str, PatchConfig]:
-    """Return the methods whose errors are compared on transformers, by name, each in all steps."""
-    phases = {
-        "own cell of 256, 1024 keys": Phase(1.0, "cell_spread", cell=256, block_size=1024),
-        "1280 keys, no own cell": Phase(1.0, "sampled", keys=1280),
-        "64 agents": Phase(1.0, "agent", agents=AGENTS, block_order="windows"),
-        "own cell of 64, 128 keys": Phase(1.0, "cell_spread", cell=64, block_size=128),
-        "192 keys, no own cell": Phase(1.0, "sampled", keys=192),
-        "64 agents and windows": Phase(1.0, "elfatt", agents=AGENTS, block_order="windows"),
-    }
-    return {name: PatchConfig(name, (phase,)) for name, phase in phases.items()}
-
-
-def _blocks(attention: AttentionName, size: int, order: BlockOrder) -> Phase:
+def blocks(attention: AttentionName, size: int, order: BlockOrder) -> Phase:
+    """Return a phase in all steps that attends in blocks."""
     return Phase(1.0, attention, block_size=size, block_order=order)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,13 +22,13 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
             compared with) and, where a method's run has several parts, `runs` and `variants`.
 
     Returns:
-        Rows as `method_errors` gives them, and rows with the group's key, `method`, median `seconds` of a call,
+        Rows that were measured as they are, and rows with the group's key, `method`, median `seconds` of a call,
         `speed` (by base, how many times as fast, within rounds), `floor` (the time as a multiple of the floor's),
         `peak_bytes`, `bytes_per_picture` and `parts`.
     """
     rows: list[dict[str, Any]] = []
     for group in results["groups"]:
-        rows += group.get("errors", group.get("measured", ()))
+        rows += group.get("measured", ())
         known = {name: times for name, times in group["times"].items() if times}
         runs = results.get("runs") or {name: {"parts": [[name, 1]], "floor": None} for name in known}
         runs = {method: run for method, run in runs.items() if all(name in known for name, _ in run["parts"])}
@@ -47,33 +46,6 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
                 ]
             rows.append(row)
     return rows
-
-
-def make_exponents(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float] | None]]:
-    """Fit the growth of each method's time with the tokens, for each part of a layer's results; see `fit_exponent`."""
-    times: dict[str, dict[str, dict[int, Sequence[float]]]] = {}
-    for group in groups:
-        for name, taken in group["times"].items():
-            if taken:
-                times.setdefault(group["key"]["part"], {}).setdefault(name, {})[group["key"]["tokens"]] = taken
-    return {part: {name: fit_exponent(own) for name, own in methods.items()} for part, methods in times.items()}
-
-
-def fit_exponent(times: Mapping[int, Sequence[float]]) -> dict[str, float] | None:
-    """Return median, least and greatest of the slope of time over tokens in double logarithm, over the rounds.
-
-    Args:
-        times: seconds in each round, by the number of tokens; rounds that not all sizes have are left out.
-
-    Returns:
-        None for fewer than two sizes.
-    """
-    if len(times) < 2:
-        return None
-    sizes = [math.log(tokens) for tokens in times]
-    turns = zip(*times.values(), strict=False)
-    slopes = (statistics.linear_regression(sizes, [math.log(taken) for taken in turn]).slope for turn in turns)
-    return Spread.over(slopes)._asdict()
 
 
 def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -13,9 +13,8 @@ from rich.text import Text
 from elfatt_sd.benchmarking.conclusion import conclude
 from elfatt_sd.benchmarking.names import legend
 from elfatt_sd.benchmarking.rows import Results, beats_its_floor
-from elfatt_sd.benchmarking.tables import clock, groups, host_cells, lost, mean_error, methods_of, parts, scaled, spread
+from elfatt_sd.benchmarking.tables import clock, groups, lost, parts, scaled, spread
 
-MOST_STEPS = 6  # of a table of errors
 WIDE = 110  # columns from which on every figure is shown
 
 
@@ -27,13 +26,8 @@ def show(results: Results, console: Console) -> None:
         console: where to.
     """
     rows = results["rows"]
-    if results["kind"] == "orders" and rows:
-        console.print(_errors(rows))
-    elif results["kind"] == "host" and rows:
-        console.print(_host(rows))
-    elif rows:
-        for name, own in groups(rows).items():
-            console.print(_speeds(name, own, results["bases"], console.width >= WIDE))
+    for name, own in groups(rows).items():
+        console.print(_speeds(name, own, results["bases"], console.width >= WIDE))
     for line in _remarks(results):
         console.print(Text(line))
     for line in conclude(results) if rows else ():
@@ -68,31 +62,6 @@ def _floor(row: Mapping[str, Any]) -> str:
     return "" if row["floor"] is None else f"{row['floor']['median']:.2f}{'*' * beats_its_floor(row)}"
 
 
-def _host(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return what methods cost the host."""
-    head, *lines = host_cells(rows)
-    table = Table(box=SIMPLE)
-    for name in head:
-        table.add_column(name, overflow="fold")
-    for line in lines:
-        table.add_row(*map(Text, line))
-    return table
-
-
-def _errors(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the relative errors as means over layers, for all steps and for some of them."""
-    steps = list(dict.fromkeys(row["step"] for row in rows))
-    some = steps[:: -(-len(steps) // MOST_STEPS)]
-    table = Table(title="relative error, mean over the layers", title_justify="left", box=SIMPLE)
-    table.add_column("method", overflow="fold")
-    for head in ["mean", *(f"step {step}" for step in some)]:
-        table.add_column(head, justify="right")
-    for method in methods_of(rows):
-        means = [mean_error(rows, method=method), *(mean_error(rows, method=method, step=step) for step in some)]
-        table.add_row(Text(method), *means)
-    return table
-
-
 def _remarks(results: Results) -> Iterator[str]:
     """Yield what the names mean, what is noise, and what is missing."""
     rows = results["rows"]
@@ -101,7 +70,3 @@ def _remarks(results: Results) -> Iterator[str]:
     if named := legend({row["method"] for row in rows}):
         yield named.replace("`", "")
     yield from lost(results)
-    for part, fitted in results.get("exponents", {}).items():
-        said = [f"{name} {value['median']:.2f}" for name, value in fitted.items() if value is not None]
-        if said:
-            yield f"Time of the {part} grows with tokens to the power of: {', '.join(said)}."

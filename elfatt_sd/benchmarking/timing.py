@@ -21,13 +21,11 @@ class Watch:
 
     Attributes:
         turn: called after every call that counts or warms up, with the number of them so far and in all.
-        round: called after every whole round.
         lost: called with the name of a call that failed as it warmed up, and with what it raised; it is then left out,
             unless this raises.
     """
 
     turn: Callable[[int, int], None] = lambda done, total: None
-    round: Callable[[], None] = lambda: None
     lost: Callable[[str, Exception], None] = lambda name, error: _only_memory(error)
 
 
@@ -56,23 +54,21 @@ def time_in_turns(
         seconds: start no further round past this time, once there is one.
         warm_up: calls for the warm-up round, in place of the timed ones; where timed ones among them are quick, the
             others are warmed up as they are, too.
-        times: of earlier rounds, to which whole rounds are added.
+        times: where each whole round is kept as soon as it is over.
         watch: who is told.
 
     Returns:
         Seconds of one call in each round, by name; the same object as `times` where that was given.
     """
     times = {} if times is None else times
-    first = min((len(times.setdefault(name, [])) for name in calls), default=repeats)
-    if first >= repeats:
-        return times
+    times |= {name: [] for name in calls}
     warm = calls if warm_up is None else warm_up
-    told = _Told(watch or Watch(), len(warm) + (repeats - first) * len(calls))
+    told = _Told(watch or Watch(), len(warm) + repeats * len(calls))
 
     def lose(turn: Turn, error: Exception) -> None:
         if turn.name not in calls:
             raise error
-        told.lose(turn.name, error, repeats - first)
+        told.lose(turn.name, error, repeats)
 
     lasted = _warm_up(calls, warm, device, lose, told)
     names = [name for name in calls if name in lasted or name not in warm]
@@ -84,10 +80,9 @@ def time_in_turns(
         told.turn()
         return taken
 
-    for turns in interleave(names, take, range(first, repeats), seconds=seconds):
+    for turns in interleave(names, take, range(repeats), seconds=seconds):
         for name, taken in {turn.name: taken for turn, taken in turns}.items():  # of a whole round
             times[name].append(taken)
-        told.watch.round()
     return times
 
 

@@ -25,7 +25,7 @@ from elfatt_sd.benchmarking.names import (
 )
 from elfatt_sd.benchmarking.presets import MERGING, VARIATIONS
 from elfatt_sd.benchmarking.repeated import forget_residuals, repeat_step
-from elfatt_sd.choosing import fits, fitted
+from elfatt_sd.choosing import fits, fitted, tell_without_effect
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.families import (
     SelfAttention,
@@ -276,7 +276,9 @@ def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named
         ElfattError: a named method does not go with the denoiser.
     """
     denoisers, levels = {"denoiser": denoiser}, max(1, len(levels_of(find_layers(denoiser))))
-    found = (fitted(config, denoisers) for config in configs if named or fits(config, denoisers))
+    found = [fitted(config, denoisers) for config in configs if named or fits(config, denoisers)]
+    for config in found if named else ():
+        tell_without_effect(config)
     return _once(dataclasses.replace(config, levels=levels) if config.levels > levels else config for config in found)
 
 

@@ -26,7 +26,6 @@ from elfatt_sd.families.hunyuan_video import HunyuanVideo, HunyuanVideo15
 from elfatt_sd.families.ltx_video import LTXVideo
 from elfatt_sd.families.pixart import PixArt
 from elfatt_sd.families.qwen_image import QwenImage, QwenImageControlNet
-from elfatt_sd.families.refused import reason_against
 from elfatt_sd.families.sd3 import SD3ControlNet, StableDiffusion3
 from elfatt_sd.families.unet import UNet
 from elfatt_sd.families.wan import Wan
@@ -91,7 +90,7 @@ def family_of(module: nn.Module) -> Family:
     if held:
         raise ElfattError(f"{name} holds several models that can be patched: {', '.join(held)}; give one of them.")
     raise ElfattError(
-        f"{name} cannot be patched: {reason_against(name)}. Give a diffusers pipeline with {known}; or such a module."
+        f"not supported: {name} cannot be patched. Give a diffusers pipeline with {known}; or such a module."
     )
 
 

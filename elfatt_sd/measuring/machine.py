@@ -24,8 +24,6 @@ _PACKAGES = (
     "tomesd",
     "DeepCache",
     "tgate",
-    "hidiffusion",
-    "hyper-tile",
     "torchmetrics",
     "torch-fidelity",
     "torchvision",

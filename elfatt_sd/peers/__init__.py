@@ -9,10 +9,10 @@ from typing import Any
 from elfatt_sd import checks
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.optional import need
-from elfatt_sd.peers import caches, deepcache, hidiffusion, hypertile, tgate, tomesd
+from elfatt_sd.peers import caches, deepcache, tgate, tomesd
 from elfatt_sd.peers.base import Peer
 
-_ALL = (tomesd.PEER, deepcache.PEER, hypertile.PEER, tgate.PEER, hidiffusion.PEER, *caches.PEERS)
+_ALL = (tomesd.PEER, deepcache.PEER, tgate.PEER, *caches.PEERS)
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
 
 

@@ -1,9 +1,9 @@
-"""The plots of a tuning: the curve, the map of what was chosen, and predicted against measured closeness."""
+"""The plots of a tuning: the curve, and the map of what was chosen."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.config import PatchConfig
@@ -13,7 +13,6 @@ from elfatt_sd.phases import Phase
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from elfatt_sd.tuning.points import Point
     from elfatt_sd.tuning.tuned import Tuned
 
 _CHOSEN, _PREDICTED, _TRIED = METHODS[1], METHODS[0], METHODS[5]
@@ -127,25 +126,6 @@ def _short(phase: Phase) -> str:
 def _name(layer: str) -> str:
     """Return a layer's path without what all of them have."""
     return layer.replace(".transformer_blocks.", ".").replace(".attentions.", ".").removesuffix(".attn1")
-
-
-def predictions(points: Sequence[Point]) -> Figure | None:
-    """Draw predicted against measured PSNR of the choices that were run; None where there is none."""
-    from matplotlib.figure import Figure
-
-    known = [(point.predicted, point.mean) for point in points if point.predicted is not None]
-    shown = [(one, mean) for one, mean in known if math.isfinite(one) and math.isfinite(mean)]
-    if not shown:
-        return None
-    figure = Figure(figsize=(3.6, 3.4), layout="constrained")
-    axes = figure.add_subplot()
-    low, high = min(map(min, shown)) - 2, max(map(max, shown)) + 2
-    axes.plot([low, high], [low, high], color=BASE, linewidth=0.8, label="as predicted")
-    axes.plot(*zip(*shown, strict=True), "o", color=_PREDICTED)
-    axes.set_xlabel("predicted PSNR in dB")
-    axes.set_ylabel("measured, mean over images")
-    axes.legend()
-    return figure
 
 
 def describe(config: PatchConfig) -> list[tuple[str, str]]:

@@ -17,8 +17,6 @@ from elfatt_sd.pictures import side_by_side
 from elfatt_sd.tuning import charts
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from elfatt_sd.tuning.tuned import Tuned
 
 _SIDE = 512  # pixels of an image on the page
@@ -35,12 +33,9 @@ def write_page(tuned: Tuned, folder: Path) -> Path:
     from markupsafe import Markup
 
     with drawing():
-        drawn: dict[str, Figure | None] = {
-            "curve": charts.curve(tuned),
-            "choices": charts.choices(tuned) if tuned.config.per_layer else None,
-            "predictions": charts.predictions(tuned.points),
-        }
-        plots = {name: to_png(figure) for name, figure in drawn.items() if figure is not None}
+        plots = {"curve": to_png(charts.curve(tuned))}
+        if tuned.config.per_layer:
+            plots["choices"] = to_png(charts.choices(tuned))
     if tuned.proof is not None:
         plots["images"] = _png(_sheet(tuned))
     page = page_template(Path(__file__).with_name("page.html.j2")).render(

@@ -13,7 +13,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -74,6 +74,22 @@ class LayerFigures:
     shared: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     guided: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     effects: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON, whose tables are pairs."""
+        own = {name: list(value.items()) if isinstance(value, dict) else value for name, value in vars(self).items()}
+        bases = [phase.to_dict() for phase in self.bases]
+        return {**own, "bases": bases, "lost": sorted(self.lost), "fresh": sorted(self.fresh)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` gave."""
+        plain = {name: data[name] for name in ("seconds", "calls", "copies")}
+        figures = cls([*map(Phase.from_dict, data["bases"])], {*data["lost"]}, {*data["fresh"]}, **plain)
+        for name in ("ratios", "plain", "shared", "guided", "effects"):
+            pairs = ((tuple(key) if isinstance(key, list) else key, values) for key, values in data[name])
+            getattr(figures, name).update(pairs)
+        return figures
 
     def error(self, stretch: int, base: int, since: int = 0, *, guided: bool = False) -> float:
         """Return the mean squared relative error of an approximation in a stretch.

@@ -19,8 +19,7 @@ from elfatt_sd.tuning.asked import Budget, Measure
 from elfatt_sd.tuning.candidates import Candidate
 from elfatt_sd.tuning.model import Choice, Model
 from elfatt_sd.tuning.points import Point
-from elfatt_sd.tuning.probe import Probe, stretches_of
-from elfatt_sd.tuning.records import figures_from, figures_to
+from elfatt_sd.tuning.probe import LayerFigures, Probe, stretches_of
 from elfatt_sd.tuning.runs import Deviation, Drawn, Runs, Sample, closeness
 from elfatt_sd.tuning.store import Store
 
@@ -114,7 +113,7 @@ class Search:
         """Measure every approximation in every layer, and what a layer's error does to the image."""
         self.stretches = stretches_of(self.calls, max(1, min(STRETCHES, self.calls // LEAST_STEPS)))
         self.say("measuring layers", 1)
-        figures = self.store.known("layers", self._probe, figures_from)
+        figures = self.store.known("layers", self._probe, read_figures)
         self.floor = self._noise()
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
         self.layer_calls = {name: own.calls / self._probed for name, own in figures.items()}
@@ -151,7 +150,7 @@ class Search:
             warnings.simplefilter("ignore")
             drawn = self.runs.draw_as_is(self.samples[0])
         self._again = self._again or drawn
-        return figures_to(probe.figures)
+        return {name: own.to_dict() for name, own in probe.figures.items()}
 
     def _alone(self, number: int, image: int, config: PatchConfig) -> Deviation:
         """Return how far an image goes in which one stretch alone is approximated."""
@@ -293,6 +292,17 @@ class Search:
                 f"speed={speed:g} is not reached: the fastest choice is {point.times:.2f} times as fast as untouched, "
                 f"at {self.measure.words(point.mean)}; ask for less, or for larger images."
             )
+
+
+def read_figures(data: Mapping[str, Any]) -> dict[str, LayerFigures]:
+    """Return what was measured in each layer, from plain data.
+
+    Raises:
+        LookupError: there is none.
+    """
+    if not data:
+        raise LookupError("no layer was measured")
+    return {name: LayerFigures.from_dict(own) for name, own in data.items()}
 
 
 def _around(known: Sequence[tuple[float, float]], asked: float) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -5,10 +5,9 @@ Shapes: N tokens of the grid, M tokens that attention is given (fewer where toke
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -166,32 +165,34 @@ def exact_weights(q: Tensor, k: Tensor, context: Keys | None = None) -> tuple[We
     return weights[:, : len(k)], weights[:, len(k) :].sum(-1)
 
 
-def weights_of(attend: Attend, q: Tensor, k: Tensor, v: Tensor, context: Keys | None, query: int) -> Any:
-    """Return the weights with which an attention mixes values into one query's output: its gradient by the values.
+def weights_of(attend: Attend, q: Tensor, k: Tensor, context: Keys | None, query: int) -> tuple[Weights, Weights]:
+    """Return the weights with which an attention mixes values into one query's output.
+
+    Any attention is linear in the values: one that is 1 at one token and 0 elsewhere becomes that token's weight. The
+    channels of a head are mixed alike, so that a call tells the weights of as many tokens.
 
     Args:
-        attend: returns the mixed values `[1, M, H, D]`; it is linear in the values.
+        attend: returns the mixed values `[1, M, H, D]`.
         q: queries `[1, M, H, D]`.
         k: keys, the same shape.
-        v: values, the same shape.
         context: keys of text.
         query: its place among the M.
 
     Returns:
         weights `[H, M]` on the image, and `[H]` on the text.
     """
-    with _gradients():
-        values = v.clone().requires_grad_()
-        text = None if context is None else context._replace(v=context.v.clone().requires_grad_())
-        mixed = attend(q.clone(), k.clone(), values, text)[0, query].sum()
-        if not mixed.requires_grad:  # an output without values
-            return np.zeros((q.shape[2], q.shape[1])), np.zeros(q.shape[2])
-        wanted = [values, *([text.v] if text is not None else [])]
-        found = torch.autograd.grad(mixed, wanted, allow_unused=True)
-    image, *beside = [None if part is None else part[0].cpu().double().mean(-1).T.numpy() for part in found]
-    none = np.zeros((q.shape[2], q.shape[1]))
-    on_text = [part.sum(-1) for part in beside if part is not None]
-    return none if image is None else image, on_text[0] if on_text else np.zeros(q.shape[2])
+    (_, tokens, heads, size), nothing = q.shape, torch.zeros_like(q)
+    text = None if context is None else context._replace(v=torch.zeros_like(context.v))
+    image: list[Tensor] = []
+    for start in range(0, tokens, size):
+        places = torch.arange(start, min(start + size, tokens), device=q.device)
+        ones = nothing.clone()
+        ones[0, places, :, places - start] = 1
+        image.append(attend(q, k, ones, text)[0, query, :, : len(places)])
+    on_text = q.new_zeros(heads)
+    if text is not None:
+        on_text = attend(q, k, nothing, text._replace(v=torch.ones_like(text.v)))[0, query].mean(-1)
+    return torch.cat(image, -1).cpu().double().numpy(), on_text.cpu().double().numpy()
 
 
 def same_keys(attend: Attend, shape: Sequence[int], context: Keys | None, like: Tensor) -> list[Labels | None]:
@@ -239,10 +240,3 @@ def head_groups(labels: Sequence[Labels | None]) -> list[tuple[int, ...]]:
     for head, each in enumerate(labels):
         groups.setdefault(b"" if each is None else each.tobytes(), []).append(head)
     return [tuple(heads) for heads in groups.values()]
-
-
-@contextlib.contextmanager
-def _gradients() -> Any:
-    """Allow gradients, also inside `torch.no_grad()` and `torch.inference_mode()`."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield

@@ -228,7 +228,7 @@ class _Layer:
 def _see(seen: _Seen, attention: Attention, layer: Any, tokens: Tensor, prepared: Any) -> None:
     """Find out what an attention does with the tokens that it is given."""
     state, ratios = seen.state, list[float]()
-    q, k, v = (x[ROW:].float() for x in layer.project(tokens))
+    q, k, _ = (x[ROW:].float() for x in layer.project(tokens))
     context = layer.context and layer.context._replace(
         k=layer.context.k[ROW:].float(),
         v=layer.context.v[ROW:].float(),
@@ -240,7 +240,7 @@ def _see(seen: _Seen, attention: Attention, layer: Any, tokens: Tensor, prepared
 
     place = _places(seen, prepared)
     sizes = np.bincount(place)
-    weights, on_text = weights_of(attend, q, k, v, context, int(place[seen.query]))
+    weights, on_text = weights_of(attend, q, k, context, int(place[seen.query]))
     exact, exact_text = exact_weights(q[0, int(place[seen.query])], k[0], context)
     sets = same_keys(attend, q.shape, context, q)
     heads = []

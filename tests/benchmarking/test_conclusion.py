@@ -88,14 +88,6 @@ def test_without_anything_to_compare_that_is_said(rows: tuple[dict[str, Any], ..
     assert all(line.endswith("nothing was timed that could be compared.") for line in conclude(results(*rows)))
 
 
-def test_orders_are_ranked_by_their_error() -> None:
-    rows = [{"method": name, "step": 1, "layer": "a", "error": error} for name, error in (("a", 0.3), ("b", 0.1))]
-    assert conclude(results(*rows, kind="orders")) == [
-        "b is closest to exact attention, with a mean relative error of 0.100; a is farthest, with 0.300."
-    ]
-    assert "step 1" in shown(results(*rows, kind="orders"))
-
-
 def shown(data: dict[str, Any], width: int = 80) -> str:
     file = io.StringIO()
     show(data, Console(file=file, width=width, highlight=False))

@@ -1,8 +1,7 @@
-"""Benchmarks of a single layer, its growth, and merging."""
+"""Benchmarks of a single layer."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,8 @@ from bench_checks import QUICK, check_saved
 import elfatt_sd.benchmarking.layer as layer_bench
 from elfatt_sd import layer_state as state_module
 from elfatt_sd.benchmarking.layer import layer
-from elfatt_sd.benchmarking.merging import merging
 from elfatt_sd.benchmarking.presets import layer_phases
-from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.config import ElfattError
-from elfatt_sd.merging import Matching
 from elfatt_sd.methods import attentions
 from elfatt_sd.tiling import BLOCK_ORDERS
 
@@ -27,17 +23,6 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of 32 channels."""
     monkeypatch.setattr(layer_bench, "CHANNELS", 32)
     monkeypatch.setattr(layer_bench, "HEADS", 4)
-
-
-def test_growth(tmp_path: Path) -> None:
-    results = layer(tokens=[256, 64], block_size=16, kind="growth", **QUICK)
-    assert [row["tokens"] for row in results["rows"]] == sorted(row["tokens"] for row in results["rows"])
-    assert set(results["exponents"]) == {"attention", "layer"}
-    for fitted in results["exponents"].values():
-        assert "softmax" in fitted
-        assert all(math.isfinite(value["median"]) for value in fitted.values())
-    assert {"tomesd 0.5", *layer_phases(16)} <= set(results["exponents"]["layer"])
-    check_saved(results, tmp_path)
 
 
 COMPUTING = {name for name, kind in attentions().items() if not kind.empty}
@@ -59,8 +44,10 @@ def test_an_attention_is_timed_under_its_own_name(monkeypatch: pytest.MonkeyPatc
         assert called == [name.removesuffix("s")]
 
 
-def test_the_memory_of_a_layer_is_measured_on_request() -> None:
-    rows = layer(tokens=[256], block_size=16, **QUICK)["rows"]
+def test_the_memory_of_a_layer_is_measured_on_request(tmp_path: Path) -> None:
+    results = layer(tokens=[256], block_size=16, **QUICK)
+    check_saved(results, tmp_path)
+    rows = results["rows"]
     assert all(row["peak_bytes"] >= 2 * 256 * 32 * 4 for row in rows), "the result at least"
     rows = layer(tokens=[256], block_size=16, memory=False, **QUICK)["rows"]
     assert {row["peak_bytes"] for row in rows} == {None}
@@ -90,37 +77,6 @@ def test_layers_that_would_take_too_long_are_left_out() -> None:
     assert {row["tokens"] for row in results["rows"]} == {64}
 
 
-@pytest.mark.filterwarnings("ignore:elfatt-sd. 64 tokens")
-def test_a_size_keeps_the_layers_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever more rounds of a smaller size let expect; another limit is another benchmark."""
-    options: dict[str, Any] = {"tokens": [64], "block_size": 16, "dtype": "float32", "device": "cpu", "memory": False}
-    options |= {"session": Session(tmp_path)}
-    expected = {"softmax": 2.0}
-    monkeypatch.setattr(layer_bench, "_expected", lambda rows, name, tokens: expected.get(name, 0.0))
-    first = {
-        row["method"] for row in layer(repeats=1, max_seconds=1.0, **options)["rows"] if row["part"] == "attention"
-    }
-    expected = {"tomesd 0.5": 2.0}
-    rows = layer(repeats=2, max_seconds=1.0, **options)["rows"]
-    assert {row["method"] for row in rows if row["part"] == "attention"} == first
-    assert "softmax" not in first and {row["rounds"] for row in rows} == {2}
-    with pytest.raises(ElfattError, match=r"max_seconds: 1\.0, now 2\.0"):
-        layer(repeats=2, max_seconds=2.0, **options)
-
-
 def test_layer_needs_square_grids() -> None:
     with pytest.raises(ElfattError, match="tokens=1000"):
         layer(tokens=[1000], **QUICK)
-
-
-def test_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unmerged: list[torch.Size] = []
-    original = Matching.unmerge
-    monkeypatch.setattr(Matching, "unmerge", lambda self, y: (unmerged.append(y.shape), original(self, y))[1])
-    results = merging(tokens=[256], channels=32, repeats=2, device="cpu")
-    assert unmerged == [(2, 128, 32)] * 2 * (1 + 2), "of both precisions a warm-up and two rounds"
-    assert [(row["dtype"], row["method"]) for row in results["rows"]] == [
-        (dtype, name) for dtype in ("float32", "bfloat16") for name in ("tomesd", "ours", "floor: similarities")
-    ]
-    assert results["rows"][0]["speed"] == {"tomesd": {"median": 1.0, "min": 1.0, "max": 1.0}}
-    check_saved(results, tmp_path)

@@ -1,8 +1,7 @@
-"""Errors of block orders: every order and attention is compared, method by method, and a stopped run goes on."""
+"""Errors of block orders: every order and attention is compared, method by method."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import tiny_pipelines as tiny
 import tiny_transformers
 import torch
 
-from elfatt_sd.benchmarking import orders as module
-from elfatt_sd.benchmarking.orders import orders
+from benchmarks import orders as module
+from benchmarks.orders import joint_configs, order_configs, orders
 from elfatt_sd.benchmarking.plots import save
-from elfatt_sd.benchmarking.presets import joint_configs, order_configs
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.config import ElfattError, PatchConfig, Phase
 from elfatt_sd.exact_run import ExactRun
@@ -57,7 +55,7 @@ def test_every_order_size_and_attention_is_compared() -> None:
 
 
 def test_orders(tmp_path: Path) -> None:
-    results = orders("x", methods=[RASTER, SPREAD], session=Session(tmp_path), **SOME)
+    results = orders("x", methods=[RASTER, SPREAD], **SOME)
     assert len(results["rows"]) == 2 * 2 * 3  # methods, steps, layers
     assert results["settings"]["guidance"] == 7.5
     _, table, plot = save(results, tmp_path / "orders.json")
@@ -69,31 +67,19 @@ def test_orders(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compared before Ctrl-C is not compared again, and the end is that of a run without it."""
-    original, told = ExactRun.approximate, list[tuple[int, int]]()
-    steps: list[int] = []
+def test_a_stopped_run_has_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, session = ExactRun.approximate, Session()
 
     def approximate(run: ExactRun, state: Any, again: Any, phase: Phase, step: int, config: PatchConfig) -> Any:
-        steps.append(step)
-        if steps.count(2) == 4 and 0 in steps:
+        if step == 2:
             raise KeyboardInterrupt
         return original(run, state, again, phase, step, config)
 
     monkeypatch.setattr(ExactRun, "approximate", approximate)
-    both = {"methods": [RASTER, SPREAD], **SOME}
     with pytest.raises(KeyboardInterrupt):
-        orders("x", session=Session(tmp_path), **both)
-    assert {row["step"] for row in json.loads((tmp_path / "orders.json").read_text())["rows"]} == {0}
-    steps.clear()
-    session = Session(tmp_path, progress=lambda name, done, total: told.append((done, total)))
-    results = orders("x", session=session, **both)
-    assert set(steps) == {2} and told[-1] == (1, 1)
-    by_place = lambda rows: sorted(rows, key=lambda row: (row["method"], row["step"]))  # noqa: E731
-    assert by_place(results["rows"]) == by_place(orders("x", **both)["rows"])
-    steps.clear()
-    orders("x", session=Session(tmp_path), **both)
-    assert not steps, "nothing is left to compare"
+        orders("x", methods=[RASTER, SPREAD], session=session, **SOME)
+    assert session.results is not None
+    assert {row["step"] for row in session.results["rows"]} == {0}
 
 
 def test_the_toy_has_its_own_guidance_and_steps() -> None:
@@ -109,7 +95,7 @@ def test_five_calls_are_compared_in_if_nobody_says_where() -> None:
 @pytest.mark.usefixtures("flux")
 def test_every_step_of_a_transformer(tmp_path: Path) -> None:
     """Each approximation has a map; with many layers and steps, these are the lines of the tables."""
-    results = orders("x", every_step=True, size=64, session=Session(tmp_path), **{**RUN, "steps": 9})
+    results = orders("x", every_step=True, size=64, **{**RUN, "steps": 9})
     methods = dict.fromkeys(row["method"] for row in results["rows"])
     assert list(methods) == list(joint_configs())
     assert len(results["rows"]) == len(methods) * 9 * 2
@@ -143,7 +129,7 @@ def test_a_video_model_has_frames(folder: Path, tmp_path: Path, monkeypatch: pyt
     """Wan 2.2: in each step, the layers of the transformer that it calls."""
     pipe = small_transformers.wan22(folder)
     monkeypatch.setattr(module, "load_pipeline", lambda model, **_: pipe)
-    clip = {"every_step": True, "size": "64x96", "frames": 9, "session": Session(tmp_path)}
+    clip = {"every_step": True, "size": "64x96", "frames": 9}
     sampled = PatchConfig("few keys", (Phase(1.0, "sampled", block_size=16),))
     results = orders("x", methods=[sampled], **{**RUN, **clip})
     assert results["settings"]["frames"] == 9

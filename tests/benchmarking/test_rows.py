@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elfatt_sd.benchmarking.names import is_reference
-from elfatt_sd.benchmarking.rows import fit_exponent, make_exponents, make_rows, own_part
+from elfatt_sd.benchmarking.rows import make_rows, own_part
 
 
 def results(**changes: Any) -> dict[str, Any]:
@@ -91,19 +91,10 @@ def test_a_group_without_a_whole_round_has_no_rows() -> None:
     assert make_rows(data) == []
 
 
-def test_errors_are_rows_as_they_are() -> None:
+def test_what_was_measured_without_rounds_is_rows_as_it_is() -> None:
     errors = [{"layer": "a", "step": 2, "method": "m", "error": 0.1}]
-    group = {"key": {"method": "m"}, "times": {}, "peaks": {}, "errors": errors}
+    group = {"key": {"method": "m"}, "times": {}, "peaks": {}, "measured": errors}
     assert make_rows({"groups": [group], "bases": []}) == errors
-
-
-def test_exponents() -> None:
-    """Of each round that all sizes have; what was timed at one size has none."""
-    times = {4096: [4096**2, 4096, 4096], 65536: [65536**2, 65536], 16384: [16384**2, 16384, 1.0]}
-    groups = [{"key": {"part": "layer", "tokens": size}, "times": {"a": taken}} for size, taken in times.items()]
-    groups[0]["times"] |= {"b": [1.0], "c": []}
-    exponents = make_exponents(groups)
-    assert exponents == {"layer": {"a": pytest.approx({"median": 1.5, "min": 1, "max": 2}), "b": None}}
 
 
 @pytest.mark.parametrize("ending", ["", ", compiled", ", autotuned"])
@@ -120,10 +111,3 @@ def test_what_is_there_to_compare_with() -> None:
     references = ("untouched", "tomesd", "floor", "floor of 2 levels", "untouched, compiled", "floor, compiled")
     assert all(is_reference(name) for name in references)
     assert not any(is_reference(name) for name in ("tome", "elfatt-fast", "elfatt-fast, compiled", "tome, autotuned"))
-
-
-@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
-def test_exponent(exponent: float) -> None:
-    fitted = fit_exponent({count: [3e-9 * count**exponent] for count in (4096, 9216, 65536)})
-    assert fitted == pytest.approx(dict.fromkeys(("median", "min", "max"), exponent))
-    assert fit_exponent({4096: [1.0]}) is None

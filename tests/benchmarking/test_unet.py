@@ -21,7 +21,6 @@ from elfatt_sd.autotune import Tuner
 from elfatt_sd.benchmarking import timing
 from elfatt_sd.benchmarking.models import Model, unet_call
 from elfatt_sd.benchmarking.plots import plot
-from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.repeated import patched_layers
 from elfatt_sd.benchmarking.rows import make_rows
 from elfatt_sd.benchmarking.tables import markdown
@@ -146,13 +145,6 @@ def test_memory_that_runs_out_in_a_capture_is_told(model: Model, monkeypatch: py
         _graphed_call(unit, model.inputs(64, 2), UNTOUCHED)()
 
 
-def test_unet_at_one_size_goes_on_at_another(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
-    for sizes in ([64], [64, 128]):
-        results = unet(model, sizes=sizes, methods=methods[2:], session=Session(tmp_path), **QUICK)
-    assert [row["size"] for row in results["rows"]] == [64] * 3 + [128] * 3
-    assert [len(group["sittings"]) for group in results["groups"]] == [1, 1]
-
-
 @pytest.mark.parametrize("pays", [True, False])
 def test_autotuned_variants_are_timed_beside_the_others(
     pays: bool, model: Model, monkeypatch: pytest.MonkeyPatch
@@ -250,9 +242,9 @@ def test_what_is_kept_for_later_steps_counts(model: Model, cpu: torch.device) ->
 
 
 def test_what_does_not_fit_costs_its_own_rows_only(
-    model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A method with such a phase has no row; the same command leaves it out again; the table names it."""
+    """A method with such a phase has no row; the table names it."""
     from elfatt_sd.benchmarking import unet as module
 
     tried: list[int] = []
@@ -271,8 +263,7 @@ def test_what_does_not_fit_costs_its_own_rows_only(
 
     monkeypatch.setattr(module, "unet_call", make_call)
     monkeypatch.setattr(module, "_warm_up", lambda units, variants, calls, small: calls)
-    for repeats in (2, 3):
-        results = unet(model, sizes=[64], methods=methods, repeats=repeats, device="cpu", session=Session(tmp_path))
+    results = unet(model, sizes=[64], methods=methods, repeats=3, device="cpu")
     assert len(tried) == 1
     rows = {row["method"]: row["rounds"] for row in results["rows"]}
     assert rows == dict.fromkeys(["untouched", "tomesd", "tome", "fast", "floor", "floor of 2 levels"], 3)

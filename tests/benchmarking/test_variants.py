@@ -17,6 +17,7 @@ from elfatt_sd.benchmarking.variants import (
     Run,
     Variant,
     by_phase,
+    fitted_methods,
     resolve_methods,
     same_work,
     single_phases,
@@ -284,3 +285,10 @@ def test_another_accelerator_stays_on_its_copy(pipe: Any) -> None:
     cached = twin(pipe, Variant("deepcache:cache_interval=2"))
     assert not torch.equal(checks.runner(cached, num_inference_steps=4)(), untouched)
     assert torch.equal(run(), untouched)
+
+
+def test_a_setting_that_a_named_method_has_not_is_told(model: Model) -> None:
+    with pytest.warns(UserWarning, match="method 'elfatt-fast:stride=3' has no setting stride"):
+        fitted_methods([varied("elfatt-fast", stride=3)], model.unet, named=True)
+    with pytest.warns(UserWarning, match="with ratio=0, method 'tome:ratio=0' approximates nothing"):
+        fitted_methods([varied("tome", ratio=0)], model.unet, named=True)

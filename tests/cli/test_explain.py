@@ -38,8 +38,3 @@ def test_several_layers_have_files_of_their_own(model: Path, tmp_path: Path) -> 
 )
 def test_wrong_use_is_one_line(model: Path, tmp_path: Path, words: list[str], says: str) -> None:
     check_error(call("generate", PROMPT, "--model", model, "--out", tmp_path, *words), says)
-
-
-def test_options_without_explain_are_told(model: Path, tmp_path: Path) -> None:
-    result = draw(model, tmp_path, "--method", "tome", "--at", "0.1,0.1")
-    assert "have no effect without --explain" in result.stderr

@@ -47,3 +47,15 @@ def test_try_keeps_what_is_finished_when_it_is_stopped(model: Path, tmp_path: Pa
     assert result.stderr == "error: stopped; what was finished stays\n"
     record = json.loads((tmp_path / "0001-a-red-star.json").read_text())
     assert [row["method"] for row in record["methods"]] == ["sd", "tome"]
+
+
+def test_several_prompts_or_models_are_a_sheet(model: Path, tmp_path: Path) -> None:
+    words = ["--model", model, "--prompt", "a dog", "--method", "tome", "--steps", 6, "--rounds", 1]
+    result = call("try", "toy", "a", "red", "star", *words, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert files(tmp_path) == ["0001-demo-sheet.json", "0001-demo-sheet.png"]
+    assert str(tmp_path / "0001-demo-sheet.png") in result.stdout
+    trials = json.loads((tmp_path / "0001-demo-sheet.json").read_text())["trials"]
+    assert [trial["prompt"] for trial in trials] == ["a red star", "a dog"] * 2
+    assert [trial["model"] for trial in trials] == ["toy"] * 2 + [str(model)] * 2
+    check_error(call("try", "toy", "--model", tmp_path / "none", "--out", tmp_path), "none")

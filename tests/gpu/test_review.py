@@ -270,7 +270,7 @@ def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
         return double(tensor)
 
-    q, k, v = heads(2, batch=1)
+    q, k, _ = heads(2, batch=1)
     monkeypatch.setattr(torch.Tensor, "cpu", move)
     monkeypatch.setattr(torch.Tensor, "double", convert)
     devices.has_float64.cache_clear()
@@ -279,7 +279,7 @@ def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.attention_error("cpu") < 1e-5
     looks.exact_weights(q[0, 0], k[0])
     attend = lambda q, k, v, _: softmax_attention(q, k, v)  # noqa: E731
-    looks.weights_of(attend, q, k, v, None, 0)
+    looks.weights_of(attend, q, k, None, 0)
     assert looks.same_keys(attend, q.shape, None, q)[0] is not None
     looks.errors(q[0, 0], k[0, 0])
 

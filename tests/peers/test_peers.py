@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import checks
 import diffusers
 import pytest
-import tiny_pipelines
 import tiny_transformers
 import torch
 
@@ -138,56 +136,3 @@ def test_a_gate_needs_a_pipeline_that_the_package_knows(pipe: Any) -> None:
         peers.running(other, "tgate", {}),
     ):
         pass
-
-
-def test_a_model_that_hidiffusion_does_not_know_is_refused(pipe: Any) -> None:
-    skip_without("hidiffusion")
-    run = run_of(pipe)
-    untouched = run()
-    with pytest.raises(ElfattError, match="hidiffusion does not"), peers.running(pipe, "hidiffusion", {}):
-        pass
-    assert torch.equal(run(), untouched)
-
-
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """In place of hyper-tile, which no package index has: the same function, which tells what it was given."""
-    (tmp_path / "hyper_tile.py").write_text(
-        "import contextlib\n"
-        "given = []\n"
-        "@contextlib.contextmanager\n"
-        "def split_attention(module, *, aspect_ratio, tile_size=128, swap_size=1, disable=False):\n"
-        "    given.append((type(module).__name__, aspect_ratio, tile_size, swap_size))\n"
-        "    yield\n"
-        "    given.append('off')\n",
-        encoding="utf-8",
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    import hyper_tile
-
-    yield hyper_tile
-    del sys.modules["hyper_tile"]
-
-
-def test_hypertile_is_called_as_it_wants(pipe: Any, stand_in: Any) -> None:
-    with peers.running(pipe, "hypertile", {"tile_size": 128}):
-        assert stand_in.given == [("UNet2DConditionModel", 1.0, 128, 2)]
-    assert stand_in.given[-1] == "off"
-
-
-def test_hidiffusion_runs_where_diffusers_is_old_enough(folder: Path) -> None:
-    skip_without("hidiffusion")
-    pytest.importorskip("diffusers.pipelines.controlnet.multicontrolnet")
-    pipe = tiny_pipelines.sd15(
-        folder,
-        block_out_channels=(8, 16, 24, 24),
-        layers_per_block=2,
-        down_block_types=(*3 * ("CrossAttnDownBlock2D",), "DownBlock2D"),
-        up_block_types=("UpBlock2D", *3 * ("CrossAttnUpBlock2D",)),
-    )
-    pipe.register_to_config(_name_or_path="model")  # as of a pipeline that was loaded
-    run = checks.runner(pipe, num_inference_steps=4, height=128, width=128)
-    untouched = run()
-    with peers.running(pipe, "hidiffusion", {}):
-        assert not torch.equal(run(), untouched)
-    assert torch.equal(run(), untouched)

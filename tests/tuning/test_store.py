@@ -10,8 +10,8 @@ import pytest
 from elfatt_sd import tuning
 from elfatt_sd.phases import Phase
 from elfatt_sd.tuning.probe import LayerFigures
-from elfatt_sd.tuning.records import figures_from, figures_to
 from elfatt_sd.tuning.runs import Runs, Settings
+from elfatt_sd.tuning.search import read_figures
 from elfatt_sd.tuning.store import Store
 
 DAMAGED = [b"", b"{", b"null", b"[]", b"{}", b'"x"', b'{"a": 1}', b'{"a": {"bases": [{}]}}', b"\xff\xfe"]
@@ -23,7 +23,7 @@ def test_what_is_damaged_is_measured_again(content: bytes, tmp_path: Path, monke
     store, figures = Store({"a": 1}), {"layer": LayerFigures([Phase(1.0, "sampled")], seconds=[0.5], calls=3)}
     for name in ("layers", "stretch"):
         (store.folder / f"{name}.json").write_bytes(content)
-    assert store.known("layers", lambda: figures_to(figures), figures_from) == figures
+    assert store.known("layers", lambda: {"layer": figures["layer"].to_dict()}, read_figures) == figures
     assert store.known("stretch", lambda: 2.5, float) == 2.5
     assert store.known("stretch", lambda: 7.0, float) == 2.5, "it was not kept"
 

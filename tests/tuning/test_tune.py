@@ -250,7 +250,6 @@ def test_a_page_shows_curve_map_and_images(pipe: Any, asked: dict[str, Any], tmp
         "index.html",
         "curve.png",
         "choices.png",
-        "predictions.png",
         "images.png",
     }
     assert "http:" not in text and "https:" not in text, "nothing from outside"

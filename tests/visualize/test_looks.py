@@ -25,11 +25,10 @@ def exact(q: Tensor, k: Tensor, v: Tensor, context: Keys | None) -> Tensor:
 
 
 def test_weights_are_those_of_softmax_also_beside_text() -> None:
-    q, k, v = tensors()
+    q, k, _ = tensors()
     text = Keys(*(x[:, :5] for x in tensors()[1:]))
     for context in (None, text, text._replace(mask=torch.tensor([[True, True, False, True, False]]))):
-        with torch.no_grad():
-            weights, beside = looks.weights_of(exact, q, k, v, context, 3)
+        weights, beside = looks.weights_of(exact, q, k, context, 3)
         expected, text_part = looks.exact_weights(q[0, 3], k[0], context)
         np.testing.assert_allclose(weights, expected, atol=1e-6)
         np.testing.assert_allclose(beside, text_part, atol=1e-6)
@@ -42,7 +41,7 @@ def test_weights_give_the_output_again() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, context: Keys | None) -> Tensor:
         return block_attention(q, k, v, 4)
 
-    weights, _ = looks.weights_of(attend, q, k, v, None, 5)
+    weights, _ = looks.weights_of(attend, q, k, None, 5)
     mixed = torch.einsum("hn,nhd->hd", torch.from_numpy(weights).float(), v[0])
     torch.testing.assert_close(mixed, block_attention(q, k, v, 4)[0, 5])
     assert (weights != 0).sum(-1).tolist() == [4, 4]

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from elfatt_sd.benchmarking.merging import merging
+from benchmarks.merging import merging
 from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.variants import resolve_methods
 from elfatt_sd.cli import app
 from elfatt_sd.config import ElfattError
+from elfatt_sd.files import write_json
 from tools.pages.__main__ import main as fill
 from tools.pages.bench import fill_page, render
 from tools.pages.blocks import MISSING
@@ -33,8 +34,10 @@ TEXT = "# Title\n\n<!-- bench merging -->\nold\n<!-- end -->\n\nProse.\n\n<!-- b
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     folder = tmp_path / "results"
-    session = Session(folder, command="elfatt-sd bench merging")
+    folder.mkdir()
+    session = Session(command="python -m benchmarks.merging")
     made = merging(tokens=[64], channels=16, repeats=2, device="cpu", dtypes=["float32"], session=session)
+    write_json(folder / "merging.json", made)
     save(made, folder / "merging.json")
     return folder
 
@@ -46,7 +49,7 @@ def test_tables_replace_what_stands_between_the_markers(results: Path, tmp_path:
     assert "old" not in page
     assert "![merging](results/merging.png)" in page
     assert "2 interleaved rounds" in page
-    assert "Made by `elfatt-sd bench merging` at commit" in page
+    assert "Made by `python -m benchmarks.merging` at commit" in page
     assert f"Prose.\n\n<!-- bench other -->\n{MISSING}\n<!-- end -->" in page
     assert fill_page(page, results, tmp_path) == page
 
@@ -148,7 +151,7 @@ def commands() -> list[str]:
 def test_every_published_command_can_be_parsed(command: str, monkeypatch: Any, tmp_path: Path) -> None:
     """Options exist, methods are known, and the file's name has its place on the page."""
     seen: dict[str, Any] = {}
-    for name in ("host", "layer", "merging", "orders", "pipeline", "unet"):
+    for name in ("layer", "pipeline", "unet"):
         module = importlib.import_module(f"elfatt_sd.benchmarking.{name}")
         monkeypatch.setattr(module, name, lambda **options: seen.update(options))
     words = shlex.split(command)[1:]
@@ -176,11 +179,12 @@ def test_every_published_command_can_be_parsed(command: str, monkeypatch: Any, t
 
 def test_every_place_on_the_page_has_its_command() -> None:
     names = re.findall(r"<!-- bench ([\w-]+) -->", PAGE.read_text(encoding="utf-8"))
-    scripts = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    made = {*re.findall(r"^python benchmarks/(\w+)\.py --out", scripts, re.MULTILINE)}
-    for command in commands():
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    made = set[str]()
+    for command in commands() + re.findall(r"^python (?:-m )?benchmarks.*$", text, re.MULTILINE):
         words = shlex.split(command)
-        made.add(words[words.index("--name") + 1] if "--name" in words else words[2])
+        kind = words[2] if words[1] in ("-m", "bench") else words[1]
+        made.add(words[words.index("--name") + 1] if "--name" in words else re.sub(r"^benchmarks.|\.py$", "", kind))
     assert set(names) <= made
     assert len(names) == len(set(names))
 

@@ -2,6 +2,8 @@
 
 Tensors are on the meta device, where nothing is computed: every operation that a GPU would be given is counted, and
 what takes time is Python's.
+
+    python -m benchmarks.host --size 512 --size 1024 --out benchmarks/results
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import common
 from elfatt_sd.benchmarking import models
-from elfatt_sd.benchmarking.lineup import Size, height_and_width
+from elfatt_sd.benchmarking.lineup import Size, height_and_width, read_size
 from elfatt_sd.benchmarking.names import PEER, is_peer
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
@@ -30,6 +33,7 @@ from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.planning import describe
 from elfatt_sd.presets import METHODS
 from elfatt_sd.shapes import call_arguments, empty_unet
+from elfatt_sd.sizes import UNET_NAMES
 from elfatt_sd.tiling import Grid
 
 COUNTED = 4  # steps of a phase whose operations are counted: as many as share a difference by default
@@ -174,3 +178,12 @@ def _rows(calls: Calls, config: PatchConfig, steps: int, untouched: tuple[int, f
         row |= {"operations": statistics.fmean(counted) / len(layers), "seconds": statistics.median(times)}
         rows.append(row | {"first": times[0]})
     return rows
+
+
+if __name__ == "__main__":
+    parser = common.options(__doc__, "size", "method", "batch")
+    parser.add_argument("--model", choices=UNET_NAMES, default="sd15", help="nothing is allocated")
+    parser.add_argument("--steps", type=int, default=50)
+    chosen = parser.parse_args()
+    sizes, methods = [*map(read_size, chosen.size or ["512"])], common.methods(chosen.method)
+    common.run(chosen, host, model=chosen.model, sizes=sizes, methods=methods, batch=chosen.batch, steps=chosen.steps)

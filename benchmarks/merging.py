@@ -1,4 +1,4 @@
-"""Matching, merge and unmerge, compared with tomesd's."""
+"""Matching, merge and unmerge, compared with tomesd's: `python -m benchmarks.merging --out benchmarks/results`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from benchmarks import common
 from elfatt_sd.benchmarking.layer import CHANNELS, channels_first, tomesd_matching
 from elfatt_sd.benchmarking.lineup import grid_side
 from elfatt_sd.benchmarking.record import Record, Session
@@ -84,3 +85,13 @@ def _similarities(x: Tensor, stride: int) -> None:
     keys = x[:, :destinations].transpose(1, 2)
     for some in torch.split(x[:, destinations:], rows_at_once(len(x), destinations, x.device), dim=1):
         some @ keys
+
+
+if __name__ == "__main__":
+    parser = common.options(__doc__, "tokens", "batch", "repeats", "device")
+    parser.add_argument("--ratio", type=float, default=0.5, help="fraction of the tokens that are merged")
+    parser.add_argument("--dtype", action="append", help="several times; float32 and bfloat16 if not given")
+    chosen = parser.parse_args()
+    given = {name: getattr(chosen, name) for name in ("ratio", "batch", "repeats", "device")}
+    dtypes = chosen.dtype or ("float32", "bfloat16")
+    common.run(chosen, merging, tokens=chosen.tokens or (4096, 16384), dtypes=dtypes, **given)

@@ -14,8 +14,8 @@ from checks import runner
 from torch import Tensor
 
 import elfatt_sd
+from benchmarks.errors import measure_errors
 from elfatt_sd.config import ElfattError, LayerPhases, PatchConfig, Phase
-from elfatt_sd.evaluation.errors import measure_errors
 from elfatt_sd.exact_run import ExactRun
 from elfatt_sd.families import find_layers, main_denoiser
 

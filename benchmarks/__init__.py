@@ -1,0 +1,1 @@
+"""Benchmarks for maintainers, run in a checkout: `python -m benchmarks.host --help`."""

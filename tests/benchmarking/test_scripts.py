@@ -1,0 +1,109 @@
+"""The scripts of benchmarks/: what methods cost the host, merging, and growth with the tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from bench_checks import QUICK, check_saved
+from cli_checks import ROOT
+
+import elfatt_sd.benchmarking.layer as layer_bench
+from benchmarks.growth import fit_exponent, growth, make_exponents
+from benchmarks.host import Operations, host
+from benchmarks.merging import merging
+from elfatt_sd.benchmarking.plots import save
+from elfatt_sd.benchmarking.presets import layer_phases
+from elfatt_sd.merging import Matching
+
+
+def test_a_script_prints_its_table_and_writes_its_files(tmp_path: Path) -> None:
+    words = ["--tokens", "64", "--repeats", "1", "--dtype", "float32", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.merging", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "64 tokens, batch 2, float32:\n\n| method |" in done.stdout
+    assert {path.suffix for path in tmp_path.glob("merging.*")} == {".json", ".md", ".png"}
+    assert json.loads((tmp_path / "merging.json").read_text())["command"].startswith(
+        "python -m benchmarks.merging --to"
+    )
+
+
+def test_views_are_no_operations() -> None:
+    x, counted = torch.empty(4, 4, device="meta"), Operations()
+    with counted:
+        x.t().flatten()[None].transpose(0, 1)
+        torch.ones(2) + 1
+    assert counted.count == 1, "what is flattened after a transposition is copied; the CPU's do not count"
+
+
+def test_goals_of_the_host() -> None:
+    """More operations a layer at the shape of Stable Diffusion 1.5; nothing is allocated there."""
+    rows = host(methods=["tomesd", "tome", "elfatt-fast", "elfatt-quality"], steps=8)["rows"]
+    operations = {row["method"]: row["operations"] for row in rows}
+    assert operations["elfatt-fast"] < 2.5, "one copy a call for all layers comes on top of two a layer"
+    assert operations["tome"] <= operations["tomesd"] == 28
+    assert operations["elfatt-quality"] < 7, "one step of four computes both"
+
+
+def test_a_row_for_each_phase_that_is_not_exact(small_shapes: None, tmp_path: Path) -> None:
+    results = host(sizes=[64, 128], methods=["elfatt", "elfatt-fast"], steps=5)
+    assert [(row["size"], row["method"], row["layers"]) for row in results["rows"]] == [
+        (size, method, layers)
+        for size in (64, 128)
+        for method, layers in (("elfatt", 3), ("elfatt", 3), ("elfatt-fast", 7))
+    ]
+    _, table, plot = save(results, tmp_path / "host.json")
+    lines = table.read_text().splitlines()
+    assert lines[0].startswith("| pixels | method | phase | layers | operations more a layer |")
+    assert len(lines) == 2 + len(results["rows"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unmerged: list[torch.Size] = []
+    original = Matching.unmerge
+    monkeypatch.setattr(Matching, "unmerge", lambda self, y: (unmerged.append(y.shape), original(self, y))[1])
+    results = merging(tokens=[256], channels=32, repeats=2, device="cpu")
+    assert unmerged == [(2, 128, 32)] * 2 * (1 + 2), "of both precisions a warm-up and two rounds"
+    assert [(row["dtype"], row["method"]) for row in results["rows"]] == [
+        (dtype, name) for dtype in ("float32", "bfloat16") for name in ("tomesd", "ours", "floor: similarities")
+    ]
+    assert results["rows"][0]["speed"] == {"tomesd": {"median": 1.0, "min": 1.0, "max": 1.0}}
+    check_saved(results, tmp_path)
+
+
+def test_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_bench, "CHANNELS", 32)
+    monkeypatch.setattr(layer_bench, "HEADS", 4)
+    results = growth([256, 64], block_size=16, **QUICK)
+    assert [row["tokens"] for row in results["rows"]] == sorted(row["tokens"] for row in results["rows"])
+    assert set(results["exponents"]) == {"attention", "layer"}
+    for fitted in results["exponents"].values():
+        assert "softmax" in fitted
+        assert all(math.isfinite(value["median"]) for value in fitted.values())
+    assert {"tomesd 0.5", *layer_phases(16)} <= set(results["exponents"]["layer"])
+    check_saved(results, tmp_path)
+
+
+def test_exponents() -> None:
+    """Of each round that all sizes have; what was timed at one size has none."""
+    times = {4096: [4096**2, 4096, 4096], 65536: [65536**2, 65536], 16384: [16384**2, 16384, 1.0]}
+    groups = [{"key": {"part": "layer", "tokens": size}, "times": {"a": taken}} for size, taken in times.items()]
+    groups[0]["times"] |= {"b": [1.0], "c": []}
+    exponents = make_exponents(groups)
+    assert exponents == {"layer": {"a": pytest.approx({"median": 1.5, "min": 1, "max": 2}), "b": None}}
+
+
+@pytest.mark.parametrize("exponent", [1.0, 1.5, 2.0])
+def test_exponent(exponent: float) -> None:
+    fitted = fit_exponent({count: [3e-9 * count**exponent] for count in (4096, 9216, 65536)})
+    assert fitted == pytest.approx(dict.fromkeys(("median", "min", "max"), exponent))
+    assert fit_exponent({4096: [1.0]}) is None
