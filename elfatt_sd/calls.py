@@ -114,7 +114,7 @@ class Denoiser:
         phases = self._phases(step, position.steps)
         call = Call(config, step, phases)
         shape = tuple(map(int, sample.shape))
-        call.memory = memory = run.kept.setdefault(id(self), call.memory)
+        call.memory = memory = run.kept.setdefault(self, call.memory)
         place = memory.place(step, shape)
         call.place = place[0]
         call.copies, first = memory.same_latents(place, sample) if self.config.shares_guidance else (1, place)

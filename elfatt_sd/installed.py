@@ -19,6 +19,7 @@ from elfatt_sd.families import (
     family_of,
     unwrap,
 )
+from elfatt_sd.families.joint import forget_read
 from elfatt_sd.layer_state import is_recomputing
 from elfatt_sd.notices import Notices
 from elfatt_sd.phases import EXACT
@@ -123,6 +124,8 @@ class Patch:
         call = self._shared.end()
         if call is not None and output is not None:
             self._notices.compare_with_plan(call)
+            if call.last or not call.scheduled:
+                forget_read()
             if self._is_compiled():
                 call.memory.own(call)
 
