@@ -103,9 +103,8 @@ class PatchedLayer:
     def _ours(self) -> Any:
         """Return a processor of ours for the original."""
         if self.layer.joint:
-            kind: Any = type(self.original)
-            return joint_processor_for(kind)(self.original)
-        return processor_for(self.accepted)()
+            return joint_processor_for(self.original)
+        return processor_for(self.accepted)
 
     def _put(self, processor: Any) -> None:
         """Set the layer's processor; an original that is a module stays a child, whose weights are moved and saved."""
@@ -242,8 +241,13 @@ def accepted_names(processor: Callable[..., Tensor]) -> frozenset[str]:
     return frozenset(inspect.signature(processor.__call__).parameters)  # type: ignore[operator]
 
 
+def processor_for(accepted: frozenset[str]) -> ElfattProcessor:
+    """Return our processor for an original, by the names of the arguments that this names."""
+    return _class_for(accepted)()
+
+
 @functools.cache
-def processor_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
+def _class_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
     """Return a class of ours whose signature names what an original's does: diffusers hands over no other arguments."""
     own = dict(inspect.signature(ElfattProcessor.__call__).parameters)
     more = sorted(accepted - own.keys() - {"args", "kwargs"})
@@ -253,6 +257,9 @@ def processor_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
     class ElfattProcessorWithNames(ElfattProcessor):
         def __call__(self, *args: Any, **named: Any) -> Tensor:
             return ElfattProcessor.__call__(self, *args, **named)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return processor_for, (accepted,)
 
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
     parameters = [parameter for name, parameter in own.items() if name != "others"]

@@ -165,10 +165,10 @@ def read_once(ids: Tensor, read: Callable[[], Read]) -> Read:
     """Return what is read off ids. On a device, which has to be waited for, they are read again once written."""
     if ids.device.type == "cpu":  # where NumPy writes unseen
         return read()
-    state = written(ids)
-    if _READ.get(ids, (None, None))[0] != state:
-        _READ[ids] = state, read()
-    found: Read = _READ[ids][1]
+    state, known = written(ids), _READ.get(ids)
+    if known is None or known[0] != state:
+        known = _READ[ids] = state, read()
+    found: Read = known[1]
     return found
 
 
@@ -208,7 +208,6 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
-@functools.cache
 def with_attention(kind: Any, attend: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return a class of processors' `__call__` with another attention function.
 
@@ -217,12 +216,16 @@ def with_attention(kind: Any, attend: Callable[..., Tensor]) -> Callable[..., An
         attend: called in the place of `dispatch_attention_fn`, with that and its arguments. It is given q
             `[batch, tokens, heads, head_dim]`, and k and v likewise.
     """
-    call: Any = kind.__call__
+    return _with_attention(kind.__call__, exact_function(kind), attend)
+
+
+@functools.cache  # torch.compile wants the same function for all layers; others replace both it and what it calls
+def _with_attention(call: Any, exact: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Callable[..., Any]:
     names = {name: value for name, value in call.__globals__.items() if name != "__name__"}  # see torch.compile
-    if attention_function(kind) == DISPATCHED:
-        names[DISPATCHED] = functools.partial(attend, names[DISPATCHED])
-    else:
+    if exact is _plain:
         names["F"] = _functional(attend)
+    else:
+        names[DISPATCHED] = functools.partial(attend, exact)
     made = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
     made.__kwdefaults__ = call.__kwdefaults__
     return made
