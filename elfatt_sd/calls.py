@@ -50,8 +50,9 @@ class Call:
         scheduled: whether the call is one of a run over a schedule.
         last: whether the run ends with this step.
         states: of the patched layers, by the layer's index.
-        entered: whether the denoiser has come to its first convolution.
+        entered: whether the denoiser has come to its first convolution, or to its `forward`.
         repeats: whether a checkpoint may compute it, or a part of it, once more.
+        module: that is called: the denoiser, or its copy on one of several GPUs.
     """
 
     def __init__(self, config: PatchConfig, step: int = 0, phases: Mapping[int, Phase] | None = None) -> None:
@@ -61,6 +62,7 @@ class Call:
         self.copies = 1  # of the same latents among its rows
         self.place = 0  # among the calls of its step
         self.given = _NOTHING
+        self.module: Any = None
         self.memory = Memory()
         self.matchings: dict[object, Matching | None] = {}
         self.scheduled = self.last = self.entered = self.repeats = False
@@ -87,6 +89,7 @@ class Denoiser:
         self.layers: list[PatchedLayer] = []
         self.grids: dict[tuple[int, Grid], Grid] = {}  # measured, by layer and grid of the input
         self.latest: Call | None = None  # of any thread
+        self.bypassed = False  # whether it was said that layers are called outside of any call
         self._live: dict[int, Call] = {}  # by thread
         self._inputs: dict[tuple[int, int], tuple[Any, Any]] = {}  # of what a checkpoint may compute once more
 
@@ -114,7 +117,7 @@ class Denoiser:
         phases = self._phases(step, position.steps)
         call = Call(config, step, phases)
         shape = tuple(map(int, sample.shape))
-        call.memory = memory = run.kept.setdefault(id(self), call.memory)
+        call.memory = memory = run.kept.setdefault(self, call.memory)
         place = memory.place(step, shape)
         call.place = place[0]
         call.copies, first = memory.same_latents(place, sample) if self.config.shares_guidance else (1, place)

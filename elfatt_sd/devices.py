@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.sizes import memory_of_cpu
@@ -111,6 +112,18 @@ def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
+
+
+def written(tensor: torch.Tensor) -> object:
+    """Return what differs once a tensor has been written or moved, without waiting for its device.
+
+    Inference tensors do not count how often they are written: theirs differs every time.
+    """
+    tensor = beneath_transforms(tensor)
+    if tensor.is_inference():
+        return object()
+    memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version
 
 
 def is_out_of_memory(error: BaseException) -> bool:

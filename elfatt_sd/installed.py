@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from elfatt_sd.families import (
     family_of,
     unwrap,
 )
+from elfatt_sd.families.joint import forget_read
 from elfatt_sd.layer_state import is_recomputing
 from elfatt_sd.notices import Notices
 from elfatt_sd.phases import EXACT
@@ -61,6 +63,7 @@ class Patch:
         for layer in self._shared.layers:
             layer.parts += reversed(modules_around(self._module, [layer.layer.name])[:-1])
         self._notices = Notices(config, self._module, self._around, self._shared.layers)
+        self._forward: _Forward | None = None
         self._direct: dict[int, dict[str, Any]] = {}  # by thread: what a call of `forward` was given, so far
 
     @property
@@ -96,6 +99,8 @@ class Patch:
             last = entrance is entrances[-1][1]
             hook = functools.partial(self._before_entrance, what, last)
             self._handles.append(entrance.register_forward_pre_hook(hook))
+        if not entrances:
+            module.forward = self._forward = _Forward(self)
         stem: Any = dict(entrances).get("sample")
         if stem is not None:
             self._handles.append(stem.register_state_dict_pre_hook(self._before_copy))
@@ -107,6 +112,8 @@ class Patch:
             handle.remove()
         for layer in self._shared.layers:
             layer.remove()
+        if self._forward is not None:
+            self._forward.put_back()
         delattr(self._module, PATCH)
 
     @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
@@ -116,6 +123,8 @@ class Patch:
         self._direct.pop(threading.get_ident(), None)
         given = self._family.call(self._module, args, kwargs)
         self._begin(given._replace(differentiated=_differentiated(*args, *kwargs.values())))
+        if self._shared.call is not None:
+            self._shared.call.module = module
 
     @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -123,6 +132,8 @@ class Patch:
         call = self._shared.end()
         if call is not None and output is not None:
             self._notices.compare_with_plan(call)
+            if call.last or not call.scheduled:
+                forget_read()
             if self._is_compiled():
                 call.memory.own(call)
 
@@ -213,6 +224,55 @@ class Patch:
         each = sum(1 if phase.residual_steps == 1 else 4 for phase in (*self.config.all_phases, EXACT))
         name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
         setattr(dynamo, name, max(getattr(dynamo, name), 8 + len(layers) * each))
+
+
+class _Forward:
+    """Stands in for the `forward` of a patched transformer, so that a call by this name, without hooks, is patched too.
+
+    Args:
+        patch: the patch.
+    """
+
+    def __init__(self, patch: Patch) -> None:
+        self._patch = patch
+        self._module: Any = patch._module
+        self._replaced = vars(self._module).get("forward")  # a wrapper of somebody's; None for the class's own
+
+    @property
+    def __wrapped__(self) -> Any:
+        """What it stands for, whose signature is looked up."""
+        return self._of(self._module)
+
+    def _of(self, module: Any) -> Any:
+        return types.MethodType(type(module).forward, module) if self._replaced is None else self._replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute, within a call that has begun or that begins here."""
+        patch = self._patch
+        if torch.compiler.is_compiling() or vars(self._module).get(PATCH) is not patch:
+            return self.__wrapped__(*args, **kwargs)
+        call = patch._shared.call
+        if begins := call is None or call.entered:
+            patch._before_call(self._module, args, kwargs)
+            call = patch._shared.call
+        assert call is not None
+        call.entered, output = True, None
+        try:
+            output = self._of(call.module)(*args, **kwargs)
+        finally:
+            if begins:
+                patch._after_call(self._module, args, output)
+        return output
+
+    def put_back(self) -> None:
+        """Put back what it stands for, also where accelerate or diffusers has wrapped it since."""
+        registry = getattr(self._module, "_diffusers_hook", None)
+        for holder in (self._module, *getattr(registry, "_fn_refs", ())):
+            for name, value in vars(holder).items():
+                if value is self:
+                    setattr(holder, name, self.__wrapped__)
+        if self._replaced is None and vars(self._module).get("forward") == self.__wrapped__:
+            del self._module.forward
 
 
 def _differentiated(*inputs: Any) -> bool:

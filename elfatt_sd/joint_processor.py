@@ -53,6 +53,10 @@ class JointProcessor:
         kind: Any = type(original)
         self._approximating = with_attention(kind, _attend)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy or pickle the original: the class is made for its class, and the function for its `__call__`."""
+        return joint_processor_for, (self.original,)
+
     def apply(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply the layer; arguments and result are the original's."""
         state: LayerState | None = attn.elfatt_state.state if hasattr(attn, STATE) else None
@@ -91,12 +95,17 @@ class JointProcessor:
             current.state = current.matching = None
 
 
+def joint_processor_for(original: Any) -> JointProcessor:
+    """Return our processor for an original."""
+    return _class_for(type(original), type(original).__call__)(original)
+
+
 @functools.cache
-def joint_processor_for(kind: Any) -> type[JointProcessor]:
+def _class_for(kind: Any, call: Callable[..., Any]) -> type[JointProcessor]:
     """Return a class of ours for a class of processors: with its signature, by which diffusers hands over arguments."""
 
     class JointProcessorOf(JointProcessor):
-        __call__ = _with_signature_of(kind.__call__)
+        __call__ = _with_signature_of(call)
 
     JointProcessorOf.__name__ = JointProcessor.__name__
     for name in _FORWARDED:

@@ -52,7 +52,7 @@ class Memory:
         """
         first = next((known for known, other in self._firsts if _are_equal(other, sample)), place)
         if first == place:
-            self._firsts.append((place, sample))
+            self._firsts.append((place, beneath_transforms(sample).detach().clone()))  # it may be a buffer
         return copies_of(sample), first
 
     @property

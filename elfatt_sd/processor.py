@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,10 @@ from elfatt_sd.ordering import order_merged
 from elfatt_sd.phases import DENSE, Phase
 from elfatt_sd.surroundings import device_of_weights
 
+_BYPASSED = (
+    "it is called without the hooks of its patched model, by which the step is known; call the model itself, not its "
+    "forward or a part of it, and compile the model or its blocks"
+)
 _DEFAULT: Any = AttnProcessor2_0
 _OVERRIDDEN = ("get_processor", "set_processor")  # of a patched attention module: they speak of the original
 
@@ -103,9 +108,8 @@ class PatchedLayer:
     def _ours(self) -> Any:
         """Return a processor of ours for the original."""
         if self.layer.joint:
-            kind: Any = type(self.original)
-            return joint_processor_for(kind)(self.original)
-        return processor_for(self.accepted)()
+            return joint_processor_for(self.original)
+        return processor_for(self.accepted)
 
     def _put(self, processor: Any) -> None:
         """Set the layer's processor; an original that is a module stays a child, whose weights are moved and saved."""
@@ -142,6 +146,8 @@ class PatchedLayer:
         if torch.compiler.is_compiling():
             if is_exporting():
                 refuse_tracing(torch.device("cpu"))
+            if self.latest is None:
+                self._tell_of_bypass()
             return self.latest
         call = self.denoiser.call
         if call is not None:
@@ -153,7 +159,15 @@ class PatchedLayer:
                 f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; "
                 "checkpoint whole transformer blocks, as enable_gradient_checkpointing does."
             )
+        if recomputed is None:
+            self._tell_of_bypass()
         return recomputed
+
+    @torch.compiler.disable(reason=_BYPASSED)  # type: ignore[untyped-decorator, no-untyped-call]
+    def _tell_of_bypass(self) -> None:
+        if not self.denoiser.bypassed:
+            self.denoiser.bypassed = True
+            warnings.warn(f"elfatt-sd: {self.layer.name} stays exact: {_BYPASSED}.", stacklevel=2)
 
     def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made.
@@ -242,8 +256,13 @@ def accepted_names(processor: Callable[..., Tensor]) -> frozenset[str]:
     return frozenset(inspect.signature(processor.__call__).parameters)  # type: ignore[operator]
 
 
+def processor_for(accepted: frozenset[str]) -> ElfattProcessor:
+    """Return our processor for an original, by the names of the arguments that this names."""
+    return _class_for(accepted)()
+
+
 @functools.cache
-def processor_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
+def _class_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
     """Return a class of ours whose signature names what an original's does: diffusers hands over no other arguments."""
     own = dict(inspect.signature(ElfattProcessor.__call__).parameters)
     more = sorted(accepted - own.keys() - {"args", "kwargs"})
@@ -253,6 +272,9 @@ def processor_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
     class ElfattProcessorWithNames(ElfattProcessor):
         def __call__(self, *args: Any, **named: Any) -> Tensor:
             return ElfattProcessor.__call__(self, *args, **named)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return processor_for, (accepted,)
 
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
     parameters = [parameter for name, parameter in own.items() if name != "others"]

@@ -26,8 +26,13 @@ _OTHER_INPUTS = {"control_image", "mask_image"}
 
 
 def taken(pipe: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a pipeline's call."""
-    return dict(inspect.signature(pipe.__call__).parameters)
+    """Return the parameters of a pipeline's call; a modular one names its inputs elsewhere."""
+    inputs = getattr(getattr(pipe, "blocks", None), "inputs", None)
+    if inputs is None:
+        return dict(inspect.signature(pipe.__call__).parameters)
+    named, kind = [each for each in inputs if each.name], inspect.Parameter.POSITIONAL_OR_KEYWORD
+    defaults = [inspect.Parameter.empty if each.required else each.default for each in named]
+    return {each.name: inspect.Parameter(each.name, kind, default=own) for each, own in zip(named, defaults, strict=True)}
 
 
 def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, Any]:
@@ -82,10 +87,15 @@ def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
 
     Returns:
         the steps, and the scale; None where the pipeline has no such scale.
+
+    Raises:
+        ElfattError: its call takes no number of steps.
     """
     if model in EMBEDDED:
         return EMBEDDED[model].steps, EMBEDDED[model].guidance
     defaults = {name: parameter.default for name, parameter in taken(pipe).items()}
+    if "num_inference_steps" not in defaults:
+        raise ElfattError(f"{type(pipe).__name__} takes no num_inference_steps; give a pipeline whose call takes them.")
     return defaults["num_inference_steps"], defaults.get("guidance_scale")
 
 
@@ -93,8 +103,10 @@ def check_steps(pipe: Any, steps: int) -> None:
     """Refuse steps that a pipeline's scheduler cannot take.
 
     Raises:
-        ElfattError: there are more than its timesteps, or it is a scheduler for other pipelines.
+        ElfattError: they are not known, there are more than its timesteps, or it is a scheduler for other pipelines.
     """
+    if not isinstance(steps, int):  # a default of the pipeline's
+        raise ElfattError(f"{type(pipe).__name__} does not tell how many steps it takes by default; give steps.")
     wanted = ("set_timesteps", "step", *(("init_noise_sigma", "scale_model_input") if hasattr(pipe, "unet") else ()))
     lacking = next((name for name in wanted if not hasattr(pipe.scheduler, name)), None)
     if lacking:

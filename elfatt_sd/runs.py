@@ -24,7 +24,7 @@ class Run:
         unit: which of `timesteps.other_units` its pipeline hands over; None for timesteps.
         calls: of its latest step.
         calls_before: of the step before.
-        copy: its latest timestep, where the scheduler's counter told its step.
+        copy: its latest timestep, where the scheduler's counter told its step, and its place in memory.
         former: a run over the same schedule that this one has broken into, and that may go on.
         strange: a schedule on which a value of this thread was in no unit that is known.
         kept: what denoisers keep from step to step, by denoiser.
@@ -44,10 +44,10 @@ class Run:
         self.steps = 0
         self.unit: int | None = None
         self.calls = self.calls_before = 0
-        self.copy: torch.Tensor | None = None
+        self.copy: tuple[torch.Tensor, tuple[int, ...]] | None = None
         self.former: Run | None = None
         self.strange: object = None
-        self.kept: dict[int, Any] = {}
+        self.kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.limit: float | None = None
 
     @property

@@ -22,7 +22,7 @@ import torch
 
 from elfatt_sd import timesteps as units
 from elfatt_sd.config import ElfattError
-from elfatt_sd.devices import beneath_transforms
+from elfatt_sd.devices import beneath_transforms, written
 from elfatt_sd.runs import Run, Runs, address
 
 
@@ -106,7 +106,7 @@ class Schedule:
         self._find_scheduler = find_scheduler
         self._noise_levels = trained_on_noise_levels
         self.runs = Runs()
-        self._values: tuple[torch.Tensor, list[float]] | None = None  # of a schedule on a device, read once
+        self._values: tuple[object, list[float]] = None, []  # of a schedule on a device, read once
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy without the runs, which are those of this object's threads."""
@@ -169,10 +169,9 @@ class Schedule:
         """Return the values of a schedule; one on a device is read once."""
         if timesteps.device.type == "cpu":
             return timesteps.tolist()
-        kept = self._values
-        if kept is None or kept[0].shape != timesteps.shape or address(kept[0]) != address(timesteps):
-            self._values = kept = timesteps, timesteps.tolist()
-        return kept[1]
+        if self._values[0] != (state := written(timesteps)):
+            self._values = state, timesteps.tolist()
+        return self._values[1]
 
     def _from_value(
         self, timestep: Any, timesteps: torch.Tensor | None, scheduler: Any, unit: int | None
@@ -234,7 +233,7 @@ class Schedule:
         counted, run = _counted(scheduler, timesteps), self.runs.over(timesteps)
         if counted is None:
             return None
-        same = run.copy is not None and _place_in_memory(run.copy) == _place_in_memory(timestep)
+        same = run.copy is not None and run.copy[1] == _place_in_memory(timestep)
         if run.copy is not None and run.is_over(timesteps) and counted == run.step + (not same):
             return _Found(Position(counted, len(timesteps)), timesteps, run.unit, timestep)
         found = self._from_value(timestep, timesteps, scheduler, unit)
@@ -248,7 +247,8 @@ class Schedule:
             return
         run = self.runs.follow(found.schedule, position.step)
         run.advance(position.step)
-        run.steps, run.unit, run.copy = position.steps, found.unit, found.copy
+        run.steps, run.unit = position.steps, found.unit
+        run.copy = None if found.copy is None else (found.copy, _place_in_memory(found.copy))
 
 
 def _position(step: int, timesteps: Sequence[float], live: bool = True) -> Position:
@@ -263,8 +263,9 @@ def _timesteps(scheduler: Any) -> torch.Tensor | None:
     return timesteps if isinstance(timesteps, torch.Tensor) and timesteps.ndim == 1 and len(timesteps) else None
 
 
-def _place_in_memory(tensor: torch.Tensor) -> tuple[int, int]:
-    return address(tensor), int(tensor.storage_offset())
+def _place_in_memory(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return where a tensor is, and how often it was written, if it counts that."""
+    return address(tensor), int(tensor.storage_offset()), 0 if tensor.is_inference() else tensor._version
 
 
 def _on_device(timestep: torch.Tensor | float) -> bool:

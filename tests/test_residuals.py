@@ -113,7 +113,7 @@ def test_a_second_transformer_counts_and_the_first_lets_go() -> None:
 
     def see(*_: Any) -> None:
         run = pipe.transformer.elfatt_patch._schedule.run
-        memory = run.kept[id(pipe.transformer.elfatt_patch._shared)]
+        memory = run.kept[pipe.transformer.elfatt_patch._shared]
         kept.append(bool(memory.residuals))
 
     pipe.transformer_2.register_forward_hook(see)

@@ -27,9 +27,8 @@ def leave_out(layer: SelfAttention) -> None:
 
 def _no_joint_attention(original: Any) -> JointProcessor:
     """Return a processor whose attention gives zeros, for layers that project text and image before it."""
-    kind: Any = type(original)
-    processor = joint_processor_for(kind)(original)
-    zeros = with_attention(kind, _zeros)
+    processor = joint_processor_for(original)
+    zeros = with_attention(type(original), _zeros)
     processor.apply = lambda attn, *args, **kwargs: zeros(original, attn, *args, **kwargs)  # type: ignore[method-assign]
     return processor
 

@@ -49,6 +49,7 @@ __all__ = [
     "unwrap",
 ]
 
+SECOND = "transformer_2"  # of Wan 2.2: it goes on in the low noise, with or without a first one
 FAMILIES: tuple[Family, ...] = (
     UNet(),
     PixArt(),
@@ -105,7 +106,7 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
     """
     if isinstance(target, type):
         raise ElfattError(f"{target.__name__} is a class; give an instance, such as from_pretrained returns.")
-    parts = dict.fromkeys(family.part for family in FAMILIES)
+    parts = dict.fromkeys((*(family.part for family in FAMILIES), SECOND))
     held = {part: module for part in parts if isinstance(module := getattr(target, part, None), nn.Module)}
     if isinstance(target, nn.Module) and (is_denoiser(target) or not held):  # others train several models at once
         return {family_of(target).part: target}
@@ -119,8 +120,7 @@ def find_denoisers(target: Any) -> dict[str, nn.Module]:
             "pipeline with one, or a UNet or transformer."
         )
     name, denoiser = next(iter(held.items()))
-    second = getattr(target, "transformer_2", None)  # which goes on in the low noise
-    more = {"transformer_2": second} if isinstance(second, nn.Module) else {}
+    more = {SECOND: held[SECOND]} if SECOND in held else {}
     for each in (denoiser, *more.values()):
         family_of(each)
     controlnet = getattr(target, "controlnet", None)

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from elfatt_sd.devices import written
 from elfatt_sd.families.base import Fill, Given, SelfAttention
 from elfatt_sd.methods import Grid
 from elfatt_sd.tiling import NO_GRID
 
 Read = TypeVar("Read")
 DISPATCHED, PLAIN = "dispatch_attention_fn", "scaled_dot_product_attention"  # how processors call attention
-_READ: Any = WeakIdKeyDictionary()  # off ids of tokens
+_READ: Any = WeakIdKeyDictionary()  # off ids of tokens, and what these were then
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,13 @@ class JointFamily:
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a module's call by their names."""
-    kind: Any = type(module)
-    return {**dict(zip(_argument_names(kind), args, strict=False)), **kwargs}
+    forward: Any = type(module).forward  # of the moment: TeaCache, for one, replaces that of a class
+    return {**dict(zip(_argument_names(forward), args, strict=False)), **kwargs}
 
 
 @functools.cache
-def _argument_names(kind: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def grid_of_ids(ids: Tensor, rows: int = 1, columns: int = 2) -> Grid:
@@ -161,11 +162,19 @@ def grid_of_ids(ids: Tensor, rows: int = 1, columns: int = 2) -> Grid:
 
 
 def read_once(ids: Tensor, read: Callable[[], Read]) -> Read:
-    """Return what is read off ids; they stay the same from step to step, and reading waits for the device."""
-    if ids not in _READ:
-        _READ[ids] = read()
-    found: Read = _READ[ids]
+    """Return what is read off ids. On a device, which has to be waited for, they are read again once written."""
+    if ids.device.type == "cpu":  # where NumPy writes unseen
+        return read()
+    state, known = written(ids), _READ.get(ids)
+    if known is None or known[0] != state:
+        known = _READ[ids] = state, read()
+    found: Read = known[1]
     return found
+
+
+def forget_read() -> None:
+    """Read all ids again, after a run: a CUDA graph that is replayed writes them unseen."""
+    _READ.clear()
 
 
 def _read_grid(ids: Tensor, rows: int, columns: int) -> Grid:
@@ -199,7 +208,6 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
-@functools.cache
 def with_attention(kind: Any, attend: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return a class of processors' `__call__` with another attention function.
 
@@ -208,12 +216,16 @@ def with_attention(kind: Any, attend: Callable[..., Tensor]) -> Callable[..., An
         attend: called in the place of `dispatch_attention_fn`, with that and its arguments. It is given q
             `[batch, tokens, heads, head_dim]`, and k and v likewise.
     """
-    call: Any = kind.__call__
+    return _with_attention(kind.__call__, exact_function(kind), attend)
+
+
+@functools.cache  # torch.compile wants the same function for all layers; others replace both it and what it calls
+def _with_attention(call: Any, exact: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Callable[..., Any]:
     names = {name: value for name, value in call.__globals__.items() if name != "__name__"}  # see torch.compile
-    if attention_function(kind) == DISPATCHED:
-        names[DISPATCHED] = functools.partial(attend, names[DISPATCHED])
-    else:
+    if exact is _plain:
         names["F"] = _functional(attend)
+    else:
+        names[DISPATCHED] = functools.partial(attend, exact)
     made = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
     made.__kwdefaults__ = call.__kwdefaults__
     return made
