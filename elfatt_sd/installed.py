@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elfatt_sd.autotune import Tuner
-from elfatt_sd.calls import Denoiser
+from elfatt_sd.calls import Denoiser, leaves
 from elfatt_sd.choosing import Layers, patched_layers
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.devices import in_optimized_module, refuse_tracing
@@ -19,7 +19,7 @@ from elfatt_sd.families import (
     family_of,
     unwrap,
 )
-from elfatt_sd.layer_state import is_recomputing
+from elfatt_sd.layer_state import recomputed_part
 from elfatt_sd.notices import Notices
 from elfatt_sd.phases import EXACT
 from elfatt_sd.processor import PatchedLayer
@@ -82,10 +82,12 @@ class Patch:
         for layer in self._shared.layers:
             layer.install()
             if layer.layer.norm is not None:
-                self._handles.append(layer.layer.norm.register_forward_pre_hook(layer.remember_block_input))
+                self._handles.append(layer.layer.norm.register_forward_pre_hook(layer.keep_block_input))
             if layer.layer.transformer is not None:
                 hook = layer.before_transformer
                 self._handles.append(layer.layer.transformer.register_forward_pre_hook(hook, with_kwargs=True))
+        for part in self._around[1:]:
+            self._handles.append(part.register_forward_pre_hook(self._shared.before_part, with_kwargs=True))
         module: Any = self._module
         self._handles += [
             module.register_forward_pre_hook(self._before_call, with_kwargs=True),
@@ -115,7 +117,7 @@ class Patch:
         refuse_context_parallel(self._module)  # before the first step, which may well be exact
         self._direct.pop(threading.get_ident(), None)
         given = self._family.call(self._module, args, kwargs)
-        self._begin(given._replace(differentiated=_differentiated(*args, *kwargs.values())))
+        self._begin(given._replace(differentiated=_differentiated(args, kwargs)), args, kwargs)
 
     @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -136,7 +138,7 @@ class Patch:
             if given:
                 given.setdefault(what, args[0])
                 latent = Given.latent(given["sample"], given["timestep"])
-                self._begin(latent._replace(differentiated=_differentiated(*given.values())))
+                self._begin(latent._replace(differentiated=_differentiated(given)), given["sample"])
             if self._shared.call is not None:
                 self._shared.call.entered = True
         elif call is None or call.entered:
@@ -151,8 +153,8 @@ class Patch:
                 "ControlNetModel.from_unet do; the copy has no patch. Call apply_patch on the pipeline that it is in.",
             )
 
-    def _begin(self, given: Given) -> None:
-        """Find the step of a call and tell the layers."""
+    def _begin(self, given: Given, *inputs: Any) -> None:
+        """Find the step of a call and tell the layers; by its inputs, a checkpoint around the model finds it again."""
         sample, timestep = given.sample, given.timestep
         refuse_tracing(sample.device)
         compiled = self._is_compiled()
@@ -161,7 +163,7 @@ class Patch:
                 "two threads call a compiled and patched model at once, and compiled code cannot tell them apart; let "
                 "them call one after the other, give each a copy of the model, or leave it uncompiled."
             )
-        call = self._shared.recall(sample) if torch.is_grad_enabled() and is_recomputing() else None
+        call = self._shared.recall(*inputs) if recomputed_part() is not None else None
         if call is not None:  # a checkpoint around the whole model
             call.restart()
             self._shared.enter(call)
@@ -192,7 +194,8 @@ class Patch:
         call = self._shared.call
         if call is not None and given.differentiated:
             call.repeats = True
-            self._shared.remember(sample, call)
+            self._shared.forget_expired()
+            self._shared.remember(call, *inputs)
 
     @property
     def _needs_steps(self) -> bool:
@@ -217,4 +220,4 @@ class Patch:
 
 def _differentiated(*inputs: Any) -> bool:
     """Tell whether a call has gradients; some checkpoints switch them off, and their inputs still require them."""
-    return torch.is_grad_enabled() or any(getattr(each, "requires_grad", False) for each in inputs)
+    return torch.is_grad_enabled() or any(getattr(each, "requires_grad", False) for each in leaves(inputs))

@@ -62,7 +62,6 @@ class JointProcessor:
             return self._approximated(state, attn, args, kwargs)
         finally:
             state.block_input = state.candidates = None
-            state.patched.forget_repeated()
             state.calls += 1
 
     def _approximated(self, state: LayerState, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_exporting, refuse_tracing
 from elfatt_sd.families.base import Projections, SelfAttention, replaceable
 from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
-from elfatt_sd.layer_state import LayerState, attend, is_recomputing, rounded
+from elfatt_sd.layer_state import LayerState, attend, recomputed_part, rounded
 from elfatt_sd.methods import Grid
 from elfatt_sd.ordering import order_merged
 from elfatt_sd.phases import DENSE, Phase
@@ -64,12 +63,11 @@ class PatchedLayer:
         self.taken_over = taken_over
         self.config = denoiser.config.for_layer(layer.name)  # with the layer's own phases
         self.latest: LayerState | None = None  # of any thread; compiled code reads it, as it cannot ask for its thread
-        self._recomputed: dict[int, LayerState | None] = {}  # by thread, of a call that a checkpoint computes once more
         self.parts: list[torch.nn.Module] = list(layer.attention.modules())  # and those around it, see `device_of`
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy without the states of this object's calls."""
-        return {**self.__dict__, "latest": None, "_recomputed": {}}
+        """Copy without the state of a call."""
+        return {**self.__dict__, "latest": None}
 
     @property
     def original(self) -> Callable[..., Tensor]:
@@ -143,38 +141,22 @@ class PatchedLayer:
             if is_exporting():
                 refuse_tracing(torch.device("cpu"))
             return self.latest
-        call = self.denoiser.call
+        call = self.denoiser.call or self.denoiser.repeated
         if call is not None:
             return call.states.get(self.index)
         refuse_tracing(device_of_weights(self.parts, torch.device("cpu")))  # a block alone
-        recomputed = self._recomputed.get(threading.get_ident())
-        if is_recomputing() and recomputed is None:
+        if recomputed_part() is not None:
             raise ElfattError(
-                f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; "
-                "checkpoint whole transformer blocks, as enable_gradient_checkpointing does."
+                f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; checkpoint "
+                "whole transformer blocks, as enable_gradient_checkpointing does, whose inputs are not moved meanwhile."
             )
-        return recomputed
+        return None
 
-    def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made.
-
-        A checkpoint that computes the block once more hands over the input that it kept: by it, the call is known.
-        """
-        block_input = inputs[0]
-        if not torch.compiler.is_compiling():
-            call = self.denoiser.call
-            if call is None and is_recomputing():
-                self._recomputed[threading.get_ident()] = self.denoiser.recall(block_input)
-            elif call is not None and call.repeats:
-                self.denoiser.remember(block_input, call.states[self.index])
+    def keep_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made."""
         state = self.state
         if state is not None and state.phase.matches:
-            state.block_input = block_input
-
-    def forget_repeated(self) -> None:
-        """Forget the call that a checkpoint of this thread has computed once more."""
-        if not torch.compiler.is_compiling():
-            self._recomputed.pop(threading.get_ident(), None)
+            state.block_input = inputs[0]
 
     def before_transformer(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the module around the layer that is given the grid."""
@@ -228,7 +210,6 @@ class ElfattProcessor:
                 output = approximate(given, state, phase, given.tokens)
         finally:  # also where memory ran out
             state.block_input = state.candidates = None
-            patched.forget_repeated()
             state.calls += 1
         state.outcome = "done"
         return given.close(output)
