@@ -28,7 +28,7 @@ from elfatt_sd.layer_state import LayerState, attend, recomputed_part, rounded
 from elfatt_sd.methods import Grid
 from elfatt_sd.ordering import order_merged
 from elfatt_sd.phases import DENSE, Phase
-from elfatt_sd.surroundings import device_of_weights
+from elfatt_sd.surroundings import device_of_weights, skipped_like, stand_in
 
 _DEFAULT: Any = AttnProcessor2_0
 _OVERRIDDEN = ("get_processor", "set_processor")  # of a patched attention module: they speak of the original
@@ -195,7 +195,9 @@ class ElfattProcessor:
             state = LayerState(patched, Call(patched.denoiser.config))
         phase = state.phase
         projections = state.layer.projections
-        obstacle = projections.obstacle(state.grid, hidden_states, encoder_hidden_states, attention_mask)
+        obstacle = stand_in(attn, not phase.dense) or projections.obstacle(
+            state.grid, hidden_states, encoder_hidden_states, attention_mask
+        )
         if obstacle or (phase.exact and state.call.config.attention_backend == "auto"):
             state.outcome = obstacle
             return state.exact(attn, hidden_states, encoder_hidden_states, attention_mask, temb=temb, **others)
@@ -229,6 +231,7 @@ def processor_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
     own = dict(inspect.signature(ElfattProcessor.__call__).parameters)
     more = sorted(accepted - own.keys() - {"args", "kwargs"})
     if not more:
+        skipped_like(ElfattProcessor, AttnProcessor2_0)
         return ElfattProcessor
 
     class ElfattProcessorWithNames(ElfattProcessor):
@@ -239,6 +242,7 @@ def processor_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
     parameters = [parameter for name, parameter in own.items() if name != "others"]
     ElfattProcessorWithNames.__call__.__signature__ = inspect.Signature([*parameters, *keywords])  # type: ignore[attr-defined]
     ElfattProcessorWithNames.__name__ = ElfattProcessor.__name__
+    skipped_like(ElfattProcessorWithNames, AttnProcessor2_0)
     return ElfattProcessorWithNames
 
 
