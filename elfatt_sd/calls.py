@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elfatt_sd.ahead import AT_ONCE, RunDraws
@@ -19,7 +19,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import beneath_transforms
 from elfatt_sd.families.base import Given
 from elfatt_sd.kept import Memory, Shelf, check_differences
-from elfatt_sd.layer_state import LayerState
+from elfatt_sd.layer_state import LayerState, recomputed_part
 from elfatt_sd.merging import Matching
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase
@@ -91,16 +91,23 @@ class Denoiser:
         self.latest: Call | None = None  # of any thread
         self.bypassed = False  # whether it was said that layers are called outside of any call
         self._live: dict[int, Call] = {}  # by thread
-        self._inputs: dict[tuple[int, int], tuple[Any, Any]] = {}  # of what a checkpoint may compute once more
+        self._inputs: dict[Any, tuple[list[StorageWeakRef], Call]] = {}  # of what a checkpoint may compute once more
+        self._repeated: dict[int, tuple[object, Call]] = {}  # by thread: what it computes once more, and of which call
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy without the calls of this object's threads."""
-        return {**self.__dict__, "latest": None, "_live": {}, "_inputs": {}}
+        return {**self.__dict__, "latest": None, "_live": {}, "_inputs": {}, "_repeated": {}}
 
     @property
     def call(self) -> Call | None:
         """The call that goes on in this thread; None between calls."""
         return self._live.get(threading.get_ident())
+
+    @property
+    def repeated(self) -> Call | None:
+        """The call of which a checkpoint of this thread computes a part once more."""
+        part, call = self._repeated.get(threading.get_ident(), (None, None))
+        return call if part is not None and part == recomputed_part() else None
 
     def begin(self, position: Position, run: Run, given: Given) -> None:
         """Prepare the layers for a call: phase, grids, and what is drawn at random.
@@ -228,18 +235,50 @@ class Denoiser:
         """Number of threads that are in a call."""
         return len(self._live)
 
-    def remember(self, tensor: Tensor, what: Any) -> None:
-        """Keep `what` as long as the memory of a tensor is in use, for `recall`."""
-        for key in [key for key, kept in list(self._inputs.items()) if kept[0].expired()]:
-            self._inputs.pop(key, None)  # other threads do the same
-        tensor = beneath_transforms(tensor)
-        self._inputs[_memory_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), what  # type: ignore[no-untyped-call]
+    def before_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the modules around the layers: a checkpoint hands a part what the call handed it."""
+        if torch.compiler.is_compiling():
+            return
+        call, part = self.call, recomputed_part()
+        if call is not None and call.repeats:
+            self.remember(call, args, kwargs)
+        elif call is None and part is not None and (known := self.recall(args, kwargs)) is not None:
+            self._repeated[threading.get_ident()] = part, known
 
-    def recall(self, tensor: Tensor) -> Any:
-        """Return what was remembered of a tensor, of which a checkpoint hands over a view; None if nothing was."""
-        kept = self._inputs.get(_memory_of(beneath_transforms(tensor)))
-        return None if kept is None or kept[0].expired() else kept[1]
+    def remember(self, call: Call, *inputs: Any) -> None:
+        """Keep a call for `recall`, as long as the memory of these inputs of it, or of a part of it, is in use."""
+        tensors = [beneath_transforms(each) for each in leaves(inputs) if isinstance(each, Tensor)]
+        self._inputs[_key(inputs)] = [StorageWeakRef(each.untyped_storage()) for each in tensors], call  # type: ignore[no-untyped-call]
+
+    def recall(self, *inputs: Any) -> Call | None:
+        """Return the call of these inputs, of which a checkpoint hands over views; None if none is known."""
+        refs, call = self._inputs.get(_key(inputs), ([], None))
+        return None if any(ref.expired() for ref in refs) else call  # type: ignore[no-untyped-call]
+
+    def forget_expired(self) -> None:
+        """Let go of the calls that no checkpoint can compute once more."""
+        self._repeated.pop(threading.get_ident(), None)
+        for key, (refs, _) in list(self._inputs.items()):
+            if any(ref.expired() for ref in refs):  # type: ignore[no-untyped-call]
+                self._inputs.pop(key, None)  # other threads do the same
 
 
-def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
+def leaves(values: Any) -> Iterator[Any]:
+    """Return what lies in lists, tuples and dictionaries, at any depth."""
+    if not isinstance(values, list | tuple | dict):
+        yield values
+        return
+    for value in values.values() if isinstance(values, dict) else values:
+        yield from leaves(value)
+
+
+def _key(inputs: Any) -> tuple[Any, ...]:
+    """Return what is the same of inputs and of views of them: memory, shapes and numbers."""
+    return tuple(map(_key_of, leaves(inputs)))
+
+
+def _key_of(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, int | float | str) else None
+    own = beneath_transforms(value)
+    return own.untyped_storage().data_ptr(), int(own.storage_offset()), tuple(own.shape)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elfatt_sd.autotune import Tuner
-from elfatt_sd.calls import Denoiser
+from elfatt_sd.calls import Denoiser, leaves
 from elfatt_sd.choosing import Layers, patched_layers
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.devices import in_optimized_module, refuse_tracing
@@ -21,7 +21,7 @@ from elfatt_sd.families import (
     unwrap,
 )
 from elfatt_sd.families.joint import forget_read
-from elfatt_sd.layer_state import is_recomputing
+from elfatt_sd.layer_state import recomputed_part
 from elfatt_sd.notices import Notices
 from elfatt_sd.phases import EXACT
 from elfatt_sd.processor import PatchedLayer
@@ -85,10 +85,12 @@ class Patch:
         for layer in self._shared.layers:
             layer.install()
             if layer.layer.norm is not None:
-                self._handles.append(layer.layer.norm.register_forward_pre_hook(layer.remember_block_input))
+                self._handles.append(layer.layer.norm.register_forward_pre_hook(layer.keep_block_input))
             if layer.layer.transformer is not None:
                 hook = layer.before_transformer
                 self._handles.append(layer.layer.transformer.register_forward_pre_hook(hook, with_kwargs=True))
+        for part in self._around[1:]:
+            self._handles.append(part.register_forward_pre_hook(self._shared.before_part, with_kwargs=True))
         module: Any = self._module
         self._handles += [
             module.register_forward_pre_hook(self._before_call, with_kwargs=True),
@@ -122,7 +124,7 @@ class Patch:
         refuse_context_parallel(self._module)  # before the first step, which may well be exact
         self._direct.pop(threading.get_ident(), None)
         given = self._family.call(self._module, args, kwargs)
-        self._begin(given._replace(differentiated=_differentiated(*args, *kwargs.values())))
+        self._begin(given._replace(differentiated=_differentiated(args, kwargs)), args, kwargs)
         if self._shared.call is not None:
             self._shared.call.module = module
 
@@ -147,7 +149,7 @@ class Patch:
             if given:
                 given.setdefault(what, args[0])
                 latent = Given.latent(given["sample"], given["timestep"])
-                self._begin(latent._replace(differentiated=_differentiated(*given.values())))
+                self._begin(latent._replace(differentiated=_differentiated(given)), given["sample"])
             if self._shared.call is not None:
                 self._shared.call.entered = True
         elif call is None or call.entered:
@@ -162,8 +164,8 @@ class Patch:
                 "ControlNetModel.from_unet do; the copy has no patch. Call apply_patch on the pipeline that it is in.",
             )
 
-    def _begin(self, given: Given) -> None:
-        """Find the step of a call and tell the layers."""
+    def _begin(self, given: Given, *inputs: Any) -> None:
+        """Find the step of a call and tell the layers; by its inputs, a checkpoint around the model finds it again."""
         sample, timestep = given.sample, given.timestep
         refuse_tracing(sample.device)
         compiled = self._is_compiled()
@@ -172,7 +174,7 @@ class Patch:
                 "two threads call a compiled and patched model at once, and compiled code cannot tell them apart; let "
                 "them call one after the other, give each a copy of the model, or leave it uncompiled."
             )
-        call = self._shared.recall(sample) if torch.is_grad_enabled() and is_recomputing() else None
+        call = self._shared.recall(*inputs) if recomputed_part() is not None else None
         if call is not None:  # a checkpoint around the whole model
             call.restart()
             self._shared.enter(call)
@@ -203,7 +205,8 @@ class Patch:
         call = self._shared.call
         if call is not None and given.differentiated:
             call.repeats = True
-            self._shared.remember(sample, call)
+            self._shared.forget_expired()
+            self._shared.remember(call, *inputs)
 
     @property
     def _needs_steps(self) -> bool:
@@ -277,4 +280,4 @@ class _Forward:
 
 def _differentiated(*inputs: Any) -> bool:
     """Tell whether a call has gradients; some checkpoints switch them off, and their inputs still require them."""
-    return torch.is_grad_enabled() or any(getattr(each, "requires_grad", False) for each in inputs)
+    return torch.is_grad_enabled() or any(getattr(each, "requires_grad", False) for each in leaves(inputs))

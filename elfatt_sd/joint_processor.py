@@ -5,7 +5,6 @@ q, k, v of the whole sequence -> [text queries: exact] + [image: order -> attent
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import threading
@@ -22,6 +21,7 @@ from elfatt_sd.joint import Keys, exact_attention
 from elfatt_sd.layer_state import LayerState, attend, rounded
 from elfatt_sd.merging import Matching
 from elfatt_sd.ordering import order_merged
+from elfatt_sd.surroundings import skipped_like, stand_in
 
 Exact = Callable[..., Tensor]
 _FORWARDED = ("_attention_backend", "_parallel_config")  # attributes that diffusers sets on processors
@@ -62,11 +62,13 @@ class JointProcessor:
         state: LayerState | None = attn.elfatt_state.state if hasattr(attn, STATE) else None
         if state is None or state.phase.exact:
             return self.original(attn, *args, **kwargs)
+        if obstacle := stand_in(attn, state.phase.merge.ratio > 0):
+            state.outcome = obstacle
+            return self.original(attn, *args, **kwargs)
         try:
             return self._approximated(state, attn, args, kwargs)
         finally:
             state.block_input = state.candidates = None
-            state.patched.forget_repeated()
             state.calls += 1
 
     def _approximated(self, state: LayerState, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,10 +113,7 @@ def _class_for(kind: Any, call: Callable[..., Any]) -> type[JointProcessor]:
     for name in _FORWARDED:
         if hasattr(kind, name):
             setattr(JointProcessorOf, name, _forwarded(name))
-    with contextlib.suppress(ImportError, ValueError):  # guiders that leave out layers look a processor's class up
-        from diffusers.hooks._helpers import AttentionProcessorRegistry
-
-        AttentionProcessorRegistry.register(JointProcessorOf, AttentionProcessorRegistry.get(kind))
+    skipped_like(JointProcessorOf, kind)
     return JointProcessorOf
 
 

@@ -108,7 +108,7 @@ class LayerState:
     @property
     def turn(self) -> int:
         """Which of the layer's calls in this call of the denoiser is going on; a checkpoint repeats the first."""
-        return 0 if is_recomputing() else self.calls
+        return self.calls if recomputed_part() is None else 0
 
     def exact(
         self,
@@ -201,9 +201,12 @@ def rounded(tensor: Tensor, phase: Phase) -> Tensor:
     return tensor.to(getattr(torch, phase.attention_dtype)) if wide else tensor  # type: ignore[arg-type]
 
 
-def is_recomputing() -> bool:
-    """Tell whether a checkpoint computes a layer once more, for its gradients."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+def recomputed_part() -> tuple[int, int] | None:
+    """Return a number of the backward pass, and of the node in it for which a checkpoint computes once more, if any."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+        return None
+    node = torch._C._current_autograd_node()
+    return torch._C._current_graph_task_id(), -1 if node is None else int(node._sequence_nr())
 
 
 def attend(attention: Attention, layer: Any, tokens: Tensor, prepared: Prepared | None) -> Tensor:

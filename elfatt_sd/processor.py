@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +25,11 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_exporting, refuse_tracing
 from elfatt_sd.families.base import Projections, SelfAttention, replaceable
 from elfatt_sd.joint_processor import JointProcessor, joint_processor_for
-from elfatt_sd.layer_state import LayerState, attend, is_recomputing, rounded
+from elfatt_sd.layer_state import LayerState, attend, recomputed_part, rounded
 from elfatt_sd.methods import Grid
 from elfatt_sd.ordering import order_merged
 from elfatt_sd.phases import DENSE, Phase
-from elfatt_sd.surroundings import device_of_weights
+from elfatt_sd.surroundings import device_of_weights, skipped_like, stand_in
 
 _BYPASSED = (
     "it is called without the hooks of its patched model, by which the step is known; call the model itself, not its "
@@ -69,12 +68,11 @@ class PatchedLayer:
         self.taken_over = taken_over
         self.config = denoiser.config.for_layer(layer.name)  # with the layer's own phases
         self.latest: LayerState | None = None  # of any thread; compiled code reads it, as it cannot ask for its thread
-        self._recomputed: dict[int, LayerState | None] = {}  # by thread, of a call that a checkpoint computes once more
         self.parts: list[torch.nn.Module] = list(layer.attention.modules())  # and those around it, see `device_of`
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy without the states of this object's calls."""
-        return {**self.__dict__, "latest": None, "_recomputed": {}}
+        """Copy without the state of a call."""
+        return {**self.__dict__, "latest": None}
 
     @property
     def original(self) -> Callable[..., Tensor]:
@@ -149,19 +147,17 @@ class PatchedLayer:
             if self.latest is None:
                 self._tell_of_bypass()
             return self.latest
-        call = self.denoiser.call
+        call = self.denoiser.call or self.denoiser.repeated
         if call is not None:
             return call.states.get(self.index)
         refuse_tracing(device_of_weights(self.parts, torch.device("cpu")))  # a block alone
-        recomputed = self._recomputed.get(threading.get_ident())
-        if is_recomputing() and recomputed is None:
+        if recomputed_part() is not None:
             raise ElfattError(
                 f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; "
-                "checkpoint whole transformer blocks, as enable_gradient_checkpointing does."
+                "checkpoint whole transformer blocks, as enable_gradient_checkpointing does, whose inputs are not moved meanwhile."
             )
-        if recomputed is None:
-            self._tell_of_bypass()
-        return recomputed
+        self._tell_of_bypass()
+        return None
 
     @torch.compiler.disable(reason=_BYPASSED)  # type: ignore[untyped-decorator, no-untyped-call]
     def _tell_of_bypass(self) -> None:
@@ -169,26 +165,11 @@ class PatchedLayer:
             self.denoiser.bypassed = True
             warnings.warn(f"elfatt-sd: {self.layer.name} stays exact: {_BYPASSED}.", stacklevel=2)
 
-    def remember_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made.
-
-        A checkpoint that computes the block once more hands over the input that it kept: by it, the call is known.
-        """
-        block_input = inputs[0]
-        if not torch.compiler.is_compiling():
-            call = self.denoiser.call
-            if call is None and is_recomputing():
-                self._recomputed[threading.get_ident()] = self.denoiser.recall(block_input)
-            elif call is not None and call.repeats:
-                self.denoiser.remember(block_input, call.states[self.index])
+    def keep_block_input(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made."""
         state = self.state
         if state is not None and state.phase.matches:
-            state.block_input = block_input
-
-    def forget_repeated(self) -> None:
-        """Forget the call that a checkpoint of this thread has computed once more."""
-        if not torch.compiler.is_compiling():
-            self._recomputed.pop(threading.get_ident(), None)
+            state.block_input = inputs[0]
 
     def before_transformer(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the module around the layer that is given the grid."""
@@ -227,7 +208,9 @@ class ElfattProcessor:
             state = LayerState(patched, Call(patched.denoiser.config))
         phase = state.phase
         projections = state.layer.projections
-        obstacle = projections.obstacle(state.grid, hidden_states, encoder_hidden_states, attention_mask)
+        obstacle = stand_in(attn, not phase.dense) or projections.obstacle(
+            state.grid, hidden_states, encoder_hidden_states, attention_mask
+        )
         if obstacle or (phase.exact and state.call.config.attention_backend == "auto"):
             state.outcome = obstacle
             return state.exact(attn, hidden_states, encoder_hidden_states, attention_mask, temb=temb, **others)
@@ -242,7 +225,6 @@ class ElfattProcessor:
                 output = approximate(given, state, phase, given.tokens)
         finally:  # also where memory ran out
             state.block_input = state.candidates = None
-            patched.forget_repeated()
             state.calls += 1
         state.outcome = "done"
         return given.close(output)
@@ -267,6 +249,7 @@ def _class_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
     own = dict(inspect.signature(ElfattProcessor.__call__).parameters)
     more = sorted(accepted - own.keys() - {"args", "kwargs"})
     if not more:
+        skipped_like(ElfattProcessor, AttnProcessor2_0)
         return ElfattProcessor
 
     class ElfattProcessorWithNames(ElfattProcessor):
@@ -280,6 +263,7 @@ def _class_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
     parameters = [parameter for name, parameter in own.items() if name != "others"]
     ElfattProcessorWithNames.__call__.__signature__ = inspect.Signature([*parameters, *keywords])  # type: ignore[attr-defined]
     ElfattProcessorWithNames.__name__ = ElfattProcessor.__name__
+    skipped_like(ElfattProcessorWithNames, AttnProcessor2_0)
     return ElfattProcessorWithNames
 
 

@@ -32,7 +32,9 @@ def taken(pipe: Any) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(pipe.__call__).parameters)
     named, kind = [each for each in inputs if each.name], inspect.Parameter.POSITIONAL_OR_KEYWORD
     defaults = [inspect.Parameter.empty if each.required else each.default for each in named]
-    return {each.name: inspect.Parameter(each.name, kind, default=own) for each, own in zip(named, defaults, strict=True)}
+    return {
+        each.name: inspect.Parameter(each.name, kind, default=own) for each, own in zip(named, defaults, strict=True)
+    }
 
 
 def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, Any]:

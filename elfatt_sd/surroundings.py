@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -9,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 
 from elfatt_sd.errors import ElfattError
+
+_OF_WEIGHTS = ("offload", "layerwise_casting", "autocast")  # in the names of such hooks of diffusers
 
 
 def modules_around(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
@@ -64,6 +68,34 @@ def skips_calls(around: Iterable[nn.Module]) -> bool:
     )
 
 
+def stand_in(attention: nn.Module, moved: bool) -> str:
+    """Return why a method may not take the place of a layer's attention now: somebody else has; empty if nobody has.
+
+    diffusers' perturbed-attention guidance puts a function mode in the place of the scores, its smoothed-energy
+    guidance a hook behind the queries' projection, which takes them for the rows of an image.
+
+    Args:
+        attention: the layer.
+        moved: whether its projections are given tokens that are merged or in another order.
+    """
+    for place in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(place)
+        if not isinstance(mode, DeviceContext):  # of torch.set_default_device
+            return f"{type(mode).__name__} stands in the place of torch functions"
+    for name in ("to_q", "to_k", "to_v") if moved else ():
+        if hooks := _foreign_hooks(getattr(attention, name, None)):
+            return f"diffusers' {hooks[0]} is at its {name}"
+    return ""
+
+
+def skipped_like(ours: type, kind: type) -> None:
+    """Let guiders that leave out attention, which look a processor's class up, treat one of ours like a class."""
+    with contextlib.suppress(ImportError, ValueError):
+        from diffusers.hooks._helpers import AttentionProcessorRegistry
+
+        AttentionProcessorRegistry.register(ours, AttentionProcessorRegistry.get(kind))
+
+
 def refuse_context_parallel(module: nn.Module) -> None:
     """Refuse a denoiser whose tokens are divided among processes: a method would sample those of one.
 
@@ -93,11 +125,16 @@ def likely_cause(module: nn.Module, around: Sequence[nn.Module]) -> str:
         return "tomesd is on: call tomesd.remove_patch(pipe), or use it alone."
     for part in around[1:]:
         kind = type(part).__name__
-        if hooks := [hook for hook in _hooks_of(part) if "offload" not in hook and "layerwise_casting" not in hook]:
+        if hooks := _foreign_hooks(part):
             return f"A hook of diffusers ({hooks[0]}) is around a {kind}: take it out."
         if "forward" in part.__dict__ and not hasattr(part, "_diffusers_hook") and "_old_forward" not in part.__dict__:
             return f"The forward of a {kind} was replaced (HyperTile does that): take it out."
     return "Something changes the tokens or bypasses the attention processors: take it out."
+
+
+def _foreign_hooks(module: nn.Module) -> list[str]:
+    """Return the names of diffusers' hooks of a module that are not about where and how its weights are kept."""
+    return [hook for hook in _hooks_of(module) if not any(word in hook for word in _OF_WEIGHTS)]
 
 
 def _hooks_of(module: nn.Module) -> dict[str, Any]:
