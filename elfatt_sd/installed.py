@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class Patch:
         refuse_context_parallel(self._module)  # before the first step, which may well be exact
         self._direct.pop(threading.get_ident(), None)
         given = self._family.call(self._module, args, kwargs)
-        self._begin(given._replace(differentiated=_differentiated(*args, *kwargs.values())))
+        self._begin(replace(given, differentiated=_differentiated(*args, *kwargs.values())))
 
     @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -136,7 +137,7 @@ class Patch:
             if given:
                 given.setdefault(what, args[0])
                 latent = Given.latent(given["sample"], given["timestep"])
-                self._begin(latent._replace(differentiated=_differentiated(*given.values())))
+                self._begin(replace(latent, differentiated=_differentiated(*given.values())))
             if self._shared.call is not None:
                 self._shared.call.entered = True
         elif call is None or call.entered:
@@ -188,7 +189,7 @@ class Patch:
         self._notices.warn_if_idle(position, run)
         if compiled:
             self._allow_recompiling()
-        self._shared.begin(position, run, given._replace(compiled=compiled))
+        self._shared.begin(position, run, replace(given, compiled=compiled))
         call = self._shared.call
         if call is not None and given.differentiated:
             call.repeats = True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from diffusers import ModelMixin
@@ -21,7 +21,8 @@ Fill = Callable[..., Tensor]
 STEP = 720  # of 1000: the first of those that share something, whether 2, 3, 4, 5, 6 or 8 do
 
 
-class Given(NamedTuple):
+@dataclass(frozen=True)
+class Given:
     """What a call of a denoiser was given.
 
     Attributes:
@@ -39,6 +40,7 @@ class Given(NamedTuple):
     sample: Tensor
     timestep: Any
     grid: Grid
+    _: KW_ONLY
     before: int = 0
     frames: int = 1
     unit: int | None = None

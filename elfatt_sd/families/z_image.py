@@ -41,7 +41,7 @@ class ZImage(JointFamily):
         texts = zip(rows, given["cap_feats"], strict=True)
         starts = {_before(row, text, side, time) for row, text in texts} if several else {0}
         grid = grids.pop() if len(grids) == len(starts) == 1 else NO_GRID
-        return Given(_batch(images), given["t"], grid, starts.pop(), RISING)
+        return Given(_batch(images), given["t"], grid, before=starts.pop(), unit=RISING)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
