@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.plain import PlainProjections
 from elfatt_sd.methods import Grid
+from elfatt_sd.timesteps import FRACTION
 
 Module = TypeVar("Module", bound=nn.Module)
 Fill = Callable[..., Tensor]
@@ -291,10 +292,12 @@ def copy_structure(module: Module) -> Module:
     return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
-def some_timestep(device: torch.device, *, fraction: bool = False, dtype: torch.dtype | None = torch.long) -> Tensor:
-    """Return a timestep, or a fraction of the run, of which the run that it belongs to is known."""
+def some_timestep(device: torch.device, unit: int | None = None, dtype: torch.dtype | None = torch.long) -> Tensor:
+    """Return a timestep, in a unit as `Given` has it, of which the run that it belongs to is known."""
     timesteps = torch.arange(999, -1, -1, device=device, dtype=dtype)
-    return ((timesteps + 1) / 1000 if fraction else timesteps)[STEP]
+    if unit is not None:
+        timesteps = (timesteps + 1) / 1000 if unit == FRACTION else (999 - timesteps) / 1000
+    return timesteps[STEP]
 
 
 def latent_size(module: nn.Module) -> Grid:

@@ -52,7 +52,7 @@ class Flux(JointFamily):
         given = {
             "hidden_states": sample,
             "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
-            "timestep": some_timestep(sample.device, fraction=True).expand(batch),
+            "timestep": some_timestep(sample.device, FRACTION).expand(batch),
             "img_ids": ids,
             "txt_ids": torch.zeros(self.text, self.axes, device=sample.device, dtype=sample.dtype),
         }

@@ -50,7 +50,7 @@ class QwenImage(JointFamily):
         given = {
             "hidden_states": sample,
             "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
-            "timestep": some_timestep(sample.device, fraction=True).expand(batch),
+            "timestep": some_timestep(sample.device, FRACTION).expand(batch),
             "img_shapes": [[tuple(grid)]] * batch,
         }
         if config.get("use_additional_t_cond"):
