@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,7 +133,7 @@ class Denoiser:
         kept = position.scheduled and place[0] < KEPT_CALLS
         call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
         call.last = 1 < position.steps == step + 1
-        call.given = given._replace(timestep=None)  # a view of the schedule, which would keep its run
+        call.given = replace(given, timestep=None)  # a view of the schedule, which would keep its run
         ahead = self._ahead(call, position, run)
         if ahead is not None:
             ahead.fill(step)

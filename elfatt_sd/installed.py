@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ class Patch:
         refuse_context_parallel(self._module)  # before the first step, which may well be exact
         self._direct.pop(threading.get_ident(), None)
         given = self._family.call(self._module, args, kwargs)
-        self._begin(given._replace(differentiated=_differentiated(args, kwargs)), args, kwargs)
+        self._begin(replace(given, differentiated=_differentiated(args, kwargs)), args, kwargs)
         if self._shared.call is not None:
             self._shared.call.module = module
 
@@ -149,7 +150,7 @@ class Patch:
             if given:
                 given.setdefault(what, args[0])
                 latent = Given.latent(given["sample"], given["timestep"])
-                self._begin(latent._replace(differentiated=_differentiated(given)), given["sample"])
+                self._begin(replace(latent, differentiated=_differentiated(given)), given["sample"])
             if self._shared.call is not None:
                 self._shared.call.entered = True
         elif call is None or call.entered:
@@ -201,7 +202,7 @@ class Patch:
         self._notices.warn_if_idle(position, run)
         if compiled:
             self._allow_recompiling()
-        self._shared.begin(position, run, given._replace(compiled=compiled))
+        self._shared.begin(position, run, replace(given, compiled=compiled))
         call = self._shared.call
         if call is not None and given.differentiated:
             call.repeats = True

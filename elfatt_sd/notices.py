@@ -5,14 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from elfatt_sd.calls import Call
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.processor import PatchedLayer
 from elfatt_sd.runs import Run
-from elfatt_sd.schedule import Position
+from elfatt_sd.schedule import ANYWHERE, BEYOND, Position
 from elfatt_sd.surroundings import likely_cause, skips_calls
+
+_ITERATE = "Iterate over scheduler.timesteps in a function that holds the scheduler"
 
 
 class Notices:
@@ -58,7 +61,7 @@ class Notices:
             )
 
     def warn_if_idle(self, position: Position, run: Run) -> None:
-        """Say at the first call of a run that none of its steps will be approximated."""
+        """Say at the first call of a run that none of its steps will be approximated, or that it is on no schedule."""
         config = self._config
         if all(phase.exact for phase in config.all_phases):
             return
@@ -67,7 +70,13 @@ class Notices:
                 self.tell(
                     "no schedule",
                     f"{config.method} adds in one step what it measured in another, and these calls are on no "
-                    "schedule: they are exact. Iterate over scheduler.timesteps, or give residual_steps=1.",
+                    f"schedule: they are exact. {_ITERATE}, or give residual_steps=1.",
+                )
+            elif position not in (ANYWHERE, BEYOND) and not torch.is_grad_enabled() and self._layers[0].layer.joint:
+                self.tell(
+                    "no schedule",
+                    "these calls are on no schedule of a scheduler that the calling functions hold; the phase of each "
+                    f"is that of its noise level, which is not its step where the schedule is shifted. {_ITERATE}.",
                 )
             return
         if position.step == run.first and not config.approximates(position.step, position.steps):

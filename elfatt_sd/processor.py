@@ -154,7 +154,7 @@ class PatchedLayer:
         if recomputed_part() is not None:
             raise ElfattError(
                 f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; "
-                "checkpoint whole transformer blocks, as enable_gradient_checkpointing does, whose inputs are not moved meanwhile."
+                "checkpoint whole blocks, as enable_gradient_checkpointing does, whose inputs are not moved meanwhile."
             )
         self._tell_of_bypass()
         return None

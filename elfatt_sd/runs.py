@@ -21,6 +21,7 @@ class Run:
         first: step that it began with.
         step: its latest step.
         steps: of its schedule.
+        scheduler: a weak reference to the one whose schedule it is; None where it is no scheduler's.
         unit: which of `timesteps.other_units` its pipeline hands over; None for timesteps.
         calls: of its latest step.
         calls_before: of the step before.
@@ -42,6 +43,7 @@ class Run:
         self._address = 0 if schedule is None else address(schedule)
         self.first = self.step = first
         self.steps = 0
+        self.scheduler: weakref.ref[Any] | None = None
         self.unit: int | None = None
         self.calls = self.calls_before = 0
         self.copy: tuple[torch.Tensor, tuple[int, ...]] | None = None

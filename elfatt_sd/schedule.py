@@ -4,17 +4,19 @@ Pipelines iterate over `scheduler.timesteps`. Each timestep that they hand to th
 its storage offset is the index of the call, on any device and for any scheduler. That also holds where a timestep
 occurs twice, where a step takes two calls, and where image-to-image starts inside the schedule.
 
-A timestep that is not such a view is looked up by value: among the timesteps, or among the other values that pipelines
-pass (noise levels, their logarithms, fractions of the run). A value that is on no schedule has a place by its noise
-level, but belongs to no run: nothing is carried over from another call. The scheduler's own counter places only
-timesteps that the device alone knows, in a run whose beginning was seen.
+A timestep that is not such a view is looked up by value on the schedulers that the calling functions hold, which the
+stack tells: among their timesteps, or among the other values that pipelines pass (noise levels, their logarithms,
+fractions of the run). A value that is on no schedule has a place by its noise level, but belongs to no run: nothing is
+carried over from another call. The scheduler's own counter places only timesteps that the device alone knows, in a run
+whose beginning was seen.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ from elfatt_sd import timesteps as units
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import beneath_transforms, written
 from elfatt_sd.runs import Run, Runs, address
+from elfatt_sd.schedulers import schedulers_of_callers
 
 
 class Position(NamedTuple):
@@ -48,27 +51,27 @@ class _Found(NamedTuple):
     Attributes:
         position: of the call.
         schedule: a tensor in the storage of the schedule.
+        scheduler: whose schedule it is; None where no scheduler has it.
         unit: which of `timesteps.other_units` it is in; None for timesteps.
         copy: the timestep, where the scheduler's counter told its step.
     """
 
     position: Position
     schedule: torch.Tensor | None = None
+    scheduler: Any = None
     unit: int | None = None
     copy: torch.Tensor | None = None
 
 
 class SchedulerFinder:
-    """Looks up a pipeline's scheduler again, without keeping the pipeline alive.
-
-    Pickled, it keeps the scheduler alone, as the pipeline would add its other models to the file of a UNet.
+    """Looks up a pipeline's scheduler again, without keeping the pipeline alive; pickled, it finds none any more.
 
     Args:
         pipe: the pipeline, or a bare UNet, which has none.
     """
 
-    def __init__(self, pipe: Any) -> None:
-        self._pipe = weakref.ref(pipe)
+    def __init__(self, pipe: Any = None) -> None:
+        self._pipe = (lambda: None) if pipe is None else weakref.ref(pipe)
 
     def __call__(self) -> Any:
         """Return the scheduler in use now, or None."""
@@ -80,25 +83,18 @@ class SchedulerFinder:
         return self if pipe is None else SchedulerFinder(copied.get(id(pipe), pipe))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the scheduler alone."""
-        return _KeptScheduler, (self(),)
-
-
-@dataclass
-class _KeptScheduler:
-    """What a `SchedulerFinder` is after pickling."""
-
-    scheduler: Any
-
-    def __call__(self) -> Any:
-        return self.scheduler
+        """Pickle without the pipeline, whose other models would be added to the file of a UNet."""
+        return SchedulerFinder, ()
 
 
 class Schedule:
-    """Follows the runs of one pipeline, in each thread.
+    """Follows the runs of one denoiser, in each thread.
+
+    Pipelines around one denoiser have schedulers of their own. A timestep is looked up on those of the functions that
+    lead to the call, from the innermost outwards, and on the patched pipeline's at last.
 
     Args:
-        find_scheduler: returns the scheduler in use now, or None for a bare UNet.
+        find_scheduler: returns the scheduler of the patched pipeline, or None for a bare UNet.
         trained_on_noise_levels: whether the model takes noise levels, which have no place without a scheduler.
     """
 
@@ -107,6 +103,7 @@ class Schedule:
         self._noise_levels = trained_on_noise_levels
         self.runs = Runs()
         self._values: tuple[object, list[float]] = None, []  # of a schedule on a device, read once
+        self._loop = threading.local()  # its `value`: the latest timestep of a loop of one's own, on no schedule
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy without the runs, which are those of this object's threads."""
@@ -131,38 +128,50 @@ class Schedule:
         """
         if isinstance(timestep, torch.Tensor):
             timestep = beneath_transforms(timestep)
-        scheduler = self._find_scheduler()
-        timesteps = _timesteps(scheduler)
-        found = self._from_view(timestep, timesteps, scheduler)
+        found = self._from_view(timestep, unit)
         if found is None and not _on_device(timestep):
-            found = self._from_value(timestep, timesteps, scheduler, unit)
-        elif found is None and timesteps is not None and not torch.is_grad_enabled():  # in training, it is drawn
-            found = self._from_copy(timestep, timesteps, scheduler, unit)
+            found = self._from_value(timestep, unit)
+        elif found is None and not torch.is_grad_enabled():  # in training, it is drawn
+            found = self._from_copy(timestep, unit)
         if found is None:
             return None
         self._follow(found)
         return found.position
 
-    def _from_view(
-        self, timestep: torch.Tensor | float, timesteps: torch.Tensor | None, scheduler: Any
-    ) -> _Found | None:
+    def _known(self) -> Iterator[list[tuple[Any, torch.Tensor]]]:
+        """Yield the schedulers and timesteps that callers hold, function by function, then the patched pipeline's."""
+        for held in itertools.chain(schedulers_of_callers(), [[self._find_scheduler()]]):
+            yield [(scheduler, steps) for scheduler in held if (steps := _timesteps(scheduler)) is not None]
+
+    def _caller(self) -> Any:
+        """Return the innermost scheduler that is known, or None."""
+        return next((scheduler for group in self._known() for scheduler, _ in group), None)
+
+    def _from_view(self, timestep: torch.Tensor | float, unit: int | None) -> _Found | None:
         """Read the index off the storage that a timestep is a view of."""
         if not isinstance(timestep, torch.Tensor) or (timestep.numel() > 1 and any(timestep.stride())):
             return None
-        step, run = int(timestep.storage_offset()), self.runs.over(timestep)
-        if timesteps is not None and address(timestep) == address(timesteps):
-            step, between = divmod(step - int(timesteps.storage_offset()), timesteps.stride(0))
-            if between or not 0 <= step < len(timesteps):
-                return None
-            if run.goes_on(timesteps, step):  # nothing is read any more
-                return _Found(Position(step, len(timesteps)), timesteps, run.unit)
-            return _Found(_position(step, self._on_host(timesteps)), timesteps)
-        if run.goes_on(timestep, step):
-            return _Found(Position(step, run.steps), timestep)
         length = timestep.untyped_storage().nbytes() // timestep.element_size()
+        run, step = self.runs.over(timestep), int(timestep.storage_offset())
+        scheduler = run.scheduler() if run.scheduler is not None and run.is_over(timestep) else None
+        own = _timesteps(scheduler)
+        if own is None or address(own) != address(timestep):
+            if run.goes_on(timestep, step):  # nothing is read any more
+                return _Found(Position(step, run.steps), timestep, unit=run.unit)
+            groups = itertools.islice(self._known(), 1 if length < 2 else None)  # it may well be no view
+            known = (pair for group in groups for pair in group)
+            scheduler, own = next((pair for pair in known if address(pair[1]) == address(timestep)), (None, None))
+        if own is not None:
+            step, between = divmod(step - int(own.storage_offset()), own.stride(0))
+            if between or not 0 <= step < len(own):
+                return None
+            if run.goes_on(own, step):
+                return _Found(Position(step, len(own)), own, scheduler, run.unit)
+            return _Found(_position(step, self._on_host(own)), own, scheduler)
         if length >= units.SHORTEST and not timestep.is_meta:
             values = self._on_host(timestep.new_empty(0).set_(timestep.untyped_storage()))
-            length = units.schedule_length(values, scheduler)
+            falling = [1 - value for value in values] if unit == units.RISING else values
+            length = units.schedule_length(falling, self._caller())
         return _Found(Position(step, length), timestep) if length >= units.SHORTEST and step < length else None
 
     def _on_host(self, timesteps: torch.Tensor) -> list[float]:
@@ -173,33 +182,64 @@ class Schedule:
             self._values = state, timesteps.tolist()
         return self._values[1]
 
-    def _from_value(
-        self, timestep: Any, timesteps: torch.Tensor | None, scheduler: Any, unit: int | None
-    ) -> _Found | None:
-        """Look a value up on the schedule; find the place of one that is not on it."""
+    def _from_value(self, timestep: Any, unit: int | None) -> _Found | None:
+        """Look a value up on the schedules that are known; find the place of one that is on none."""
         value = _value(timestep)
         if value is None:
             return None
-        if timesteps is not None:
-            found = self._on_schedule(value, units.rounding(timestep), timesteps, scheduler, unit)
-            if found is not None:
-                return found
+        latest = getattr(self._loop, "value", None)
+        goes_on = unit is None and latest is not None and 0 <= value <= latest
+        best, agrees = None, -1
+        for group in self._known():
+            for scheduler, timesteps in group:
+                found = self._on_schedule(value, units.rounding(timestep), scheduler, timesteps, unit, goes_on)
+                if found is not None and (more := self._agreement(found)) > agrees:
+                    best, agrees = found, more
+            if agrees > 1:  # it is this function's
+                break
+        if best is not None:
+            self._loop.value = value if goes_on and best.unit is None else None
+            return best
+        return self._off_schedule(value, unit, goes_on)
+
+    def _off_schedule(self, value: float, unit: int | None, goes_on: bool) -> _Found:
+        """Return the place of a value by its noise level; a loop that was in timesteps stays in them to its end."""
+        caller = self._caller()
         if unit is not None:  # a fraction of the run
-            whole = units.train_steps(scheduler)
+            whole = units.train_steps(caller)
             value = whole * (value if unit == units.FRACTION else 1 - value)
-        place = None if self._noise_levels else units.place(value, scheduler)
+        elif near := self._near(value):
+            return near
+        place = None if self._noise_levels else units.place(value, caller, certain=unit is not None or goes_on)
+        self._loop.value = None if place is None or unit is not None or isinstance(value, int) else value
         if place is None:
-            self.run.strange = timesteps
+            self.run.strange = _timesteps(caller)
             return _Found(BEYOND)
-        return _Found(Position(place, units.train_steps(scheduler), scheduled=False))
+        return _Found(Position(place, units.train_steps(caller), scheduled=False))
+
+    def _near(self, value: float) -> _Found | None:
+        """Return the nearest place of a value between the noise levels that a run of this thread goes down by."""
+        for scheduler, timesteps in (pair for group in self._known() for pair in group):
+            run, known = self.runs.over(timesteps), self._on_host(timesteps)
+            if run.is_over(timesteps) and run.unit is not None:
+                levels = dict(enumerate(units.other_units(scheduler, known))).get(run.unit)
+                near = None if levels is None else units.nearest(levels, value)
+                return None if near is None else _Found(_position(near, known, live=False))
+        return None
 
     def _on_schedule(
-        self, value: float, rounding: float, timesteps: torch.Tensor, scheduler: Any, unit: int | None
+        self,
+        value: float,
+        rounding: float,
+        scheduler: Any,
+        timesteps: torch.Tensor,
+        unit: int | None,
+        plain: bool,
     ) -> _Found | None:
-        """Look a value up in all units, first in the one of the run that goes on; an `int` is a timestep."""
+        """Look a value up in all units, first in that of the run first; an `int` or a `plain` one is a timestep."""
         known, run = self._on_host(timesteps), self.runs.over(timesteps)
         own = run.unit if run.is_over(timesteps) else None
-        others = () if isinstance(value, int) else enumerate(units.other_units(scheduler, known))
+        others = () if isinstance(value, int) or plain else enumerate(units.other_units(scheduler, known))
         strange = run.strange is timesteps and own is None  # what now is in one of those, is so by chance
         levels: dict[int | None, Sequence[float]] = {None: known, **(dict(others) if not strange else {})}
         if unit is not None:
@@ -209,12 +249,18 @@ class Schedule:
             counted = _counted(scheduler, timesteps) if rounding and len(steps) > 1 else None
             step = counted if counted in steps else self._choose(steps, timesteps)
             if step is not None:
-                live = getattr(scheduler, "num_inference_steps", len(known)) is not None
-                return _Found(_position(step, known, live), timesteps, one)
-        if unit is not None:
-            return None
-        near = units.nearest(levels[own], value) if own in levels and own is not None else None
-        return None if near is None else _Found(_position(near, known, live=False))
+                return _Found(_position(step, known, _is_set(scheduler, timesteps)), timesteps, scheduler, one)
+        return None
+
+    def _agreement(self, found: _Found) -> int:
+        """Tell how well a step agrees with what its scheduler has come to: 3 by its count, 2 by its run, 1 not."""
+        step, schedule, scheduler = found.position.step, found.schedule, found.scheduler
+        if schedule is None or not _is_set(scheduler, schedule):
+            return 0
+        if _counted(scheduler, schedule) == step:
+            return 3
+        steps_by_itself = getattr(scheduler, "step_index", None) is not None
+        return 2 if not steps_by_itself and self.runs.over(schedule).goes_on(schedule, step) else 1
 
     def _choose(self, steps: Sequence[int], timesteps: torch.Tensor) -> int | None:
         """Return the step of a value that occurs at several: the one that the run is in, or has come to."""
@@ -225,20 +271,32 @@ class Schedule:
             return run.step
         return next((step for step in steps if step > run.step), steps[0])
 
-    def _from_copy(self, timestep: Any, timesteps: torch.Tensor, scheduler: Any, unit: int | None) -> _Found | None:
+    def _from_copy(self, timestep: Any, unit: int | None) -> _Found | None:
         """Return the scheduler's own count of its steps, in a run that began by it; what is not such a step, is read.
 
         A copy on a device is read where a run begins, and where a step has another copy, as it may be another value.
         """
-        counted, run = _counted(scheduler, timesteps), self.runs.over(timesteps)
-        if counted is None:
+        for group in self._known():
+            begun = [(*pair, run) for pair in group if (run := self._copied(pair[1])) is not None]
+            if len(begun) == 1:
+                ((scheduler, timesteps, run),) = begun
+                counted, same = _counted(scheduler, timesteps), run.copy[1] == _place_in_memory(timestep)
+                if counted is not None and counted == run.step + (not same):
+                    return _Found(Position(counted, len(timesteps)), timesteps, scheduler, run.unit, timestep)
+            if begun:
+                break
+        if all(_counted(*pair) is None for group in self._known() for pair in group):
             return None
-        same = run.copy is not None and run.copy[1] == _place_in_memory(timestep)
-        if run.copy is not None and run.is_over(timesteps) and counted == run.step + (not same):
-            return _Found(Position(counted, len(timesteps)), timesteps, run.unit, timestep)
-        found = self._from_value(timestep, timesteps, scheduler, unit)
-        begins = found is not None and found.position.scheduled and found.position.step == counted
-        return found._replace(copy=timestep) if found is not None and begins else found
+        found = self._from_value(timestep, unit)
+        if found is None or found.schedule is None or not found.position.scheduled:
+            return found
+        begins = _counted(found.scheduler, found.schedule) == found.position.step
+        return found._replace(copy=timestep) if begins else found
+
+    def _copied(self, timesteps: torch.Tensor) -> Run | None:
+        """Return this thread's run over a schedule, if it goes by copies that only a device knows."""
+        run = self.runs.over(timesteps)
+        return run if run.is_over(timesteps) and run.copy is not None else None
 
     def _follow(self, found: _Found) -> None:
         """Let a run of this thread go on with a call, or begin another one."""
@@ -249,6 +307,7 @@ class Schedule:
         run.advance(position.step)
         run.steps, run.unit = position.steps, found.unit
         run.copy = None if found.copy is None else (found.copy, _place_in_memory(found.copy))
+        run.scheduler = None if found.scheduler is None else weakref.ref(found.scheduler)
 
 
 def _position(step: int, timesteps: Sequence[float], live: bool = True) -> Position:
@@ -266,6 +325,12 @@ def _timesteps(scheduler: Any) -> torch.Tensor | None:
 def _place_in_memory(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return where a tensor is, and how often it was written, if it counts that."""
     return address(tensor), int(tensor.storage_offset()), 0 if tensor.is_inference() else tensor._version
+
+
+def _is_set(scheduler: Any, timesteps: torch.Tensor) -> bool:
+    """Tell whether a scheduler was given a number of steps; before, it has all that its model was trained on."""
+    unset = None if len(timesteps) == units.train_steps(scheduler) else len(timesteps)
+    return getattr(scheduler, "num_inference_steps", unset) is not None
 
 
 def _on_device(timestep: torch.Tensor | float) -> bool:

@@ -24,18 +24,19 @@ def train_steps(scheduler: Any) -> int:
     return int(getattr(getattr(scheduler, "config", None), "num_train_timesteps", None) or TRAIN_STEPS)
 
 
-def place(value: float, scheduler: Any) -> int | None:
+def place(value: float, scheduler: Any, certain: bool = False) -> int | None:
     """Return the place of a timestep among all that a model was trained on, from the noisiest one.
 
     Args:
         value: the timestep; one that is not an `int` may be a noise level, as long as it is not larger than those.
         scheduler: tells both; or None.
+        certain: whether it is known to be a timestep.
 
     Returns:
         The place; None for what can be no timestep, or may be a noise level.
     """
     steps = train_steps(scheduler)
-    if not 0 <= value < steps or not (isinstance(value, int) or value > largest_noise(scheduler)):
+    if not 0 <= value < steps + certain or not (certain or isinstance(value, int) or value > largest_noise(scheduler)):
         return None
     return int(steps - 1 - value) if value < steps - 1 else 0
 

@@ -153,10 +153,10 @@ def test_a_copy_on_the_device_is_of_the_schedulers_step(copies: Copies) -> None:
     assert copies.read == [chosen.timesteps[0]]
     chosen._step_index = 5
     assert schedule.locate(copies.of(1.0)) is None, "the run is over"
+    assert Schedule(lambda: scheduler("DDIMScheduler", {})).locate(copies.of(1)) is None
     chosen._step_index = 2
     with torch.enable_grad():
         assert schedule.locate(copies.of(1.0)) is None, "in training"
-    assert Schedule(lambda: scheduler("DDIMScheduler", {})).locate(copies.of(1)) is None
 
 
 @torch.no_grad()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from diffusers import ModelMixin
@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.plain import PlainProjections
 from elfatt_sd.methods import Grid
+from elfatt_sd.timesteps import FRACTION
 
 Module = TypeVar("Module", bound=nn.Module)
 Fill = Callable[..., Tensor]
 STEP = 720  # of 1000: the first of those that share something, whether 2, 3, 4, 5, 6 or 8 do
 
 
-class Given(NamedTuple):
+@dataclass(frozen=True)
+class Given:
     """What a call of a denoiser was given.
 
     Attributes:
@@ -39,6 +41,7 @@ class Given(NamedTuple):
     sample: Tensor
     timestep: Any
     grid: Grid
+    _: KW_ONLY
     before: int = 0
     frames: int = 1
     unit: int | None = None
@@ -289,10 +292,12 @@ def copy_structure(module: Module) -> Module:
     return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
-def some_timestep(device: torch.device, *, fraction: bool = False, dtype: torch.dtype | None = torch.long) -> Tensor:
-    """Return a timestep, or a fraction of the run, of which the run that it belongs to is known."""
+def some_timestep(device: torch.device, unit: int | None = None, dtype: torch.dtype | None = torch.long) -> Tensor:
+    """Return a timestep, in a unit as `Given` has it, of which the run that it belongs to is known."""
     timesteps = torch.arange(999, -1, -1, device=device, dtype=dtype)
-    return ((timesteps + 1) / 1000 if fraction else timesteps)[STEP]
+    if unit is not None:
+        timesteps = (timesteps + 1) / 1000 if unit == FRACTION else (999 - timesteps) / 1000
+    return timesteps[STEP]
 
 
 def latent_size(module: nn.Module) -> Grid:

@@ -34,7 +34,7 @@ class CogVideoX(JointFamily):
         sample = given["hidden_states"]
         _, frames, _, rows, columns = map(int, sample.shape)
         grid = self.grid(module, Grid(frames, rows, columns))
-        return Given(sample, given["timestep"], grid, given["encoder_hidden_states"].shape[1])
+        return Given(sample, given["timestep"], grid, before=given["encoder_hidden_states"].shape[1])
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""

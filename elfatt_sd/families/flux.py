@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -38,8 +39,8 @@ class Flux(JointFamily):
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Return what a call was given; the timestep is a fraction of the run."""
         given = named(module, args, kwargs)
-        text = given["encoder_hidden_states"].shape[1]
-        return Given(given["hidden_states"], given["timestep"], grid_of_ids(given["img_ids"]), text, FRACTION)
+        text, grid = given["encoder_hidden_states"].shape[1], grid_of_ids(given["img_ids"])
+        return Given(given["hidden_states"], given["timestep"], grid, before=text, unit=FRACTION)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
@@ -51,7 +52,7 @@ class Flux(JointFamily):
         given = {
             "hidden_states": sample,
             "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
-            "timestep": some_timestep(sample.device, fraction=True).expand(batch),
+            "timestep": some_timestep(sample.device, FRACTION).expand(batch),
             "img_ids": ids,
             "txt_ids": torch.zeros(self.text, self.axes, device=sample.device, dtype=sample.dtype),
         }
@@ -68,7 +69,7 @@ class FluxControlNet(Flux):
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Return what a call was given."""
         given = super().call(module, args, kwargs)
-        return given._replace(before=given.before + bool(module.union))
+        return replace(given, before=given.before + bool(module.union))
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""

@@ -36,7 +36,8 @@ class LTXVideo(JointFamily):
         before, grid = 0, NO_GRID if None in size else Grid(*size)  # type: ignore[arg-type]
         if coordinates is not None:
             before, grid = read_once(coordinates, lambda: _read_video(coordinates))
-        return Given(given["hidden_states"], timestep.amax(1) if timestep.ndim == 2 else timestep, grid, before)
+        noisiest = timestep.amax(1) if timestep.ndim == 2 else timestep
+        return Given(given["hidden_states"], noisiest, grid, before=before)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""

@@ -39,8 +39,9 @@ class QwenImage(JointFamily):
         if _is_layered(module) and others:
             alike = all(tuple(shape) == (frames, rows, columns) for shape in others[:-1])
             frames = frames * len(others) if alike else 0
+        text = given["encoder_hidden_states"].shape[1]
         grid = Grid(frames, rows, columns)
-        return Given(given["hidden_states"], given["timestep"], grid, given["encoder_hidden_states"].shape[1], FRACTION)
+        return Given(given["hidden_states"], given["timestep"], grid, before=text, unit=FRACTION)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
@@ -49,7 +50,7 @@ class QwenImage(JointFamily):
         given = {
             "hidden_states": sample,
             "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
-            "timestep": some_timestep(sample.device, fraction=True).expand(batch),
+            "timestep": some_timestep(sample.device, FRACTION).expand(batch),
             "img_shapes": [[tuple(grid)]] * batch,
         }
         if config.get("use_additional_t_cond"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -67,7 +68,7 @@ class UNet:
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
         given = Given.latent(sample, timestep)
         image = cast("int", module.config.in_channels) * given.grid.tokens  # type: ignore[union-attr]
-        return given._replace(frames=sample[0].numel() // image) if sample.ndim == 5 else given
+        return replace(given, frames=sample[0].numel() // image) if sample.ndim == 5 else given
 
     def latent(self, module: nn.Module) -> Grid:
         """Return the grid of the model's own latent size."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.families.base import Fill, Given, SelfAttention
+from elfatt_sd.families.base import Fill, Given, SelfAttention, some_timestep
 from elfatt_sd.families.joint import JointFamily, named
 from elfatt_sd.methods import Grid
 from elfatt_sd.tiling import NO_GRID
@@ -41,14 +41,14 @@ class ZImage(JointFamily):
         texts = zip(rows, given["cap_feats"], strict=True)
         starts = {_before(row, text, side, time) for row, text in texts} if several else {0}
         grid = grids.pop() if len(grids) == len(starts) == 1 else NO_GRID
-        return Given(_batch(images), given["t"], grid, starts.pop(), RISING)
+        return Given(_batch(images), given["t"], grid, before=starts.pop(), unit=RISING)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return arguments of a call."""
-        channels = module.in_channels
+        sample = fill(module.in_channels, grid.frames, 2 * grid.rows, 2 * grid.columns)
         return {
-            "x": [fill(channels, grid.frames, 2 * grid.rows, 2 * grid.columns)] * batch,
-            "t": fill(batch) + 0.28,
+            "x": [sample] * batch,
+            "t": some_timestep(sample.device, RISING).expand(batch),
             "cap_feats": [fill(self.text, module.config.cap_feat_dim)] * batch,  # type: ignore[union-attr]
         }
 
@@ -68,9 +68,10 @@ class ZImageControlNet(ZImage):
         size = grid.frames, 2 * grid.rows, 2 * grid.columns
         embedder: Any = module.all_x_embedder
         width: Any = module.cap_embedder
+        sample = fill(embedder["2-1"].in_features // 4, *size)
         return {
-            "x": [fill(embedder["2-1"].in_features // 4, *size)] * batch,
-            "t": fill(batch) + 0.28,
+            "x": [sample] * batch,
+            "t": some_timestep(sample.device, RISING).expand(batch),
             "cap_feats": [fill(self.text, width[0].weight.shape[0])] * batch,
             "control_context": [fill(config.control_in_dim, *size)] * batch,
         }
