@@ -141,14 +141,10 @@ def sha256_of_code(sources: Iterable[str]) -> str:
 def _without_texts(tree: ast.Module) -> ast.Module:
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            kept = [line for line in body if not isinstance(line, ast.Pass) and not _is_text(line)]
+            texts = [x for x in body if isinstance(x, ast.Expr) and isinstance(getattr(x.value, "value", None), str)]
+            kept = [line for line in body if line not in texts and not isinstance(line, ast.Pass)]
             node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
     return tree
-
-
-def _is_text(line: ast.stmt) -> bool:
-    """Tell whether a statement is text that nothing reads: a docstring, or one below a constant."""
-    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str)
 
 
 def is_full(error: OSError) -> bool:
