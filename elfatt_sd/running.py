@@ -214,7 +214,7 @@ def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
     """Return what a call of a pipeline gave, as `[frames, height, width, 3]` from 0 to 255, and what is wrong with it.
 
     Raises:
-        ElfattError: it is no RGB image.
+        ElfattError: it does not draw in RGB.
     """
     made = getattr(output, "frames", None)
     made = output.images if made is None else made

@@ -81,7 +81,7 @@ def is_litter(name: str) -> bool:
 def sorted_out(
     files: Iterable[tuple[str, Place]], open_file: Callable[[Place], IO[bytes] | None]
 ) -> tuple[list[tuple[str, Place]], list[str]]:
-    """Tell images from other files, by their suffix and otherwise by their content; what is hidden is no image.
+    """Tell images from other files, by their suffix and otherwise by their content; what is hidden is left out.
 
     Args:
         files: names and places.
