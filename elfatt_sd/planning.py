@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 import itertools
 import numbers
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,6 @@ from elfatt_sd.plans import Plan as Plan
 from elfatt_sd.plans import PlannedLayer, PlannedPhase
 from elfatt_sd.plans import giga as giga
 from elfatt_sd.plans import places as places
-from elfatt_sd.running import taken
 
 _ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 
@@ -96,7 +96,7 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
 def _makes_clips(pipe: Any) -> bool:
     """Tell whether a pipeline, or a bare UNet, whose configuration says nothing of frames, takes some."""
     if not isinstance(pipe, nn.Module):
-        return "num_frames" in taken(pipe)
+        return "num_frames" in inspect.signature(pipe.__call__).parameters
     return any(word in type(unwrap(pipe)).__name__ for word in ("3D", "Motion", "Temporal", "I2V"))
 
 

@@ -228,7 +228,7 @@ def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
     """Return what a call of a pipeline gave, as `[frames, height, width, 3]` from 0 to 255, and what is wrong with it.
 
     Raises:
-        ElfattError: it is no RGB image.
+        ElfattError: it does not draw in RGB.
     """
     made = getattr(output, "frames", None)
     made = output.images if made is None else made
@@ -307,13 +307,12 @@ def tell_cut(what: str, texts: Iterable[str], room: int, tokenizer: Any) -> None
         room: tokens that it takes, without the special ones.
         tokenizer: of the text encoder.
     """
-    texts = list(dict.fromkeys(texts))
-    found = tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False).input_ids
-    cut = [tokens for tokens in found if len(tokens) > room]
-    if cut:
+    options = {"add_special_tokens": False, "truncation": False, "verbose": False}
+    found = [tokenizer(text, **options).input_ids for text in dict.fromkeys(texts) if text]
+    if cut := [tokens for tokens in found if len(tokens) > room]:
         lost = textwrap.shorten(tokenizer.decode(cut[0][room:]).strip(), 120, placeholder=" ...")
         warnings.warn(
-            f"elfatt-sd: {len(cut)} of {len(texts)} {what} are cut off: the text encoder takes {room} tokens, and the "
+            f"elfatt-sd: {len(cut)} of {len(found)} {what} are cut off: the text encoder takes {room} tokens, and the "
             f"first of them has {len(cut[0])}, without {lost!r}",
             stacklevel=3,
         )

@@ -185,7 +185,7 @@ class Runs:
         """Draw one image with whatever is in the pipeline; `end_step` is called after every step of the scheduler.
 
         Raises:
-            ElfattError: what is drawn is no image, which is as close to another one as can be.
+            ElfattError: the image is black, of one colour or not finite, and so equal to others of its kind.
         """
         settings = self.settings
 

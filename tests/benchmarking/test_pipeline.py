@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -46,6 +47,13 @@ def test_pipeline_with_random_weights(
     assert peaks.pop("floor") is peaks.pop("floor of 2 levels") is None
     assert all(peak > 64 * 64 * 3 * 4 for peak in peaks.values()), "the picture at least"
     check_saved(results, tmp_path)
+
+
+def test_what_is_no_image_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = SimpleNamespace(images=torch.full((1, 3, 8, 8), torch.nan))
+    monkeypatch.setattr(pipeline_bench, "_run", lambda *_: output)
+    with pytest.warns(UserWarning, match="elfatt-sd: tome: the image is not finite"):
+        pipeline_bench._look("tome", None, {}, 64, 2)
 
 
 def test_a_transformer_is_timed_at_its_own_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import importlib.metadata
@@ -256,6 +257,22 @@ def test_half_written_files_are_removed_from_the_whole_run(made: tuple[Path, Pro
         path.touch()
     make(tmp_path / "run", protocol)
     assert [path for path in left if path.exists()] == []
+
+
+def test_prompts_that_are_cut_off_are_counted_before_the_first_image(
+    protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "_make_rows", lambda *_: {})
+    long = dataclasses.replace(protocol, template="a " * 80 + "{label}")
+    with pytest.warns(UserWarning, match="5 of 5 prompts are cut off: the text encoder takes 75 tokens"):
+        make(tmp_path / "run", long)
+
+
+def test_a_folder_with_hidden_files_alone_is_empty(protocol: Protocol, tmp_path: Path) -> None:
+    for name in (".ipynb_checkpoints", "@eaDir"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".DS_Store").write_bytes(b"")
+    Run(tmp_path, protocol).check()
 
 
 def test_a_strange_folder_is_refused(protocol: Protocol, tmp_path: Path) -> None:

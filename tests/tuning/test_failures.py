@@ -225,7 +225,7 @@ def test_what_is_no_image_is_not_compared(
 
 def test_prompts_that_are_cut_off_are_said_to_be(pipe: Any, asked: dict[str, Any]) -> None:
     prompts = ["a " * 90 + "c", "a " * 90 + "d"]
-    with pytest.warns(UserWarning, match="2 of 3 prompts are cut off: the text encoder takes 75 tokens"):
+    with pytest.warns(UserWarning, match="2 of 2 prompts are cut off: the text encoder takes 75 tokens"):
         tune(pipe, closeness=20, **asked | {"prompts": prompts})
 
 
