@@ -200,14 +200,16 @@ def attention_error(device: str) -> float:
     from elfatt_sd.attention import elfatt_attention
 
     tokens, agents, block, width = 62, 6, 16, 8
-    drawn: Any = torch.randn(3, 2, tokens, 4, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    drawn: Any = torch.randn(3, 2, tokens, 4, width, generator=generator, dtype=torch.float64, device="cpu")
     q, k, v = drawn.float().to(device)
     got = elfatt_attention(q, k, v, agents=agents, block_size=block, backend="native").cpu().double()
     q, k, v = drawn.transpose(2, 3)  # [batch, heads, tokens, width]
     pooled = torch.stack([part.mean(dim=2) for part in q[:, :2].tensor_split(agents, dim=2)], dim=2)
     gathered = _softmax_attention(pooled, k[:, :2], v[:, :2])
     through_agents = _softmax_attention(q[:, :2], pooled, gathered)
-    number = torch.cat([torch.full((len(part),), i) for i, part in enumerate(torch.arange(tokens).tensor_split(4))])
+    parts = torch.arange(tokens, device="cpu").tensor_split(4)
+    number = torch.cat([torch.full_like(part, i) for i, part in enumerate(parts)])
     outside = number[:, None] != number[None, :]
     in_blocks = _softmax_attention(q[:, 2:], k[:, 2:], v[:, 2:], outside)
     want = torch.cat([through_agents, in_blocks], dim=1).transpose(1, 2)

@@ -147,8 +147,9 @@ class PatchedLayer:
         refuse_tracing(device_of_weights(self.parts, torch.device("cpu")))  # a block alone
         if recomputed_part() is not None:
             raise ElfattError(
-                f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; checkpoint "
-                "whole transformer blocks, as enable_gradient_checkpointing does, whose inputs are not moved meanwhile."
+                f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; "
+                "checkpoint whole transformer blocks, as enable_gradient_checkpointing does, and leave what they are "
+                "given where it is: a copy, as save_on_cpu makes one, tells nothing."
             )
         return None
 

@@ -292,7 +292,7 @@ def copy_structure(module: Module) -> Module:
 def some_timestep(device: torch.device, *, fraction: bool = False, dtype: torch.dtype | None = torch.long) -> Tensor:
     """Return a timestep, or a fraction of the run, of which the run that it belongs to is known."""
     timesteps = torch.arange(999, -1, -1, device=device, dtype=dtype)
-    return ((timesteps + 1) / 1000 if fraction else timesteps)[STEP]
+    return ((timesteps + 1).float() / 1000 if fraction else timesteps)[STEP]
 
 
 def latent_size(module: nn.Module) -> Grid:
