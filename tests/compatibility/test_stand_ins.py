@@ -14,6 +14,7 @@ import tiny_pixart
 import torch
 from checks import generator, recorded
 from joint_checks import ALL_KEYS
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import elfatt_sd
@@ -56,11 +57,12 @@ def family(name: str) -> Callable[[Path], tuple[Any, Run]]:
 
 
 class Values(TorchFunctionMode):
-    """The values in the place of attention."""
+    """The values in the place of self-attention."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return args[2] if len(args) > 2 else kwargs["value"]
+        named = {**dict(zip(("query", "key", "value"), args, strict=False)), **(kwargs or {})}
+        if func is functional.scaled_dot_product_attention and named["query"].shape == named["value"].shape:
+            return named["value"]
         return func(*args, **(kwargs or {}))
 
 
