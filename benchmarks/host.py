@@ -8,6 +8,7 @@ what takes time is Python's.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -78,8 +79,9 @@ class Calls:
     def __init__(self, model: str, size: Size, batch: int, steps: int) -> None:
         self.unet: Any = empty_unet(models.SHAPES[model]).eval()
         grid = Grid.image(*(side // SCALE for side in height_and_width(size)))
-        self._given = call_arguments(self.unet, grid, batch, lambda *n: torch.empty(n, device="meta"))
-        self._timesteps = torch.arange(999, -1, -(1000 // steps))[:steps]
+        empty = functools.partial(torch.empty, dtype=torch.float32, device="meta")
+        self._given = call_arguments(self.unet, grid, batch, empty)
+        self._timesteps = torch.arange(999, -1, -(1000 // steps), device="cpu")[:steps]
 
     def call(self, step: int) -> None:
         """Call it in a step; its sample by position, as tomesd wants it."""

@@ -15,6 +15,7 @@ from elfatt_sd.benchmarking.lineup import grid_side
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import without_gradients
+from elfatt_sd.devices import standard_normal
 from elfatt_sd.measuring.clock import Call
 from elfatt_sd.merging import match_tokens, rows_at_once
 from elfatt_sd.phases import Phase
@@ -57,7 +58,7 @@ def merging(
     record.announce(3 * repeats * len(dtypes) * len(sides))
     for dtype, (count, side) in itertools.product(dtypes, sides.items()):
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(batch, count, channels, generator=generator).to(place, pick_dtype(dtype, place))
+        x = standard_normal((batch, count, channels), generator).to(place, pick_dtype(dtype, place))
         metric = channels_first(x)
         calls: dict[str, Call] = {
             "tomesd": functools.partial(_peer, x, metric, side, ratio, stride),

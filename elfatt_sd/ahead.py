@@ -122,7 +122,7 @@ class RunDraws:
         self._steps = steps = range(first, max(first + 1, min(self._end, first + most)))
         with torch.inference_mode(False):
             for where, places in self._places.items():
-                rows = torch.zeros(len(steps), len(self._buffers[where]), dtype=where[1])
+                rows = torch.zeros(len(steps), len(self._buffers[where]), dtype=where[1], device="cpu")
                 for key, place in places.items():
                     rows[:, place] = self._asked[key].rows(steps)
                 self._rows[where] = rows.pin_memory() if where[0].type == "cuda" else rows

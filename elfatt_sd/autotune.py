@@ -30,7 +30,7 @@ import elfatt_sd
 from elfatt_sd.ahead import AT_ONCE
 from elfatt_sd.calls import Call
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.devices import device_name, is_out_of_memory
+from elfatt_sd.devices import device_name, is_out_of_memory, standard_normal
 from elfatt_sd.families import SelfAttention, family_of, unwrap
 from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.joint_processor import attention_alone
@@ -192,7 +192,7 @@ class Tuner:
         if attention.to_q.weight.device != sample.device and not brought:
             return _OFFLOADED
         size = (_batch(sample), state.grid.tokens, attention.query_dim)
-        tokens = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu").to(sample)
+        tokens = standard_normal(size, torch.Generator().manual_seed(0)).to(sample)
         block_input = tokens.mT.contiguous().mT if state.layer.channels_first else tokens
         twin = copy.copy(state)
         given = state.layer.projections(attention, tokens, fused=state.fused)

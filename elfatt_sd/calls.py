@@ -33,7 +33,7 @@ from elfatt_sd.tiling import NO_GRID
 if TYPE_CHECKING:
     from elfatt_sd.processor import PatchedLayer
 
-_NOTHING = Given(torch.empty(0), 0, NO_GRID)
+_NOTHING = Given(torch.empty(0, dtype=torch.float32, device="cpu"), 0, NO_GRID)
 STATE = "elfatt_state"  # attribute of a patched attention module
 KEPT_CALLS = 32  # of one step, that keep something for the next steps; it bounds the memory of calls without a schedule
 

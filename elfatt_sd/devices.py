@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,16 @@ def empty_caches() -> None:
         getattr(torch, kind).empty_cache()
 
 
+def standard_normal(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Draw in float32 on the CPU, whatever PyTorch's default dtype and device are."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
 @functools.cache
 def has_float64(device: torch.device) -> bool:
     """Tell whether a device computes in float64, as MPS does not."""
     try:
-        torch.zeros(1, device=device).double()
+        torch.zeros(1, dtype=torch.float32, device=device).double()
     except (TypeError, RuntimeError):
         return False
     return True

@@ -150,6 +150,6 @@ def attention_error(device: str) -> float:
     from elfatt_sd.attention import elfatt_attention
 
     options: Any = {"agents": 6, "block_size": 16, "backend": "native"}
-    drawn = torch.randn(3, 2, 62, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    drawn = torch.randn(3, 2, 62, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
     there = elfatt_attention(*drawn.float().to(device), **options).cpu().double()
     return float((there - elfatt_attention(*drawn, **options)).abs().max())

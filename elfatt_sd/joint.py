@@ -284,7 +284,7 @@ def _far(q: Tensor, k: Tensor, v: Tensor, cells: int, groups: int, weighted: boo
 def _far_bias(keys: int, cells: int, places: int, larger: int, like: Tensor) -> Tensor:
     """Exclude the own cell `[1, 1, keys, keys]`; each token of a larger cell stands for more."""
     cell = torch.arange(keys, device=like.device) % cells
-    weight = torch.where(cell < larger, math.log1p(1 / places), 0.0).to(like.dtype)
+    weight = (cell < larger).to(like.dtype) * math.log1p(1 / places)
     return weight.expand(keys, -1).masked_fill(cell[:, None] == cell, excluded(like.dtype))[None, None]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from elfatt_sd.calls import STATE
 from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import standard_normal
 from elfatt_sd.families.joint import exact_function, with_attention
 from elfatt_sd.joint import Keys, exact_attention
 from elfatt_sd.layer_state import LayerState, attend, rounded
@@ -313,7 +314,7 @@ def attention_alone(state: LayerState, sample: Tensor) -> tuple[Callable[[], Any
     layer, attention = state.layer, state.layer.attention
     tokens, heads = layer.text + state.grid.tokens, int(attention.heads)
     size = (len(sample), tokens, heads, int(attention.inner_dim) // heads)
-    same = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(sample)
+    same = standard_normal(size, torch.Generator().manual_seed(0)).to(sample)
     exact = exact_function(type(state.original))
     joint = _Joint(state, exact, (same, same, same), None, {}, slice(layer.text, tokens), None)
 

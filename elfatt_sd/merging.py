@@ -98,7 +98,7 @@ class Matching:
     @property
     def sizes(self) -> Tensor:
         """Number `[B, M]` of grid tokens in each group, in float32."""
-        counts = torch.zeros(self.positions.numel(), device=self.positions.device)
+        counts = torch.zeros(self.positions.numel(), dtype=torch.float32, device=self.positions.device)
         return counts.index_add_(0, self._rows, torch.ones_like(self._rows, dtype=counts.dtype)).view(
             self.positions.shape
         )
@@ -296,7 +296,7 @@ def has_bags(kind: str) -> bool:
 def _tried_bags(kind: str) -> bool:
     zero = torch.zeros(1, dtype=torch.int32, device=kind)
     try:
-        F.embedding_bag(zero, torch.zeros(1, 1, device=kind), zero, mode="mean")
+        F.embedding_bag(zero, torch.zeros(1, 1, dtype=torch.float32, device=kind), zero, mode="mean")
     except RuntimeError:  # NotImplementedError is one
         return False
     return True

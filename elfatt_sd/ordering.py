@@ -85,7 +85,7 @@ def stratified_samples(grid: Grid, samples: int, groups: int, noise: Tensor) -> 
     """
     path = compact_path(grid, round(grid.tokens / samples), noise.device, rolled=True)
     edges = torch.arange(samples + 1, device=noise.device) * grid.tokens // samples
-    place = (noise[..., None] + torch.arange(groups, device=noise.device) / groups) % 1
+    place = (noise[..., None] + torch.arange(groups, dtype=noise.dtype, device=noise.device) / groups) % 1
     chosen = edges[:-1, None] + (place * edges.diff()[:, None]).long()
     return path[chosen.flatten(-2)]
 
@@ -188,7 +188,7 @@ def _static(order: str, grid: Grid, size: int) -> Tensor:
         return _curve(grid, size)
     if order == "strided":
         blocks, base, larger = partition(grid.tokens, size)
-        tokens = torch.arange(grid.tokens)
+        tokens = torch.arange(grid.tokens, device="cpu")
         return _deal(tokens[: blocks * base].view(base, blocks), tokens[blocks * base :], larger)
     bands = [_rolled(band, size) if order == "rolled cells" else band for band in _bands(grid, size)]
     return torch.cat([(band.flip(0) if index % 2 else band).flatten() for index, band in enumerate(bands)])
@@ -205,7 +205,7 @@ def _bands(grid: Grid, cell: int) -> Iterator[Tensor]:
     """
     slabs = _slab_count(grid.frames, cell)
     bands = _band_count(grid.rows, grid.columns, cell * slabs / grid.frames)
-    tokens = torch.arange(grid.tokens).view(grid).permute(2, 1, 0)
+    tokens = torch.arange(grid.tokens, device="cpu").view(grid).permute(2, 1, 0)
     for index, slab in enumerate(_cut(grid.frames, slabs)):
         rows = _cut(grid.rows, bands)
         for band in reversed(rows) if index % 2 else rows:
@@ -221,10 +221,10 @@ def _cut(length: int, parts: int) -> list[slice]:
 def _rolled(band: Tensor, cell: int) -> Tensor:
     """Start the walk further on in every column, once around rows and frames within a run of `cell` tokens."""
     columns, *sides = band.shape
-    before = torch.arange(columns) * math.prod(sides)
+    before = torch.arange(columns, device="cpu") * math.prod(sides)
     for dim, side in enumerate(sides, start=1):
-        start = (before * side / cell).round().long()
-        places = (start[:, None] + torch.arange(side)) % side
+        start = ((before * side).float() / cell).round().long()
+        places = (start[:, None] + torch.arange(side, device="cpu")) % side
         band = band.gather(dim, places.unsqueeze(3 - dim).expand_as(band))
     return band
 
@@ -272,10 +272,11 @@ def _lattice_slopes(groups: int) -> tuple[int, int]:
 
 def _curve(grid: Grid, size: int) -> Tensor:
     """Walk slabs of frames along a Hilbert curve, up and down through the frames, every other slab backwards."""
-    points = torch.tensor([y * grid.columns + x for x, y in _hilbert(grid.columns, grid.rows)])
+    walk = _hilbert(grid.columns, grid.rows)
+    points = torch.tensor([y * grid.columns + x for x, y in walk], dtype=torch.int64, device="cpu")
     slabs = []
     for index, slab in enumerate(_cut(grid.frames, _slab_count(grid.frames, size))):
-        frames = torch.arange(slab.start, slab.stop) * len(points)
+        frames = torch.arange(slab.start, slab.stop, device="cpu") * len(points)
         walked = (points.flip(0) if index % 2 else points)[:, None] + frames
         walked[1::2] = walked[1::2].flip(1)
         slabs.append(walked.flatten())

@@ -154,7 +154,8 @@ class PatchedLayer:
         if recomputed_part() is not None:
             raise ElfattError(
                 f"a checkpoint computes {self.layer.name} once more, and its call of the model is not known; "
-                "checkpoint whole blocks, as enable_gradient_checkpointing does, whose inputs are not moved meanwhile."
+                "checkpoint whole transformer blocks, as enable_gradient_checkpointing does, and leave what they are "
+                "given where it is: a copy, as save_on_cpu makes one, tells nothing."
             )
         self._tell_of_bypass()
         return None

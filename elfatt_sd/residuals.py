@@ -67,7 +67,7 @@ class Residual(NamedTuple):
 
         with torch.inference_mode(False):
             values = torch.zeros(shape, dtype=_FP8 if where == "fp8" else dtype, device=device)
-            scale = torch.zeros((*shape[:-1], 1), device=device) if where == "fp8" else None
+            scale = torch.zeros((*shape[:-1], 1), dtype=torch.float32, device=device) if where == "fp8" else None
         for tensor in (values,) if scale is None else (values, scale):
             mark_static_address(tensor, guard=False)
         return cls(values, scale, device, dtype)

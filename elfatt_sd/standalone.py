@@ -46,7 +46,7 @@ class StandaloneLayer:
             block_input: of the transformer block, before its normalisation: ToMe's metric.
         """
         device = next(self._attention.parameters()).device
-        sample = torch.empty(1, device=device).expand(latent)
+        sample = torch.empty(1, dtype=torch.float32, device=device).expand(latent)
         self._denoiser.begin(position, Run(), Given.latent(sample, position.step))
         state = self._layer.state
         if state is not None:

@@ -20,6 +20,7 @@ from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.timing import without_gradients
 from elfatt_sd.config import PatchConfig
+from elfatt_sd.devices import standard_normal
 from elfatt_sd.families import SelfAttention
 from elfatt_sd.layer_state import attend
 from elfatt_sd.measuring.clock import Call
@@ -135,7 +136,7 @@ def _attention_calls(
     """Return a call of each attention, in the first of its block orders: what is drawn is drawn before."""
     generator = torch.Generator().manual_seed(0)
     shape = (3, batch, side * side, HEADS, CHANNELS // HEADS)
-    q, k, v = torch.randn(shape, generator=generator).to(device, dtype)
+    q, k, v = standard_normal(shape, generator).to(device, dtype)
     grid, draws = Grid.image(side, side), Draws(0, 0, 0, device)
     calls: dict[str, Call] = {}
     for name, phase in {Softmax.name: EXACT, **layer_phases(block_size)}.items():
@@ -147,7 +148,7 @@ def _attention_calls(
 
 def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype) -> dict[str, Call]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(batch, side * side, CHANNELS, generator=generator).to(device, dtype)
+    x = standard_normal((batch, side * side, CHANNELS), generator).to(device, dtype)
     block_input = channels_first(x)
     attention = _attention_module(device, dtype)
     calls: dict[str, Call] = {

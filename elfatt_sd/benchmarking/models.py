@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from elfatt_sd.benchmarking.lineup import Size, height_and_width
 from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import standard_normal
 from elfatt_sd.families import family_of, find_layers, main_denoiser, unwrap
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
@@ -66,7 +67,7 @@ class Model:
         generator = torch.Generator().manual_seed(0)
 
         def noise(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(parameter)
+            return standard_normal(shape, generator).to(parameter)
 
         module = unwrap(self.unet)
         family = family_of(module)

@@ -92,7 +92,7 @@ def _seconds_to_score(run: Run) -> float:
     protocol = run.protocol
     finished = all(row.finished for row in run.rows) and (run.folder / SCORES_FILE).exists()
     images = 0 if finished or not protocol.extractors else count_images(run) * protocol.frames
-    pictures = torch.zeros(_PROBE_IMAGES, 3, protocol.height, protocol.width, dtype=torch.uint8)
+    pictures = torch.zeros(_PROBE_IMAGES, 3, protocol.height, protocol.width, dtype=torch.uint8, device="cpu")
     seconds = 0.0
     for extractor in load_extractors(protocol) if images else ():
         extractor(pictures[:1])

@@ -142,7 +142,7 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
     constant, length, free = (
         target.covariance.trace(),
         shift.square().sum(),
-        torch.tensor(count - 1, dtype=torch.float64),
+        torch.tensor(count - 1, dtype=torch.float64, device="cpu"),
     )
     spectrum = Spectrum(features, statistics, target.factor)
     left = by_class(features, statistics.mean, shift, spectrum, groups)

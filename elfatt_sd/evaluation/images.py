@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import standard_normal
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
 from elfatt_sd.pictures import fault_of
@@ -123,7 +124,7 @@ def start_noise(pipe: Any, protocol: Protocol, seeds: Sequence[int]) -> dict[str
     factor = pipe.vae_scale_factor
     shape = (denoiser(pipe).config.in_channels, protocol.height // factor, protocol.width // factor)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    latents = torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+    latents = torch.stack([standard_normal(shape, generator) for generator in generators])
     return {"latents": latents.to(pipe.device, denoiser(pipe).dtype), "generator": generators}
 
 

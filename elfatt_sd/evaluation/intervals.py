@@ -47,8 +47,8 @@ class Estimate:
             influence: per fraction of the whole weight.
             groups: the class of each image; images of one class may depend on each other.
         """
-        classes, place = torch.unique(torch.as_tensor(groups), return_inverse=True)
-        sums = torch.zeros(len(classes), dtype=torch.float64).index_add_(0, place, influence)
+        classes, place = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True)
+        sums = torch.zeros(len(classes), dtype=torch.float64, device="cpu").index_add_(0, place, influence)
         return cls(value, sums[None] / len(influence))
 
     @classmethod
@@ -131,7 +131,7 @@ def even_classes(groups: Groups) -> int:
     Args:
         groups: the class of each image.
     """
-    sizes = torch.unique(torch.as_tensor(groups), return_counts=True)[1].double()
+    sizes = torch.unique(torch.as_tensor(groups, device="cpu"), return_counts=True)[1].double()
     return round(float(sizes.sum() ** 2 / sizes.square().sum()))
 
 

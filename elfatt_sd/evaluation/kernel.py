@@ -63,10 +63,10 @@ def kernel_distance(
     within = kernel_within(reference, kernel) if within is None else within
     count = len(features)
     blocks = -(-count // KERNEL_SAMPLE)
-    own, across = (torch.zeros(count, dtype=torch.float64) for _ in range(2))
+    own, across = (torch.zeros(count, dtype=torch.float64, device="cpu") for _ in range(2))
     known = take(reference, slice(None))
     for block in range(blocks):
-        rows = torch.arange(block, count, blocks)
+        rows = torch.arange(block, count, blocks, device="cpu")
         images = take(features, rows)
         own[rows] = _mean_to_others(images, kernel)
         across[rows] = torch.cat([kernel(piece, known).mean(1) for piece in torch.split(images, ROWS)])
@@ -82,8 +82,8 @@ def kernel_within(reference: Features, kernel: Kernel = polynomial) -> float:
 
 def _mean_to_others(images: Tensor, kernel: Kernel) -> Tensor:
     """Mean kernel `[n]` of each image with all others; each pair of pieces is computed once."""
-    total = torch.zeros(len(images), dtype=torch.float64)
-    pieces = torch.split(torch.arange(len(images)), ROWS)
+    total = torch.zeros(len(images), dtype=torch.float64, device="cpu")
+    pieces = torch.split(torch.arange(len(images), device="cpu"), ROWS)
     for place, rows in enumerate(pieces):
         for columns in pieces[place:]:
             values = kernel(images[rows[0] : rows[-1] + 1], images[columns[0] : columns[-1] + 1])

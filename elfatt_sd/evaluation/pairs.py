@@ -81,7 +81,7 @@ def paired(images: Images, changes: Tensor) -> dict[str, Any]:
     PSNR is over the images that differ.
     """
     differing = changes[:, 0].isfinite()
-    classes = torch.as_tensor(images.classes)
+    classes = torch.as_tensor(images.classes, device="cpu")
     decibels, similarities = ([round(value, DIGITS) for value in each] for each in changes.t().tolist())
     return {
         "classes": list(images.classes),
@@ -97,7 +97,7 @@ def paired(images: Images, changes: Tensor) -> dict[str, Any]:
 
 def cosines(images: Images, cosine: Tensor, extractor: str) -> dict[str, Any]:
     """Summary of the cosine `[n]` between each image's features and the untouched one's."""
-    return {**_summary(cosine, torch.as_tensor(images.classes), -1.0, 1.0), "extractor": extractor}
+    return {**_summary(cosine, torch.as_tensor(images.classes, device="cpu"), -1.0, 1.0), "extractor": extractor}
 
 
 def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[s
         return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
     mean = Estimate.mean(values, classes)
     ends = mean.interval(least=low)
-    quartiles = torch.quantile(values, torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype)).tolist()
+    quartiles = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
     return {
         "mean": mean.value,
         "interval": None if ends is None else [ends[0], min(ends[1], high)],

@@ -62,8 +62,8 @@ class Renders:
         open_places: dict[int, list[int]] = {}
         for place in reversed(range(len(self.wanted))):
             open_places.setdefault(self.wanted[place], []).append(place)
-        labels = torch.zeros(len(self.wanted), len(renderer.ATTRIBUTES), dtype=torch.int64)
-        geometry = torch.zeros(len(self.wanted), len(renderer.GEOMETRY))
+        labels = torch.zeros(len(self.wanted), len(renderer.ATTRIBUTES), dtype=torch.int64, device="cpu")
+        geometry = torch.zeros(len(self.wanted), len(renderer.GEOMETRY), dtype=torch.float32, device="cpu")
         generator = torch.Generator().manual_seed(RENDER_SEED)
         names = list(renderer.ATTRIBUTES.values())
         while open_places:

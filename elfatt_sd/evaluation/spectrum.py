@@ -65,7 +65,7 @@ class Spectrum:
         alike = [-RANGE, -RANGE]  # ends of images that do not vary
         ends = self.values.log()[[0, -1]].tolist() if len(self.values) else alike  # in ascending order
         low, high = max(ends[0], ends[1] - RANGE) - MARGIN, ends[1] + MARGIN
-        self.scales = torch.arange(low, high + 1, dtype=torch.float64).exp()
+        self.scales = torch.arange(low, high + 1, dtype=torch.float64, device="cpu").exp()
         self.shares = self.values / (self.values + self.scales[:, None])  # [q, r]
 
     @property
@@ -131,11 +131,11 @@ def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum
         spectrum: of these features.
         groups: the class of each image.
     """
-    _, place, sizes = torch.unique(torch.as_tensor(groups), return_inverse=True, return_counts=True)
+    _, place, sizes = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True, return_counts=True)
     count, scales = len(features), len(spectrum.scales)
-    along, sums, squares, roots = torch.zeros(4, len(sizes), dtype=torch.float64)
-    second, fourth = torch.zeros(2, len(mean), dtype=torch.float64)
-    phi, slope, inside, outside = torch.zeros(4, len(sizes), scales, dtype=torch.float64)
+    along, sums, squares, roots = torch.zeros(4, len(sizes), dtype=torch.float64, device="cpu")
+    second, fourth = torch.zeros(2, len(mean), dtype=torch.float64, device="cpu")
+    phi, slope, inside, outside = torch.zeros(4, len(sizes), scales, dtype=torch.float64, device="cpu")
     for chosen, rows in _chunks(place, sizes, len(spectrum.values), scales):
         shape, rest = (*rows.shape, -1), count - rows.shape[1]
         centred = take(features, rows.flatten()) - mean
@@ -163,7 +163,7 @@ def _chunks(place: Tensor, sizes: Tensor, rank: int, scales: int) -> Iterator[tu
     for size in torch.unique(sizes).tolist():
         step = max(min(ROWS // size, ELEMENTS // (size * max(rank, 3 * scales * size))), 1)
         for chosen in torch.split((sizes == size).nonzero()[:, 0], step):
-            yield chosen, order[starts[chosen, None] + torch.arange(size)]
+            yield chosen, order[starts[chosen, None] + torch.arange(size, device="cpu")]
 
 
 def _downdated(seen: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +175,7 @@ def _downdated(seen: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor, Tensor
     first = spectrum.shares * (1 - spectrum.shares)
     weights = torch.stack((spectrum.shares, first, first * (1 - 2 * spectrum.shares)))
     here, once, twice = _products(seen, weights.flatten(0, 1)).chunk(3, dim=1)  # [g, q, m, m] each
-    inverse = torch.linalg.inv(torch.eye(seen.shape[1], dtype=torch.float64) - here)
+    inverse = torch.linalg.inv(torch.eye(seen.shape[1], dtype=torch.float64, device="cpu") - here)
     moved = inverse @ once
     falls = (_trace(moved, moved) + _trace(inverse, twice), _trace(inverse, once), _trace(inverse, here))
     return spectrum.phi - falls[1], spectrum.slope - falls[0], falls[2]
@@ -185,7 +185,7 @@ def _products(seen: Tensor, weights: Tensor) -> Tensor:
     """Sums `[g, k, m, m]` of weights `[k, r]` times the products of any two of the rows `[g, m, r]`."""
     count, size, rank = seen.shape
     found = seen.new_zeros(count, len(weights), size, size)
-    for pairs in torch.split(torch.triu_indices(size, size), max(ELEMENTS // (count * rank), 1), dim=1):
+    for pairs in torch.split(torch.triu_indices(size, size, device="cpu"), max(ELEMENTS // (count * rank), 1), dim=1):
         first, second = pairs
         sums = ((seen[:, first] * seen[:, second]) @ weights.T).mT
         found[:, :, first, second] = sums

@@ -51,8 +51,8 @@ class FeatureStatistics:
     def __init__(self, dimension: int) -> None:
         """Start with no samples of `dimension` features."""
         self.count = 0
-        self.mean = torch.zeros(dimension, dtype=torch.float64)
-        self._scatter = torch.zeros(dimension, dimension, dtype=torch.float64)
+        self.mean = torch.zeros(dimension, dtype=torch.float64, device="cpu")
+        self._scatter = torch.zeros(dimension, dimension, dtype=torch.float64, device="cpu")
 
     @classmethod
     def from_moments(cls, mean: Tensor, covariance: Tensor, count: int) -> FeatureStatistics:

@@ -296,7 +296,7 @@ def some_timestep(device: torch.device, unit: int | None = None, dtype: torch.dt
     """Return a timestep, in a unit as `Given` has it, of which the run that it belongs to is known."""
     timesteps = torch.arange(999, -1, -1, device=device, dtype=dtype)
     if unit is not None:
-        timesteps = (timesteps + 1) / 1000 if unit == FRACTION else (999 - timesteps) / 1000
+        timesteps = (timesteps + 1).float() / 1000 if unit == FRACTION else (999 - timesteps).float() / 1000
     return timesteps[STEP]
 
 

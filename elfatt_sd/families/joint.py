@@ -182,7 +182,7 @@ def _read_grid(ids: Tensor, rows: int, columns: int) -> Grid:
     own = known[: int((known[:, 0] == known[0, 0]).long().cumprod(0).sum())]
     row, column = (own[:, axis] - own[:, axis].min() for axis in (rows, columns))
     height, width = (int(axis.max()) + 1 for axis in (row, column))
-    expected = torch.arange(len(own), dtype=torch.float64)
+    expected = torch.arange(len(own), dtype=torch.float64, device="cpu")
     whole = len(own) == height * width and torch.equal(row * width + column, expected)
     return Grid.image(height, width) if whole else NO_GRID
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
@@ -152,7 +151,7 @@ def _arguments(module: nn.Module, height: int, width: int, batch: int, fill: Fil
     if config.get("addition_embed_type") == "text_time":
         pooled = config.projection_class_embeddings_input_dim - _TIME_IDS * config.addition_time_embed_dim
         sides = (height * SCALE, width * SCALE)
-        sizes = torch.tensor([[*sides, 0, 0, *sides]]).to(sample).expand(batch, -1)
+        sizes = sample.new_tensor([[*sides, 0, 0, *sides]]).expand(batch, -1)
         arguments["added_cond_kwargs"] = {"text_embeds": fill(batch, pooled), "time_ids": sizes}
     return arguments
 

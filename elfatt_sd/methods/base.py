@@ -145,7 +145,8 @@ class Draws:
 
         key = f"{self.seed}/{self.step}/{self.layer}/{what}".encode()
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
-        return torch.rand(count, generator=torch.Generator().manual_seed(seed), device="cpu")
+        generator = torch.Generator().manual_seed(seed)
+        return torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")
 
     def upload(self, drawn: Tensor) -> Tensor:
         """Move a tensor from the CPU to the layer's device, without waiting for it."""

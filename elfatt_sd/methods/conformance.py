@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elfatt_sd.devices import standard_normal
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.joint import Keys
 from elfatt_sd.methods.base import Attention, Draws, Merge, Prepared, Size
@@ -28,7 +29,7 @@ class TrialLayer:
     def __init__(self, tokens: Tensor, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(0)
         channels = _HEADS * _HEAD_DIM
-        self._weights = torch.randn(3, channels, channels, generator=generator).div(channels**0.5).to(device)
+        self._weights = standard_normal((3, channels, channels), generator).div(channels**0.5).to(device)
         self._tokens = tokens
         self.kernel: dict[str, Any] = {"fp32_logits": False, "backend": "native"}
         self.context: Keys | None = None
@@ -73,7 +74,7 @@ def _check(attention: Attention) -> None:
     if not isinstance(said, str) or "\n" in said:
         raise broken(attention, f"says itself as {said!r}; return a text of one line from `words`")
     for grid in _GRIDS:
-        tokens = torch.randn(_BATCH, grid.tokens, _HEADS * _HEAD_DIM, generator=torch.Generator().manual_seed(1))
+        tokens = standard_normal((_BATCH, grid.tokens, _HEADS * _HEAD_DIM), torch.Generator().manual_seed(1))
         before, states = tokens.clone(), _random_states()
         first, second = (_attend(attention, grid, tokens) for _ in range(2))
         if _random_states() != states:
@@ -148,7 +149,7 @@ def _attend(attention: Attention, grid: Grid, tokens: Tensor) -> Tensor:
 def _check_without_values(attention: Attention, grid: Grid) -> None:
     """Run it on tensors without values: what reads one waits for the device."""
     prepared = attention.prepare(grid, Draws(0, 0, 0, torch.device("meta")))
-    tokens = torch.empty(_BATCH, grid.tokens, _HEADS * _HEAD_DIM, device="meta")
+    tokens = torch.empty(_BATCH, grid.tokens, _HEADS * _HEAD_DIM, dtype=torch.float32, device="meta")
     try:
         attention.attend(TrialLayer(tokens, "meta"), tokens, prepared)
     except Exception as error:

@@ -155,8 +155,9 @@ def sample_parameters(count: int, generator: torch.Generator, scale: float = 1.0
     Returns:
         labels `[n, 4]` (int64 indices, ordered as `ATTRIBUTES`) and geometry `[n, 8]` (float32, ordered as `GEOMETRY`).
     """
-    uniform = torch.rand(count, 12, generator=generator, device=generator.device)
-    sizes = torch.tensor([len(SHAPES), len(COLORS), len(PATTERNS), len(COLORS) - 1], device=uniform.device)
+    uniform = torch.rand(count, 12, generator=generator, dtype=torch.float32, device=generator.device)
+    counts = [len(SHAPES), len(COLORS), len(PATTERNS), len(COLORS) - 1]
+    sizes = torch.tensor(counts, dtype=torch.int64, device=uniform.device)
     labels = (uniform[:, :4] * sizes).long().minimum(sizes - 1)
     labels[:, 3] = (labels[:, 1] + 1 + labels[:, 3]) % len(COLORS)
     x, y, radius, rotation, period, phase_u, phase_v, angle = uniform[:, 4:].unbind(1)
@@ -186,12 +187,13 @@ def sample_scenes(count: int, seed: int, scale: float = 1.0) -> list[Scene]:
 def scene_labels(scenes: Sequence[Scene]) -> Tensor:
     """Labels as indices, `[n, 4]` int64 in the order of `ATTRIBUTES`."""
     rows = [[values.index(getattr(scene, name)) for name, values in ATTRIBUTES.items()] for scene in scenes]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, len(ATTRIBUTES))
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, len(ATTRIBUTES))
 
 
 def class_labels(classes: Sequence[tuple[str, str, str, str]]) -> Tensor:
     """Label indices `[n, 4]` in the order of `ATTRIBUTES`."""
-    return torch.tensor([[v.index(x) for v, x in zip(ATTRIBUTES.values(), row, strict=True)] for row in classes])
+    rows = [[v.index(x) for v, x in zip(ATTRIBUTES.values(), row, strict=True)] for row in classes]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def render(scenes: Sequence[Scene], size: int = 256, device: str | torch.device = "cpu") -> Tensor:
@@ -216,7 +218,7 @@ def render_parameters(labels: Tensor, geometry: Tensor, size: int = 256) -> Tens
     shape, color, pattern, background = labels.unbind(1)
     ticks = (torch.arange(size, device=labels.device, dtype=torch.float32) + 0.5) / size
     x, y = ticks[None, None, :], ticks[None, :, None]
-    palette = torch.tensor(list(COLORS.values()), device=labels.device)
+    palette = torch.tensor(list(COLORS.values()), dtype=torch.float32, device=labels.device)
     u, v = _rotate(x - 0.5, y - 0.5, angle)
     tone = _apply(pattern, list(_TONES.values()), u / period + phase_u, v / period + phase_v)
     picture = _blend(palette[background], palette[background] * (1 - PALE) + PALE, _coverage(tone * period * size))

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from elfatt_sd.devices import standard_normal
 from elfatt_sd.tiling import Grid
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def same_keys(attend: Attend, shape: Sequence[int], context: Keys | None, like: 
         for each head, the number `[M]` of the set that each query sees; None where there are more than `MOST_SETS`.
     """
     zeros, generator = like.new_zeros(tuple(shape)), torch.Generator().manual_seed(0)
-    random = torch.randn(tuple(shape), generator=generator).to(like)
+    random = standard_normal(tuple(shape), generator).to(like)
     text = None if context is None else context._replace(k=torch.zeros_like(context.k), v=torch.zeros_like(context.v))
     ones = None if text is None else text._replace(v=torch.ones_like(text.v))
     with torch.no_grad():

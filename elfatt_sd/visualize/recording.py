@@ -279,7 +279,7 @@ def _places(seen: _Seen, prepared: Prepared | None) -> Labels:
 def _matching(state: LayerState, ratio: float) -> Any:
     """Return which tokens are merged at a ratio in the call that goes on, whose similarities are known."""
     rows = 1 if state.candidates is None else len(state.candidates.nearest)
-    return state.matching(torch.empty(rows, state.grid.tokens, 0), ratio)
+    return state.matching(torch.empty(rows, state.grid.tokens, 0, dtype=torch.float32, device="cpu"), ratio)
 
 
 def _agents(seen: _Seen, attention: Attention, tokens: int, place: Labels, ratios: list[float]) -> list[Grouping]:

@@ -91,7 +91,7 @@ def _dists_network(dists: Any) -> Any:
             block.add_module(str(place), layers[place])
         network.add_module(f"stage{number}", block)
     for name, values in (("mean", (0.485, 0.456, 0.406)), ("std", (0.229, 0.224, 0.225))):
-        network.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
+        network.register_buffer(name, torch.tensor(values, dtype=torch.float32, device="cpu").view(1, -1, 1, 1))
     network.chns = [3, *channels, 512]
     learnt = torch.load(dists._PATH_WEIGHT_DISTS, map_location="cpu", weights_only=True)
     for name in ("alpha", "beta"):

@@ -39,12 +39,12 @@ def neighbour_figures(features: Features, reference: Features, groups: Groups) -
     """
     check_enough(min(len(features), len(reference)))
     images, known = take(features, slice(None)).float(), take(reference, slice(None)).float()
-    classes, place = torch.unique(torch.as_tensor(groups), return_inverse=True)
+    classes, place = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True)
     radii = _radii(known)
-    counts = torch.zeros(len(images), dtype=torch.float64)
+    counts = torch.zeros(len(images), dtype=torch.float64, device="cpu")
     covered, recalled = (_Reached(len(classes), len(known)) for _ in range(2))
     own = _OwnRadii(images, place)
-    for rows in torch.split(torch.arange(len(images)), ROWS):
+    for rows in torch.split(torch.arange(len(images), device="cpu"), ROWS):
         far = torch.cdist(images[rows], known)
         inside = far <= radii
         counts[rows] = inside.sum(1).double()
@@ -109,8 +109,8 @@ class _Reached:
     """Which reference images some image reaches, and which are reached without each class."""
 
     def __init__(self, classes: int, count: int) -> None:
-        self.by = torch.zeros(classes, count, dtype=torch.bool)
-        self.gained = torch.zeros(classes, count, dtype=torch.bool)
+        self.by = torch.zeros(classes, count, dtype=torch.bool, device="cpu")
+        self.gained = torch.zeros(classes, count, dtype=torch.bool, device="cpu")
 
     def add(self, inside: Tensor, place: Tensor) -> None:
         """Note what some images reach: `[rows, m]`, with the class of each."""

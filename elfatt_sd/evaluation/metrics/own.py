@@ -86,7 +86,7 @@ def _called(metric: str, function: Callable[..., Any], batch: Batch, compares: b
 
     more = [given(batch.untouched)] if compares and batch.untouched is not None else []
     try:
-        values = torch.as_tensor(function(given(batch.images), list(batch.prompts), *more))
+        values = torch.as_tensor(function(given(batch.images), list(batch.prompts), *more), device="cpu")
     except (Exception, SystemExit) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ElfattError(f"metric={metric!r} failed ({type(error).__name__}: {reason}); mend the function.") from error
