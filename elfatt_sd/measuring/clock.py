@@ -97,7 +97,7 @@ def _keep_on(done: int, total: int) -> None:
 
 @dataclass
 class Comparison:
-    """Things that are timed against each other: a warm-up, then rounds in which they take turns.
+    """Things that are timed against each other: a warm-up, then interleaved rounds.
 
     Attributes:
         names: of the things; without those that were lost.
