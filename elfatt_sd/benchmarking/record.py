@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from elfatt_sd.benchmarking.rows import Results, make_rows
-from elfatt_sd.benchmarking.timing import Watch, time_in_turns
+from elfatt_sd.benchmarking.timing import time_in_turns
 from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.measuring.clock import Call, now
 from elfatt_sd.measuring.machine import Bystanders, describe_machine
@@ -92,11 +93,11 @@ class Record:
             turns.append(done)
             self.tell(title(key), done, total)
 
-        watch = Watch(turn, lambda name, error: self.lose(key, name, error))
         self.tell(title(key), 0, repeats * len(calls) + len(calls if warm_up is None else warm_up))
         try:
-            options: dict[str, Any] = {"seconds": seconds, "warm_up": warm_up, "times": group["times"], "watch": watch}
-            time_in_turns(calls, repeats, self._device, **options)
+            options: dict[str, Any] = {"seconds": seconds, "warm_up": warm_up, "times": group["times"], "tell": turn}
+            lose = functools.partial(self.lose, key)
+            time_in_turns(calls, repeats, self._device, **options, lose=lose)
         finally:  # also when it is stopped
             self._done += turns[-1]
             if rounds := max(map(len, group["times"].values()), default=0):

@@ -6,11 +6,12 @@ A machine whose clock drifts slows all of them alike.
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -88,6 +89,84 @@ def _round(
             lost.add(name)
         else:
             yield turn, reading
+
+
+def _keep_on(done: int, total: int) -> None:
+    """Tell nobody."""
+
+
+@dataclass
+class Comparison:
+    """Things that are timed against each other: a warm-up, then interleaved rounds.
+
+    Attributes:
+        names: of the things; without those that were lost.
+        take: runs one of them once, and returns its seconds.
+        rounds: that count.
+        tell: called after every turn, with the number of turns so far and in all.
+        lose: told what a turn raised; the thing is then left out. Without it, the exception goes on to the caller.
+        times: seconds of each turn that counts, by name.
+    """
+
+    names: list[str]
+    take: Callable[[Turn], float]
+    rounds: int = 1
+    tell: Callable[[int, int], None] = _keep_on
+    lose: Callable[[str, Exception], None] | None = None
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Nothing has run."""
+        self.times |= {name: [] for name in self.names}
+        self._done, self._total = 0, self.rounds * len(self.names)
+
+    def warm_up(
+        self, take: Callable[[Turn], float] | None = None, names: Iterable[str] | None = None
+    ) -> dict[str, float]:
+        """Run things once without counting it, in other ways or others in their place; return the seconds of each."""
+        chosen, seconds = list(self.names if names is None else names), {}
+        self._total += len(chosen)
+        lose, round_before = None if self.lose is None else self._lost, -len(chosen)  # in which the first one begins
+        for turns in interleave(chosen, take or self.take, [round_before] * bool(chosen), lose=lose):
+            for turn, taken in turns:
+                seconds[turn.name] = taken
+                self._count()
+        return seconds
+
+    def run(self, seconds: float = math.inf) -> None:
+        """Run the rounds that count; none starts past these seconds, once there is one."""
+        if self.names:
+            rounds = interleave(self.names, self.take, range(self.rounds), seconds=seconds)
+            for turn, taken in itertools.chain.from_iterable(rounds):
+                self.times[turn.name].append(taken)
+                self._count()
+
+    def drop_unfinished_round(self) -> None:
+        """Forget what a round measured that was stopped."""
+        whole = min((len(self.times[name]) for name in self.names), default=0)
+        for name in self.names:
+            del self.times[name][whole:]
+
+    def speed(self, name: str, base: str) -> Spread:
+        """Return how many times as fast as another one a thing is, within rounds."""
+        return Spread.over(ratios(self.times[base], self.times[name]))
+
+    def busy(self) -> str:
+        """Return what to say where the times do not count; see `busy`."""
+        return busy(times for times in self.times.values() if times)
+
+    def _count(self) -> None:
+        self._done += 1
+        self.tell(self._done, self._total)
+
+    def _lost(self, turn: Turn, error: Exception) -> None:
+        """Leave out what failed as it warmed up; what only stood in for it is not among the things."""
+        if self.lose is None or turn.name not in self.names:
+            raise error
+        self.lose(turn.name, error)
+        self.names.remove(turn.name)
+        self._total -= self.rounds
+        self._count()
 
 
 class Stopwatch:

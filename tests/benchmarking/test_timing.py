@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from elfatt_sd.benchmarking import timing
-from elfatt_sd.benchmarking.timing import Watch, time_in_turns
+from elfatt_sd.benchmarking.timing import time_in_turns
 
 
 def calls(names: str, seen: list[str]) -> dict[str, Callable[[], None]]:
@@ -53,9 +54,9 @@ def test_a_round_that_is_stopped_does_not_count(cpu: torch.device) -> None:
     assert (len(times["a"]), len(times["stop"])) == (1, 1)
 
 
-def test_the_watch_hears_of_every_call(cpu: torch.device) -> None:
+def test_who_is_told_hears_of_every_call(cpu: torch.device) -> None:
     heard: list[tuple[int, int]] = []
-    time_in_turns(calls("ab", []), 2, cpu, watch=Watch(turn=lambda done, total: heard.append((done, total))))
+    time_in_turns(calls("ab", []), 2, cpu, tell=lambda done, total: heard.append((done, total)))
     assert heard == [(done, 6) for done in range(1, 7)]
 
 
@@ -86,9 +87,9 @@ def test_what_does_not_fit_is_left_out(cpu: torch.device) -> None:
         seen.append("x")
         raise error
 
-    watch = Watch(turn=lambda done, total: heard.append((done, total)), lost=lambda name, _: lost.append(name))
+    told: Any = {"tell": lambda done, total: heard.append((done, total)), "lose": lambda name, _: lost.append(name)}
     full = {**calls("ab", seen), "x": lambda: fail(torch.OutOfMemoryError("CUDA out of memory"))}
-    times = time_in_turns(full, 2, cpu, watch=watch)
+    times = time_in_turns(full, 2, cpu, **told)
     assert (lost, seen.count("x"), heard[-1]) == (["x"], 1, (7, 7))
     assert {name: len(taken) for name, taken in times.items()} == {"a": 2, "b": 2, "x": 0}
     with pytest.raises(RuntimeError, match="other"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elfatt_sd.measuring import clock
-from elfatt_sd.measuring.clock import CallTimer, Spread, Stopwatch, Turn, interleave, ratios, timed
+from elfatt_sd.measuring.clock import CallTimer, Comparison, Spread, Stopwatch, Turn, interleave, ratios, timed
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,45 @@ def test_what_fails_has_no_further_turns() -> None:
 
 def test_no_round_starts_late_but_one_runs() -> None:
     assert len([list(turns) for turns in interleave("a", lambda turn: 0, range(100), seconds=0)]) == 1
+
+
+def test_a_comparison_warms_up_and_takes_turns() -> None:
+    seen: list[str] = []
+    told: list[tuple[int, int]] = []
+
+    def take(turn: Turn) -> float:
+        seen.append(f"{turn.name}{turn.number}")
+        return 1.0 + (turn.name == "slow")
+
+    compared = Comparison(["slow", "fast"], take, 2, lambda done, total: told.append((done, total)))
+    assert compared.warm_up() == {"slow": 2.0, "fast": 1.0}
+    compared.run()
+    assert seen == ["slow-2", "fast-2", "slow0", "fast0", "fast1", "slow1"]
+    assert told == [(done, 6) for done in range(1, 7)]
+    assert compared.speed("fast", "slow") == (2.0, 2.0, 2.0)
+    assert compared.busy() == ""
+    compared.times["fast"].append(9.0)
+    assert "equal runs took 1.00 to 9.00 s" in compared.busy()
+    compared.drop_unfinished_round()
+    assert compared.times == {"slow": [2.0, 2.0], "fast": [1.0, 1.0]}
+
+
+def test_what_fails_as_it_warms_up_is_lost_where_somebody_is_told() -> None:
+    lost: list[str] = []
+
+    def take(turn: Turn) -> float:
+        if turn.name == "b":
+            raise ValueError("no")
+        return 1.0
+
+    compared = Comparison(["a", "b"], take, 2, lose=lambda name, error: lost.append(f"{name}: {error}"))
+    compared.warm_up()
+    compared.run()
+    assert (lost, compared.names, compared.times) == (["b: no"], ["a"], {"a": [1.0, 1.0], "b": []})
+    with pytest.raises(ValueError, match="no"):
+        compared.warm_up(names=["b"])  # it is not among the things
+    with pytest.raises(ValueError, match="no"):
+        Comparison(["b"], take).run()
 
 
 def test_ratios_are_taken_within_rounds_that_both_have() -> None:
