@@ -248,7 +248,6 @@ def patch(
     width: Width = None,
     as_json: Json = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the configuration as JSON.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="--autotune: also what may not fit into memory.")] = False,
 ) -> None:
     """Show what would be patched, layer by layer, and the Python lines that do it."""
     check_sizes(height, width)
@@ -257,12 +256,11 @@ def patch(
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
     from_where: Source = source(model)
-    if force and not chosen.autotune:
-        complain("force has no effect without autotune", "warning")
     if model in SHAPE_NAMES:
         pipe = _sketch(from_where, chosen.autotune)
     else:
-        pipe = _checked(from_where, (height, width), measured=chosen.autotune and not force)
+        from_where.check()
+        pipe = from_where.load()
 
     from elfatt_sd.patch import plan
 
@@ -323,21 +321,6 @@ def doctor(as_json: Json = False) -> None:
         print_findings(sections)
     if not healthy(sections):
         raise typer.Exit(1)
-
-
-def _checked(source: Source, size: tuple[int | None, int | None], measured: bool) -> Any:
-    """Load a pipeline; where it is to be measured, only if its images fit into memory."""
-    from elfatt_sd.preflight import check_sizes_fit
-
-    source.check()
-    if measured:
-        check_sizes_fit(source.model, source.device, source.dtype, [size], batch=2, images=0)
-    pipe = source.load()
-    if measured:
-        from elfatt_sd.budget import check_fits
-
-        check_fits(pipe, *size, steps=MEASURED_CALLS, images=1, rows=2)
-    return pipe
 
 
 def _sketch(source: Source, autotune: bool) -> Any:

@@ -14,7 +14,7 @@ from elfatt_sd.benchmarking.names import is_peer
 from elfatt_sd.benchmarking.presets import joint_configs, order_configs
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.budget import check_fits
+from elfatt_sd.budget import warn_if_too_large
 from elfatt_sd.choosing import fits, fitted
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.evaluation.errors import DRAWS, Row, measure_errors
@@ -85,7 +85,7 @@ def orders(
     settings = Settings(steps, guidance, height, width, frames)
     settings.check(pipe)
     rows = len(prompts) * rows_of(pipe, guidance)
-    check_fits(pipe, height, width, steps=steps, images=len(prompts), rows=rows, frames=frames)
+    warn_if_too_large(pipe, height, width, rows=rows, frames=frames)
     calls = None if every_step else sorted(record_at or {call * steps // 25 for call in _SOME})
     asked: dict[str, Any] = {"model": model, "prompts": list(prompts), "steps": steps, "record_at": calls}
     asked |= {
