@@ -15,7 +15,6 @@ from elfatt_sd import checks
 from elfatt_sd.benchmarking.lineup import (
     Size,
     check_method,
-    grid_side,
     height_and_width,
     read_size,
     varied,
@@ -28,7 +27,7 @@ from elfatt_sd.console import FAILURE, adds_options, name_and_value, optional, o
 from elfatt_sd.optional import need
 from elfatt_sd.peers import PEERS
 from elfatt_sd.pipelines import check_model, check_names
-from elfatt_sd.preflight import check_device, check_layers_fit, check_sizes_fit, check_steps
+from elfatt_sd.preflight import check_device, check_sizes, check_steps
 from elfatt_sd.presets import METHODS
 from elfatt_sd.progress import Forecast, progress_of
 from elfatt_sd.sizes import SHAPE_NAMES, UNET_NAMES
@@ -61,7 +60,6 @@ Batch = Annotated[int, typer.Option(help="Images at a time.")]
 Rows = Annotated[int, typer.Option("--batch", help="Rows of a UNet's batch: two for each image with guidance.")]
 Repeats = Annotated[int, typer.Option(help="Rounds that count.")]
 MaxSeconds = Annotated[float, typer.Option(help="Leave out what is expected to take longer for one call.")]
-Force = Annotated[bool, typer.Option("--force", help="Time even what is estimated not to fit into memory.")]
 Compile = Annotated[bool, typer.Option("--compile", help="Time all but other packages through torch.compile too.")]
 Autotune = Annotated[
     bool, typer.Option("--autotune", help="Time every method also with only those layers patched that it makes faster.")
@@ -144,11 +142,10 @@ def denoiser(
     memory: Memory = True,
     memory_batch: MemoryBatch = None,
     variant: Variant = None,
-    force: Force = False,
 ) -> None:
     """One call of a UNet or transformer in every phase of every method, added up over a run."""
     chosen = [*map(read_size, sizes)]
-    _check(model, variant, device, dtype, [] if force else chosen, max(batch, *(memory_batch or [0])), images=0)
+    _check(model, variant, device, dtype, chosen)
     if memory_batch and not memory:
         raise ElfattError("--memory-batch is not accepted with --no-memory; leave one of them out.")
     if compile and autotune:
@@ -178,12 +175,11 @@ def pipeline(
     device: Device = "auto",
     dtype: Dtype = "auto",
     variant: Variant = None,
-    force: Force = False,
 ) -> None:
     """A whole pipeline with guidance, from prompt to image."""
     chosen = [*map(read_size, sizes)]
     check_steps(model, steps)
-    _check(model, variant, device, dtype, [] if force else chosen or [None], 2 * batch, images=batch)
+    _check(model, variant, device, dtype, chosen)
     options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory}
     options |= _given(ratio=ratio, variant=variant)
     _run("pipeline", session, model=model, sizes=chosen, methods=methods, device=device, dtype=dtype, **options)
@@ -211,9 +207,7 @@ def _check(
     variant: str | None,
     device: str,
     dtype: str = "auto",
-    sizes: Sequence[Size | None] = (),
-    batch: int = 1,
-    images: int = 1,
+    sizes: Sequence[Size] = (),
 ) -> None:
     """Check what can be checked before PyTorch is imported: the model, the device and the sizes of images."""
     check_names(device, dtype)
@@ -222,8 +216,7 @@ def _check(
         check_model(model, variant=variant)
     elif variant is not None:
         raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
-    pixels = [(None, None) if size is None else height_and_width(size) for size in sizes]
-    check_sizes_fit(model, device, dtype, pixels, batch, images)
+    check_sizes(model, map(height_and_width, sizes))
 
 
 def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None:
@@ -236,7 +229,6 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
             raise ElfattError(f"{option}={options[option]:g} is not accepted; give a number above 0.")
     check_names(options["device"], options["dtype"])
     check_device(options["device"])
-    check_layers_fit([grid_side(count) for count in options.get("tokens", ())], options.get("batch", 1))
     if options.get("ratio") is not None:
         PatchConfig.preset("tome", ratio=options["ratio"])  # checks it
     if "block_size" in options:

@@ -246,7 +246,6 @@ def patch(
     width: Width = None,
     as_json: Json = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the configuration as JSON.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="--autotune: also what may not fit into memory.")] = False,
 ) -> None:
     """Show what would be patched, layer by layer, and the Python lines that do it."""
     check_sizes(height, width)
@@ -258,7 +257,8 @@ def patch(
     if model in SHAPE_NAMES:
         pipe = _sketch(from_where, chosen.autotune)
     else:
-        pipe = _checked(from_where, (height, width), measured=chosen.autotune and not force)
+        from_where.check()
+        pipe = from_where.load()
 
     from elfatt_sd.patch import plan
 
@@ -319,21 +319,6 @@ def doctor(as_json: Json = False) -> None:
         print_findings(sections)
     if not healthy(sections):
         raise typer.Exit(1)
-
-
-def _checked(source: Source, size: tuple[int | None, int | None], measured: bool) -> Any:
-    """Load a pipeline; where it is to be measured, only if its images fit into memory."""
-    from elfatt_sd.preflight import check_sizes_fit
-
-    source.check()
-    if measured:
-        check_sizes_fit(source.model, source.device, source.dtype, [size], batch=2, images=0)
-    pipe = source.load()
-    if measured:
-        from elfatt_sd.budget import check_fits
-
-        check_fits(pipe, *size, steps=MEASURED_CALLS, images=1, rows=2)
-    return pipe
 
 
 def _sketch(source: Source, autotune: bool) -> Any:

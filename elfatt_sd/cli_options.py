@@ -32,7 +32,6 @@ Scheduler = Annotated[
         help=f"{', '.join(SCHEDULERS)}, or diffusers' class; the model's own if not given.",
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Draw even what is estimated not to fit into memory.")]
 Height = Annotated[int | None, typer.Option(help="Height in pixels, a multiple of 8; the model's own if not given.")]
 Width = Annotated[int | None, typer.Option(help="Width in pixels, a multiple of 8; the model's own if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -43,7 +42,6 @@ DRAWING_OPTIONS: dict[str, tuple[Any, Any]] = {
     "width": (Width, None),
     "negative_prompt": (NegativePrompt, None),
     "scheduler": (Scheduler, None),
-    "force": (Force, False),
 }
 SOURCE_OPTIONS: dict[str, tuple[Any, Any]] = {
     "device": (Device, "auto"),
@@ -72,20 +70,13 @@ class Source:
         check_device(self.device)
         check_model(self.model, allow_pickle=self.allow_pickle, variant=self.variant)
 
-    def check_fits(self, request: Request) -> None:
-        """Refuse steps or an image that cannot be, as far as a directory tells without PyTorch."""
-        from elfatt_sd.preflight import check_sizes_fit, check_steps
-
-        check_steps(self.model, request.steps)
-        if not request.force:
-            sizes = [(request.height, request.width)]
-            rows = 2 if request.guidance is None else 1 + (request.guidance > 1)
-            check_sizes_fit(self.model, self.device, self.dtype, sizes, rows)
-
     def load_for(self, request: Request) -> Any:
         """Check all that can be checked, and load the pipeline for what is to be drawn."""
+        from elfatt_sd.preflight import check_sizes, check_steps
+
         self.check()
-        self.check_fits(request)
+        check_steps(self.model, request.steps)
+        check_sizes(self.model, [(request.height, request.width)])
         if self.model in EMBEDDED:
             tell_unknown_words(list(request.prompts))
         return self.load()

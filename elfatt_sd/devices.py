@@ -16,7 +16,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.sizes import memory_of_cpu
 
 _DEVICE_ERROR = re.compile(r"(CUDA|HIP|XPU) error: ")
 _NO_MEMORY = (
@@ -194,4 +193,12 @@ def memory_of(device: torch.device) -> tuple[float, float]:
     if hasattr(kind, "recommended_max_memory"):  # MPS, which shares the memory of the CPU
         whole = float(kind.recommended_max_memory())
         return whole, max(0.0, whole - kind.driver_allocated_memory())
-    return memory_of_cpu()
+    import psutil
+
+    memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
+    try:  # what a container may have, where there is a limit
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        limit = memory.total
+    available = float(min(memory.total, limit) - own)
+    return available, min(available, float(memory.available))

@@ -6,20 +6,15 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elfatt_sd.config import ElfattError
 from elfatt_sd.files import visible
-
-if TYPE_CHECKING:
-    pass
-
 
 INDEX = "model_index.json"
 PICKLES = {".ckpt", ".pt", ".pth", ".bin"}
 _WITH_VOCABULARY = ("CLIPTokenizer", "T5Tokenizer", "Qwen2Tokenizer")  # others, such as ByT5's, have none
 _VOCABULARY = ("vocab.json", "vocab.txt", "tokenizer.json", "vocab.jsonl", ".model", ".tiktoken")
-_CONFIGURATIONS = {"config.json", "scheduler_config.json"}
 _VARIANT = re.compile(r"\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.safetensors")  # of model.fp16.safetensors: fp16
 
 
@@ -33,8 +28,8 @@ def check_directory(path: Path, given: Collection[str], allow_pickle: bool, vari
     missing = [name for name in wanted if not (path / name).is_dir()]
     if missing:
         raise ElfattError(f"model={str(path)!r} lacks a part: {', '.join(missing)} (named in its {INDEX}).")
-    if damaged := [reason for name in wanted if (reason := _damage(path / name, str(_index(path)[name][-1])))]:
-        raise ElfattError(f"model={str(path)!r} is not whole: {'; '.join(damaged)}.")
+    if wordless := [name for name in wanted if _lacks_words(path / name, str(_index(path)[name][-1]))]:
+        raise ElfattError(f"model={str(path)!r} has no vocabulary in {', '.join(wordless)}.")
     pickled = [name for name in wanted if _only_pickles(path / name)]
     if pickled and not allow_pickle:
         raise ElfattError(
@@ -44,21 +39,11 @@ def check_directory(path: Path, given: Collection[str], allow_pickle: bool, vari
     _check_variant(path, {name: set(_variants(path / name)) for name in wanted}, variant)
 
 
-def _damage(part: Path, kind: str) -> str:
-    """Return what is wrong with the folder of a part of some class; empty where nothing is seen."""
-    files = [file.name for file in visible(part.iterdir())]
-    if not files:
-        return f"{part.name} is empty"
-    if kind.startswith(_WITH_VOCABULARY) and not any(file.endswith(_VOCABULARY) for file in files):
-        return f"{part.name} has no vocabulary"  # transformers would make an empty one
-    for name in set(files) & _CONFIGURATIONS:
-        try:
-            found = json.loads((part / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            return f"{part.name}/{name} is not valid JSON ({error})"
-        if not isinstance(found, dict):
-            return f"{part.name}/{name} holds a {type(found).__name__}, not an object"
-    return ""
+def _lacks_words(part: Path, kind: str) -> bool:
+    """Tell whether a tokenizer's vocabulary is missing: transformers would make an empty one, and draw wrong images."""
+    return kind.startswith(_WITH_VOCABULARY) and not any(
+        file.name.endswith(_VOCABULARY) for file in visible(part.iterdir())
+    )
 
 
 def _check_variant(path: Path, found: dict[str, set[str]], variant: str | None) -> None:
@@ -96,33 +81,14 @@ def _index(path: Path) -> dict[str, Any]:
     """Read the index of a pipeline directory."""
     index = path / INDEX
     if not index.is_file():
-        raise ElfattError(f"model={str(path)!r} has no {INDEX}; {_advice(path)}.")
+        raise ElfattError(f"model={str(path)!r} has no {INDEX}; give a diffusers pipeline directory.")
     try:
         parts = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ElfattError(f"{index} is not valid JSON ({error}); the model directory is damaged.") from error
-    if not isinstance(parts, dict):
-        raise ElfattError(f"{index} holds a {type(parts).__name__}, not an object; the model directory is damaged.")
-    if not isinstance(parts.get("_class_name"), str):
-        raise ElfattError(f"{index} names no pipeline (its _class_name); give a diffusers pipeline directory.")
+    except (ValueError, RecursionError):
+        parts = None
+    if not isinstance(parts, dict) or not isinstance(parts.get("_class_name"), str):
+        raise ElfattError(f"{index} names no pipeline (its _class_name); the model directory is damaged.")
     return parts
-
-
-def _advice(path: Path) -> str:
-    """Return what to give in place of a directory that is not a pipeline's."""
-    files = [file.name for file in visible(path.iterdir())]
-    checkpoints = [name for name in files if name.endswith(".safetensors")]
-    if (path.absolute().parent / INDEX).is_file():
-        return f"it is one part of a pipeline, so give {path.absolute().parent}"
-    if "adapter_config.json" in files or any("lora" in name.lower() for name in checkpoints):
-        return "it is a LoRA: load it into a pipeline with pipe.load_lora_weights"
-    if "modular_model_index.json" in files:
-        return "it is a modular pipeline, which is not known here: give a diffusers pipeline directory"
-    if "config.json" in files:
-        return "it is one part of a pipeline: give a diffusers pipeline directory"
-    if checkpoints:
-        return f"give one of its files, such as {path / checkpoints[0]}"
-    return "give a diffusers pipeline directory"
 
 
 def _only_pickles(part: Path) -> bool:

@@ -21,7 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import elfatt_sd
-from elfatt_sd.budget import check_fits
+from elfatt_sd.budget import warn_if_too_large
 from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.devices import memory_counters
 from elfatt_sd.files import atomic_file, write_json
@@ -153,7 +153,7 @@ class Studio:
 
         Raises:
             ElfattError: it needs more than a prompt, there are too many steps, the scheduler does not fit, or the image
-                is too small for the denoiser or too large for this machine's memory.
+                is too small for the denoiser.
         """
         check_text_to_image(self.pipe)
         request = self.request
@@ -172,10 +172,7 @@ class Studio:
         dimensions.check(request.height, request.width)
         if text := dimensions.small(request.height, request.width):
             warnings.warn(text, stacklevel=3)
-        if not request.force:
-            images = len(request.prompts) * request.num_images * (1 + request.compare)
-            rows = rows_of(self.pipe, self.guidance)
-            check_fits(self.pipe, request.height, request.width, steps=self.steps, images=images, rows=rows)
+        warn_if_too_large(self.pipe, request.height, request.width, rows=rows_of(self.pipe, self.guidance))
         tell_cut_prompts(self.pipe, (*request.prompts, request.negative_prompt or ""))
         self.pipe.set_progress_bar_config(disable=True)
 

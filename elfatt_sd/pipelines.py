@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.directories import INDEX, PICKLES, check_directory
+from elfatt_sd.directories import PICKLES, check_directory
 from elfatt_sd.loaders import call_loader, dtype_keyword
 from elfatt_sd.single_files import kind_of_file, load_file, weight_shapes
 from elfatt_sd.sizes import SHAPE_NAMES
@@ -119,8 +119,6 @@ def check_model(
         check_directory(path, given, allow_pickle, variant)
         return path
     if os.path.isfile(path):
-        if path.name == INDEX:
-            raise ElfattError(f"model={str(model)!r} is the index of a pipeline; give its directory, {path.parent}.")
         _check_file(path, variant)
         return path
     if _HUB_ID.fullmatch(str(model)):
@@ -187,7 +185,7 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 def _check_file(path: Path, variant: str | None) -> None:
     suffix = path.suffix.lower()
     if suffix != ".safetensors" and suffix not in PICKLES:
-        raise ElfattError(f"model={str(path)!r} is not a checkpoint; give a .safetensors file.")
+        raise ElfattError(f"model={str(path)!r} is not a checkpoint; give a .safetensors file, or a directory.")
     if variant is not None:
         raise ElfattError(f"variant={variant!r} is for a directory or a hub id, and model={str(path)!r} is one file.")
     if suffix == ".safetensors":

@@ -11,17 +11,7 @@ from pathlib import Path
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.pipelines import check_names
-from elfatt_sd.sizes import (
-    LAYER_BYTES,
-    SHAPE_VAE,
-    SHAPE_WEIGHTS,
-    SHAPES,
-    TRANSFORMER_NAMES,
-    Dimensions,
-    dimensions_in,
-    memory_of_cpu,
-    refuse_if_beyond,
-)
+from elfatt_sd.sizes import SHAPE_VAE, SHAPES, TRANSFORMER_NAMES, Dimensions, dimensions_in
 from elfatt_sd.toy import EMBEDDED
 
 
@@ -70,42 +60,19 @@ def check_steps(model: str, steps: int | None) -> None:
         raise ElfattError(f"steps={steps} is not accepted; give a whole number from 1 to {most}.")
 
 
-def check_sizes_fit(
-    model: str | Path,
-    device: str,
-    dtype: str,
-    sizes: Iterable[tuple[int | None, int | None]],
-    batch: int,
-    images: int = 1,
-) -> None:
-    """Refuse images of sizes that are too small for a model or too large for the CPU's memory.
-
-    Only directories and shapes tell their sizes, those of transformers alone by PyTorch; what else there is, is seen
-    when the model is loaded.
+def check_sizes(model: str | Path, sizes: Iterable[tuple[int | None, int | None]]) -> None:
+    """Refuse sizes that a model cannot draw, as far as a directory or a shape tells them.
 
     Args:
         model: as for `load_pipeline`, or one of `SHAPES`.
-        device: likewise; its memory counts if it surely is the CPU.
-        dtype: likewise.
         sizes: height and width of each; None is the model's own.
-        batch: rows of the denoiser's batch.
-        images: that are decoded at once; 0 where none is.
 
     Raises:
         ElfattError: a size is refused.
     """
-    name = str(model)
-    known = _dimensions(name)
-    if known is None:
-        return
-    on_cpu = device == "cpu" or (device == "auto" and lacks_cuda() and sys.platform != "darwin")
-    each = 4 if str(dtype).removeprefix("torch.") in ("auto", "float32", "fp32") else 2
-    for height, width in sizes:
-        known.check(height, width)
-        if on_cpu:
-            size = known.size(height, width)
-            need = known.memory(size, batch, each, images=images) + SHAPE_WEIGHTS.get(name, 0) * each
-            refuse_if_beyond(size, need, "cpu", memory_of_cpu(), max(images, batch // 2))
+    if (known := _dimensions(str(model))) is not None:
+        for height, width in sizes:
+            known.check(height, width)
 
 
 def _dimensions(name: str) -> Dimensions | None:
@@ -117,22 +84,3 @@ def _dimensions(name: str) -> Dimensions | None:
 
         return dimensions_of_transformer(name)
     return dimensions_in(EMBEDDED[name].folder if name in EMBEDDED else Path(name))
-
-
-def check_layers_fit(sides: Iterable[int], batch: int) -> None:
-    """Refuse grids whose single layer no memory of this machine holds, without PyTorch; see `sizes.LAYER_BYTES`.
-
-    Args:
-        sides: of square grids, in tokens.
-        batch: rows.
-
-    Raises:
-        ElfattError: a grid is refused.
-    """
-    for side in sides:
-        need, (memory, _) = LAYER_BYTES * batch * side**2, memory_of_cpu()
-        if lacks_cuda() and need > memory:
-            raise ElfattError(
-                f"tokens={side**2}, batch={batch} is not accepted; a layer needs about {need / 2**30:,.0f} GiB of "
-                f"memory (estimated), and cpu has {memory / 2**30:.0f} GiB."
-            )

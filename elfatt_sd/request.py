@@ -47,7 +47,6 @@ class Request:
         compare: draw every image twice, untouched and patched, side by side.
         negative_prompt: what guidance leads away from.
         scheduler: a name in `SCHEDULERS`, or one of their classes; None keeps the model's own.
-        force: draw even what is estimated not to fit into this machine's memory.
     """
 
     prompts: tuple[str, ...]
@@ -63,7 +62,6 @@ class Request:
     compare: bool = False
     negative_prompt: str | None = None
     scheduler: str | None = None
-    force: bool = False
 
     def __post_init__(self) -> None:
         """Check every field.

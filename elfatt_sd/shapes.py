@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import warnings
@@ -118,7 +117,7 @@ def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:
 
 
 def dimensions_of_transformer(name: str) -> Dimensions:
-    """Return the dimensions of a shape of `TRANSFORMERS`; of a video, all frames of its usual length are held.
+    """Return the dimensions of a shape of `TRANSFORMERS`.
 
     Raises:
         ElfattError: the installed diffusers has no such model.
@@ -127,8 +126,7 @@ def dimensions_of_transformer(name: str) -> Dimensions:
     module: Any = empty_transformer(shape, few=True)
     latent = family_of(module).latent(module)
     own = latent.rows * shape.scale, latent.columns * shape.scale
-    one = Dimensions.of(module.config, {"latent_channels": shape.channels}, shape.scale, own)
-    return dataclasses.replace(one, held=one.held * latent.frames)
+    return Dimensions.of(module.config, {"latent_channels": shape.channels}, shape.scale, own)
 
 
 def empty_unet(shape: Mapping[str, Any]) -> nn.Module:

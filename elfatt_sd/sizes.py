@@ -1,4 +1,4 @@
-"""Sizes of images that a model can draw and a machine can hold, from a model's configuration: without PyTorch."""
+"""Sizes of images that a model can draw, from its configuration: without PyTorch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from typing import Any
 
 from elfatt_sd.errors import ElfattError
 
-UNET_FACTOR = 40  # tensors of the UNet's first level that are held at once, skip connections and feed-forward included
-TRANSFORMER_FACTOR = 12  # tensors of a block's width that are held at once, queries to feed-forward
-LAYER_BYTES = 6 * 320 * 2  # for a token of SD 1.5's finest level at the least: queries to output, in half precision
-VAE_FACTOR = 4.5  # tensors of the decoder's second level, at the size of the image
 _SMALL = 0.5  # fraction of the model's own side below which images are of little use
 
 Config = Mapping[str, Any]
@@ -49,28 +45,23 @@ VIDEO_NAMES = ("wan-1.3b", "wan-14b", "ltx-video", "hunyuan-video", "hunyuan-vid
 TRANSFORMER_NAMES = (*IMAGE_NAMES, *VIDEO_NAMES)  # of `shapes`
 SHAPE_NAMES = (*UNET_NAMES, *TRANSFORMER_NAMES)
 SHAPE_VAE = {"block_out_channels": (128, 256, 512, 512), "latent_channels": 4}
-SHAPE_WEIGHTS = {"sd15": 860e6, "sdxl": 2567e6}  # numbers
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What the size and the memory of an image depend on.
+    """What the size of an image depends on.
 
     Attributes:
         own: height and width that the model was trained for, in pixels.
         factor: pixels to one of the latent, on each side.
         least: pixels of the smallest side that the denoiser can take.
         multiple: pixels that every side is a multiple of.
-        held: numbers that the denoiser holds at once for each place of the latent.
-        decoder_channels: of the decoder's second level; 0 without a decoder.
     """
 
     own: tuple[int, int]
     factor: int
     least: int
     multiple: int
-    held: float
-    decoder_channels: int
 
     @classmethod
     def of(
@@ -87,48 +78,21 @@ class Dimensions:
         Raises:
             LookupError: the denoiser's configuration does not tell them.
         """
-        widths = _decoder_widths(vae or {})
+        widths = decoder_widths(vae or {})
         factor = factor or (2 ** (len(widths) - 1) if widths else 8)
         if own is None:
             height, width = _own_sides(denoiser)
             own = height * factor, width * factor
-        second = widths[min(1, len(widths) - 1)] if widths else 0
         channels = denoiser.get("block_out_channels")
         if channels:  # each level but the first halves the latent
             least = factor * 2 ** (len(channels) - 1)
-            return cls(own, factor, least, factor, UNET_FACTOR * channels[0], second)
-        patch = _patch_side(denoiser, vae or {})
-        held = TRANSFORMER_FACTOR * transformer_width(denoiser) / patch**2
-        return cls(own, factor, factor * patch, factor * patch, held, second)
+            return cls(own, factor, least, factor)
+        side = factor * _patch_side(denoiser, vae or {})
+        return cls(own, factor, side, side)
 
     def size(self, height: int | None, width: int | None) -> tuple[int, int]:
         """Return height and width in pixels: as they were given, or the model's own."""
         return self.own[0] if height is None else height, self.own[1] if width is None else width
-
-    def memory(
-        self,
-        size: tuple[int, int],
-        batch: int,
-        bytes_each: int,
-        decoder_bytes: float | None = None,
-        images: int = 1,
-    ) -> float:
-        """Estimate the bytes at the peak, weights not counted.
-
-        Args:
-            size: height and width in pixels.
-            batch: rows of the denoiser's batch.
-            bytes_each: of a number.
-            decoder_bytes: of all numbers at one channel of the decoder; None is the whole image at `bytes_each`.
-            images: that are decoded at once; 0 where none is.
-        """
-        pixels = size[0] * size[1]
-        latents = (size[0] // self.factor) * (size[1] // self.factor)
-        denoising = self.held * batch * latents * bytes_each
-        decoding = (
-            VAE_FACTOR * self.decoder_channels * (pixels * bytes_each if decoder_bytes is None else decoder_bytes)
-        ) * images
-        return max(denoising, decoding)
 
     def check(self, height: int | None, width: int | None) -> None:
         """Refuse a side that the denoiser cannot take: one that its levels cannot halve, or its patches cannot tile.
@@ -181,7 +145,7 @@ def _patch_side(transformer: Config, vae: Config) -> int:
     return int(patch[-1] if isinstance(patch, list | tuple) else patch)
 
 
-def _decoder_widths(vae: Config) -> list[int]:
+def decoder_widths(vae: Config) -> list[int]:
     """Return the channels of a decoder's levels, the finest first; none where its configuration does not tell."""
     widths = vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
     return list(widths or [vae["base_dim"] * times for times in vae.get("dim_mult") or ()])
@@ -203,45 +167,3 @@ def _config(part: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def memory_of_cpu() -> tuple[float, float]:
-    """Return the bytes of memory that this process could have, and those that are free now."""
-    import psutil
-
-    memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
-    available = float(min([memory.total, *_container_limit()]) - own)
-    return available, min(available, float(memory.available))
-
-
-def _container_limit() -> list[int]:
-    """Return what a container may have, where there is a limit."""
-    try:
-        return [int(Path("/sys/fs/cgroup/memory.max").read_text())]
-    except (OSError, ValueError):  # no such file, or "max"
-        return []
-
-
-def in_words(size: tuple[int, int], need: float, device: str, memory: tuple[float, float], images: int = 1) -> str:
-    """Return what images need and what there is, all memory and what is free of it, as the middle of a sentence."""
-    what = "an image of" if images == 1 else f"a batch of {images} at"
-    what += f" {size[0]}x{size[1]} needs about {_gib(need)} of memory (estimated)"
-    return f"{what}, and {device} has {_gib(memory[0])}, of which {_gib(memory[1])} are free"
-
-
-def refuse_if_beyond(
-    size: tuple[int, int], need: float, device: str, memory: tuple[float, float], images: int = 1
-) -> None:
-    """Refuse images that are estimated to need more than all the memory of a device.
-
-    Raises:
-        ElfattError: they do.
-    """
-    if need > memory[0]:
-        less = "a smaller height and width" if images == 1 else "a smaller batch, height and width"
-        raise ElfattError(f"{in_words(size, need, device, memory, images)}; give {less}, or try with --force.")
-
-
-def _gib(size: float) -> str:
-    gib = size / 2**30
-    return f"{gib:.1f} GiB" if gib < 10 else f"{gib:,.0f} GiB"

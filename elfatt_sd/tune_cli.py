@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elfatt_sd import checks
-from elfatt_sd.cli_options import DRAWING_OPTIONS, MODELS, Force, Json, Source, takes_source
+from elfatt_sd.cli_options import DRAWING_OPTIONS, MODELS, Json, Source, takes_source
 from elfatt_sd.console import adds_options, complain, optional
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import check_writable
-from elfatt_sd.preflight import check_sizes_fit, check_steps
+from elfatt_sd.preflight import check_sizes, check_steps
 from elfatt_sd.progress import progress_of
 from elfatt_sd.request import check_run, read_prompts
 from elfatt_sd.tuning.asked import METRICS, Budget, check_closeness, check_images
@@ -49,7 +49,6 @@ def tune(
     ] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the settings as JSON, for --config.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a page with the curve and images.")] = None,
-    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and prove them."""
@@ -70,14 +69,13 @@ def tune(
     from_where: Source = source(model)
     from_where.check()
     check_steps(model, steps)
-    rows = 1 if guidance is not None and guidance <= 1 else 2
-    if not force:
-        check_sizes_fit(model, from_where.device, from_where.dtype, [size], rows)
+    check_sizes(model, [size])
     pipe = from_where.load()
     pipe.set_progress_bar_config(disable=True)
-    if not force:
-        _check_fits(pipe, size, steps, rows, asked["images"], asked["frames"])
+    from elfatt_sd.budget import warn_if_too_large
 
+    rows = 1 if guidance is not None and guidance <= 1 else 2
+    warn_if_too_large(pipe, *size, rows=rows, frames=asked["frames"])
     from elfatt_sd.tuning import tune as tune_pipeline
 
     with progress_of("steps") as tell:
@@ -91,17 +89,6 @@ def tune(
         page = found.report(out)
         if not as_json:
             print(f"page: {page}")
-
-
-def _check_fits(
-    pipe: Any, size: tuple[int | None, int | None], steps: int | None, rows: int, images: int, frames: int | None
-) -> None:
-    """Refuse images that do not fit into memory."""
-    from elfatt_sd.budget import check_fits
-    from elfatt_sd.running import taken
-
-    own = taken(pipe)["num_inference_steps"].default
-    check_fits(pipe, *size, steps=own if steps is None else steps, images=images, rows=rows, frames=frames)
 
 
 def _check_page() -> None:

@@ -117,12 +117,10 @@ def test_pickles_are_loaded_where_that_is_asked_for(saved: Path, folder: Path, t
 def test_an_index_that_is_missing_or_damaged(damaged: Path) -> None:
     index = damaged / "model_index.json"
     index.write_text("{")
-    refused(damaged, "model_index.json is not valid JSON")
-    index.write_text("[1, 2]")
-    refused(damaged, "model_index.json")
+    refused(damaged, "model_index.json names no pipeline")
     index.write_bytes(b"\xff\xfe\x00")
-    refused(damaged, "model_index.json")
-    for text in ("{}", '{"_class_name": 3}'):
+    refused(damaged, "model_index.json names no pipeline")
+    for text in ("[1, 2]", "{}", '{"_class_name": 3}'):
         index.write_text(text)
         refused(damaged, "names no pipeline")
     index.unlink()
@@ -198,39 +196,17 @@ def test_single_files_by_what_they_hold(
     assert given == {"path": str(path), "config": "somewhere"}
 
 
-OTHERS = [
-    (6, (), r"Stable Diffusion, and its UNet takes 6 channels.*accepted: 4, 5, 7, 8, 9"),
-    (5, SDXL, "SDXL, and its UNet takes 5 channels"),
-    (9, ("conditioner.embedders.0.model.a",), "the SDXL refiner, and its UNet takes 9 channels"),
-    (5, (), "StableDiffusionDepth2ImgPipeline, which this diffusers loads from a directory alone"),
-    (8, ("model.diffusion_model.input_blocks.1.0.time_stack.a",), r"not a Stable .* \(it is Stable Video Diffusion\)"),
-    (8, ("cc_projection.weight",), "it is Zero123"),
-    (4, ("control_model.a",), "it is a ControlNet"),
-]
-
-
-@pytest.mark.parametrize(("channels", "names", "says"), OTHERS)
-def test_single_files_that_no_pipeline_fits(tmp_path: Path, channels: int, names: tuple[str, ...], says: str) -> None:
-    refused(fake_checkpoint(tmp_path / "model.safetensors", channels, *names), says)
-
-
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("channels", "names", "says"),
     [
-        ("lora_unet_a.lora_up.weight", "it is a LoRA; load it into a pipeline with"),
-        ("down_blocks.0.a", "one part of a diffusers model; give its directory"),
-        ("model.diffusion_model.joint_blocks.0", "it is a transformer alone; give the directory"),
-        ("double_blocks.0.img_attn.qkv.weight", "it is a transformer alone"),
-        ("lycoris_unet_down.lokr_w1", "it is a LoRA"),
-        ("unet.down_blocks.0.dora_scale", "it is a LoRA"),
-        ("ip_adapter.1.to_k_ip.weight", "it is an IP-Adapter; load it"),
-        ("emb_params", "it is a textual inversion; load it"),
-        ("decoder.layers.3.weight", "no weights under 'model.diffusion_model.input_blocks.0.0'"),
+        (6, (), r"Stable Diffusion, and its UNet takes 6 channels.*accepted: 4, 5, 7, 8, 9"),
+        (5, SDXL, "SDXL, and its UNet takes 5 channels"),
+        (9, ("conditioner.embedders.0.model.a",), "the SDXL refiner, and its UNet takes 9 channels"),
+        (5, (), "StableDiffusionDepth2ImgPipeline' has no attribute 'from_single_file'"),
     ],
 )
-def test_files_that_are_no_whole_checkpoint(tmp_path: Path, name: str, says: str) -> None:
-    save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
-    refused(tmp_path / "model.safetensors", says)
+def test_single_files_that_no_pipeline_fits(tmp_path: Path, channels: int, names: tuple[str, ...], says: str) -> None:
+    refused(fake_checkpoint(tmp_path / "model.safetensors", channels, *names), says)
 
 
 def header(content: bytes) -> bytes:
@@ -238,66 +214,54 @@ def header(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    "content",
     [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n", "a pointer of Git LFS; run git lfs"),
-        (b"<!DOCTYPE html><html></html>", "a web page; download the file itself"),
-        (b"GGUF\3\0\0\0", "a GGUF file"),
-        (b"PK\3\4" + bytes(40), "a pickle or a zip archive"),
-        (b"", "its header is damaged"),
-        (b"not at all", "its header is damaged"),
-        (header(b"[]"), "its header is damaged"),
-        (header(b'{"a": 5}'), "its header is damaged"),
-        (header(b'{"a": {"shape": "x", "data_offsets": [0, 0]}}'), "its header is damaged"),
-        (header(b"[" * 100_000), "its header is damaged"),
-        (header(b'{"\xff": {}}'), "its header is damaged"),
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n",
+        b"<!DOCTYPE html><html></html>",
+        b"GGUF\3\0\0\0",
+        b"PK\3\4" + bytes(40),
+        b"",
+        b"not at all",
+        header(b"[]"),
+        header(b'{"a": 5}'),
+        header(b'{"a": {"shape": "x", "data_offsets": [0, 0]}}'),
+        header(b"[" * 100_000),
+        header(b'{"\xff": {}}'),
     ],
     ids=range(11),
 )
-def test_files_without_weights_are_told_what_they_are(tmp_path: Path, content: bytes, says: str) -> None:
+def test_files_without_weights_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    refused(tmp_path / "model.safetensors", f"not a readable .safetensors file: (it is )?{says}")
+    refused(tmp_path / "model.safetensors", r"model\.safetensors' is not a readable \.safetensors file: .*[Ee]rror")
 
 
-@pytest.mark.parametrize(
-    ("files", "says"),
-    [
-        ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "it is a LoRA: load it into a pipeline"),
-        ({"modular_model_index.json": "{}"}, "it is a modular pipeline"),
-        ({"config.json": "{}", "diffusion_pytorch_model.safetensors": ""}, "it is one part of a pipeline: give"),
-        ({"model.safetensors": ""}, r"give one of its files, such as .*model\.safetensors"),
-        ({"readme.md": ""}, "give a diffusers pipeline directory"),
-    ],
-    ids=range(5),
-)
-def test_directories_of_other_kinds_are_told_what_to_give(tmp_path: Path, files: dict[str, str], says: str) -> None:
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    refused(tmp_path, f"has no model_index.json; {says}")
+def test_other_weights_are_no_checkpoint(tmp_path: Path) -> None:
+    save_file({"lora_unet_a.lora_up.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    refused(tmp_path / "model.safetensors", f"is not a Stable Diffusion checkpoint: it has no '{FIRST}'")
 
 
-def test_a_part_or_the_index_of_a_pipeline_names_the_pipeline(saved: Path) -> None:
-    refused(saved / "unet", f"so give {re.escape(str(saved))}")
-    refused(saved / "model_index.json", f"the index of a pipeline; give its directory, {re.escape(str(saved))}")
+def test_what_is_no_pipeline_s_directory(saved: Path, tmp_path: Path) -> None:
+    for place in (tmp_path, saved / "unet"):
+        refused(place, "has no model_index.json; give a diffusers pipeline directory")
+    refused(saved / "model_index.json", "is not a checkpoint; give a .safetensors file, or a directory")
 
 
-def test_damaged_parts_are_all_named_before_anything_is_loaded(damaged: Path) -> None:
-    """An empty folder of a tokenizer loads as one without words, and draws wrong images."""
+def test_a_tokenizer_without_words_is_refused(damaged: Path) -> None:
+    """It would load, and draw wrong images."""
     for file in (damaged / "tokenizer").iterdir():
         if file.name != "tokenizer_config.json":
             file.unlink()
-    (damaged / "unet" / "config.json").write_text("[]")
-    (damaged / "vae" / "config.json").write_text("{")
+    refused(damaged, "has no vocabulary in tokenizer")
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_damaged_part_is_refused_in_one_line(damaged: Path, content: str | None) -> None:
     for file in (damaged / "scheduler").iterdir():
-        file.unlink()
-    says = [
-        "scheduler is empty",
-        "tokenizer has no vocabulary",
-        "unet/config.json holds a list, not an object",
-        "vae/config.json is not valid JSON",
-    ]
-    for each in says:
-        refused(damaged, f"is not whole: .*{each}")
+        if content is None:
+            file.unlink()
+        else:
+            file.write_text(content)
+    refused(damaged, "could not be loaded: ")
 
 
 def test_a_name_that_no_file_can_have() -> None:
@@ -308,7 +272,7 @@ def test_a_name_that_no_file_can_have() -> None:
 def test_a_single_file_that_is_cut_off(tmp_path: Path, damage: int) -> None:
     path = fake_checkpoint(tmp_path / "model.safetensors", 4)
     path.write_bytes(path.read_bytes()[:damage])
-    refused(path, r"is not a readable \.safetensors file: its (header is damaged|end is missing)")
+    refused(path, r"is not a readable \.safetensors file: ")
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "ckpt"])
@@ -397,7 +361,7 @@ def test_a_configuration_of_another_kind_beside_a_single_file_is_not_taken(check
     index.write_text(json.dumps({"_class_name": "StableDiffusionXLPipeline"}))
     refused(checkpoint, "could not be loaded: the hub was asked")
     index.write_text("{")
-    refused(checkpoint, "model_index.json is not valid JSON")
+    refused(checkpoint, "model_index.json names no pipeline")
 
 
 def test_the_configuration_that_a_single_file_needs_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +370,7 @@ def test_the_configuration_that_a_single_file_needs_is_named(checkpoint: Path, m
 
     monkeypatch.setattr("diffusers.loaders.single_file.snapshot_download", unreachable)
     refused(
-        checkpoint, r"needs the configuration of 'stable-diffusion-v1-5/.*Name or service.*model_index.json.*config="
+        checkpoint, "needs the configuration of a StableDiffusionPipeline.*Name or service.*model_index.json.*config="
     )
 
 

@@ -17,7 +17,7 @@ import tiny_pixart
 import tiny_transformers
 from checks import like
 
-from elfatt_sd import ElfattError, PatchConfig, budget
+from elfatt_sd import ElfattError, PatchConfig
 from elfatt_sd.generation import Studio
 from elfatt_sd.request import Request
 from elfatt_sd.running import (
@@ -108,15 +108,6 @@ def test_sides_that_the_patches_cannot_tile_are_refused(pixart: Any, tmp_path: P
     assert (dimensions.own, dimensions.factor, dimensions.multiple) == ((64, 64), 2, 4)
     with pytest.raises(ElfattError, match="height=66 is not accepted; this model needs a multiple of 4"):
         dimensions.check(66, 64)
-
-
-def test_a_transformers_need_grows_as_it_should(pixart: Any) -> None:
-    small, large = (budget.estimate(pixart, side, side, steps=4) for side in (256, 512))
-    assert large.memory == pytest.approx(4 * small.memory)
-    assert 4 * small.multiply_adds < large.multiply_adds < 16 * small.multiply_adds
-    assert budget.estimate(pixart, 256, 256, steps=4, rows=1).multiply_adds < small.multiply_adds
-    with pytest.raises(ElfattError, match="of memory"):
-        budget.check_fits(pixart, 2**20, 2**20, steps=1, images=1, rows=2)
 
 
 def test_what_needs_more_than_a_prompt_says_what(pipe: Any, pixart: Any) -> None:

@@ -16,6 +16,7 @@ from elfatt_sd.benchmarking.names import FLOOR, PEER, UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.variants import Variant, fitted_methods, fitting, resolve_methods, whole
+from elfatt_sd.budget import warn_if_too_large
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import copy_structure, main_denoiser, step_denoisers
 from elfatt_sd.measuring.memory import peak_memory
@@ -69,6 +70,8 @@ def pipeline(
     asked |= {"variants": lineup.described(), **({"variant": variant} if variant else {})}
     record = Record(session, "pipeline", place, asked, **lineup.details((UNPATCHED, PEER)))
     sizes = sizes or (as_size(*dimensions_of(pipe).own),)
+    for size in sizes:
+        warn_if_too_large(pipe, *height_and_width(size), rows=2, batch=batch)
     measured = [name for name, variant in lineup.variants.items() if memory and variant.kind != FLOOR]
     record.announce(len(sizes) * (repeats * len(twins) + len(measured)))
     for size in sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -11,10 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from elfatt_sd.cli_options import Force
 from elfatt_sd.config import ElfattError
 from elfatt_sd.console import FAILURE, WRONG_USE, adds_options, complain, one_line, optional, output, quiet_libraries
-from elfatt_sd.evaluation.fits import check_batches_fit
 from elfatt_sd.evaluation.prompt_files import read_prompts
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import Protocol, check_packages
@@ -22,7 +21,7 @@ from elfatt_sd.evaluation.run import Run, RunFailure
 from elfatt_sd.evaluation.sources import check_exists
 from elfatt_sd.files import check_writable
 from elfatt_sd.pipelines import check_model, check_names
-from elfatt_sd.preflight import check_device, check_steps
+from elfatt_sd.preflight import check_device, check_sizes, check_steps
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -91,16 +90,15 @@ def run_command(
     protocol: Protocol,
     out: Out,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print rows, images, disk, time and all obstacles, and stop.")
+        bool, typer.Option("--dry-run", help="Print rows, images, disk, what is to do and all obstacles, and stop.")
     ] = False,
     reuse: Reuse = None,
-    force: Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
     if not dry_run:
         check_packages(protocol)
-        _check_early(protocol, out, force)
+        _check_early(protocol, out)
         others = [Run.open(other) for other in reuse or ()]
     from elfatt_sd.evaluation.processes import is_first
     from elfatt_sd.evaluation.report import load_results
@@ -110,9 +108,9 @@ def run_command(
     quiet_libraries()
     run = Run(out, protocol)
     if dry_run:
-        _print_estimate(run, reuse or (), force)
+        _print_plan(run, reuse or ())
         return
-    failed = evaluate(run, _reporter(quiet), reuse=others, show_progress=not quiet, force=force)
+    failed = evaluate(run, _reporter(quiet), reuse=others, show_progress=not quiet)
     if is_first():
         typer.echo(terminal_summary(load_results(out)))
         typer.echo(f"\n{out / 'report' / 'index.html'}")
@@ -122,11 +120,9 @@ def run_command(
 @app.command("generate")
 @takes_protocol
 @reports_failure
-def generate_command(
-    protocol: Protocol, out: Out, reuse: Reuse = None, force: Force = False, quiet: Quiet = False
-) -> None:
+def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Quiet = False) -> None:
     """Make the images of every row. Several processes share them under `accelerate launch`."""
-    _check_early(protocol, out, force)
+    _check_early(protocol, out)
     others = [Run.open(other) for other in reuse or ()]
     from elfatt_sd.evaluation.generate import generate
     from elfatt_sd.evaluation.processes import is_first, leave_processes
@@ -134,7 +130,7 @@ def generate_command(
     quiet_libraries()
     run = Run(out, protocol)
     with run.writing():
-        failed = generate(run, reuse=others, show_progress=not quiet, force=force)
+        failed = generate(run, reuse=others, show_progress=not quiet)
         leave_processes()
     if is_first():
         typer.echo(out / "cells")
@@ -213,8 +209,8 @@ def verify_command(
     typer.echo(f"{run}: images and figures are as they were made")
 
 
-def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
-    """Check folder, device, model and memory, before PyTorch is imported."""
+def _check_early(protocol: Protocol, out: Path) -> None:
+    """Check folder, device, model and size, before PyTorch is imported."""
     check_writable(out)
     if protocol.limit == 1:
         raise ElfattError("limit=1 is not accepted; 1 image a row has no distance, so give at least 2.")
@@ -229,19 +225,18 @@ def _check_early(protocol: Protocol, out: Path, force: bool) -> None:
     if weights and not Path(weights).is_file():
         raise ElfattError(f"inception_weights={weights!r} is not a file; give the one that Inception's weights are in.")
     check_steps(protocol.model, protocol.steps)
-    if not force:
-        check_batches_fit(protocol)
+    check_sizes(protocol.model, [(protocol.height, protocol.width)])
 
 
-def _print_estimate(run: Run, reuse: Sequence[Path], force: bool) -> None:
-    """Print what a run would do and take, and every obstacle.
+def _print_plan(run: Run, reuse: Sequence[Path]) -> None:
+    """Print what a run would do, and every obstacle.
 
     Raises:
         typer.Exit: there is an obstacle.
     """
     from rich.table import Table
 
-    from elfatt_sd.evaluation.dry_run import count_images, disk_gib, estimate, obstacles
+    from elfatt_sd.evaluation.dry_run import count_images, disk_gib, obstacles, to_do
 
     table = Table("cell", "label", "role", "settings", title=f"{run.protocol.name} {run.protocol.identity[:12]}")
     for cell in run.protocol.cells:
@@ -249,30 +244,17 @@ def _print_estimate(run: Run, reuse: Sequence[Path], force: bool) -> None:
         table.add_row(cell.name, one_line(cell.label), cell.role, one_line(settings))
     console = output()
     console.print(table)
-    found = obstacles(run, reuse, force=force)
-    try:
+    found = obstacles(run, reuse)
+    with contextlib.suppress(ElfattError):  # it is among the obstacles
         console.print(
             f"{count_images(run)} images, {len(run.prompts)} a row, about {disk_gib(run):.2g} GiB of disk "
             f"({run.free_gib:.3g} GiB are free)"
         )
-        took = estimate(run)
-    except ElfattError:  # it is among the obstacles
-        took = None
-    if took is not None:
-        parts = ", ".join(f"{_duration(hours)} {what}" for what, hours in took.parts.items())
-        console.print(
-            f"to do: about {parts}; {_duration(took.hours)} in all, at {took.seconds_per_image:.3g} s an image in "
-            f"batches of {run.protocol.batch}, by {took.processes} process{'es' * (took.processes > 1)}; metrics and "
-            "intervals come on top"
-        )
+        console.print(f"to do: {to_do(run)}")
     for line in found:
         complain(line)
     if found:
         raise typer.Exit(WRONG_USE)
-
-
-def _duration(hours: float) -> str:
-    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
 
 
 def _reporter(quiet: bool) -> Callable[[str], None]:

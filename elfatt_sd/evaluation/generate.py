@@ -24,9 +24,9 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import is_out_of_memory
 from elfatt_sd.evaluation.cost import write_cost
 from elfatt_sd.evaluation.environment import same_images
-from elfatt_sd.evaluation.fits import check_batches_fit
 from elfatt_sd.evaluation.images import (
     check_images,
+    check_size,
     load_protocol_pipeline,
     make_images,
     row_patch,
@@ -48,21 +48,20 @@ from elfatt_sd.running import tell_cut_prompts
 Batches = Sequence[tuple[int, list[Prompt]]]  # with their numbers
 
 
-def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True, force: bool = False) -> dict[str, str]:
+def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True) -> dict[str, str]:
     """Generate all images of a run that are not there yet; several processes share the batches.
 
     Args:
         run: the caller holds its lock.
         reuse: other runs, whose rows are copied where they are the same.
         show_progress: draw a bar over all rows with the time left.
-        force: try also what is estimated not to fit into memory.
 
     Returns:
         The rows that failed, with the reason.
 
     Raises:
         ElfattError: the folder belongs to another specification or to other weights, the model cannot be loaded, or
-            a batch is estimated not to fit into memory.
+            cannot draw the size.
     """
     need("an evaluation with rows of peers", *packages_of(run.protocol.peers))
     state = process_state(run.protocol.device)
@@ -75,8 +74,7 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True,
         return {}
     device = str(state.device) if state.num_processes > 1 and run.protocol.device == "auto" else None
     pipe = load_protocol_pipeline(run.protocol, device)
-    if not force:
-        check_batches_fit(run.protocol, pipe)
+    check_size(run.protocol, pipe)
     environment = image_environment(run.protocol, pipe)
     _check_processes(environment, [row.cell for row in _pending(run)])
     run.check_environment(environment)

@@ -14,13 +14,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elfatt_sd.budget import warn_if_too_large
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
 from elfatt_sd.pictures import fault_of
-from elfatt_sd.running import check_steps, exact_size, guidance_options, taken
+from elfatt_sd.planning import input_grid
+from elfatt_sd.running import check_steps, dimensions_of, exact_size, guidance_options, rows_of, taken
 from elfatt_sd.schedulers import scheduler_like
+
+
+def check_size(protocol: Protocol, pipe: Any) -> None:
+    """Refuse a size or frames that a pipeline cannot draw, and warn of a batch that is estimated not to fit.
+
+    Raises:
+        ElfattError: they are refused.
+    """
+    dimensions_of(pipe).check(protocol.height, protocol.width)
+    if makes_clips(pipe):
+        input_grid(pipe, protocol.height, protocol.width, protocol.frames)
+    elif protocol.frames > 1:
+        raise ElfattError(f"frames={protocol.frames} is not accepted; {type(pipe).__name__} makes images, of 1 frame.")
+    batches = [protocol.batch]
+    if pipe.device.type == "cpu":  # a GPU's memory that runs out in timing is a result; a CPU's takes the machine down
+        batches += [protocol.time.batch] if protocol.time else []
+        batches += protocol.memory.batches if protocol.memory else []
+    size, rows = (protocol.height, protocol.width), rows_of(pipe, protocol.guidance)
+    warn_if_too_large(pipe, *size, rows=rows, batch=max(batches), frames=protocol.frames)
 
 
 def denoiser(pipe: Any) -> Any:

@@ -173,19 +173,6 @@ def check_reference(wanted: Wanted, extractor: Extractor) -> str:
     return _from_moments(wanted, extractor).identity if wanted.moments else _pictures(wanted, extractor)[1]
 
 
-def images_left(wanted: Wanted, extractor: Extractor, cache_dir: Path) -> int:
-    """Return how many images `build_reference` would put through an extractor; none where they are cached.
-
-    Raises:
-        ElfattError: as for `check_reference`.
-    """
-    if wanted.moments:
-        return 0
-    pictures, identity = _pictures(wanted, extractor)
-    known = _parts(_place(cache_dir, extractor, identity), extractor.dimension) is not None
-    return 0 if known else len(pictures)
-
-
 def _place(cache_dir: Path, extractor: Extractor, identity: str) -> Path:
     return cache_dir / f"reference-{extractor.name}-{identity[:16]}"
 

@@ -34,7 +34,7 @@ from elfatt_sd.evaluation.processes import by_first, process_state, scoring_devi
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import SCORES_FORMAT
-from elfatt_sd.evaluation.reference import Reference, Wanted, build_reference, check_reference, images_left
+from elfatt_sd.evaluation.reference import Reference, Wanted, build_reference, check_reference
 from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
 from elfatt_sd.evaluation.scales import Distance, Scale
@@ -147,15 +147,6 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[st
     wanted = wanted_reference(protocol)
     found = {each.distance_name: check_reference(wanted, each) for each in extractors}
     return found | {f"metric {each.name}": each.identity for each in metrics}
-
-
-def reference_left(protocol: Protocol, extractor: Extractor) -> int:
-    """Return how many images of a protocol's reference an extractor still has to look at.
-
-    Raises:
-        ElfattError: the reference is missing, or the number of images is another.
-    """
-    return images_left(wanted_reference(protocol), extractor, cache_folder())
 
 
 def _reference(protocol: Protocol, extractor: Extractor, progress: Progress | None) -> Reference:

@@ -32,7 +32,7 @@ from elfatt_sd.typed import read_typed
 
 
 def evaluate(
-    run: Run, report: Report = print, *, reuse: Sequence[Run] = (), show_progress: bool = True, force: bool = False
+    run: Run, report: Report = print, *, reuse: Sequence[Run] = (), show_progress: bool = True
 ) -> dict[str, str]:
     """Go through all stages of a run; what is finished already is not done again.
 
@@ -45,7 +45,6 @@ def evaluate(
         report: gets a line for each step of each stage.
         reuse: other runs, whose rows are copied where they are the same.
         show_progress: draw a bar while generating.
-        force: as for `generate`.
 
     Returns:
         The rows that failed, with the reason.
@@ -66,7 +65,7 @@ def evaluate(
             run.protocol, progress=every_minute(tell)
         )  # first: what is wrong with it should cost no images
         free_memory()
-        failed = generate(run, reuse=reuse, show_progress=show_progress, force=force)
+        failed = generate(run, reuse=reuse, show_progress=show_progress)
         by_first(lambda: write_cost(run))
         free_memory()
         score(run, tell)

@@ -24,8 +24,7 @@ from weights import write_classifier, write_clip
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import memory
-from elfatt_sd.evaluation.fits import check_batches_fit
-from elfatt_sd.evaluation.images import load_protocol_pipeline, make_images
+from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, make_images
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.row_images import Images
@@ -219,4 +218,4 @@ def test_metrics_of_clips_are_means_over_frames(finished: Finished) -> None:
 def test_frames_that_a_pipeline_does_not_make(folder: Path, tmp_path: Path, name: str, frames: int) -> None:
     protocol = specification(name, CASES[name].write(tmp_path), ["metrics=[]", f"frames={frames}"])
     with pytest.raises(ElfattError, match=f"frames={frames}"):
-        check_batches_fit(protocol, load_protocol_pipeline(protocol))
+        check_size(protocol, load_protocol_pipeline(protocol))
