@@ -100,7 +100,8 @@ class JointProcessor:
 
 def joint_processor_for(original: Any) -> JointProcessor:
     """Return our processor for an original."""
-    return _class_for(type(original), type(original).__call__)(original)
+    kind: Any = type(original)
+    return _class_for(kind, kind.__call__)(original)
 
 
 @functools.cache

@@ -280,7 +280,8 @@ class Schedule:
             begun = [(*pair, run) for pair in group if (run := self._copied(pair[1])) is not None]
             if len(begun) == 1:
                 ((scheduler, timesteps, run),) = begun
-                counted, same = _counted(scheduler, timesteps), run.copy[1] == _place_in_memory(timestep)
+                counted = _counted(scheduler, timesteps)
+                same = run.copy is not None and run.copy[1] == _place_in_memory(timestep)
                 if counted is not None and counted == run.step + (not same):
                     return _Found(Position(counted, len(timesteps)), timesteps, scheduler, run.unit, timestep)
             if begun:
