@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,18 @@ def empty_caches() -> None:
 def standard_normal(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
     """Draw in float32 on the CPU, whatever PyTorch's default dtype and device are."""
     return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+@contextlib.contextmanager
+def plain_defaults() -> Iterator[None]:
+    """Make modules in float32 on the CPU, whatever PyTorch's default dtype and device are."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 @functools.cache

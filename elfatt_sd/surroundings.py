@@ -132,12 +132,12 @@ def likely_cause(module: nn.Module, around: Sequence[nn.Module]) -> str:
     return "Something changes the tokens or bypasses the attention processors: take it out."
 
 
-def _foreign_hooks(module: nn.Module | None) -> list[str]:
+def _foreign_hooks(module: Any) -> list[str]:
     """Return the names of diffusers' hooks of a module that are not about where and how its weights are kept."""
     return [hook for hook in _hooks_of(module) if not any(word in hook for word in _OF_WEIGHTS)]
 
 
-def _hooks_of(module: nn.Module | None) -> dict[str, Any]:
+def _hooks_of(module: Any) -> dict[str, Any]:
     """Return diffusers' hooks of a module, by name."""
     return dict(getattr(getattr(module, "_diffusers_hook", None), "hooks", {}))
 

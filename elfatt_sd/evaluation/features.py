@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import plain_defaults
 from elfatt_sd.evaluation import vision
 from elfatt_sd.evaluation.statistics import LARGEST
 from elfatt_sd.files import sha256_of_data, sha256_of_file
@@ -169,6 +170,7 @@ class VisionExtractor(Extractor):
         return features
 
 
+@plain_defaults()
 def load_extractor(
     spec: str, *, weights: Path | None = None, sha256: str | None = None, device: str | torch.device = "cpu"
 ) -> Extractor:

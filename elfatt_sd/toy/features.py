@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from elfatt_sd.devices import plain_defaults
 from elfatt_sd.toy.renderer import ATTRIBUTES
 
 CLASSIFIER_FILE = Path(__file__).parent / "weights-classifier" / "classifier.safetensors"
@@ -58,6 +59,7 @@ class ToyClassifier(nn.Module):
         return {name: scores.argmax(1) for name, scores in self.scores(self(images)).items()}
 
 
+@plain_defaults()
 def load_feature_extractor(device: str | torch.device = "cpu", path: str | Path = CLASSIFIER_FILE) -> ToyClassifier:
     """The trained classifier, in evaluation mode and float32.
 

@@ -17,6 +17,7 @@ import elfatt_sd
 from elfatt_sd import PatchConfig, Phase, ordering
 from elfatt_sd.presets import METHODS
 from elfatt_sd.toy import renderer
+from elfatt_sd.toy.features import load_feature_extractor
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16]
 CONFIGS = [
@@ -114,6 +115,16 @@ def test_scenes_are_the_same() -> None:
         torch.set_default_dtype(dtype)
         torch.set_default_device("meta")
         assert torch.equal(renderer.render(renderer.sample_scenes(3, 0), 16), expected)
+
+
+def test_networks_that_look_at_images_are_the_same() -> None:
+    images = renderer.render(renderer.sample_scenes(2, 0), 64).mul(255).to(torch.uint8)
+    expected = load_feature_extractor()(images)
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    assert torch.equal(load_feature_extractor()(images), expected)
+    assert torch.get_default_dtype() == torch.bfloat16
+    assert torch.get_default_device().type == "meta"
 
 
 def test_whatever_is_made_says_its_dtype_and_device() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from elfatt_sd.devices import plain_defaults
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.extraction import quiet_pillow
 from elfatt_sd.evaluation.features import Extractor
@@ -31,6 +32,7 @@ _LARGEST = 1e100  # of a metric; squares of larger numbers overflow
 _CMMD_SCALE = 1000  # as Jayasumana et al. 2024 have it
 
 
+@plain_defaults()
 def load_metrics(choices: Sequence[MetricChoice], device: str) -> list[ImageMetric]:
     """Load the metrics that give a number for every image.
 
