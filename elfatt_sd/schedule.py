@@ -152,6 +152,8 @@ class Schedule:
         if not isinstance(timestep, torch.Tensor) or (timestep.numel() > 1 and any(timestep.stride())):
             return None
         length = timestep.untyped_storage().nbytes() // timestep.element_size()
+        if length < 2 and not _on_device(timestep):  # a value alone; a schedule of one step is found by it
+            return None
         run, step = self.runs.over(timestep), int(timestep.storage_offset())
         scheduler = run.scheduler() if run.scheduler is not None and run.is_over(timestep) else None
         own = _timesteps(scheduler)
@@ -278,13 +280,13 @@ class Schedule:
         A copy on a device is read where a run begins, and where a step has another copy, as it may be another value.
         """
         for group in self._known():
-            begun = [(*pair, run) for pair in group if (run := self._copied(pair[1])) is not None]
-            if len(begun) == 1:
-                ((scheduler, timesteps, run),) = begun
-                counted, same = _counted(scheduler, timesteps), _same_memory(run.copy, timestep)
-                if counted is not None and counted == run.step + (not same):
+            on = [pair for pair in group if _is_set(*pair) and _counted(*pair) is not None]
+            run = self.runs.over(on[0][1]) if len(on) == 1 else None
+            if run is not None and run.copy is not None and run.is_over(on[0][1]):
+                (scheduler, timesteps), counted = on[0], _counted(*on[0])
+                if counted == run.step + (not _same_memory(run.copy, timestep)):
                     return _Found(Position(counted, len(timesteps)), timesteps, scheduler, run.unit, timestep)
-            if begun:
+            if on:
                 break
         if all(_counted(*pair) is None for group in self._known() for pair in group):
             return None
@@ -293,11 +295,6 @@ class Schedule:
             return found
         begins = _counted(found.scheduler, found.schedule) == found.position.step
         return found._replace(copy=timestep) if begins else found
-
-    def _copied(self, timesteps: torch.Tensor) -> Run | None:
-        """Return this thread's run over a schedule, if it goes by copies that only a device knows."""
-        run = self.runs.over(timesteps)
-        return run if run.is_over(timesteps) and run.copy is not None else None
 
     def _follow(self, found: _Found) -> None:
         """Let a run of this thread go on with a call, or begin another one."""
