@@ -17,6 +17,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -64,14 +65,14 @@ class _Found(NamedTuple):
 
 
 class SchedulerFinder:
-    """Looks up a pipeline's scheduler again, without keeping the pipeline alive; pickled, it finds none any more.
+    """Looks up a pipeline's scheduler again, without keeping the pipeline alive.
 
     Args:
         pipe: the pipeline, or a bare UNet, which has none.
     """
 
-    def __init__(self, pipe: Any = None) -> None:
-        self._pipe = (lambda: None) if pipe is None else weakref.ref(pipe)
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = weakref.ref(pipe)
 
     def __call__(self) -> Any:
         """Return the scheduler in use now, or None."""
@@ -83,8 +84,18 @@ class SchedulerFinder:
         return self if pipe is None else SchedulerFinder(copied.get(id(pipe), pipe))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without the pipeline, whose other models would be added to the file of a UNet."""
-        return SchedulerFinder, ()
+        """Pickle the scheduler alone: the pipeline would add its other models to the file of a UNet."""
+        return _KeptScheduler, (self(),)
+
+
+@dataclass
+class _KeptScheduler:
+    """What a `SchedulerFinder` is after pickling."""
+
+    scheduler: Any
+
+    def __call__(self) -> Any:
+        return self.scheduler
 
 
 class Schedule:
