@@ -21,7 +21,7 @@ class Run:
         first: step that it began with.
         step: its latest step.
         steps: of its schedule.
-        scheduler: a weak reference to the one whose schedule it is; None where it is no scheduler's.
+        scheduler: a weak reference to the one whose schedule it is; None where no scheduler has it.
         unit: which of `timesteps.other_units` its pipeline hands over; None for timesteps.
         calls: of its latest step.
         calls_before: of the step before.

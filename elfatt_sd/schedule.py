@@ -17,6 +17,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -64,14 +65,14 @@ class _Found(NamedTuple):
 
 
 class SchedulerFinder:
-    """Looks up a pipeline's scheduler again, without keeping the pipeline alive; pickled, it finds none any more.
+    """Looks up a pipeline's scheduler again, without keeping the pipeline alive.
 
     Args:
         pipe: the pipeline, or a bare UNet, which has none.
     """
 
-    def __init__(self, pipe: Any = None) -> None:
-        self._pipe = (lambda: None) if pipe is None else weakref.ref(pipe)
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = weakref.ref(pipe)
 
     def __call__(self) -> Any:
         """Return the scheduler in use now, or None."""
@@ -83,8 +84,18 @@ class SchedulerFinder:
         return self if pipe is None else SchedulerFinder(copied.get(id(pipe), pipe))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without the pipeline, whose other models would be added to the file of a UNet."""
-        return SchedulerFinder, ()
+        """Pickle the scheduler alone: the pipeline would add its other models to the file of a UNet."""
+        return _KeptScheduler, (self(),)
+
+
+@dataclass
+class _KeptScheduler:
+    """What a `SchedulerFinder` is after pickling."""
+
+    scheduler: Any
+
+    def __call__(self) -> Any:
+        return self.scheduler
 
 
 class Schedule:
@@ -152,6 +163,8 @@ class Schedule:
         if not isinstance(timestep, torch.Tensor) or (timestep.numel() > 1 and any(timestep.stride())):
             return None
         length = timestep.untyped_storage().nbytes() // timestep.element_size()
+        if length < 2 and not _on_device(timestep):  # a value alone; a schedule of one step is found by it
+            return None
         run, step = self.runs.over(timestep), int(timestep.storage_offset())
         scheduler = run.scheduler() if run.scheduler is not None and run.is_over(timestep) else None
         own = _timesteps(scheduler)
@@ -277,14 +290,13 @@ class Schedule:
         A copy on a device is read where a run begins, and where a step has another copy, as it may be another value.
         """
         for group in self._known():
-            begun = [(*pair, run) for pair in group if (run := self._copied(pair[1])) is not None]
-            if len(begun) == 1:
-                ((scheduler, timesteps, run),) = begun
-                counted = _counted(scheduler, timesteps)
-                same = run.copy is not None and run.copy[1] == _place_in_memory(timestep)
-                if counted is not None and counted == run.step + (not same):
+            on = [pair for pair in group if _is_set(*pair) and _counted(*pair) is not None]
+            run = self.runs.over(on[0][1]) if len(on) == 1 else None
+            if run is not None and run.copy is not None and run.is_over(on[0][1]):
+                (scheduler, timesteps), counted = on[0], _counted(*on[0])
+                if counted == run.step + (run.copy[1] != _place_in_memory(timestep)):
                     return _Found(Position(counted, len(timesteps)), timesteps, scheduler, run.unit, timestep)
-            if begun:
+            if on:
                 break
         if all(_counted(*pair) is None for group in self._known() for pair in group):
             return None
@@ -293,11 +305,6 @@ class Schedule:
             return found
         begins = _counted(found.scheduler, found.schedule) == found.position.step
         return found._replace(copy=timestep) if begins else found
-
-    def _copied(self, timesteps: torch.Tensor) -> Run | None:
-        """Return this thread's run over a schedule, if it goes by copies that only a device knows."""
-        run = self.runs.over(timesteps)
-        return run if run.is_over(timesteps) and run.copy is not None else None
 
     def _follow(self, found: _Found) -> None:
         """Let a run of this thread go on with a call, or begin another one."""

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from elfatt_sd.loaders import shortened
 
 _PASSED_OVER = ("elfatt_sd", "torch")  # packages whose functions hold no scheduler of their own
 _LOOKED_AT = 256  # entries of a container
+_PLAIN = {int, float, str, bool, type(None), torch.Tensor, FunctionType, BuiltinFunctionType, MethodType, type}
 _STEPS = 10  # of a trial; with fewer, some schedulers begin far below the highest timestep
 
 
@@ -89,6 +90,8 @@ def _variables(frame: FrameType) -> list[Any]:
 
 def _schedulers_in(value: Any, depth: int = 2) -> Iterator[Any]:
     kind = type(value)
+    if kind in _PLAIN:
+        return
     if hasattr(kind, "set_timesteps"):
         yield value
     elif depth:

@@ -178,6 +178,32 @@ def test_a_copy_on_the_device_that_is_not_of_the_counted_step(copies: Copies) ->
     assert schedule.locate(chosen.timesteps[3]) == Position(3, 5) and schedule.run.first == 0
 
 
+@torch.no_grad()
+def test_copies_on_the_device_of_two_schedulers(copies: Copies) -> None:
+    """Read at their beginning where a function holds one of them, and in every step where it holds both."""
+    one, other = (scheduler("EulerDiscreteScheduler", {}) for _ in range(2))
+    one.set_timesteps(5)
+    other.set_timesteps(7)
+    schedule = Schedule(lambda: None)
+
+    def copy_of(chosen: Any, step: int) -> Any:
+        chosen._step_index = step
+        return copies.of(chosen.timesteps[step].item(), step % 2)
+
+    def turn(chosen: Any, step: int) -> Position | None:
+        return schedule.locate(copy_of(chosen, step))
+
+    assert [turn(each, step) for step in range(5) for each in (one, other)] == [
+        Position(step, count) for step in range(5) for count in (5, 7)
+    ]
+    assert len(copies.read) == 2
+    for step in range(5):
+        assert schedule.locate(copy_of(one, step)) == Position(step, 5)
+        one._step_index = step + 1
+        assert schedule.locate(copy_of(other, step)) == Position(step, 7)
+    assert len(copies.read) == 2 + 9, "but for the last one, where the other scheduler is at its end"
+
+
 def test_the_device_is_read_once_a_run_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = scheduler("DDIMScheduler", {})
     chosen.set_timesteps(4)
