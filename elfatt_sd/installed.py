@@ -44,7 +44,7 @@ OWNER = "elfatt_owner"  # of a pipeline, whose models may be exchanged
 class Owner:
     """What `apply_patch` was given, which may hold other models afterwards, and the modules that were patched for it.
 
-    Copied or pickled, it begins anew with the copies, which come to it by themselves.
+    Copied or pickled, it begins with nothing: the copies of the modules come to it by themselves.
 
     Args:
         target: the pipeline.
@@ -313,16 +313,18 @@ class _Forward:
     @property
     def __wrapped__(self) -> Any:
         """What it stands for, whose signature is looked up."""
-        return self._of(self._module)
+        return types.MethodType(type(self._module).forward, self._module) if self._replaced is None else self._replaced
 
-    def _of(self, module: Any) -> Any:
-        return types.MethodType(type(module).forward, module) if self._replaced is None else self._replaced
+    def _compute(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._replaced is None:
+            return type(module).forward(module, *args, **kwargs)
+        return self._replaced(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute, within a call that has begun or that begins here."""
         patch = self._patch
         if torch.compiler.is_compiling() or vars(self._module).get(PATCH) is not patch:
-            return self.__wrapped__(*args, **kwargs)
+            return self._compute(self._module, args, kwargs)
         call = patch._shared.call
         if begins := call is None or call.entered:
             patch._before_call(self._module, args, kwargs)
@@ -330,7 +332,7 @@ class _Forward:
         assert call is not None
         call.entered, output = True, None
         try:
-            output = self._of(call.module)(*args, **kwargs)
+            output = self._compute(call.module, args, kwargs)
         finally:
             if begins:
                 patch._after_call(self._module, args, output)
