@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import types
+import warnings
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +22,7 @@ from elfatt_sd.devices import in_optimized_module, refuse_tracing
 from elfatt_sd.families import (
     Given,
     family_of,
+    find_denoisers,
     unwrap,
 )
 from elfatt_sd.families.joint import forget_read
@@ -35,6 +39,62 @@ _OUTSIDE = (
     "itself, and not a function that calls it"
 )
 PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
+OWNER = "elfatt_owner"  # of a pipeline, whose models may be exchanged
+
+
+class Owner:
+    """What `apply_patch` was given, which may hold other models afterwards, and the modules that were patched for it.
+
+    Copied or pickled, it begins with nothing: the copies of the modules come to it by themselves.
+
+    Args:
+        target: the pipeline.
+    """
+
+    def __init__(self, target: Any = None) -> None:
+        self.target = None if target is None else weakref.ref(target)
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __deepcopy__(self, copied: dict[int, Any]) -> Owner:
+        """Belong to the copy of the pipeline, if that is being copied."""
+        return Owner(copied.get(id(self.target and self.target())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle nothing: the modules of a pipeline are not a part of its UNet."""
+        return Owner, ()
+
+    def add(self, module: nn.Module) -> None:
+        """Keep a module, weakly."""
+        self._modules.add(module)
+
+    @property
+    def patches(self) -> list[Patch]:
+        """The patches that are in place."""
+        found = [vars(module).get(PATCH) for module in self._modules]
+        return [patch for patch in found if patch is not None and patch.owner is self]
+
+    def tell_of_others(self, caller: nn.Module | None = None) -> None:
+        """Warn of models that came into the pipeline since, as far as they have no patch.
+
+        Args:
+            caller: the one that is called; nothing is said where the pipeline no longer holds it.
+        """
+        target, others = self.target and self.target(), {}
+        if target is None or not self.patches:
+            return
+        with contextlib.suppress(ElfattError):  # there is none now, or one of no known family
+            others = {name: unwrap(net) for name, net in find_denoisers(target).items()}
+        if caller is not None and caller not in others.values():
+            return
+        for name, module in others.items():
+            if not (module in self._modules or module in self._told or hasattr(module, PATCH)):
+                self._told.add(module)
+                warnings.warn(
+                    f"elfatt-sd: the {name} of this {type(target).__name__} came into it after apply_patch, and has no "
+                    "patch; call apply_patch again.",
+                    stacklevel=3,
+                )
 
 
 class Patch:
@@ -48,8 +108,10 @@ class Patch:
         schedule: Schedule,
         denoiser: nn.Module,
         layers: Layers,
+        owner: Owner,
     ) -> None:
         self.config = config
+        self.owner = owner
         self.autotune = autotune
         self.taken_over = taken_over
         self._schedule = schedule
@@ -77,9 +139,16 @@ class Patch:
         """Calls of the denoiser in the run that goes on in this thread; 0 where none does."""
         return self._schedule.run.steps
 
-    def renewed(self) -> Patch:
-        """Return its like, to be installed after it was removed."""
-        return Patch(self.config, self.autotune, self.taken_over, self._schedule, self._module, self._layers)
+    def renew(self) -> None:
+        """Install its like after it was removed, unless somebody has patched the module meanwhile."""
+        if not hasattr(self._module, PATCH):
+            made = self.config, self.autotune, self.taken_over, self._schedule, self._module, self._layers, self.owner
+            Patch(*made).install()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Let the owner know the copy."""
+        self.__dict__.update(state)
+        self.owner.add(self._module)
 
     def install(self) -> None:
         """Put it into the module."""
@@ -108,6 +177,7 @@ class Patch:
         if stem is not None:
             self._handles.append(stem.register_state_dict_pre_hook(self._before_copy))
         setattr(module, PATCH, self)
+        self.owner.add(module)
 
     def remove(self) -> None:
         """Take it out of the module."""
@@ -200,6 +270,8 @@ class Patch:
         run = self._schedule.run if position.scheduled else Run()
         self._notices.warn_if_displaced()
         self._notices.warn_if_idle(position, run)
+        if not position.scheduled or position.step == run.first:
+            self.owner.tell_of_others(self._module)
         if compiled:
             self._allow_recompiling()
         self._shared.begin(position, run, replace(given, compiled=compiled))
@@ -245,16 +317,18 @@ class _Forward:
     @property
     def __wrapped__(self) -> Any:
         """What it stands for, whose signature is looked up."""
-        return self._of(self._module)
+        return types.MethodType(type(self._module).forward, self._module) if self._replaced is None else self._replaced
 
-    def _of(self, module: Any) -> Any:
-        return types.MethodType(type(module).forward, module) if self._replaced is None else self._replaced
+    def _compute(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._replaced is None:
+            return type(module).forward(module, *args, **kwargs)
+        return self._replaced(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute, within a call that has begun or that begins here."""
         patch = self._patch
         if torch.compiler.is_compiling() or vars(self._module).get(PATCH) is not patch:
-            return self.__wrapped__(*args, **kwargs)
+            return self._compute(self._module, args, kwargs)
         call = patch._shared.call
         if begins := call is None or call.entered:
             patch._before_call(self._module, args, kwargs)
@@ -262,7 +336,7 @@ class _Forward:
         assert call is not None
         call.entered, output = True, None
         try:
-            output = self._of(call.module)(*args, **kwargs)
+            output = self._compute(call.module, args, kwargs)
         finally:
             if begins:
                 patch._after_call(self._module, args, output)

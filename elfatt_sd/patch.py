@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack, cast
@@ -20,13 +21,13 @@ from elfatt_sd.choosing import (
     tell_left_alone,
     tell_without_effect,
 )
-from elfatt_sd.config import PatchConfig
+from elfatt_sd.config import ElfattError, PatchConfig
 from elfatt_sd.families import (
     family_of,
     find_denoisers,
     unwrap,
 )
-from elfatt_sd.installed import PATCH, Patch
+from elfatt_sd.installed import OWNER, PATCH, Owner, Patch
 from elfatt_sd.methods import Attention
 from elfatt_sd.planning import input_grid, make_plan
 from elfatt_sd.plans import Plan, PlanOnDemand
@@ -71,12 +72,14 @@ def apply_patch(
     chosen = choose_layers(denoisers, config, names)
     tell_without_effect(config)
     make_ready(config.attention_backend)
-    remove_patch(pipe)
+    _remove(pipe)
     if config.active:
-        main = next(iter(denoisers.values()))
+        main, owner = next(iter(denoisers.values())), Owner(pipe)
+        if pipe is not unwrap(main):
+            _attributes(pipe)[OWNER] = owner
         schedule = Schedule(SchedulerFinder(pipe), family_of(main).takes_noise_levels(unwrap(main)))
         for name, denoiser in denoisers.items():
-            Patch(config, autotune, names, schedule, denoiser, chosen[name]).install()
+            Patch(config, autotune, names, schedule, denoiser, chosen[name], owner).install()
         tell_left_alone(chosen, config, names)
         if not autotune:
             tell_slower(make_plan(config, chosen, {}, input_grid(pipe)))
@@ -92,6 +95,8 @@ def tell_slower(planned: Plan) -> None:
 def remove_patch(pipe: Pipeline) -> Pipeline:
     """Restore the original attention processors. A pipeline without a patch stays as it is.
 
+    Models that the pipeline held when it was patched are restored as well, wherever they are now.
+
     Args:
         pipe: what `apply_patch` was given.
 
@@ -101,9 +106,43 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
     Raises:
         ElfattError: there is no UNet.
     """
-    for patch in patches_of(pipe).values():
-        patch.remove()
+    _tell_of_others(pipe)
+    _remove(pipe)
     return pipe
+
+
+def _remove(pipe: Any) -> None:
+    for patch in _all_patches(pipe):
+        patch.remove()
+    _attributes(pipe).pop(OWNER, None)
+
+
+def _all_patches(pipe: Any) -> list[Patch]:
+    """Return the patches of what a pipeline holds, and of what it held when it was patched."""
+    owner = _owner(pipe)
+    kept = [] if owner is None else owner.patches
+    try:
+        return list({id(patch): patch for patch in (*patches_of(pipe).values(), *kept)}.values())
+    except ElfattError:
+        if kept:  # its denoiser was taken out, or exchanged for one of no known family
+            return kept
+        raise
+
+
+def _owner(pipe: Any) -> Owner | None:
+    owner: Owner | None = _attributes(pipe).get(OWNER)
+    if owner is not None:
+        owner.target = weakref.ref(pipe)  # it may have been pickled
+    return owner
+
+
+def _attributes(pipe: Any) -> dict[str, Any]:
+    return getattr(pipe, "__dict__", {})
+
+
+def _tell_of_others(pipe: Any) -> None:
+    if (owner := _owner(pipe)) is not None:
+        owner.tell_of_others()
 
 
 @contextmanager
@@ -142,13 +181,15 @@ def patched(
 @contextmanager
 def restored(pipe: Any) -> Iterator[None]:
     """Patch again what was patched before, and nothing else, after a `with` block; also after an exception."""
-    before = patches_of(pipe)
+    before, owner = _all_patches(pipe), _owner(pipe)
     try:
         yield
     finally:
         remove_patch(pipe)
-        for patch in before.values():
-            patch.renewed().install()
+        for patch in before:
+            patch.renew()
+        if owner is not None:
+            _attributes(pipe)[OWNER] = owner
 
 
 def plan(
@@ -217,11 +258,13 @@ def is_patched(pipe: Any) -> bool:
     Raises:
         ElfattError: there is no UNet and no transformer of a known family.
     """
+    _tell_of_others(pipe)
     return bool(patches_of(pipe))
 
 
 def current_config(pipe: Any) -> PatchConfig | None:
     """Return the configuration that a pipeline is patched with, or None."""
+    _tell_of_others(pipe)
     return next((patch.config for patch in patches_of(pipe).values()), None)
 
 

@@ -30,11 +30,9 @@ def taken(pipe: Any) -> dict[str, inspect.Parameter]:
     inputs = getattr(getattr(pipe, "blocks", None), "inputs", None)
     if inputs is None:
         return dict(inspect.signature(pipe.__call__).parameters)
-    named, kind = [each for each in inputs if each.name], inspect.Parameter.POSITIONAL_OR_KEYWORD
-    defaults = [inspect.Parameter.empty if each.required else each.default for each in named]
-    return {
-        each.name: inspect.Parameter(each.name, kind, default=own) for each, own in zip(named, defaults, strict=True)
-    }
+    kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    defaults = {each.name: none if each.required else each.default for each in inputs if each.name}
+    return {name: inspect.Parameter(name, kind, default=default) for name, default in defaults.items()}
 
 
 def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, Any]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import json
+import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -386,3 +389,142 @@ def test_a_stride_that_leaves_nothing_to_merge_is_told(pipe: Any) -> None:
     elfatt_sd.apply_patch(pipe, "tome", stride=64)
     with pytest.warns(UserWarning, match="no token of 16x16 can be merged by tome, whose attention is exact there"):
         picture(pipe, steps=2)
+
+
+NEW = "came into it after apply_patch, and has no patch; call apply_patch again"
+
+
+def with_controlnet(pipe: Any, net: Any) -> Any:
+    parts = {name: part for name, part in pipe.components.items() if name != "image_encoder"}
+    kind = diffusers.StableDiffusionControlNetPipeline
+    return tiny.quiet(kind(**parts, controlnet=net, requires_safety_checker=False))
+
+
+def test_what_a_pipeline_no_longer_holds_is_put_back(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other, untouched = pipe.unet, tiny.unet(), picture(pipe)
+    before = processors(pipe)
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    monkeypatch.setattr(pipe, "unet", other)
+    with pytest.warns(UserWarning, match=f"the unet of this StableDiffusionPipeline {NEW}"):
+        assert not elfatt_sd.is_patched(pipe)
+    assert current_config(pipe) is None  # said once: warnings are errors here
+    elfatt_sd.remove_patch(pipe)
+    assert not (elfatt_sd.is_patched(first) or elfatt_sd.is_patched(other))
+    pipe.unet = first
+    assert all(processors(pipe)[name] is old for name, old in before.items())
+    assert torch.equal(picture(pipe), untouched)
+    with pytest.warns(UserWarning, match=NEW), elfatt_sd.patched(pipe, "elfatt"):
+        pipe.unet = other
+    assert not (elfatt_sd.is_patched(first) or elfatt_sd.is_patched(other))
+    pipe.unet = first
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    pipe.unet = other
+    elfatt_sd.apply_patch(pipe, "tome")  # as asked for: without a word
+    assert not elfatt_sd.is_patched(first) and current_config(other) == PatchConfig.preset("tome")
+    elfatt_sd.remove_patch(pipe)
+
+
+@pytest.mark.parametrize("gone", [None, torch.nn.Linear(1, 1)], ids=["none", "unknown"])
+def test_a_pipeline_without_its_unet_is_put_back(pipe: Any, gone: Any) -> None:
+    first = pipe.unet
+    try:
+        with elfatt_sd.patched(pipe, "tome"):
+            pipe.unet = gone
+        assert not elfatt_sd.is_patched(first)
+        with pytest.raises(ElfattError):
+            elfatt_sd.remove_patch(pipe)
+    finally:
+        pipe.unet = first
+
+
+def test_nested_contexts_around_an_exchange(pipe: Any) -> None:
+    """Each patch comes back to where it was, and goes with its own block."""
+    first, other = pipe.unet, tiny.unet()
+    try:
+        with pytest.warns(UserWarning, match=NEW), elfatt_sd.patched(pipe, "tome"):
+            pipe.unet = other
+            with elfatt_sd.patched(pipe, "elfatt"):
+                assert elfatt_sd.is_patched(other) and not elfatt_sd.is_patched(first)
+            assert current_config(first) == PatchConfig.preset("tome") and not elfatt_sd.is_patched(other)
+        assert not elfatt_sd.is_patched(first)
+        pipe.unet = first
+        elfatt_sd.apply_patch(pipe, "tome")
+        with pytest.warns(UserWarning, match=NEW), elfatt_sd.patched(pipe, "elfatt"):
+            pipe.unet = other
+        assert current_config(first) == PatchConfig.preset("tome"), "the earlier patch is back"
+        with pytest.warns(UserWarning, match=NEW):
+            elfatt_sd.remove_patch(pipe)
+        assert not elfatt_sd.is_patched(first)
+    finally:
+        pipe.unet = first
+
+
+def test_what_another_pipeline_has_patched_since_stays_patched(pipe: Any) -> None:
+    first = pipe.unet
+    sharing = tiny.quiet(diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False))
+    try:
+        elfatt_sd.apply_patch(pipe, "tome")
+        pipe.unet = None
+        with elfatt_sd.patched(sharing, "elfatt"):
+            elfatt_sd.apply_patch(sharing, "elfatt-fast")
+        assert current_config(first) == PatchConfig.preset("tome")
+        elfatt_sd.apply_patch(sharing, "elfatt")
+        with pytest.raises(ElfattError):
+            elfatt_sd.remove_patch(pipe)
+        assert current_config(first) == PatchConfig.preset("elfatt")
+    finally:
+        pipe.unet = first
+        elfatt_sd.remove_patch(pipe)
+
+
+def test_a_controlnet_that_comes_later_is_named_when_it_draws(pipe: Any) -> None:
+    one, two = tiny.controlnet(pipe.unet), tiny.controlnet(pipe.unet)
+    guided = with_controlnet(pipe, one)
+    given = {"image": torch.rand(1, 3, 32, 32)}
+    elfatt_sd.apply_patch(guided, "tome")
+    picture(guided, **given)
+    guided.controlnet = two
+    with pytest.warns(UserWarning, match=f"the controlnet of this StableDiffusionControlNetPipeline {NEW}"):
+        picture(guided, **given)
+    picture(guided, **given)  # said once
+    elfatt_sd.remove_patch(guided)
+    assert not elfatt_processors(one) and not elfatt_processors(two)
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_copies_of_a_pipeline_know_what_was_patched(pipe: Any, twin_of: Any) -> None:
+    elfatt_sd.apply_patch(pipe, "tome")
+    twin = twin_of(pipe)
+    own, twin.unet = twin.unet, tiny.unet()
+    with pytest.warns(UserWarning, match=NEW):
+        elfatt_sd.remove_patch(twin)
+    assert not elfatt_sd.is_patched(own) and elfatt_sd.is_patched(pipe)
+
+
+def test_what_is_exchanged_in_a_module_of_ones_own() -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self, held: Any) -> None:
+            super().__init__()
+            self.held = held
+
+    first = tiny.unet()
+    holder = Holder(first)
+    elfatt_sd.apply_patch(holder, "tome")
+    holder.held = tiny.unet()
+    with pytest.warns(UserWarning, match=f"of this Holder {NEW}"):
+        elfatt_sd.remove_patch(holder)
+    assert not elfatt_sd.is_patched(first)
+
+
+def test_a_unet_that_is_exchanged_can_be_collected(pipe: Any) -> None:
+    first = pipe.unet
+    try:
+        pipe.unet = tiny.unet()
+        elfatt_sd.apply_patch(pipe, "tome")
+        held, pipe.unet = weakref.ref(pipe.unet), first
+        gc.collect()
+        assert held() is None
+        assert not elfatt_sd.is_patched(pipe)
+        elfatt_sd.remove_patch(pipe)
+    finally:
+        pipe.unet = first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,19 @@ def test_guidance_in_two_calls_shares_a_difference() -> None:
         shared = run(**given)
     assert not torch.equal(guided, shared)
     assert float((guided - untouched).norm()) < 4 * float((shared - untouched).norm())
+
+
+def test_latents_in_a_buffer_are_not_those_of_the_call_before(pipe: Any) -> None:
+    """Two images in two calls of each step, handed over in the same memory or not."""
+    latents = torch.randn(2, 1, 4, 16, 16, generator=torch.Generator().manual_seed(0))
+    text, buffer = torch.randn(1, 7, tiny.TEXT_WIDTH), torch.empty(1, 4, 16, 16)
+    found: list[list[torch.Tensor]] = []
+    for own in (True, False):
+        with torch.no_grad(), elfatt_sd.patched(pipe.unet, GUIDED):
+            calls = itertools.product(torch.arange(999, -1, -250), latents)
+            given = ((each if own else buffer.copy_(each), timestep) for timestep, each in calls)
+            found.append([pipe.unet(*each, text).sample for each in given])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_configuration_keeps_it() -> None:

@@ -160,6 +160,19 @@ def test_a_copy_on_the_device_is_of_the_schedulers_step(copies: Copies) -> None:
 
 
 @torch.no_grad()
+def test_a_copy_in_a_buffer_is_read_where_the_scheduler_does_not_count(copies: Copies) -> None:
+    """A loop of ones own that does not call the scheduler's step."""
+    chosen: Any = scheduler("EulerDiscreteScheduler", {})
+    chosen.set_timesteps(5)
+    schedule, buffer, located = Schedule(lambda: chosen), copies.of(None), []
+    for timestep in chosen.timesteps.tolist():
+        buffer.zero_()  # writes it, as far as PyTorch knows
+        copies._known[id(buffer)] = buffer, timestep
+        located += [schedule.locate(buffer) for _ in range(2)]
+    assert [each and each.step for each in located] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@torch.no_grad()
 def test_a_copy_on_the_device_that_is_not_of_the_counted_step(copies: Copies) -> None:
     """After a run that was broken off, beside one that goes on, or on a scheduler that is never stepped."""
     chosen: Any = scheduler("EulerDiscreteScheduler", {})

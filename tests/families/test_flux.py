@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import joint_checks as joint
 import pytest
@@ -94,3 +94,70 @@ def test_masks_that_differ_by_query_leave_the_call_exact(flux: Any, dtype: torch
         elfatt_sd.apply_patch(transformer, PatchConfig("few", (Phase(1.0, "cell_spread", block_size=4),)))
         with pytest.warns(UserWarning, match="a mask that is not of keys alone"):
             assert torch.equal(transformer(**arguments).sample, untouched)
+
+
+FEW = PatchConfig("few", (Phase(1.0, "cell_spread", cell=4, block_size=4),))
+
+
+class OnDevice(torch.Tensor):
+    """Position ids that seem to be on a device: how often they are read is counted."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    device = torch.device("cuda")  # type: ignore[assignment]
+    read: ClassVar[list[int]] = []
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        OnDevice.read += [1] * (args[0] == "cpu")
+        return super().to(*args, **kwargs)
+
+
+def ids_of(rows: int, columns: int) -> torch.Tensor:
+    ids = torch.zeros(rows * columns, 3)
+    ids[:, 1], ids[:, 2] = torch.arange(rows).repeat_interleave(columns), torch.arange(columns).repeat(rows)
+    return ids
+
+
+def call(net: Any, ids: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+    given = {"hidden_states": torch.randn(1, 24, 16, generator=generator()), "txt_ids": torch.zeros(7, 3)}
+    given |= {"encoder_hidden_states": torch.randn(1, 7, net.config.joint_attention_dim, generator=generator())}
+    given |= {"pooled_projections": torch.zeros(1, net.config.pooled_projection_dim)}
+    output: torch.Tensor = net(**given, img_ids=ids, timestep=timestep.expand(1), return_dict=False)[0]
+    return output
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, OnDevice])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("write", ["copy", "data"])
+def test_ids_that_are_written_in_place_are_read_again(kind: Any, inference: bool, write: str) -> None:
+    net, shapes = tiny.flux_transformer(), ((6, 4), (4, 6), (8, 3))
+    with torch.inference_mode(inference), torch.no_grad(), elfatt_sd.patched(net, FEW):
+        steps = torch.linspace(1, 0.25, 4)
+        fresh = [call(net, ids_of(*shape), step) for shape, step in zip(shapes, steps, strict=False)]
+        ids = ids_of(*shapes[0]).as_subclass(kind)
+        for shape, step, expected in zip(shapes, steps, fresh, strict=False):
+            if write == "copy":
+                ids.copy_(ids_of(*shape))
+            else:
+                ids.data = ids_of(*shape)
+            assert torch.equal(call(net, ids, step), expected)
+
+
+def test_ids_that_numpy_writes_are_read_again() -> None:
+    net, ids = tiny.flux_transformer(), ids_of(6, 4)
+    with torch.no_grad(), elfatt_sd.patched(net, FEW):
+        step = torch.tensor([0.5])
+        expected = call(net, ids_of(4, 6), step)
+        call(net, ids, step)
+        ids.numpy()[:] = ids_of(4, 6).numpy()
+        assert torch.equal(call(net, ids, step), expected)
+
+
+def test_ids_on_a_device_are_read_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph writes is not counted: between two runs, they may be others."""
+    net, ids = tiny.flux_transformer(), ids_of(6, 4).as_subclass(OnDevice)
+    monkeypatch.setattr(OnDevice, "read", [])
+    with torch.no_grad(), elfatt_sd.patched(net, FEW):
+        for run in range(1, 3):
+            for step in torch.linspace(1, 0.25, 4):
+                call(net, ids, step)
+            assert len(OnDevice.read) == run

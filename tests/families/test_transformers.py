@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import accelerate
 import diffusers
 import joint_checks as joint
 import pytest
@@ -13,6 +19,7 @@ import tiny_joint as tiny
 import tiny_transformers
 import torch
 from checks import recorded
+from peft import LoraConfig, get_peft_model
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
@@ -48,6 +55,7 @@ class Case(NamedTuple):
     calls: int = 1
 
 
+FEW = PatchConfig("few", (Phase(1.0, "cell_spread", block_size=8),))
 TEXT = tiny.embeds(width=8)
 IMAGE, VIDEO = {"height": 96, "width": 64}, {"height": 96, "width": 64, "frames": 9}
 CASES = {
@@ -110,6 +118,86 @@ def test_plan(case: Case) -> None:
     joint.check_plan(pipe, case.tokens, case.layers, counted=counted, **case.size)
 
 
+def a_call(pipe: Any, run: joint.Run) -> Callable[[Any], torch.Tensor]:
+    """Return what calls a module, or its `forward`, as a pipeline calls its transformer."""
+    given: list[Any] = []
+    hook = pipe.transformer.register_forward_pre_hook(lambda *call: given.append(call[1:]), with_kwargs=True)
+    run(num_inference_steps=1)
+    hook.remove()
+
+    @torch.no_grad()
+    def call(function: Any) -> torch.Tensor:
+        args, kwargs = given[0]
+        output = function(*args, **kwargs)
+        while not isinstance(output, torch.Tensor):
+            output = output[0]
+        return output
+
+    return call
+
+
+def test_forward_by_name(case: Case) -> None:
+    """By its name, in copies and in wrappers it is a call like any other; past the patch it is exact, which is said."""
+    pipe, run = case.make()
+    net, call = pipe.transformer, a_call(pipe, run)
+    exact, before, signature = call(net), list(vars(net)), inspect.signature(net.forward)
+    with elfatt_sd.patched(net, FEW):
+        expected = call(net)
+        assert not torch.equal(expected, exact)
+        for each in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            assert elfatt_sd.is_patched(each) and inspect.signature(each.forward) == signature
+            assert torch.equal(call(each.forward), expected) and torch.equal(call(each), expected)
+        with pytest.warns(UserWarning, match="stays exact: it is called without the hooks of its patched model"):
+            assert torch.equal(call(functools.partial(type(net).forward, net)), exact)
+    assert list(vars(net)) == before and torch.equal(call(net.forward), exact)
+    wrapped = get_peft_model(net, LoraConfig(target_modules=["to_q"]))
+    with elfatt_sd.patched(wrapped, FEW):
+        assert torch.equal(call(wrapped), expected)
+
+
+def offloaded(net: Any) -> Callable[[], None]:
+    accelerate.cpu_offload(net, execution_device=torch.device("cpu"))
+    return lambda: accelerate.hooks.remove_hook_from_submodules(net)
+
+
+def cached(net: Any) -> Callable[[], None]:
+    hooks = pytest.importorskip("diffusers.hooks")  # younger than the oldest diffusers
+    net.enable_cache(hooks.FirstBlockCacheConfig(threshold=1e-9))
+    return lambda: net.disable_cache()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("wrap", [offloaded, cached])
+@pytest.mark.parametrize("order", ["patch first", "removed first", "patch last"])
+def test_what_else_wraps_a_forward(wrap: Callable[[Any], Callable[[], None]], order: str) -> None:
+    """Hooks of accelerate and of diffusers, whoever comes and goes first."""
+    pipe, run = flux()
+    net, call = pipe.transformer, a_call(pipe, run)
+    exact = call(net)
+    with elfatt_sd.patched(net, FEW):
+        expected = call(net)
+    unwrap = wrap(net) if order == "patch last" else None
+    elfatt_sd.apply_patch(net, FEW)
+    unwrap = unwrap or wrap(net)
+    with net.cache_context("one") if wrap is cached else contextlib.nullcontext():
+        torch.testing.assert_close(call(net), expected)
+    if order != "removed first":
+        unwrap()
+        assert torch.equal(call(net), expected)
+    elfatt_sd.remove_patch(net)
+    if order == "removed first":
+        unwrap()
+    assert torch.equal(call(net), exact) and torch.equal(call(net.forward), exact)
+    assert not [value for value in vars(net).values() if type(value).__module__.startswith("elfatt_sd")]
+
+
+def test_a_compiled_forward_is_said_to_be_exact() -> None:
+    pipe, run = flux()
+    net, call = pipe.transformer, a_call(pipe, run)
+    exact = call(net)
+    with elfatt_sd.patched(net, FEW), pytest.warns(UserWarning, match="compile the model or its blocks"):
+        torch.testing.assert_close(call(torch.compile(net.forward, backend="eager")), exact)
+
+
 def test_autotune(case: Case) -> None:
     pipe, run = case.make()
     joint.check_autotune(pipe, run, **case.size)
@@ -131,6 +219,17 @@ def test_wan_goes_on_in_a_second_transformer() -> None:
         with elfatt_sd.patched(pipe, config), recorded() as calls:
             assert torch.isfinite(run(num_inference_steps=8)).all()
         assert calls
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
+def test_wan_with_its_second_transformer_alone() -> None:
+    both, run = tiny.wan(second=True)
+    pipe = tiny.pipeline("WanPipeline", None, both.transformer_2, boundary_ratio=1.01)
+    assert list(find_denoisers(pipe)) == ["transformer_2"]
+    run = tiny.runner(pipe, **run.given)  # type: ignore[attr-defined]
+    joint.check_methods(pipe, run)
+    joint.check_steps(pipe, run, layers=2, calls=2, counts=(4,))
+    assert {layer.denoiser for layer in elfatt_sd.plan(pipe, "elfatt-fast", **VIDEO).layers} == {"transformer_2"}
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")

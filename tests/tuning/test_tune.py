@@ -13,6 +13,7 @@ import checks
 import diffusers
 import pytest
 import tiny_flux
+import tiny_pipelines as tiny
 import tiny_pixart
 import tiny_transformers
 import torch
@@ -298,6 +299,20 @@ def test_transformers(make: Any, folder: Path, asked: dict[str, Any]) -> None:
     assert tuned.proof is not None
     assert tuned.proof.point.mean >= 35
     assert {own.layers for own in tuned.config.per_layer} <= {layer.name for layer in find_layers(pipe.transformer)}
+
+
+def test_a_modular_pipeline(folder: Path, asked: dict[str, Any]) -> None:
+    """It names what its call takes in its blocks; and where that is not told, it is said in one line."""
+    modular = pytest.importorskip("diffusers.modular_pipelines")  # younger than the oldest diffusers
+    parts = {name: part for name, part in tiny.sdxl(folder).components.items() if part is not None}
+    pipe = modular.StableDiffusionXLAutoBlocks().init_pipeline()
+    pipe.update_components(**{name: part for name, part in parts.items() if name in pipe._component_specs})
+    pipe.set_progress_bar_config(disable=True)
+    tuned = tune(pipe, closeness=30, **{**asked, "height": 32, "width": 32})
+    assert tuned.proof is None or tuned.proof.point.mean >= 30
+    assert not elfatt_sd.is_patched(pipe)
+    with pytest.raises(ElfattError, match="UNet2DConditionModel takes no num_inference_steps"):
+        tune(pipe.unet, closeness=30, **asked)
 
 
 @pytest.mark.parametrize(
