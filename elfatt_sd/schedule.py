@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 
 from elfatt_sd import timesteps as units
+from elfatt_sd.callers import schedulers_of_callers
 from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import beneath_transforms, written
 from elfatt_sd.runs import Run, Runs, address
-from elfatt_sd.schedulers import schedulers_of_callers
 
 
 class Position(NamedTuple):
