@@ -19,7 +19,7 @@ from elfatt_sd.evaluation.intervals import Estimate, Groups, Interval, left_out
 from elfatt_sd.evaluation.spectrum import ByClass, Spectrum, by_class, integral
 from elfatt_sd.evaluation.statistics import Features, FeatureStatistics
 
-HEAVY = 15.0  # kurtosis of a feature, 3 where it is normal: beyond it, a few images may make the standard error
+HEAVY = 8.0  # kurtosis of a feature, 3 where it is normal: beyond it, a few images may make the standard error
 EPS = torch.finfo(torch.float64).eps
 
 
@@ -94,8 +94,8 @@ class FrechetFigures:
     def limit_difference(self, other: FrechetFigures) -> tuple[float, Interval | None]:
         """The paired difference with infinitely many images, and its interval of 95 %; both ends hold for all scales.
 
-        With heavy tails a few images say how scales relate, so it must be found again without each class, and
-        the standard error rests on few classes: `Estimate.interval` then has as many degrees of freedom as these.
+        With heavy tails a few images say how scales relate, which must then be found again without each class. They
+        make the standard error, too: `Estimate.interval` then has few degrees of freedom.
 
         Args:
             other: the figures of other images of the same prompts and latents, to the same reference.
@@ -159,8 +159,8 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
     roots = _limit_roots(spectrum, spectrum.root, spectrum.phi, spectrum.slope, ratio, free, target.rank)
     limits = near.sum() / count + constant - 2 * roots
     if alone:
-        figures = [Estimate(value.item(), slope[None]) for value in (published, *limits)]
-        return FrechetFigures(*figures, slope.expand(2, -1), left.kurtosis)
+        whole, least, most = (Estimate(value.item(), slope[None]) for value in (published, *limits))
+        return FrechetFigures(whole, least, most, slope.expand(2, -1), left.kurtosis)
 
     rest = count - left.sizes
     root = spectrum.root - integral(spectrum.scales, spectrum.slope - left.slope)
@@ -173,12 +173,12 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
         return near_without - 2 * _limit_roots(spectrum, root, left.phi, left.slope, ratio, rest - 1, target.rank)
 
     withouts = (published_without, *limits_without(ratio))
-    figures = [
+    whole, least, most = (
         Estimate.jackknife(value.item(), without, slope)
         for value, without in zip((published, *limits), withouts, strict=True)
-    ]
+    )
     refits = left_out(limits_without(_ratio_without(left, spectrum.phi, rest)))
-    return FrechetFigures(*figures, refits, left.kurtosis)
+    return FrechetFigures(whole, least, most, refits, left.kurtosis)
 
 
 def _ratio_without(left: ByClass, phi: Tensor, rest: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Estimate:
         Args:
             least: what the figure cannot be below, such as 0 for a distance; the interval is cut there.
             heavy: whether tails are heavy, so that few classes make the standard error: the degrees of freedom are then
-                as many as classes of equal moves would give it (Satterthwaite 1946).
+                the number of classes that would make it with equal moves (Kish 1965).
         """
         error = self.standard_error()
         if error is None:

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics.image.fid import FrechetInceptionDistance
 
 from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import kernel, spectrum, statistics
+from elfatt_sd.evaluation import frechet, kernel, spectrum, statistics
 from elfatt_sd.evaluation.frechet import Target, frechet_distance, frechet_figures
-from elfatt_sd.evaluation.intervals import FEWEST_CLASSES
+from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, left_out
 from elfatt_sd.evaluation.kernel import kernel_distance
 
 FIGURES = ("published", "least", "most")
@@ -283,6 +283,73 @@ def test_directions_lost_to_rounding_leave_the_interval_finite() -> None:
     value, interval = one.limit_difference(two)
     assert interval is not None
     assert 0 < interval[0] < value < interval[1] < 3 * value
+
+
+HEAVY = {
+    "log-normal": lambda z, u: z.exp(),
+    "spikes": lambda z, u: z * (u < 0.03),
+    "one spiky": lambda z, u: torch.cat((z[:, :1] * (u[:, :1] < 0.03) * 6, z[:, 1:]), 1),
+    "far images": lambda z, u: z * torch.where(u[:, :1] < 0.02, 10, 1),
+}
+
+
+@pytest.mark.parametrize("tail", HEAVY)
+@pytest.mark.parametrize(("count", "correlation"), [(96, 0.9), (40, 0.5)])
+def test_heavy_tails_make_no_false_verdicts(tail: str, count: int, correlation: float) -> None:
+    """Nothing differs. Of 120 runs 6 may get a verdict; the interval of light tails judges up to half of them."""
+    generator = torch.Generator().manual_seed(33)
+    scale = spread(32)
+
+    def draw(count: int) -> tuple[Tensor, Tensor]:
+        normal = torch.randn(count, 32, generator=generator, dtype=torch.float64)
+        return normal, torch.rand(count, 32, generator=generator, dtype=torch.float64)
+
+    target, false = Target(*moments(HEAVY[tail](*draw(20_000)) * scale)), 0
+    for _ in range(120):
+        before, rare = draw(count)
+        other, others = draw(count)
+        after = correlation * before + (1 - correlation**2) ** 0.5 * other
+        one, two = (
+            frechet_figures(HEAVY[tail](*each) * scale, target, range(count))
+            for each in ((after, others), (before, rare))
+        )
+        interval = one.limit_difference(two)[1]
+        assert interval is not None
+        false += not interval[0] <= 0 <= interval[1]
+    assert false <= 6
+
+
+def test_heavy_tails_still_show_a_large_difference() -> None:
+    target = Target(*moments(normal(5000, 16, 34).exp()))
+    one, two = (frechet_figures(normal(400, 16, 35).exp() + shift, target, range(400)) for shift in (0.5, 0.0))
+    assert max(one.kurtosis, two.kurtosis) > frechet.HEAVY
+    assert (one.limit_difference(two)[1] or (0, 0))[0] > 0
+
+
+def test_light_tails_keep_the_interval_of_two_jackknifes() -> None:
+    """To the last digit: published figures have it."""
+    target = Target(*moments(normal(500, 12, 36)))
+    one, two = (frechet_figures(normal(90, 12, seed), target, range(90)) for seed in (37, 38))
+    assert max(one.kurtosis, two.kurtosis) < 6
+    ends = [(getattr(one, end) - getattr(two, end)).interval() or (0, 0) for end in ("least", "most")]
+    assert one.limit_difference(two)[1] == (min(low for low, _ in ends), max(high for _, high in ends))
+    assert one.least.moves.shape == (2, 90)
+
+
+@pytest.mark.parametrize(("count", "dimension", "size"), [(48, 12, 1), (120, 12, 4), (60, 96, 2)])
+def test_refits_are_those_of_images_without_each_class(count: int, dimension: int, size: int) -> None:
+    """Nearly, as a weighted mean stands for a weight. The other jackknife keeps the relation of scales as it is."""
+    features = (normal(count, dimension, 39) / 2).exp() * spread(dimension)
+    target = Target(*moments((normal(900, dimension, 40) / 2).exp() * spread(dimension)))
+    classes = torch.arange(count) // size
+    found = frechet_figures(features, target, classes)
+    others = [classes != number for number in range(count // size)]
+    again = [frechet_figures(features[kept], target, classes[kept]) for kept in others]
+    for place, end in enumerate(("least", "most")):
+        exact = left_out(torch.tensor([getattr(each, end).value for each in again], dtype=torch.float64))
+        mine, fixed = found.refits[place], getattr(found, end).moves[1]
+        assert torch.corrcoef(torch.stack((mine, exact)))[0, 1] > 0.9
+        assert (mine - exact).norm() < 0.75 * (fixed - exact).norm()
 
 
 class Largest(TorchDispatchMode):

@@ -83,6 +83,18 @@ def test_quantiles_of_student_against_tables() -> None:
         assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=5e-3)
 
 
+def test_few_classes_that_make_the_error_are_few_degrees_of_freedom() -> None:
+    """Where tails are heavy; equal moves are as many as there are classes."""
+    for moves, freedom in (([1.0, -1.0] + [0.0] * 8, 2), ([3.0] + [0.0] * 9, 1), ([1.0, -1.0] * 5, 9)):
+        figure = Estimate(0.0, torch.tensor([moves]).double())
+        error = figure.standard_error() or 0.0
+        for heavy, expected in ((True, freedom), (False, 9)):
+            _, high = figure.interval(heavy=heavy) or (0.0, 0.0)
+            assert high == pytest.approx(student_quantile(0.975, expected) * error)
+    still = Estimate(1.0, torch.zeros(1, 5).double())
+    assert still.interval(heavy=True) == (1.0, 1.0)
+
+
 def test_wilson_interval_against_published_values() -> None:
     low, high = wilson_interval(81, 263)  # Newcombe 1998, table I
     assert (low, high) == (pytest.approx(0.2553, abs=1e-4), pytest.approx(0.3662, abs=1e-4))

@@ -14,6 +14,7 @@ from elfatt_sd.config import ElfattError
 from elfatt_sd.evaluation.protocol_files import load_protocol
 from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Protocol, decisive, differences
 from elfatt_sd.files import sha256_of_data
+from elfatt_sd.tiling import partition
 
 EVAL = Path(__file__).parents[2] / "eval"
 SHIPPED = sorted(EVAL.glob("*.toml"))
@@ -31,6 +32,14 @@ def test_shipped_protocols_load_and_survive_json(path: Path) -> None:
     again = Protocol.from_dict(json.loads(json.dumps(protocol.to_dict())))
     assert again == protocol
     assert again.identity == protocol.identity
+
+
+def test_block_sizes_cut_as_many_blocks_as_in_the_paper() -> None:
+    """Its sizes 32, 56, 81, 128, 227 and 512 are floor(2048 / k^2) of k^2 blocks."""
+    protocol = load_protocol("block_size")
+    sizes = [cell.settings["block_size"] for cell in protocol.cells if cell.method == "elfatt"]
+    assert [partition(2048, size)[0] for size in sizes] == [64, 36, 25, 16, 9, 4]
+    assert [row["block_size"] for row in protocol.to_dict()["published"]["rows"]] == sizes
 
 
 def test_the_papers_table_is_complete() -> None:
