@@ -14,7 +14,7 @@ from elfatt_sd.calls import Call
 from elfatt_sd.choosing import choose_layers
 from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.families import takes_steps, unwrap
-from elfatt_sd.installed import Patch
+from elfatt_sd.installed import Owner, Patch
 from elfatt_sd.layer_state import LayerState
 from elfatt_sd.methods.base import Ahead
 from elfatt_sd.phases import Phase
@@ -50,7 +50,7 @@ class ExactRun:
         self._schedule = Schedule(SchedulerFinder(pipe), False)
         self._denoisers = denoisers
         self._patches = {
-            name: Patch(_PLACEHOLDER, False, (), self._schedule, denoiser, chosen[name])
+            name: Patch(_PLACEHOLDER, False, (), self._schedule, denoiser, chosen[name], Owner())
             for name, denoiser in denoisers.items()
         }
         self._after_layer, self._after_call = after_layer, after_call
