@@ -240,11 +240,12 @@ class Denoiser:
         """Forward pre-hook of the modules around the layers: a checkpoint hands a part what the call handed it."""
         if torch.compiler.is_compiling():
             return
-        call, part = self.call, recomputed_part()
-        if call is not None and call.repeats:
-            self.remember(call, args, kwargs)
-        elif call is None and part is not None and (known := self.recall(args, kwargs)) is not None:
+        part = recomputed_part()
+        if self.call is None and part is not None and (known := self.recall(args, kwargs)) is not None:
             self._repeated[threading.get_ident()] = part, known
+        call = self.call or self.repeated
+        if call is not None and call.repeats:
+            self.remember(call, args, kwargs)  # also of a part within a part that is computed once more
 
     def remember(self, call: Call, *inputs: Any) -> None:
         """Keep a call for `recall`, as long as the memory of these inputs of it, or of a part of it, is in use."""

@@ -144,7 +144,7 @@ class Together(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the teacher's calls
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("around", ["blocks", "attention", "whole"])
+@pytest.mark.parametrize("around", ["blocks", "nested", "attention", "whole"])
 def test_checkpoints_of_ones_own(around: str, reentrant: bool) -> None:
     """Around several blocks, the attention alone, or the whole model, which has the same latents in both calls."""
     pipe, given = drawn("wan", Path())
@@ -154,7 +154,9 @@ def test_checkpoints_of_ones_own(around: str, reentrant: bool) -> None:
     elfatt_sd.apply_patch(pipe, TWO)
     expected = gradients(model, student, given[1:2])
     call: Any = None
-    if around == "blocks":
+    if around in ("blocks", "nested"):
+        if around == "nested":
+            model.enable_gradient_checkpointing()
         model.blocks = torch.nn.ModuleList([Together(model.blocks, reentrant)])
     elif around == "attention":
         for block in model.blocks:
