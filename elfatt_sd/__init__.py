@@ -66,11 +66,9 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
     }
 
     def __getattr__(name: str) -> Any:
-        """Import a public name from its module on first use."""
         if name not in _HOMES:
             raise AttributeError(f"module 'elfatt_sd' has no attribute {name!r}")
         return getattr(importlib.import_module(f"elfatt_sd.{_HOMES[name]}"), name)
 
     def __dir__() -> list[str]:
-        """List the public names."""
         return sorted(__all__)

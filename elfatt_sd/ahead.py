@@ -35,7 +35,6 @@ class _Asked(NamedTuple):
     dtype: torch.dtype
 
     def rows(self, steps: range) -> Tensor:
-        """Return what it is in each step, `[steps, length]`."""
         bases = [self.draws.at(step) for step in steps]
         several = {each.step: each for each in bases}  # steps that share their draws have them once
         places = {step: place for place, step in enumerate(several)}
@@ -48,10 +47,6 @@ class RunDraws:
 
     First every layer asks for what it draws (`made`), on the CPU; once `allocate` was called, the same requests are
     answered by views, and `fill` writes what a step draws into them.
-
-    Args:
-        devices: of the layers, by their number.
-        end: the phase's last step but one.
     """
 
     def __init__(self, devices: dict[int, torch.device], end: int) -> None:
@@ -68,7 +63,6 @@ class RunDraws:
         self._now = -1
 
     def made(self, draws: Draws, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a view, or before there are any, what it will be like; see `Draws.made`."""
         key = draws.layer, what
         if key in self._views:
             return self._views[key]
@@ -90,7 +84,6 @@ class RunDraws:
                 self._views |= {key: buffer[place] for key, place in places.items()}
 
     def device_of(self, layer: int) -> torch.device:
-        """Return where a layer prepares: on its device, once there are views."""
         return self._devices[layer] if self._allocated else torch.device("cpu")
 
     def keep(self, state: LayerState) -> None:
@@ -129,17 +122,7 @@ class RunDraws:
 
 
 def split_of(merge: Merge, grid: Grid, draws: Draws | None, device: torch.device) -> Split | None:
-    """Split a layer's grid in merge destinations and what may be merged into them.
-
-    Args:
-        merge: of its phase.
-        grid: of the layer.
-        draws: choose the destinations; None takes the first token of every cell.
-        device: of the layer.
-
-    Returns:
-        The split; None where the grid has no whole cell, or nothing but destinations.
-    """
+    """Split a layer's grid in merge destinations and what may be merged into them."""
     cells = merge.destinations(grid)
     if merge.most(grid) == 0:
         return None

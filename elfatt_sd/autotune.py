@@ -48,32 +48,23 @@ CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Whether a phase pays in a layer.
+    """Whether a phase pays in a layer."""
 
-    Attributes:
-        ratio: median over the rounds of time with the approximation by time untouched; nan where nothing was measured.
-        low: lower bound of the median, with about 95 % confidence.
-        high: upper bound.
-        obstacle: why nothing was measured; empty where something was.
-    """
-
+    # median over the rounds of time with the approximation by time untouched; nan where nothing was measured
     ratio: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    obstacle: str = ""
+    low: float = math.nan  # lower bound of the median, with about 95 % confidence
+    high: float = math.nan  # upper bound
+    obstacle: str = ""  # why nothing was measured; empty where something was
 
     @property
     def settled(self) -> bool:
-        """Whether the measurement tells which is faster."""
         return self.high <= 1 or self.low >= 1
 
     @property
     def pays(self) -> bool:
-        """Whether the approximation is faster, beyond doubt."""
         return self.high <= 1 and self.ratio < 1
 
     def __str__(self) -> str:
-        """Say it in words."""
         if self.obstacle:
             return f"left alone: {self.obstacle}"
         times = f"{self.ratio:.2f} ({self.low:.2f} to {self.high:.2f}) of the untouched time, measured here"
@@ -88,18 +79,13 @@ _NO_MEMORY = Decision(obstacle="memory ran out in the measurement")
 
 
 class Decisions:
-    """Decisions made on this machine, in memory and in a file that processes share.
-
-    Args:
-        path: of the file; an unreadable one counts as empty.
-    """
+    """Decisions made on this machine, in memory and in a file that processes share."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or cache_folder() / "autotune.json"
         self._known: dict[str, Decision] = {}
 
     def get(self, key: str) -> Decision | None:
-        """Return what was decided for a key, or None."""
         if key not in self._known:
             self._known = self._read() | self._known
         return self._known.get(key)
@@ -126,11 +112,7 @@ _decisions = functools.cache(Decisions)  # a plan and the patch after it decide 
 
 
 class Tuner:
-    """Decides for the layers of one denoiser.
-
-    Args:
-        denoiser: the module, whose weights may have to be brought to their device first.
-    """
+    """Decides for the layers of one denoiser."""
 
     def __init__(self, denoiser: nn.Module) -> None:
         self.compiling = False  # whether a call comes from torch.compile, wherever that was applied
@@ -140,7 +122,6 @@ class Tuner:
         self._keys: dict[object, str] = {}  # by all that can change from call to call
 
     def pays(self, state: LayerState, phase: Phase, sample: Tensor) -> bool:
-        """Tell whether a phase makes a layer faster for an input of the denoiser; warn once if that is not measured."""
         decision = self.decide(state, phase, sample)
         if decision.obstacle and not self._warned:
             self._warned = True
@@ -148,13 +129,7 @@ class Tuner:
         return decision.pays
 
     def decide(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
-        """Look a decision up, or measure it; `state` must know its grid and stays as it is.
-
-        Args:
-            state: of the layer.
-            phase: to decide on.
-            sample: the denoiser's input, `[batch, ..., height, width]`.
-        """
+        """Look a decision up, or measure it; `state` must know its grid and stays as it is."""
         if self.compiling or _is_compiled(self._denoiser, state.layer.name):
             return _COMPILED
         key = self._key(state, phase, sample)
@@ -170,7 +145,6 @@ class Tuner:
         return decision
 
     def _key(self, state: LayerState, phase: Phase, sample: Tensor) -> str:
-        """Return `decision_key`, which takes longer to write than a layer to run."""
         kind = sample.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         where = state.index, state.grid, state.original, state.fused, phase
@@ -242,17 +216,14 @@ class Tuner:
 
 
 def _exact_share(state: LayerState, phase: Phase) -> float:
-    """Return the part of the steps, and of the rows, in which a phase with `residual_steps` is exact, too."""
     return 1 / phase.residual_steps / _copies(state, phase)
 
 
 def _copies(state: LayerState, phase: Phase) -> int:
-    """Return how many rows of a call share one difference to exact attention."""
     return state.call.copies if phase.shares_guidance else 1
 
 
 def _beginning(state: LayerState, phase: Phase, device: torch.device) -> Callable[[], None]:
-    """Return what a layer does at the beginning of a step: what is drawn in every step is part of the price."""
     kept = state.begin(phase, 0, device) and device.type not in AT_ONCE
 
     def begin() -> None:
@@ -265,16 +236,7 @@ def _beginning(state: LayerState, phase: Phase, device: torch.device) -> Callabl
 
 
 def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase, Decision]:
-    """Decide on every phase for one image with guidance, without a patch.
-
-    Args:
-        layer: the layer.
-        denoiser: its UNet or ControlNet.
-        size: of the denoiser's input.
-
-    Returns:
-        A decision for each of its phases that is not exact.
-    """
+    """Decide on every phase for one image with guidance, without a patch."""
     device = _execution_device(denoiser)
     fill = functools.partial(torch.zeros, device=device, dtype=denoiser.dtype)
     module = unwrap(denoiser)
@@ -290,25 +252,13 @@ def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase
 
 
 def matching_uses(config: PatchConfig, layer: SelfAttention, layers: Iterable[SelfAttention]) -> int:
-    """Return how many calls of layers share one matching, by `reuse_layers` and `reuse_steps`.
-
-    Args:
-        config: the method.
-        layer: one of the layers.
-        layers: those of its denoiser that are patched.
-    """
+    """Return how many calls of layers share one matching, by `reuse_layers` and `reuse_steps`."""
     alike = sum(other.downsample == layer.downsample for other in layers) if config.reuse_layers else 1
     return max(alike, 1) * config.reuse_steps
 
 
 def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
-    """Return what a decision depends on, as text: device, versions, shape, exact attention, phase and run settings.
-
-    Args:
-        state: of the layer; it must know its grid.
-        phase: to decide on; when it ends does not matter.
-        sample: the denoiser's input, `[batch, ..., height, width]`.
-    """
+    """Return what a decision depends on, as text: device, versions, shape, exact attention, phase and run settings."""
     attention: Any = state.layer.attention
     config, device = state.call.config, sample.device
     settings = {**phase.to_dict(), "until": 1.0, "uses": _uses(state, phase), "copies": _copies(state, phase)}
@@ -329,13 +279,7 @@ def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
 def measure(
     untouched: Callable[[], None], approximated: Sequence[tuple[Callable[[], None], float]], device: torch.device
 ) -> Decision:
-    """Time functions in turn, until it is clear which is faster, or there is no time left for it.
-
-    Args:
-        untouched: what is done without the patch.
-        approximated: what is done with it, each with its fraction of the calls.
-        device: where all of them work.
-    """
+    """Time functions in turn, until it is clear which is faster, or there is no time left for it."""
     ratios: list[float] = []
     with torch.no_grad():
         for index in range(WARM_UP + MOST_ROUNDS):
@@ -355,7 +299,6 @@ def measure(
 
 
 def _decide(ratios: list[float]) -> Decision:
-    """Return the median and its bounds, which are order statistics (sign test)."""
     ranked = sorted(ratios)
     cut = max(0, int(len(ranked) / 2 - math.sqrt(len(ranked))))
     return Decision(statistics.median(ranked), ranked[cut], ranked[-1 - cut])
@@ -367,7 +310,6 @@ def _is_clear(ratios: list[float]) -> bool:
 
 
 def _seconds(function: Any, device: torch.device) -> float:
-    """Return the seconds of a call; on a GPU of ten in a row, as waiting for one would time its launches."""
     return timed(function, device, 1 if device.type == "cpu" else _IN_A_ROW)
 
 
@@ -382,13 +324,11 @@ def _uses(state: LayerState, phase: Phase) -> int:
 
 
 def _is_compiled(denoiser: nn.Module, layer: str) -> bool:
-    """Tell whether a layer, or something around it, was compiled as a whole or in place."""
     path = itertools.accumulate(layer.split("."), getattr, initial=denoiser)
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in path)
 
 
 def _execution_device(denoiser: Any) -> torch.device:
-    """Return where a denoiser computes, also while accelerate's hooks keep its weights elsewhere."""
     hooks = (getattr(module, "_hf_hook", None) for module in denoiser.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     return torch.device(next((device for device in devices if device is not None), denoiser.device))

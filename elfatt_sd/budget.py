@@ -25,16 +25,7 @@ _FRAME_BYTES = 3 * 4  # of a pixel of a clip that is decoded
 def warn_if_too_large(
     pipe: Any, height: int | None, width: int | None, *, rows: int, batch: int = 1, frames: int | None = None
 ) -> None:
-    """Warn of images or clips that are estimated to need more memory than is free on their device.
-
-    Args:
-        pipe: a text-to-image or text-to-video pipeline, loaded.
-        height: in pixels; None is the model's own.
-        width: in pixels; None is the model's own.
-        rows: of the denoiser's batch for one image, two with guidance.
-        batch: images that are drawn at once.
-        frames: of a clip; None is the model's own.
-    """
+    """Warn of images or clips that are estimated to need more memory than is free on their device."""
     dimensions, each = dimensions_of(pipe), pipe.dtype.itemsize
     height, width = dimensions.size(height, width)
     own = taken(pipe)["num_frames"].default if "num_frames" in taken(pipe) else 1

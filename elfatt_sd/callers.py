@@ -31,7 +31,6 @@ def schedulers_of_callers() -> Iterator[list[Any]]:
 
 
 def _variables(frame: FrameType) -> list[Any]:
-    """Return the values of a function's variables, and of those of its module that it names."""
     names, code = frame.f_locals, frame.f_code
     values = list(names.values())
     if not code.co_flags & inspect.CO_OPTIMIZED:  # a module
@@ -53,7 +52,6 @@ def _schedulers_in(value: Any, depth: int = 2) -> Iterator[Any]:
 
 
 def _parts(value: Any, kind: type) -> Iterable[Any]:
-    """Return what an object holds, without calling any code of its class."""
     if issubclass(kind, dict):
         return list(dict.values(value))[:_LOOKED_AT]
     if issubclass(kind, list | tuple):

@@ -39,35 +39,24 @@ KEPT_CALLS = 32  # of one step, that keep something for the next steps; it bound
 
 
 class Call:
-    """One call of a denoiser: what its layers share.
-
-    Attributes:
-        config: the method.
-        phases: of the layers in the call's step, by the layer's index.
-        step: of the call, from which random draws are made.
-        given: what the denoiser was given.
-        memory: what the run keeps.
-        matchings: of this call, and of its like in earlier steps.
-        scheduled: whether the call is one of a run over a schedule.
-        last: whether the run ends with this step.
-        states: of the patched layers, by the layer's index.
-        entered: whether the denoiser has come to its first convolution, or to its `forward`.
-        repeats: whether a checkpoint may compute it, or a part of it, once more.
-        module: that is called: the denoiser, or its copy on one of several GPUs.
-    """
+    """One call of a denoiser: what its layers share."""
 
     def __init__(self, config: PatchConfig, step: int = 0, phases: Mapping[int, Phase] | None = None) -> None:
-        self.config = config
-        self.phases = phases or {}
-        self.step = step
+        self.config = config  # the method
+        self.phases = phases or {}  # of the layers in the call's step, by the layer's index
+        self.step = step  # of the call, from which random draws are made
         self.copies = 1  # of the same latents among its rows
         self.place = 0  # among the calls of its step
-        self.given = _NOTHING
-        self.module: Any = None
-        self.memory = Memory()
-        self.matchings: dict[object, Matching | None] = {}
+        self.given = _NOTHING  # what the denoiser was given
+        self.module: Any = None  # that is called: the denoiser, or its copy on one of several GPUs
+        self.memory = Memory()  # what the run keeps
+        self.matchings: dict[object, Matching | None] = {}  # of this call, and of its like in earlier steps
+        # scheduled: whether the call is one of a run over a schedule
+        # last: whether the run ends with this step
+        # entered: whether the denoiser has come to its first convolution, or to its `forward`
+        # repeats: whether a checkpoint may compute it, or a part of it, once more
         self.scheduled = self.last = self.entered = self.repeats = False
-        self.states: dict[int, LayerState] = {}
+        self.states: dict[int, LayerState] = {}  # of the patched layers, by the layer's index
 
     def restart(self) -> None:
         """Begin again, when the whole call is computed once more."""
@@ -77,12 +66,7 @@ class Call:
 
 
 class Denoiser:
-    """What the patched layers of one UNet or ControlNet share.
-
-    Args:
-        config: the method.
-        pays: tells whether a phase makes a layer faster, for an input of the denoiser; by default every one counts.
-    """
+    """What the patched layers of one UNet or ControlNet share."""
 
     def __init__(self, config: PatchConfig, pays: Callable[[LayerState, Phase, Tensor], bool] | None = None) -> None:
         self.config = config
@@ -96,7 +80,6 @@ class Denoiser:
         self._repeated: dict[int, tuple[object, Call]] = {}  # by thread: what it computes once more, and of which call
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy without the calls of this object's threads."""
         return {**self.__dict__, "latest": None, "_live": {}, "_inputs": {}, "_repeated": {}}
 
     @property
@@ -115,11 +98,6 @@ class Denoiser:
 
         A step may take several calls: with the prompt and without, or one for each view of a panorama. What a call
         keeps is for the calls of later steps that have the same place among those of their step, and the same shape.
-
-        Args:
-            position: of the call in the schedule.
-            run: the run that it belongs to; nothing is carried over from another one.
-            given: what the denoiser is given.
         """
         config, step, sample = self.config, position.step, given.sample
         phases = self._phases(step, position.steps)
@@ -157,7 +135,6 @@ class Denoiser:
         self.enter(call)
 
     def _phases(self, step: int, steps: int) -> dict[int, Phase]:
-        """Return the phase of each layer in a step, by the layer's index."""
         if not self.config.per_layer:
             return dict.fromkeys((layer.index for layer in self.layers), self.config.phase_at(step, steps))
         return {layer.index: layer.config.phase_at(step, steps) for layer in self.layers}
@@ -175,7 +152,6 @@ class Denoiser:
             ahead.keep(state)
 
     def _ahead(self, call: Call, position: Position, run: Run) -> RunDraws | None:
-        """Return where what the layers draw in this phase is kept; None where every step draws for itself."""
         given, known = call.given, call.memory.ahead
         if not (position.scheduled and self.layers) or run.schedule is None or torch.is_grad_enabled():
             return None
@@ -202,13 +178,6 @@ class Denoiser:
         return ahead
 
     def _needed(self, call: Call, position: Position, guided: int) -> float:
-        """Return the bytes of the differences that a call and its like in later steps keep.
-
-        Args:
-            call: of the denoiser.
-            position: of the call in the schedule.
-            guided: rows of those that rows of the same latents share.
-        """
         sample, rest = call.given.sample, (position.step, position.steps)
         sharing = [layer for layer in self.layers if layer.config.shares_any(*rest)]
         rows = [guided if layer.config.shares_guidance else call.given.rows for layer in sharing]
@@ -253,7 +222,6 @@ class Denoiser:
         self._inputs[_key(inputs)] = [StorageWeakRef(each.untyped_storage()) for each in tensors], call  # type: ignore[no-untyped-call]
 
     def recall(self, *inputs: Any) -> Call | None:
-        """Return the call of these inputs, of which a checkpoint hands over views; None if none is known."""
         refs, call = self._inputs.get(_key(inputs), ([], None))
         return None if any(ref.expired() for ref in refs) else call  # type: ignore[no-untyped-call]
 
@@ -266,7 +234,6 @@ class Denoiser:
 
 
 def leaves(values: Any) -> Iterator[Any]:
-    """Return what lies in lists, tuples and dictionaries, at any depth."""
     if not isinstance(values, list | tuple | dict):
         yield values
         return
@@ -275,7 +242,6 @@ def leaves(values: Any) -> Iterator[Any]:
 
 
 def _key(inputs: Any) -> tuple[Any, ...]:
-    """Return what is the same of inputs and of views of them: memory, shapes and numbers."""
     return tuple(map(_key_of, leaves(inputs)))
 
 

@@ -31,12 +31,7 @@ Layers = tuple[list[SelfAttention], list[SelfAttention]]  # all of a denoiser, a
 
 
 def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> PatchConfig:
-    """Return the configuration that a method and settings stand for.
-
-    Raises:
-        ElfattError: unknown method or setting, a value out of range, or an attention of somebody else's that breaks
-            the contract of `methods.Attention`.
-    """
+    """Return the configuration that a method and settings stand for."""
     if isinstance(method, Attention):
         method = PatchConfig(method.name, (Phase(1.0, method),))
     config = method if isinstance(method, PatchConfig) else PatchConfig.preset(method)
@@ -48,11 +43,7 @@ def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> Pat
 
 
 def fitted(config: PatchConfig, denoisers: dict[str, nn.Module]) -> PatchConfig:
-    """Return the configuration that a method is on a family of denoisers; presets have one for transformers.
-
-    Raises:
-        ElfattError: the method merges tokens that have rotary positions, or does not attend to text.
-    """
+    """Return the configuration that a method is on a family of denoisers; presets have one for transformers."""
     main = next(iter(denoisers.values()))
     family = family_of(main)
     if not family.joint:
@@ -83,7 +74,6 @@ def fitted(config: PatchConfig, denoisers: dict[str, nn.Module]) -> PatchConfig:
 
 
 def fits(config: PatchConfig, denoisers: dict[str, nn.Module]) -> bool:
-    """Tell whether a method goes with a family of denoisers; see `fitted`."""
     try:
         fitted(config, denoisers)
     except ElfattError:
@@ -94,16 +84,7 @@ def fits(config: PatchConfig, denoisers: dict[str, nn.Module]) -> bool:
 def choose_layers(
     denoisers: dict[str, nn.Module], config: PatchConfig, take_over: Sequence[str] = ()
 ) -> dict[str, Layers]:
-    """Return, for each denoiser, its self-attention layers and those of them that the method patches.
-
-    Args:
-        denoisers: by name.
-        config: the method.
-        take_over: as for `apply_patch`.
-
-    Raises:
-        ElfattError: the UNet has none that the method could patch, or its tokens are divided among processes.
-    """
+    """Return, for each denoiser, its self-attention layers and those of them that the method patches."""
     for denoiser in denoisers.values() if config.active else ():
         refuse_context_parallel(unwrap(denoiser))
     found = {name: find_layers(denoiser) for name, denoiser in denoisers.items()}
@@ -128,11 +109,7 @@ def choose_layers(
 
 
 def class_names(take_over: Any) -> tuple[str, ...]:
-    """Return the names of classes that `take_over` stands for: names, or the classes themselves.
-
-    Raises:
-        ElfattError: it is something else.
-    """
+    """Return the names of classes that `take_over` stands for: names, or the classes themselves."""
     given = take_over if isinstance(take_over, Iterable) and not isinstance(take_over, str | type) else [take_over]
     names = tuple(each.__name__ if isinstance(each, type) else each for each in given)
     if not all(isinstance(name, str) for name in names):
@@ -168,7 +145,6 @@ def tell_left_alone(chosen: dict[str, Layers], config: PatchConfig, take_over: S
 
 
 def patched_layers(shared: Denoiser, layers: Layers, taken_over: tuple[str, ...] = ()) -> list[PatchedLayer]:
-    """Return the chosen layers, each numbered among all layers."""
     found, chosen = layers
     return [
         PatchedLayer(layer, index, layer.processor, shared, taken_over)

@@ -322,7 +322,6 @@ def doctor(as_json: Json = False) -> None:
 
 
 def _sketch(source: Source, autotune: bool) -> Any:
-    """Return a shape without weights."""
     from elfatt_sd.shapes import sketch
 
     model = source.model

@@ -110,6 +110,5 @@ takes_drawing = adds_options("drawing", DRAWING_OPTIONS, dict)
 
 
 def takes_source(device: str = "auto") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that gives a command the options of how a model is loaded, with a device of its own."""
     options = {**SOURCE_OPTIONS, "device": (Device, device)}
     return adds_options("source", options, lambda **given: functools.partial(Source, **given))

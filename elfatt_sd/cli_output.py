@@ -82,7 +82,6 @@ def print_summary(results: list[Result]) -> None:
 
 
 def python_lines(source: Source, arguments: str) -> list[str]:
-    """Return the lines of Python that load a model and patch it."""
     given = json.dumps("path/or/hub-id" if source.model in SHAPE_NAMES else source.model)
     given += ", allow_pickle=True" * source.allow_pickle
     given += f", variant={json.dumps(source.variant)}" if source.variant else ""

@@ -85,11 +85,6 @@ class PatchConfig:
     changes: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # that `with_settings` made, of an object
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ElfattError: a field is out of range; the message says what is accepted.
-        """
         if not isinstance(self.method, str) or not self.method:
             raise ElfattError(f"method={self.method!r} is not accepted; give a name.")
         check_phases(self.phases)
@@ -137,11 +132,7 @@ class PatchConfig:
         return tuple(sorted({1.0, *(phase.until for phase in self.all_phases)}))
 
     def for_layer(self, layer: str) -> PatchConfig:
-        """Return the configuration of one layer, in which none has phases of its own.
-
-        Args:
-            layer: its path in its denoiser.
-        """
+        """Return the configuration of one layer, in which none has phases of its own."""
         phases = next((own.phases for own in self.per_layer if own.matches(layer)), self.phases)
         return dataclasses.replace(self, phases=phases, per_layer=()) if self.per_layer else self
 
@@ -289,12 +280,7 @@ class PatchConfig:
         return next((phase for phase in self.phases if phase.until >= end), EXACT)
 
     def at(self, step: int, steps: int) -> PatchConfig:
-        """Return the configuration that does in every step what this one does in one.
-
-        Args:
-            step: as for `phase_at`.
-            steps: as for `phase_at`.
-        """
+        """Return the configuration that does in every step what this one does in one."""
 
         def there(config: PatchConfig) -> tuple[Phase, ...]:
             phase = config.phase_at(step, steps)
@@ -307,12 +293,7 @@ class PatchConfig:
         return dataclasses.replace(self, phases=there(self), per_layer=tuple(own))
 
     def shares_difference(self, step: int, steps: int) -> bool:
-        """Tell whether the step after one adds the difference that this one measures or has added.
-
-        Args:
-            step: as for `phase_at`; see `Phase.residual_steps`.
-            steps: as for `phase_at`.
-        """
+        """Tell whether the step after one adds the difference that this one measures or has added."""
         phase = self.phase_at(step, steps)
         last_of_group = step % phase.residual_steps == phase.residual_steps - 1
         return not last_of_group and step + 1 < steps and self.phase_at(step + 1, steps) == phase
@@ -328,12 +309,7 @@ class PatchConfig:
         return any(phase.shares_guidance for phase in self.all_phases)
 
     def approximates(self, first: int, steps: int) -> bool:
-        """Tell whether any step of a run is approximated.
-
-        Args:
-            first: the step that the run begins with.
-            steps: as for `phase_at`.
-        """
+        """Tell whether any step of a run is approximated."""
         for each in self.per_layer:
             if dataclasses.replace(self, phases=each.phases, per_layer=()).approximates(first, steps):
                 return True
@@ -353,7 +329,6 @@ def _shown(path: object) -> str:
 
 
 def _file_error(path: object, what: str, error: Exception, accepted: str) -> ElfattError:
-    """Return an error in one line that names the file, what is wrong with it, and what is accepted."""
     reason = getattr(error, "strerror", None) or str(error)
     return ElfattError(f"config={_shown(path)} {what} ({reason}); give {accepted}.")
 

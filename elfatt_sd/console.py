@@ -29,7 +29,6 @@ DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
 def optional(kind: Any, *names: str, **details: Any) -> tuple[Any, None]:
-    """Return annotation and default of an option that need not be given, as `adds_options` takes them."""
     return Annotated[kind | None, typer.Option(*names, **details)], None
 
 
@@ -65,17 +64,11 @@ _NAMES = {"patch_seed": "seed", "rand": "use_rand"}
 
 @dataclass(frozen=True)
 class Chosen:
-    """A patch from the command line.
+    """A patch from the command line."""
 
-    Attributes:
-        config: the method and its settings.
-        arguments: those of `apply_patch` that say the same in Python.
-        autotune: as for `apply_patch`.
-    """
-
-    config: PatchConfig
-    arguments: str
-    autotune: bool = False
+    config: PatchConfig  # the method and its settings
+    arguments: str  # those of `apply_patch` that say the same in Python
+    autotune: bool = False  # as for `apply_patch`
 
 
 class OneLineErrors(TyperGroup):
@@ -103,20 +96,14 @@ class OneLineErrors(TyperGroup):
 
 
 class LazyGroup(TyperGroup):
-    """A group whose commands are imported when one of them, or their list, is wanted.
+    """A group whose commands are imported when one of them, or their list, is wanted."""
 
-    Attributes:
-        home: `module:name` of the `typer.Typer` that holds the commands.
-    """
-
-    home: str
+    home: str  # `module:name` of the `typer.Typer` that holds the commands
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands."""
         return list(self._load().list_commands(ctx))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command."""
         return self._load().get_command(ctx, cmd_name)
 
     def _load(self) -> Any:
@@ -125,7 +112,6 @@ class LazyGroup(TyperGroup):
 
 
 def lazy_group(home: str) -> typer.Typer:
-    """Return a group of commands that is imported late; see `LazyGroup`."""
     kind = type("LazyGroup", (LazyGroup,), {"home": home})
     return typer.Typer(cls=kind, no_args_is_help=True, callback=lambda: None)
 
@@ -133,13 +119,7 @@ def lazy_group(home: str) -> typer.Typer:
 def adds_options(
     receives: str, options: Mapping[str, tuple[Any, Any]], build: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that gives a command more options.
-
-    Args:
-        receives: the command's parameter that gets what `build` makes of them.
-        options: annotation and default value of each, by name.
-        build: called with the values by name.
-    """
+    """Return a decorator that gives a command more options."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != receives]
@@ -167,18 +147,7 @@ def choose(
     autotune: bool | None = None,
     **options: Any,
 ) -> Chosen:
-    """Build a configuration from options.
-
-    Args:
-        method: name of a preset; None is `elfatt`.
-        config_file: a saved configuration, instead of a method.
-        set: further settings as `name=value`, values in JSON or plain words.
-        autotune: as for `apply_patch`.
-        **options: settings by the name of their option; None is not given.
-
-    Raises:
-        ElfattError: both a method and a file, a file that is not a configuration, or a value out of range.
-    """
+    """Build a configuration from options."""
     settings = {_NAMES.get(name, name): value for name, value in options.items() if value is not None}
     settings |= dict(name_and_value(text) for text in set or ())
     written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
@@ -201,12 +170,10 @@ _told: set[str] = set()  # warnings of this command
 
 
 def from_file(path: Path) -> str:
-    """Return the Python expression that reads a saved configuration."""
     return f"elfatt_sd.PatchConfig.load({str(path)!r})"
 
 
 def one_line(message: str) -> str:
-    """Return a message as one line that cannot command a terminal, whatever names it holds."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(message.split()))
 
 
@@ -222,7 +189,6 @@ def complain(message: str, kind: str = "error") -> None:
 
 
 def output() -> Console:
-    """Return a console for stdout that shows texts as they are and does not wrap what is piped to another program."""
     plain = functools.partial(Console, highlight=False, markup=False, emoji=False)
     console = plain()
     return console if console.is_terminal else plain(width=200)
@@ -282,7 +248,6 @@ def in_plain_words(error: Exception) -> str:
 
 
 def _readable(amount: float, unit: str) -> str:
-    """Return an allocator's amount, which the one of the CPU gives in bytes, in GiB."""
     return f"{amount / 2**30:.1f} GiB" if unit == "bytes" else f"{amount:g} {unit}"
 
 

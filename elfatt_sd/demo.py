@@ -25,30 +25,19 @@ from elfatt_sd.running import Shot
 
 @dataclass(frozen=True)
 class Pair:
-    """What was drawn for one request.
+    """What was drawn for one request."""
 
-    Attributes:
-        untouched: the image of the pipeline as it is.
-        patched: the image with the method.
-        figures: how many times as fast, and how close, in a sentence or two.
-        plan: what was patched, in lines.
-    """
-
-    untouched: Image.Image
-    patched: Image.Image
-    figures: str
-    plan: str
+    untouched: Image.Image  # the image of the pipeline as it is
+    patched: Image.Image  # the image with the method
+    figures: str  # how many times as fast, and how close, in a sentence or two
+    plan: str  # what was patched, in lines
 
 
 @dataclass
 class Demo:
-    """Pipelines that are loaded when they are first asked for; one image is drawn at a time.
+    """Pipelines that are loaded when they are first asked for; one image is drawn at a time."""
 
-    Attributes:
-        load: returns a pipeline by its name, as `load_pipeline` does.
-    """
-
-    load: Callable[[str], Any]
+    load: Callable[[str], Any]  # returns a pipeline by its name, as `load_pipeline` does
     _pipes: dict[str, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -62,20 +51,7 @@ class Demo:
         seed: int = 0,
         on_step: OnStep = lambda step, steps: None,
     ) -> Pair:
-        """Draw an image untouched and patched, in turn, after a warm-up of two steps each.
-
-        Args:
-            model: as `load` takes it.
-            prompt: what is drawn.
-            method: name of a preset.
-            file: a saved configuration, such as a tuned one, in place of the method.
-            steps: denoising steps; None takes the model's own.
-            seed: of both images.
-            on_step: told after every step how many are done, and of how many, over both images.
-
-        Raises:
-            ElfattError: the model, the prompt, the method or the file is not accepted.
-        """
+        """Draw an image untouched and patched, in turn, after a warm-up of two steps each."""
         config = method_named(method) if file is None else PatchConfig.load(file)
         request = Request((prompt,), config, model=model, steps=steps, seed=seed, compare=True)
         with self._lock:
@@ -93,11 +69,7 @@ class Demo:
         seed: float | None,
         on_step: OnStep,
     ) -> Pair:
-        """Draw what the fields of a page ask for; see `draw`. An empty field is None.
-
-        Raises:
-            ElfattError: anything went wrong; the message is one line.
-        """
+        """Draw what the fields of a page ask for; see `draw`. An empty field is None."""
         if seed is None:
             raise ElfattError("there is no seed; give a whole number, such as 0.")
         whole = None if steps is None else int(steps)

@@ -16,14 +16,7 @@ STEPS, SHORT = 50, 12
 
 
 def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", steps: int = SHORT) -> Any:
-    """Return the page, a `gradio.Blocks` that is not launched yet.
-
-    Args:
-        demo: draws.
-        models: to choose from; a user can name another one.
-        method: that is chosen at first.
-        steps: likewise.
-    """
+    """Return the page, a `gradio.Blocks` that is not launched yet."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     import gradio
 

@@ -30,7 +30,6 @@ _NO_MEMORY = (
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the processor that a device stands for."""
     if device.type == "cpu":
         return f"{os.cpu_count()} cores of {cpu_name()}"
     named = getattr(_of(device), "get_device_name", None)
@@ -38,18 +37,15 @@ def device_name(device: torch.device) -> str:
 
 
 def _of(device: torch.device) -> Any:
-    """Return PyTorch's module for a kind of device, `torch.cuda` for instance; None where there is none."""
     return getattr(torch, device.type, None)
 
 
 @functools.cache
 def cpu_name() -> str:
-    """Return the model of the CPU, or its architecture where the system does not tell."""
     return proc_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def proc_value(file: str, key: str) -> str | None:
-    """Return the first value of a key in a file of `/proc`, None where there is none."""
     try:
         lines = Path(file).read_text().splitlines()
     except OSError:
@@ -104,7 +100,6 @@ def plain_defaults() -> Iterator[None]:
 
 @functools.cache
 def has_float64(device: torch.device) -> bool:
-    """Tell whether a device computes in float64, as MPS does not."""
     try:
         torch.zeros(1, dtype=torch.float32, device=device).double()
     except (TypeError, RuntimeError):
@@ -113,19 +108,16 @@ def has_float64(device: torch.device) -> bool:
 
 
 def memory_counters(device: torch.device) -> Any:
-    """Return PyTorch's module for a device that counts its allocations (CUDA, ROCm, XPU); None for any other."""
     module = _of(device)
     return module if device.type != "cpu" and hasattr(module, "max_memory_allocated") else None
 
 
 def in_optimized_module() -> bool:
-    """Tell whether a call comes from what `torch.compile(module)` returned."""
     frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this
     return bool(getattr(frames, "_is_in_optimized_module", bool)())
 
 
 def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor within those of `torch.func`, which have no memory of their own."""
     functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -145,7 +137,6 @@ def written(tensor: torch.Tensor) -> object:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception says that memory ran out, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()
@@ -153,7 +144,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Tell whether an exception is of the device itself, such as an illegal access by some kernel before."""
     kind = getattr(torch, "AcceleratorError", None)  # since PyTorch 2.8
     if kind is not None and isinstance(error, kind):
         return True
@@ -161,7 +151,6 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Tell whether what a device is given now becomes a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -172,20 +161,12 @@ _TRACED = (
 
 
 def is_exporting() -> bool:
-    """Tell whether torch.export is at work; PyTorch 2.11's own function says so of all that is compiled, too."""
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))  # since PyTorch 2.8
 
 
 @torch.compiler.disable(reason=_TRACED)  # type: ignore[untyped-decorator, no-untyped-call]
 def refuse_tracing(device: torch.device) -> None:
-    """Refuse what would make a program of one call, of a patched model or of a part of it.
-
-    Args:
-        device: that computes.
-
-    Raises:
-        ElfattError: the call is being traced, exported or captured in a CUDA graph.
-    """
+    """Refuse what would make a program of one call, of a patched model or of a part of it."""
     if is_captured(device):
         raise ElfattError(
             "a CUDA graph of a patched model would replay one step's phase and random draws in every step; use "

@@ -19,11 +19,7 @@ _VARIANT = re.compile(r"\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.safetensors")  # of mod
 
 
 def check_directory(path: Path, given: Collection[str], allow_pickle: bool, variant: str | None) -> None:
-    """Check that a directory has all parts, with weights of the variant that may be loaded.
-
-    Raises:
-        ElfattError: it is not a pipeline's directory, or something is not there.
-    """
+    """Check that a directory has all parts, with weights of the variant that may be loaded."""
     wanted = [name for name in _parts(path) if name not in given]
     missing = [name for name in wanted if not (path / name).is_dir()]
     if missing:
@@ -40,7 +36,6 @@ def check_directory(path: Path, given: Collection[str], allow_pickle: bool, vari
 
 
 def _lacks_words(part: Path, kind: str) -> bool:
-    """Tell whether a tokenizer's vocabulary is missing: transformers would make an empty one, and draw wrong images."""
     return kind.startswith(_WITH_VOCABULARY) and not any(
         file.name.endswith(_VOCABULARY) for file in visible(part.iterdir())
     )
@@ -61,19 +56,16 @@ def _check_variant(path: Path, found: dict[str, set[str]], variant: str | None) 
 
 
 def _variants(part: Path) -> Iterator[str]:
-    """Yield the variants of the weights in a part's folder; the empty one for weights without."""
     for file in visible(part.glob("*.safetensors")):
         found = _VARIANT.search(file.name)
         yield found[1] if found else ""
 
 
 def _parts(path: Path) -> list[str]:
-    """Return the names of the parts that a pipeline directory says it has."""
     return [name for name, kind in _index(path).items() if isinstance(kind, list) and kind and kind[0]]
 
 
 def kind_of_directory(path: Path) -> str | None:
-    """Return the class of pipeline that a directory holds; None where it holds none."""
     return str(_index(path)["_class_name"]) if (path / INDEX).is_file() else None
 
 

@@ -17,22 +17,14 @@ TOLERANCE = 1e-5  # of attention in float32
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        name: what was looked at.
-        value: what was found.
-        status: `ok`, `missing` (needed), `optional` (not there, and not needed), or `info`.
-        remedy: what to do about it.
-    """
-
-    name: str
-    value: str
-    status: Status = "info"
-    remedy: str = ""
+    name: str  # what was looked at
+    value: str  # what was found
+    status: Status = "info"  # `ok`, `missing` (needed), `optional` (not there, and not needed), or `info`
+    remedy: str = ""  # what to do about it
 
     def to_dict(self) -> dict[str, str]:
-        """Return plain data, ready for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -49,7 +41,6 @@ def examine() -> dict[str, list[Finding]]:
 
 
 def healthy(sections: dict[str, list[Finding]]) -> bool:
-    """Tell whether nothing that is needed is missing."""
     return all(finding.status != "missing" for findings in sections.values() for finding in findings)
 
 
@@ -102,7 +93,6 @@ def _needed_packages() -> Iterator[Finding]:
 
 
 def _requirements() -> list[str]:
-    """Return what the installed elfatt-sd asks for; from a checkout that is not installed, the heart of it."""
     try:
         return importlib.metadata.requires("elfatt-sd") or []
     except importlib.metadata.PackageNotFoundError:

@@ -30,14 +30,7 @@ AfterCall = Callable[[Call, Callable[[], Any], Any], None]
 
 
 class ExactRun:
-    """Watches all self-attention layers within a `with` block, while the pipeline runs; a layer's exact output goes on.
-
-    Args:
-        pipe: a pipeline without a patch.
-        denoisers: those of it that are watched, by name.
-        after_layer: is given, after each call of a layer, its state, what calls the layer again, and its exact output.
-        after_call: likewise after each call of a denoiser; not of a ControlNet.
-    """
+    """Watches all self-attention layers within a `with` block, while a pipeline runs; the exact output goes on."""
 
     def __init__(
         self,
@@ -64,7 +57,6 @@ class ExactRun:
         return self._schedule.run.steps
 
     def __enter__(self) -> ExactRun:
-        """Install."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             for name, patch in self._patches.items():
@@ -79,7 +71,6 @@ class ExactRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put everything back."""
         self._undo.close()
         self._block_inputs.clear()
 
@@ -92,16 +83,7 @@ class ExactRun:
         config: PatchConfig = _PLACEHOLDER,
         ahead: Ahead | None = None,
     ) -> Any:
-        """Return what a layer gives in place of its exact output; nothing is carried over from other layers.
-
-        Args:
-            state: of the layer.
-            again: what calls it again.
-            phase: its approximation.
-            step: whose random draws are made.
-            config: the method of the phase.
-            ahead: makes its random draws.
-        """
+        """Return what a layer gives in place of its exact output; nothing is carried over from other layers."""
         states, call = state.call.states, Call(config, step)
         call.given = state.call.given
         states[state.index] = own = LayerState(state.patched, call, state.grid)
@@ -147,7 +129,6 @@ class ExactRun:
 
 
 def image_of(output: Any, state: LayerState) -> Tensor:
-    """Return what a layer gave for the tokens of the image, `[batch, tokens, channels]`."""
     given: Tensor = output[0] if isinstance(output, tuple) else output
     given = given.flatten(2).transpose(1, 2) if given.ndim == 4 else given
     before = state.call.given.before if given.shape[1] > state.grid.tokens else 0

@@ -33,58 +33,39 @@ def is_hidden(name: str) -> bool:
 
 
 def visible(paths: Iterable[Path]) -> list[Path]:
-    """Return those that are not hidden, in order."""
     return sorted(path for path in paths if not is_hidden(path.name))
 
 
 def is_plain_name(name: str) -> bool:
-    """Tell whether a name can be that of a file or folder on every system, and leads nowhere else."""
     fits = len(name.encode(errors="replace")) <= _LONGEST_NAME
     return fits and bool(_NAME.fullmatch(name)) and not _RESERVED.fullmatch(name)
 
 
 def place_of(folder: Path, name: str, ending: str = "") -> Path:
-    """Return the place in a folder that a name stands for, which a page or a file gives.
-
-    Raises:
-        ElfattError: the name would lead elsewhere.
-    """
+    """Return the place in a folder that a name stands for, which a page or a file gives."""
     if not is_plain_name(name):
         raise ElfattError(f"name {name!r} is not accepted for a place in {folder}; accepted: a plain file name.")
     return folder / f"{name}{ending}"
 
 
 def link(path: Path, start: Path) -> str:
-    """Return the address of a file on a page that lies in the folder `start`."""
     return Path(os.path.relpath(path, start)).as_posix()
 
 
 def read_plain(path: Path) -> bytes:
-    """Return the content of a file; a folder, a pipe or a device is none, and might never end.
-
-    Raises:
-        OSError: there is no such file, or it cannot be read.
-    """
+    """Return the content of a file; a folder, a pipe or a device is none, and might never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a plain file", str(path))
     return path.read_bytes()
 
 
 def one_folder(name: str) -> str:
-    """Return what the names have in common that some systems take for one: letters in either case, or composed."""
     return unicodedata.normalize("NFKC", name).casefold()
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for writing that takes its place only when the block ends well (write, fsync, rename).
-
-    Args:
-        path: where the file is to be; its folder is made.
-
-    Yields:
-        The open temporary file next to `path`, named after this process.
-    """
+    """Open a file for writing that takes its place only when the block ends well (write, fsync, rename)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -119,7 +100,6 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Return the hex digest of a file's content, read in pieces."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(1 << 20):
@@ -128,13 +108,11 @@ def sha256_of_file(path: Path) -> str:
 
 
 def sha256_of_data(data: Any) -> str:
-    """Return the hex digest of plain data, independent of the order of keys."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()  # of file names that are not UTF-8
 
 
 def sha256_of_code(sources: Iterable[str]) -> str:
-    """Return the hex digest of what Python code does: its comments, docstrings and layout do not count."""
     return sha256_of_data([ast.unparse(_without_texts(ast.parse(source))) for source in sources])
 
 
@@ -148,20 +126,11 @@ def _without_texts(tree: ast.Module) -> ast.Module:
 
 
 def is_full(error: OSError) -> bool:
-    """Tell whether an error is that of a disk without space."""
     return error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 def check_writable(folder: Path, given: str | None = None) -> None:
-    """Check that files can be written to a folder, and leave nothing behind.
-
-    Args:
-        folder: it need not exist, and is not made.
-        given: what the user gave, where that is not `out`.
-
-    Raises:
-        ElfattError: the folder cannot be made or written to; an `ElfattFailure` where the disk is full.
-    """
+    """Check that files can be written to a folder, and leave nothing behind."""
     try:
         there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
         with tempfile.TemporaryDirectory(prefix=".elfatt-sd-", dir=there) as probe:  # processes may check at a time
@@ -175,12 +144,10 @@ def check_writable(folder: Path, given: str | None = None) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return a path, or where it is not there yet the innermost of its folders that is."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def cache_folder() -> Path:
-    """Return where what can be computed again is kept: `ELFATT_SD_CACHE`, or `elfatt-sd` in the user's cache folder."""
     chosen = os.environ.get("ELFATT_SD_CACHE")
     if chosen:
         return Path(chosen)

@@ -56,7 +56,6 @@ class PeakMemory:
     what: str
 
     def __str__(self) -> str:
-        """Return it for people."""
         return f"{self.what}: {'not measured' if self.size is None else f'{self.size / 1e9:.2f} GB'}"
 
 
@@ -81,27 +80,16 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """One finished file.
+    """One finished file."""
 
-    Attributes:
-        path: the PNG.
-        picture: what the method drew.
-        seconds: prompt to image, with the method.
-        memory: peak while it was drawn.
-        untouched: prompt to image without the method, before and after it, where both were drawn.
-        psnr_db: of the method's image against the untouched one, where both were drawn.
-        unchanged: what to say where both are identical; empty otherwise.
-        fault: which image is none, and why; empty otherwise.
-    """
-
-    path: Path
-    picture: Image.Image
-    seconds: float
-    memory: PeakMemory
-    untouched: tuple[float, ...] = ()
-    psnr_db: float | None = None
-    unchanged: str = ""
-    fault: str = ""
+    path: Path  # the PNG
+    picture: Image.Image  # what the method drew
+    seconds: float  # prompt to image, with the method
+    memory: PeakMemory  # peak while it was drawn
+    untouched: tuple[float, ...] = ()  # prompt to image without the method, before and after it, where both were drawn
+    psnr_db: float | None = None  # of the method's image against the untouched one, where both were drawn
+    unchanged: str = ""  # what to say where both are identical; empty otherwise
+    fault: str = ""  # which image is none, and why; empty otherwise
 
     @property
     def name(self) -> str:
@@ -123,7 +111,6 @@ class Result:
         )
 
     def without_picture(self) -> Result:
-        """Return its like that holds no image."""
         return replace(self, picture=Image.new("RGB", (1, 1)))
 
     @property
@@ -134,27 +121,15 @@ class Result:
 
 @dataclass
 class Studio:
-    """A pipeline, what to draw with it, and where to.
+    """A pipeline, what to draw with it, and where to."""
 
-    Attributes:
-        pipe: a text-to-image pipeline.
-        request: what to draw.
-        folder: where the files go; it is made when the first one is written.
-        on_step: called after every denoising step with the step's number, from 1, and how many there are.
-    """
-
-    pipe: Any
-    request: Request
-    folder: Path
+    pipe: Any  # a text-to-image pipeline
+    request: Request  # what to draw
+    folder: Path  # where the files go; it is made when the first one is written
+    # called after every denoising step with the step's number, from 1, and how many there are
     on_step: OnStep = field(default=lambda step, steps: None)
 
     def __post_init__(self) -> None:
-        """Check that the pipeline can do what is asked for, and give it the scheduler that is asked for.
-
-        Raises:
-            ElfattError: it needs more than a prompt, there are too many steps, the scheduler does not fit, or the image
-                is too small for the denoiser.
-        """
         check_text_to_image(self.pipe)
         request = self.request
         own_steps, own_guidance = own_settings(self.pipe, request.model)
@@ -258,12 +233,7 @@ class Studio:
         return Result(path, pictures[1], after.seconds, self._memory(after), untouched, decibel, unchanged, fault)
 
     def draw(self, prompt: str, seed: int) -> Shot:
-        """Draw one image with the pipeline as it is.
-
-        Args:
-            prompt: what is drawn.
-            seed: of its latent.
-        """
+        """Draw one image with the pipeline as it is."""
         return self._draw(prompt, seed, self.steps, self.on_step)
 
     def _draw(self, prompt: str, seed: int, steps: int, on_step: OnStep) -> Shot:
@@ -320,22 +290,13 @@ def write_image(path: Path, picture: Image.Image, record: dict[str, Any]) -> Pat
 
 
 def peak_in_words(device: torch.device) -> str:
-    """Return what `PeakMeter` counts while an image is drawn."""
     if memory_counters(device) is not None:
         return f"peak memory allocated by PyTorch on {device.type.upper()}"
     return "peak memory of the whole process since its start" if device.type == "cpu" else "peak memory"
 
 
 def make_scheduler(name: str, own: Any) -> Any:
-    """Return a scheduler with the settings of a model's own.
-
-    Args:
-        name: as for `Request`.
-        own: the model's scheduler.
-
-    Raises:
-        ElfattError: it is not for such a model.
-    """
+    """Return a scheduler with the settings of a model's own."""
     import diffusers
 
     def make(short: str) -> Any:
@@ -364,25 +325,18 @@ def fault_of_pair(untouched: Shot, patched: Shot) -> str:
 
 
 def why_unchanged(config: PatchConfig, calls: int) -> str:
-    """Return what to say of a method whose image is identical to the untouched one.
-
-    Args:
-        config: the method.
-        calls: of the denoiser in the run.
-    """
+    """Return what to say of a method whose image is identical to the untouched one."""
     text = f"identical: {config.method} changed nothing in this run"
     return text if config.approximates(0, calls) else f"{text}, of which it approximates no step; give more steps"
 
 
 def free_name(folder: Path, prompt: str) -> Path:
-    """Return the next numbered name in a folder, `0001-a-red-star.png`; no file there has its number."""
     taken = [int(match[1]) for path in folder.glob("[0-9]*") if (match := re.match(r"(\d+)-", path.name))]
     words = "-".join(re.findall(r"\w+", prompt.lower()))[:60].rstrip("-") or "picture"
     return folder / f"{max(taken, default=0) + 1:04d}-{words}.png"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what made an image."""
     libraries = {name: version(name) for name in ("diffusers", "transformers")}
     own = {"elfatt-sd": elfatt_sd.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     return own | libraries

@@ -46,9 +46,6 @@ class Owner:
     """What `apply_patch` was given, which may hold other models afterwards, and the modules that were patched for it.
 
     Copied or pickled, it begins with nothing: the copies of the modules come to it by themselves.
-
-    Args:
-        target: the pipeline.
     """
 
     def __init__(self, target: Any = None) -> None:
@@ -57,11 +54,9 @@ class Owner:
         self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __deepcopy__(self, copied: dict[int, Any]) -> Owner:
-        """Belong to the copy of the pipeline, if that is being copied."""
         return Owner(copied.get(id(self.target and self.target())))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle nothing: the modules of a pipeline are not a part of its UNet."""
         return Owner, ()
 
     def add(self, module: nn.Module) -> None:
@@ -75,11 +70,7 @@ class Owner:
         return [patch for patch in found if patch is not None and patch.owner is self]
 
     def tell_of_others(self, caller: nn.Module | None = None) -> None:
-        """Warn of models that came into the pipeline since, as far as they have no patch.
-
-        Args:
-            caller: the one that is called; nothing is said where the pipeline no longer holds it.
-        """
+        """Warn of models that came into the pipeline since, as far as they have no patch."""
         target, others = self.target and self.target(), {}
         if target is None or not self.patches:
             return
@@ -146,7 +137,6 @@ class Patch:
             Patch(*made).install()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Let the owner know the copy."""
         self.__dict__.update(state)
         self.owner.add(self._module)
 
@@ -283,13 +273,11 @@ class Patch:
 
     @property
     def _needs_steps(self) -> bool:
-        """Whether it matters to the method which step of the run a call is."""
         phases = self.config.all_phases
         keeps = self.config.reuse_steps > 1 or any(phase.residual_steps > 1 for phase in phases)
         return keeps or self.config.stretches != (1.0,)
 
     def _is_compiled(self) -> bool:
-        """Tell whether `torch.compile` serves the call that now begins, or a part of it."""
         return in_optimized_module() or any(module._compiled_call_impl is not None for module in self._around)
 
     def _allow_recompiling(self) -> None:
@@ -303,11 +291,7 @@ class Patch:
 
 
 class _Forward:
-    """Stands in for the `forward` of a patched transformer, so that a call by this name, without hooks, is patched too.
-
-    Args:
-        patch: the patch.
-    """
+    """Stands in for the `forward` of a patched transformer, so that a call by this name, without hooks, is patched too."""
 
     def __init__(self, patch: Patch) -> None:
         self._patch = patch
@@ -316,7 +300,6 @@ class _Forward:
 
     @property
     def __wrapped__(self) -> Any:
-        """What it stands for, whose signature is looked up."""
         return types.MethodType(type(self._module).forward, self._module) if self._replaced is None else self._replaced
 
     def _compute(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,7 +308,6 @@ class _Forward:
         return self._replaced(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute, within a call that has begun or that begins here."""
         patch = self._patch
         if torch.compiler.is_compiling() or vars(self._module).get(PATCH) is not patch:
             return self._compute(self._module, args, kwargs)
@@ -354,5 +336,4 @@ class _Forward:
 
 
 def _differentiated(*inputs: Any) -> bool:
-    """Tell whether a call has gradients; some checkpoints switch them off, and their inputs still require them."""
     return torch.is_grad_enabled() or any(getattr(each, "requires_grad", False) for each in leaves(inputs))

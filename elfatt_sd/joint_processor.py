@@ -43,11 +43,7 @@ _eager, _compiled = _CurrentOfThread(), _Current()  # compiled code cannot ask f
 
 
 class JointProcessor:
-    """Calls a layer's original processor, in approximated steps with another attention function.
-
-    Args:
-        original: the processor.
-    """
+    """Calls a layer's original processor, in approximated steps with another attention function."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -55,7 +51,6 @@ class JointProcessor:
         self._approximating = with_attention(kind, _attend)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy or pickle the original: the class is made for its class, and the function for its `__call__`."""
         return joint_processor_for, (self.original,)
 
     def apply(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,15 +94,12 @@ class JointProcessor:
 
 
 def joint_processor_for(original: Any) -> JointProcessor:
-    """Return our processor for an original."""
     kind: Any = type(original)
     return _class_for(kind, kind.__call__)(original)
 
 
 @functools.cache
 def _class_for(kind: Any, call: Callable[..., Any]) -> type[JointProcessor]:
-    """Return a class of ours for a class of processors: with its signature, by which diffusers hands over arguments."""
-
     class JointProcessorOf(JointProcessor):
         __call__ = _with_signature_of(call)
 
@@ -120,7 +112,6 @@ def _class_for(kind: Any, call: Callable[..., Any]) -> type[JointProcessor]:
 
 
 def _with_signature_of(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `apply` with the signature of an original, written out: torch.compile reads it, as diffusers does."""
     parameters = list(inspect.signature(call).parameters.values())[2:]  # after self and attn
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     first, *named = (each.name for each in parameters if each.kind not in stars)
@@ -134,7 +125,6 @@ def _with_signature_of(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forwarded(name: str) -> property:
-    """Return a property that is the original's attribute."""
     return property(lambda ours: getattr(ours.original, name), lambda ours, value: setattr(ours.original, name, value))
 
 
@@ -152,11 +142,7 @@ def _merge(state: LayerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _corrected(state: LayerState, approximated: Callable[[], Any], exact: Callable[[], Any], matching: Matching) -> Any:
-    """Take the error of merging and attention together off a layer's output: merged tokens change from step to step.
-
-    Text is not corrected: it is what the exact layer returns in the step that measures, and in the others the merged
-    one.
-    """
+    """Take the error of merging and attention together off a layer's output: merged tokens change from step to step."""
     text: list[Any] = []
 
     def image_of(output: Any, *, is_exact: bool = False) -> Tensor:
@@ -197,14 +183,12 @@ def _attend(exact: Exact, query: Tensor, key: Tensor, value: Tensor, *args: Any,
 
 
 def _around(image: slice, tokens: int) -> tuple[slice, slice]:
-    """Return the parts of a sequence before and after the image."""
     return slice(0, image.start), slice(image.stop, tokens)
 
 
 def _obstacle(
     state: LayerState, query: Tensor, key: Tensor, image: slice, mask: Tensor | None, options: dict[str, Any]
 ) -> str:
-    """Return why a layer cannot be approximated in this call; empty if it can."""
     if query.shape[1] != key.shape[1]:
         return "it was given other tokens to attend to"
     if query.shape[1] < image.stop:
@@ -219,26 +203,13 @@ def _obstacle(
 
 
 def _is_of_keys(mask: Tensor, masks_text: bool) -> bool:
-    """Tell whether a mask is of text and references alone, the same for all queries of the image."""
     per_head = mask.ndim == 4 and mask.shape[1] != 1
     per_query = mask.ndim > 2 and mask.shape[-2] > 1
     return not per_head and (masks_text or (mask.dtype == torch.bool and not per_query))
 
 
 class _Joint:
-    """One call of an attention function: queries, keys and values of a whole sequence, `[batch, tokens, heads, size]`.
-
-    Args:
-        state: of the layer.
-        exact: the function itself.
-        tensors: queries, keys and values.
-        mask: of the keys, or of the keys for each query; True where a key counts, or what is added to its logits.
-        options: of the function.
-        image: where the image's tokens are.
-        matching: how they are merged; None if they are not. Text queries see each merged token with the weight of those
-            that it stands for, image queries with the weight of their mean number, which needs no mask: without, the
-            image would count less than text.
-    """
+    """One call of an attention function: queries, keys and values of a whole sequence, `[batch, tokens, heads, size]`."""
 
     def __init__(
         self,
@@ -289,7 +260,6 @@ class _Joint:
         return mixed if order is None else mixed.index_select(1, prepared.inverse)  # type: ignore[union-attr, arg-type]
 
     def _context(self, stands_for: float = 1.0) -> Keys | None:
-        """Return the keys of text and references, weighed against those of the image; None if there are none."""
         (_, k, v), image = self._tensors, self._image
         parts = [part for part in _around(image, k.shape[1]) if part.stop > part.start]
         if not parts:
@@ -306,12 +276,7 @@ class _Joint:
 
 
 def attention_alone(state: LayerState, sample: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return a layer's exact attention and its approximation, to be timed; projections are the same with both.
-
-    Args:
-        state: of the layer, whose phase does not merge; the approximation is that of its phase when it is called.
-        sample: what the denoiser is given; queries, keys and values are random, `[batch, text + image, heads, size]`.
-    """
+    """Return a layer's exact attention and its approximation, to be timed; projections are the same with both."""
     layer, attention = state.layer, state.layer.attention
     tokens, heads = layer.text + state.grid.tokens, int(attention.heads)
     size = (len(sample), tokens, heads, int(attention.inner_dim) // heads)
@@ -328,15 +293,7 @@ def attention_alone(state: LayerState, sample: Tensor) -> tuple[Callable[[], Any
 
 
 class LayerOfTensors:
-    """A layer in one call, as an attention sees it, whose queries, keys and values are there; see `methods.Layer`.
-
-    Args:
-        state: of the layer.
-        context: see `methods.Layer`.
-        q: queries of the image `[batch, tokens, heads, head_dim]`, in the order that the attention asked for.
-        k: its keys.
-        v: its values.
-    """
+    """A layer in one call, as an attention sees it, whose queries, keys and values are there; see `methods.Layer`."""
 
     def __init__(self, state: LayerState, context: Keys | None, q: Tensor, k: Tensor, v: Tensor) -> None:
         config = state.call.config
@@ -349,13 +306,11 @@ class LayerOfTensors:
         self._q, self._k, self._v = q, k, v
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v; k and v of the tokens at the places `keys` alone."""
         if keys is None:
             return self._q, self._k, self._v
         return self._q, self._k.index_select(1, keys), self._v.index_select(1, keys)
 
     def queries(self, tokens: Tensor) -> Tensor:
-        """Return q."""
         return self._q
 
     def merged(self, ratio: float) -> Tensor:

@@ -111,7 +111,6 @@ def copies_of(sample: torch.Tensor) -> int:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors have the same values; where these cannot be read, they count as different."""
     one, other = map(beneath_transforms, (one, other))
     if one.is_meta or one.shape != other.shape or one.device != other.device:
         return False
@@ -121,11 +120,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check_differences(run: Run, config: PatchConfig, device: torch.device) -> None:
-    """Refuse differences that take too much memory, of all calls of a step and of all denoisers of a run.
-
-    Raises:
-        ElfattError: they do.
-    """
+    """Refuse differences that take too much memory, of all calls of a step and of all denoisers of a run."""
     needed, limit = sum(memory.needed for memory in run.kept.values()), config.residual_limit
     if not needed:
         return
@@ -142,7 +137,6 @@ class Shelf:
         self._kept: dict[tuple[int, ...], dict[Any, Any]] = {}
 
     def take(self, group: object, place: tuple[int, ...], keep: bool) -> dict[Any, Any]:
-        """Return what calls at a place have kept, to be added to; a new group of steps begins with nothing."""
         if group != self._group:
             self._kept.clear()
         self._group = group

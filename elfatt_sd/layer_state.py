@@ -26,13 +26,7 @@ _BYTES = 2  # of a value in a narrower dtype
 
 
 class LayerState:
-    """What a patched layer knows in one call of the denoiser.
-
-    Args:
-        patched: the layer.
-        call: of the denoiser.
-        grid: of its tokens.
-    """
+    """What a patched layer knows in one call of the denoiser."""
 
     def __init__(self, patched: PatchedLayer, call: Call, grid: Grid = NO_GRID) -> None:
         self.patched = patched
@@ -67,26 +61,14 @@ class LayerState:
 
     @property
     def fused(self) -> bool:
-        """Whether its projections are fused."""
         return self.patched.fused
 
     @property
     def merges_nothing(self) -> bool:
-        """Whether its phase would merge tokens and do nothing else, and the grid allows none."""
         return self.phase.attention.exact and self.phase.merge.ratio > 0 and not self.phase.merge.merged(self.grid)
 
     def begin(self, phase: Phase, step: int, device: torch.device, ahead: Ahead | None = None) -> bool:
-        """Set the phase, and prepare it on the grid: what is merged into what, and what its attention prepares.
-
-        Args:
-            phase: of the layer.
-            step: of the run.
-            device: where the layer computes.
-            ahead: where what is drawn for later steps too is kept; None draws for this step alone.
-
-        Returns:
-            whether what was prepared holds for the later steps of the phase as well.
-        """
+        """Set the phase, and prepare it on the grid: what is merged into what, and what its attention prepares."""
         self.phase = phase
         self.block_input = self.split = self.candidates = self.prepared = None
         self.calls, self.added = 0, {}
@@ -129,14 +111,7 @@ class LayerState:
         )
 
     def correct(self, approximated: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> Tensor:
-        """Return an output with the error of the approximation taken off, by `residual_steps`.
-
-        Args:
-            approximated: computes the layer's output by the phase's approximation.
-            exact: computes it by exact attention, in some rows of the batch. It is called in the first of the steps
-                that share a difference, where its result is returned; there also when a checkpoint computes the layer
-                once more.
-        """
+        """Return an output with the error of the approximation taken off, by `residual_steps`."""
         turn = self.turn
         kept = self.residuals.get(turn)
         known = self.added[turn] if turn in self.added else None if kept is None else kept.restore()
@@ -155,7 +130,6 @@ class LayerState:
         return output
 
     def _measured(self, approximated: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return an output, and its difference to the approximation: of all rows, or of those that stand for others."""
         if self.phase.attention.empty:
             output = exact(slice(None))
             return output, output
@@ -196,13 +170,11 @@ class LayerState:
 
 
 def rounded(tensor: Tensor, phase: Phase) -> Tensor:
-    """Return queries, keys or values in the phase's dtype; what has no more than 16 bits stays as it is."""
     wide = phase.attention_dtype is not None and tensor.element_size() > _BYTES
     return tensor.to(getattr(torch, phase.attention_dtype)) if wide else tensor  # type: ignore[arg-type]
 
 
 def recomputed_part() -> tuple[int, int] | None:
-    """Return a number of the backward pass, and of the node in it for which a checkpoint computes once more, if any."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
         return None
     node = torch._C._current_autograd_node()

@@ -25,7 +25,6 @@ def call_loader(model: str | Path, load: Callable[..., Any], *args: Any, source:
 
 
 def _lacking(error: Exception) -> str:
-    """Return what to say of a class that the installed diffusers does not have; empty of any other error."""
     found = re.search(r"diffusers['`]? has no (?:attribute|class) ['`]?(\w+)", str(error))
     lacks = f"the installed diffusers {version('diffusers')} has no "
     return f"{lacks}{found[1]}; pip install -U diffusers." if found else ""
@@ -36,7 +35,6 @@ _REACHED = {"RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError"
 
 
 def _unreachable(error: BaseException) -> bool:
-    """Tell whether a loader failed since the hub could not be asked, by the classes of an error and its causes."""
     chain = list(_causes(error))
     names = {kind.__name__ for each in chain for kind in type(each).__mro__}
     statuses = [getattr(getattr(each, "response", None), "status_code", 0) for each in chain]
@@ -44,7 +42,6 @@ def _unreachable(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it came from, the first cause last."""
     current: BaseException | None = error
     while current is not None:
         yield current
@@ -52,12 +49,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return what an error came from in the first place."""
     return list(_causes(error))[-1]
 
 
 def dtype_keyword() -> str:
-    """Return the name of the loaders' dtype argument: diffusers 0.42 renamed it."""
     import diffusers
 
     renamed = tuple(int(part) for part in diffusers.__version__.split(".")[:2]) >= (0, 42)
@@ -65,5 +60,4 @@ def dtype_keyword() -> str:
 
 
 def shortened(error: BaseException) -> str:
-    """Return an error's message as one line of bearable length."""
     return textwrap.shorten(str(error), 240, placeholder=" ...") or type(error).__name__

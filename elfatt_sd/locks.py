@@ -18,16 +18,7 @@ LOCK_FILE, HOLDER_FILE = ".lock", ".locked-by"  # no process can read the first 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a folder, which is made.
-
-    Args:
-        folder: which one.
-        wait: wait for a process that holds it.
-
-    Raises:
-        ElfattError: another process holds it, or the folder cannot be written; an `ElfattFailure` where the disk is
-            full.
-    """
+    """Hold the lock of a folder, which is made."""
     lock, holder = FileLock(folder / LOCK_FILE), folder / HOLDER_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,19 +19,11 @@ _ITERATE = "Iterate over scheduler.timesteps in a function that holds the schedu
 
 
 class Notices:
-    """The warnings of one patched denoiser.
-
-    Args:
-        config: the method.
-        module: the denoiser.
-        around: the modules around its patched layers; see `modules_around`.
-        layers: the patched layers.
-    """
+    """The warnings of one patched denoiser."""
 
     def __init__(
         self, config: PatchConfig, module: nn.Module, around: Sequence[nn.Module], layers: Sequence[PatchedLayer]
     ) -> None:
-        """Nothing is told yet."""
         self._config = config
         self._module = module
         self._around = around

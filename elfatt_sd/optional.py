@@ -10,21 +10,14 @@ from elfatt_sd.config import ElfattError
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """A package that the core does without.
+    """A package that the core does without."""
 
-    Attributes:
-        module: is there where the package is installed.
-        purpose: what it is for.
-        extra: of elfatt-sd that installs it; empty for a package that is installed by itself.
-    """
-
-    module: str
-    purpose: str
-    extra: str = ""
+    module: str  # is there where the package is installed
+    purpose: str  # what it is for
+    extra: str = ""  # of elfatt-sd that installs it; empty for a package that is installed by itself
 
     @property
     def missing(self) -> bool:
-        """Whether it is not installed."""
         return importlib.util.find_spec(self.module) is None
 
 
@@ -47,22 +40,13 @@ REPORT = ("matplotlib", "jinja2", "markupsafe")
 
 
 def install_line(*names: str) -> str:
-    """Return the command that installs some of `PACKAGES`."""
     extras = dict.fromkeys(PACKAGES[name].extra for name in names if PACKAGES[name].extra)
     own = [f"'elfatt-sd[{','.join(extras)}]'"] if extras else []
     return " ".join(["pip install", *own, *(name for name in names if not PACKAGES[name].extra)])
 
 
 def need(what: str, *names: str) -> None:
-    """Check that packages are there, before the work that needs them begins.
-
-    Args:
-        what: needs them, as the error calls it.
-        *names: of `PACKAGES`.
-
-    Raises:
-        ElfattError: some of them are not installed; the message says how to install them.
-    """
+    """Check that packages are there, before the work that needs them begins."""
     missing = [name for name in names if PACKAGES[name].missing]
     if missing:
         absent = f"{', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
@@ -70,6 +54,5 @@ def need(what: str, *names: str) -> None:
 
 
 def remedy(error: ImportError) -> str:
-    """Return what to do about an import that failed: a command that installs the package, or nothing known."""
     module = (error.name or "").partition(".")[0]
     return next((install_line(name) for name, package in PACKAGES.items() if package.module == module), "")

@@ -118,7 +118,6 @@ def _remove(pipe: Any) -> None:
 
 
 def _all_patches(pipe: Any) -> list[Patch]:
-    """Return the patches of what a pipeline holds, and of what it held when it was patched."""
     owner = _owner(pipe)
     kept = [] if owner is None else owner.patches
     try:

@@ -63,20 +63,6 @@ class Phase:
         attention_dtype: Narrower | None = None,
         **settings: Unpack[AttentionSettings],
     ) -> None:
-        """Put a phase together, of objects or of flat settings: `Phase(0.2, "elfatt", ratio=0.5)`.
-
-        Args:
-            until: see the attributes.
-            attention: an attention, or its name.
-            merge: see the attributes; nothing is merged by default.
-            residual_steps: see the attributes.
-            residual_guidance: see the attributes.
-            attention_dtype: see the attributes.
-            **settings: changes to `merge` and `attention`; those that the attention does not have are ignored.
-
-        Raises:
-            ElfattError: a setting is unknown, or a value out of range.
-        """
         check_settings(settings)
         merge = Merge() if merge is None else merge
         if not isinstance(merge, Merge):
@@ -108,7 +94,6 @@ class Phase:
     if not TYPE_CHECKING:  # a type checker that saw it would accept every name
 
         def __getattr__(self, name: str) -> Any:
-            """Read a setting of merging or attention flat, as it is given: `phase.ratio`, `phase.keys`."""
             if name not in phase_settings():
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             holder = self.merge if name in MERGE_SETTINGS else self.attention
@@ -200,11 +185,6 @@ class LayerPhases:
     phases: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check both fields.
-
-        Raises:
-            ElfattError: one is out of range.
-        """
         if not isinstance(self.layers, str) or not self.layers:
             raise ElfattError(f"layers={self.layers!r} is not accepted; give a layer's path, such as 'up_blocks.3.*'.")
         check_phases(self.phases)
@@ -215,11 +195,7 @@ class LayerPhases:
 
 
 def check_phases(phases: object) -> None:
-    """Check phases that follow each other.
-
-    Raises:
-        ElfattError: they are none, or do not end one after the other.
-    """
+    """Check phases that follow each other."""
     if not isinstance(phases, tuple) or not all(isinstance(phase, Phase) for phase in phases):
         raise ElfattError(f"phases={phases!r} is not accepted; give a tuple of Phase.")
     ends = [phase.until for phase in phases]
@@ -228,11 +204,7 @@ def check_phases(phases: object) -> None:
 
 
 def objects_of(name: str, value: object) -> list[Mapping[str, Any]]:
-    """Return a list of objects that JSON held.
-
-    Raises:
-        ElfattError: it is something else.
-    """
+    """Return a list of objects that JSON held."""
     if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
         raise ElfattError(f"{name}={value!r} is not accepted; give a list of objects.")
     return list(value)

@@ -19,20 +19,7 @@ TITLE_LINES = 2  # of a long prompt; its whole text is in the file's settings
 def side_by_side(
     pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str]], title: str = "", columns: int | None = None
 ) -> Image.Image:
-    """Put images in rows, each above its caption, pixel for pixel.
-
-    Args:
-        pictures: RGB images, in order.
-        captions: a name and a line of details for each.
-        title: a line above all, such as the prompt; it is wrapped, and cut after `TITLE_LINES`.
-        columns: images in a row; None puts all in one.
-
-    Returns:
-        One RGB image.
-
-    Raises:
-        ValueError: there is no image, or not one caption for each.
-    """
+    """Put images in rows, each above its caption, pixel for pixel."""
     if not pictures or len(pictures) != len(captions):
         raise ValueError(f"{len(pictures)} images and {len(captions)} captions; give one caption for each image.")
     size = max(13, min(picture.width for picture in pictures) // 19)
@@ -58,18 +45,7 @@ def side_by_side(
 
 
 def psnr(first: Image.Image, second: Image.Image) -> float:
-    """Return the peak signal-to-noise ratio of two images in dB, `10 log10(255^2 / mean squared error)`.
-
-    Args:
-        first: an RGB image.
-        second: another one of the same size.
-
-    Returns:
-        Infinity for equal images.
-
-    Raises:
-        ValueError: the sizes differ.
-    """
+    """Return the peak signal-to-noise ratio of two images in dB, `10 log10(255^2 / mean squared error)`."""
     if first.size != second.size:
         raise ValueError(f"images of {first.size} and {second.size} pixels cannot be compared; give equal sizes.")
     one, two = (np.asarray(picture.convert("RGB"), dtype=np.float64) for picture in (first, second))
@@ -78,12 +54,7 @@ def psnr(first: Image.Image, second: Image.Image) -> float:
 
 
 def fault_of(pixels: Pixels, flagged: bool = False) -> str:
-    """Return what is wrong with an image that no working pipeline makes, as the end of a sentence; empty otherwise.
-
-    Args:
-        pixels: `[..., 3]`, values from 0 to 255 of a whole image or clip.
-        flagged: whether a safety checker objected.
-    """
+    """Return what is wrong with an image that no working pipeline makes, as the end of a sentence; empty otherwise."""
     if not np.isfinite(pixels).all():
         return "is not finite (NaN or infinity): give dtype float32 or bfloat16"
     low, high = (each(pixels.reshape(-1, 3).round(), axis=0) for each in (np.min, np.max))

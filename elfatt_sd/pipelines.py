@@ -79,11 +79,7 @@ def load_pipeline(
 
 
 def check_names(device: str, dtype: str | torch.dtype) -> None:
-    """Check that a device and a dtype have names that are known; whether they are on this machine is seen later.
-
-    Raises:
-        ElfattError: one of them is not known.
-    """
+    """Check that a device and a dtype have names that are known; whether they are on this machine is seen later."""
     if not _DEVICE.fullmatch(str(device)):
         raise ElfattError(f"device={str(device)!r} is not known; accepted: auto, cpu, cuda, cuda:N, mps, xpu.")
     if str(dtype).removeprefix("torch.") not in ("auto", *_DTYPES):
@@ -93,20 +89,7 @@ def check_names(device: str, dtype: str | torch.dtype) -> None:
 def check_model(
     model: str | Path, *, allow_pickle: bool = False, variant: str | None = None, given: Collection[str] = ()
 ) -> Path | str:
-    """Check what can be known of a model before it is loaded.
-
-    Args:
-        model: as for `load_pipeline`.
-        allow_pickle: as for `load_pipeline`.
-        variant: as for `load_pipeline`.
-        given: names of parts that need not be there.
-
-    Returns:
-        The directory or file, or a hub id.
-
-    Raises:
-        ElfattError: the model is not there, cannot be what `load_pipeline` takes, or lacks a part.
-    """
+    """Check what can be known of a model before it is loaded."""
     if not isinstance(model, str | os.PathLike):
         raise ElfattError(f"model={model!r} is not accepted; give a name or a path.")
     path = EMBEDDED[str(model)].folder if str(model) in EMBEDDED else Path(model)
@@ -136,11 +119,7 @@ def check_model(
 
 
 def pick_device(device: str) -> torch.device:
-    """Return the torch device that a name stands for.
-
-    Raises:
-        ElfattError: the device is not known or not there.
-    """
+    """Return the torch device that a name stands for."""
     import torch
 
     from elfatt_sd.devices import accelerators
@@ -163,11 +142,7 @@ def _devices() -> str:
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the torch dtype that a name stands for on a device.
-
-    Raises:
-        ElfattError: the dtype is not known, or the device does not have it.
-    """
+    """Return the torch dtype that a name stands for on a device."""
     import torch
 
     from elfatt_sd.devices import device_name

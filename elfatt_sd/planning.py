@@ -31,14 +31,7 @@ def make_plan(
     decisions: Mapping[tuple[str, str], Mapping[Phase, Decision]],
     size: Grid,
 ) -> Plan:
-    """Work out a plan; see `elfatt_sd.plan`.
-
-    Args:
-        config: the method.
-        layers: of each denoiser, all self-attention layers and those that the method patches.
-        decisions: what was measured, by denoiser and layer, and by phase; empty if nothing was.
-        size: of the denoiser's input.
-    """
+    """Work out a plan; see `elfatt_sd.plan`."""
     ends = config.stretches
     planned_layers, by_layer = [], []
     for name, (present, chosen) in layers.items():
@@ -68,11 +61,7 @@ def make_plan(
 
 
 def input_grid(pipe: Any, height: int | None = None, width: int | None = None, frames: int | None = None) -> Grid:
-    """Return the grid of a denoiser's input for an image size in pixels (for a bare module: of the latent itself).
-
-    Raises:
-        ElfattError: the size is not a positive multiple of the VAE's factor, or nothing has so many frames.
-    """
+    """Return the grid of a denoiser's input for an image size in pixels (for a bare module: of the latent itself)."""
     module = unwrap(main_denoiser(pipe))
     family = family_of(module)
     own = family.latent(module)
@@ -94,29 +83,21 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
 
 
 def _makes_clips(pipe: Any) -> bool:
-    """Tell whether a pipeline, or a bare UNet, whose configuration says nothing of frames, takes some."""
     if not isinstance(pipe, nn.Module):
         return "num_frames" in inspect.signature(pipe.__call__).parameters
     return any(word in type(unwrap(pipe)).__name__ for word in ("3D", "Motion", "Temporal", "I2V"))
 
 
 def frames_to_one(pipe: Any) -> int:
-    """Return how many frames of a clip, past its first one, are one of the latent."""
     return _factor(pipe, "vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 
 
 def _factor(pipe: Any, *names: str) -> int:
-    """Return the first of some factors of a VAE that a pipeline has."""
     return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)
 
 
 def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:
-    """Say in a few words what happens in a phase.
-
-    Args:
-        phase: with the numbers that are asked for.
-        grids: on which it happens; where they cannot give these numbers, both are said.
-    """
+    """Say in a few words what happens in a phase."""
     if phase.exact:
         return "exact attention"
     fitted = [phase.attention.fit(grid, phase.merge) for grid in grids] or [phase.attention]
@@ -128,7 +109,6 @@ def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:
 
 
 def _fitted(phase: Phase, grid: Grid) -> Phase:
-    """Return a phase with the numbers that a grid really gets."""
     merge = dataclasses.replace(phase.merge, ratio=phase.merge.merged(grid) / grid.tokens)
     return dataclasses.replace(phase, attention=phase.attention.fit(grid, phase.merge), merge=merge)
 
@@ -147,12 +127,7 @@ def _merging(phase: Phase, grids: Sequence[Grid]) -> str:
 
 
 def _describe_all(phases: Sequence[Phase], grids: Sequence[Grid | None]) -> str:
-    """Say what happens in a stretch of the run, where layers may have phases of their own.
-
-    Args:
-        phases: of each layer.
-        grids: of each layer where its phase approximates; None otherwise.
-    """
+    """Say what happens in a stretch of the run, where layers may have phases of their own."""
     found: dict[Phase, list[Grid]] = {}
     for phase, grid in zip(phases, grids or [None], strict=True):
         found.setdefault(phase, []).extend([] if grid is None else [grid])
@@ -207,15 +182,7 @@ def _plan_layer(
 
 
 def multiply_adds(phase: Phase, grid: Grid, channels: int, uses: int = 1, context: int = 0) -> int:
-    """Multiply-adds of a self-attention layer for one image: matching, projections and attention, a mean over steps.
-
-    Args:
-        phase: what it does.
-        grid: of its tokens.
-        channels: over all heads.
-        uses: number of calls that share one matching.
-        context: tokens of text that the image attends to as well.
-    """
+    """Multiply-adds of a self-attention layer for one image: matching, projections and attention, a mean over steps."""
     merge = phase.merge
     destinations = merge.destinations(grid)
     matching = (grid.tokens - destinations) * destinations * channels // uses if phase.matches else 0

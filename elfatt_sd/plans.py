@@ -24,39 +24,22 @@ _MOST_PLACES = 8  # that a plan lists one by one; a UNet has fewer blocks on a l
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """One self-attention layer in a plan.
+    """One self-attention layer in a plan."""
 
-    Attributes:
-        denoiser: `unet`, `controlnet`, `controlnet.0`, ...
-        name: path of the layer in it.
-        downsample: how many times smaller than the latent its grid is.
-        frames: of its grid; an image has one.
-        height: rows of its grid.
-        width: columns of its grid.
-        text: tokens of text that it joins with those of its grid, at their usual number.
-        heads: attention heads.
-        channels: channels over all heads.
-        patched: whether the method takes it over.
-        reason: what its grid gets in each phase that is not exact, and whether that pays; or why it is not patched.
-        multiply_adds: of one call for one image, untouched.
-        multiply_adds_by_phase: the same in each phase; of a matching that calls share, each has its part.
-        approximated: whether each phase replaces its exact attention.
-    """
-
-    denoiser: str
-    name: str
-    downsample: int
-    frames: int
-    height: int
-    width: int
-    text: int
-    heads: int
-    channels: int
-    patched: bool
-    reason: str
-    multiply_adds: int
-    multiply_adds_by_phase: tuple[int, ...]
-    approximated: tuple[bool, ...]
+    denoiser: str  # `unet`, `controlnet`, `controlnet.0`, ...
+    name: str  # path of the layer in it
+    downsample: int  # how many times smaller than the latent its grid is
+    frames: int  # of its grid; an image has one
+    height: int  # rows of its grid
+    width: int  # columns of its grid
+    text: int  # tokens of text that it joins with those of its grid, at their usual number
+    heads: int  # attention heads
+    channels: int  # channels over all heads
+    patched: bool  # whether the method takes it over
+    reason: str  # what its grid gets in each phase that is not exact, and whether that pays; or why it is not patched
+    multiply_adds: int  # of one call for one image, untouched
+    multiply_adds_by_phase: tuple[int, ...]  # the same in each phase; of a matching that calls share, each has its part
+    approximated: tuple[bool, ...]  # whether each phase replaces its exact attention
 
     @property
     def tokens(self) -> int:
@@ -65,47 +48,31 @@ class PlannedLayer:
 
     @property
     def grid(self) -> Grid:
-        """Its grid."""
         return Grid(self.frames, self.height, self.width)
 
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """A phase in a plan.
+    """A phase in a plan."""
 
-    Attributes:
-        start: fraction of the run at which it begins.
-        until: fraction of the run at which it ends.
-        what: what the patched layers get in it, and what was asked for where their grids cannot give that.
-        multiply_adds: of the self-attention of one call in it.
-    """
-
-    start: float
-    until: float
-    what: str
-    multiply_adds: int
+    start: float  # fraction of the run at which it begins
+    until: float  # fraction of the run at which it ends
+    what: str  # what the patched layers get in it, and what was asked for where their grids cannot give that
+    multiply_adds: int  # of the self-attention of one call in it
 
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One call of the UNet, and of its ControlNets, by multiply-adds for one image.
+    """One call of the UNet, and of its ControlNets, by multiply-adds for one image."""
 
-    Attributes:
-        denoisers: multiply-adds of each, untouched; None where they could not be counted.
-        before: of all of them, untouched; None where one of them could not be counted.
-        after: with the patch, averaged over the run.
-        speed: `before / after`: how many times as fast the call is if time is in proportion to multiply-adds.
-        limit: the same, if what is approximated cost nothing at all.
-    """
-
-    denoisers: Mapping[str, int | None]
-    before: int | None = None
-    after: int | None = None
+    denoisers: Mapping[str, int | None]  # multiply-adds of each, untouched; None where they could not be counted
+    before: int | None = None  # of all of them, untouched; None where one of them could not be counted
+    after: int | None = None  # with the patch, averaged over the run
+    # `before / after`: how many times as fast the call is if time is in proportion to multiply-adds
     speed: float | None = None
-    limit: float | None = None
+    limit: float | None = None  # the same, if what is approximated cost nothing at all
 
     def __str__(self) -> str:
-        """Return it as a line."""
         if self.before is None or self.after is None:
             unknown = ", ".join(name for name, count in self.denoisers.items() if count is None)
             return f"whole call: not counted ({unknown}), so no speed-up is estimated"
@@ -119,27 +86,16 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a patch does to a pipeline at one image size.
+    """What a patch does to a pipeline at one image size."""
 
-    Attributes:
-        config: the method.
-        grid: of the denoiser's input: of the latent or, where that is tokens, of them.
-        layers: every self-attention layer over image tokens.
-        phases: in order, up to the end of the run.
-        multiply_adds_before: of all those layers in one call for one image, untouched.
-        multiply_adds_after: the same with the patch, averaged over the run.
-        blueprints: of the denoisers, for `call`; see `counting`.
-        turns: denoisers of which each step calls one; a call's multiply-adds are their mean.
-    """
-
-    config: PatchConfig
-    grid: Grid
-    layers: tuple[PlannedLayer, ...]
-    phases: tuple[PlannedPhase, ...]
-    multiply_adds_before: int
-    multiply_adds_after: int
-    blueprints: tuple[tuple[str, Blueprint], ...] = ()
-    turns: int = 1
+    config: PatchConfig  # the method
+    grid: Grid  # of the denoiser's input: of the latent or, where that is tokens, of them
+    layers: tuple[PlannedLayer, ...]  # every self-attention layer over image tokens
+    phases: tuple[PlannedPhase, ...]  # in order, up to the end of the run
+    multiply_adds_before: int  # of all those layers in one call for one image, untouched
+    multiply_adds_after: int  # the same with the patch, averaged over the run
+    blueprints: tuple[tuple[str, Blueprint], ...] = ()  # of the denoisers, for `call`; see `counting`
+    turns: int = 1  # denoisers of which each step calls one; a call's multiply-adds are their mean
 
     @property
     def height(self) -> int:
@@ -152,7 +108,6 @@ class Plan:
         return self.grid.columns
 
     def counting(self, denoisers: Mapping[str, nn.Module]) -> Plan:
-        """Return a plan that knows the denoisers, whose multiply-adds are counted when `call` is asked for."""
         known = tuple((name, Blueprint.of(denoiser)) for name, denoiser in denoisers.items())
         return dataclasses.replace(self, blueprints=known)
 
@@ -177,11 +132,9 @@ class Plan:
         return kept_bytes(sizes, 1, torch.float16, self.config.residuals)
 
     def average(self, layer: PlannedLayer) -> float:
-        """Return a layer's multiply-adds with the patch, averaged over the run."""
         return sum(part * work for part, work in zip(self._parts, layer.multiply_adds_by_phase, strict=True))
 
     def groups(self) -> list[tuple[PlannedLayer, ...]]:
-        """Return the layers, those together to which the same happens on the same grid."""
         alike: dict[PlannedLayer, list[PlannedLayer]] = {}
         for layer in self.layers:
             alike.setdefault(dataclasses.replace(layer, name=""), []).append(layer)
@@ -247,7 +200,6 @@ class Plan:
         return {**data, "call": dataclasses.asdict(self.call)}
 
     def __str__(self) -> str:
-        """Return the plan as text."""
         rows = []
         for group in self.groups():
             layer, number = group[0], len(group)
@@ -259,7 +211,6 @@ class Plan:
         return "\n  ".join([self.heading, *rows, *self.summary()])
 
     def _shares(self, layer: PlannedLayer) -> bool:
-        """Tell whether steps share a difference in a layer."""
         phases = self.config.for_layer(layer.name).phases
         return layer.patched and any(phase.residual_steps > 1 and not phase.exact for phase in phases)
 
@@ -268,16 +219,11 @@ class Plan:
         return [phase.until - phase.start for phase in self.phases]
 
     def _approximated(self, layer: PlannedLayer) -> float:
-        """Return the exact layer's multiply-adds in the phases that approximate it, averaged over the run."""
         return layer.multiply_adds * sum(itertools.compress(self._parts, layer.approximated))
 
 
 class PlanOnDemand:
-    """A plan that is made when it is first looked at, as it takes long to measure.
-
-    Args:
-        make: makes it.
-    """
+    """A plan that is made when it is first looked at, as it takes long to measure."""
 
     def __init__(self, make: Callable[[], Plan]) -> None:
         self._make = make
@@ -287,18 +233,15 @@ class PlanOnDemand:
         return self._make()
 
     def __getattr__(self, name: str) -> Any:
-        """Read it off the plan."""
         if name.startswith("__"):  # of copies and pickles, which ask before there is anything
             raise AttributeError(name)
         return getattr(self._plan, name)
 
     def __str__(self) -> str:
-        """Return the plan as text."""
         return str(self._plan)
 
 
 def giga(multiply_adds: float) -> str:
-    """Return a number of multiply-adds in units of 10^9, with three digits at least."""
     value = multiply_adds / 1e9
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 

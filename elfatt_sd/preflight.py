@@ -16,11 +16,7 @@ from elfatt_sd.toy import EMBEDDED
 
 
 def check_device(device: str) -> None:
-    """Check for a device as far as that is possible without PyTorch.
-
-    Raises:
-        ElfattError: it has no known name, or surely is not on this machine.
-    """
+    """Check for a device as far as that is possible without PyTorch."""
     check_names(device, "auto")
     kind = device.partition(":")[0]
     if (kind == "cuda" and lacks_cuda()) or (kind == "mps" and sys.platform != "darwin"):
@@ -45,11 +41,7 @@ def lacks_cuda() -> bool:
 
 
 def check_steps(model: str, steps: int | None) -> None:
-    """Refuse more steps than a directory's scheduler has timesteps, without PyTorch.
-
-    Raises:
-        ElfattError: there are more.
-    """
+    """Refuse more steps than a directory's scheduler has timesteps, without PyTorch."""
     folder = EMBEDDED[model].folder if model in EMBEDDED else Path(model)
     try:
         data = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
@@ -61,22 +53,13 @@ def check_steps(model: str, steps: int | None) -> None:
 
 
 def check_sizes(model: str | Path, sizes: Iterable[tuple[int | None, int | None]]) -> None:
-    """Refuse sizes that a model cannot draw, as far as a directory or a shape tells them.
-
-    Args:
-        model: as for `load_pipeline`, or one of `SHAPES`.
-        sizes: height and width of each; None is the model's own.
-
-    Raises:
-        ElfattError: a size is refused.
-    """
+    """Refuse sizes that a model cannot draw, as far as a directory or a shape tells them."""
     if (known := _dimensions(str(model))) is not None:
         for height, width in sizes:
             known.check(height, width)
 
 
 def _dimensions(name: str) -> Dimensions | None:
-    """Return the dimensions of a shape, an embedded pipeline or a directory; None where it does not tell them."""
     if name in SHAPES:
         return Dimensions.of(SHAPES[name], SHAPE_VAE)
     if name in TRANSFORMER_NAMES:

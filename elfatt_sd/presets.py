@@ -43,14 +43,7 @@ def known_method(name: object) -> Method:
 
 
 def method_named(name: object) -> PatchConfig:
-    """Return the configuration of a method; a registered attention attends in the whole run.
-
-    Args:
-        name: as for `known_method`.
-
-    Raises:
-        ElfattError: there is no such method.
-    """
+    """Return the configuration of a method; a registered attention attends in the whole run."""
     known = known_method(name)
     return PRESETS[known] if known in PRESETS else PatchConfig(known, (Phase(1.0, attention_named(known)()),))
 

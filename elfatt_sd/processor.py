@@ -44,13 +44,6 @@ class PatchedLayer:
 
     While a layer is patched, its `get_processor` and `set_processor` speak of the original: what diffusers, PEFT or a
     user saves, inspects, fuses, slices or resets works as without the patch.
-
-    Args:
-        layer: where it is.
-        index: its number among all layers of the denoiser that have self-attention.
-        original: the processor to call in exact phases and to put back.
-        denoiser: what it shares with the other layers.
-        taken_over: names of processors, not plain attention, whose layers are patched nevertheless.
     """
 
     def __init__(
@@ -71,7 +64,6 @@ class PatchedLayer:
         self.parts: list[torch.nn.Module] = list(layer.attention.modules())  # and those around it, see `device_of`
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy without the state of a call."""
         return {**self.__dict__, "latest": None}
 
     @property
@@ -104,7 +96,6 @@ class PatchedLayer:
         delattr(attention, STATE)
 
     def _ours(self) -> Any:
-        """Return a processor of ours for the original."""
         if self.layer.joint:
             return joint_processor_for(self.original)
         return processor_for(self.accepted)
@@ -119,11 +110,9 @@ class PatchedLayer:
 
     @property
     def installed(self) -> bool:
-        """Whether our processor is in the layer, and nothing has taken its place."""
         return isinstance(self.layer.attention.processor, OURS)
 
     def get_processor(self, return_deprecated_lora: bool = False) -> Any:
-        """Return the original processor, or the one that has displaced ours."""
         return self.original if self.installed else self.layer.attention.processor
 
     def set_processor(self, processor: Any) -> None:
@@ -136,11 +125,7 @@ class PatchedLayer:
 
     @property
     def state(self) -> LayerState | None:
-        """The layer's state in the call that goes on; None outside of any call.
-
-        Raises:
-            ElfattError: the layer, or a block of it, is traced or exported alone.
-        """
+        """The layer's state in the call that goes on; None outside of any call."""
         if torch.compiler.is_compiling():
             if is_exporting():
                 refuse_tracing(torch.device("cpu"))
@@ -199,7 +184,6 @@ class ElfattProcessor:
         temb: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """Apply the layer to hidden states `[batch, tokens, channels]` or `[batch, channels, height, width]`."""
         patched: PatchedLayer | None = getattr(attn, STATE, None)
         if patched is None:  # a layer that is not patched: what diffusers does by default
             return _DEFAULT()(attn, hidden_states, encoder_hidden_states, attention_mask, temb)  # type: ignore[no-any-return]
@@ -235,18 +219,15 @@ OURS = (ElfattProcessor, JointProcessor)
 
 
 def accepted_names(processor: Callable[..., Tensor]) -> frozenset[str]:
-    """Return the names of the arguments that a processor names, as diffusers looks them up."""
     return frozenset(inspect.signature(processor.__call__).parameters)  # type: ignore[operator]
 
 
 def processor_for(accepted: frozenset[str]) -> ElfattProcessor:
-    """Return our processor for an original, by the names of the arguments that this names."""
     return _class_for(accepted)()
 
 
 @functools.cache
 def _class_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
-    """Return a class of ours whose signature names what an original's does: diffusers hands over no other arguments."""
     own = dict(inspect.signature(ElfattProcessor.__call__).parameters)
     more = sorted(accepted - own.keys() - {"args", "kwargs"})
     if not more:
@@ -269,14 +250,7 @@ def _class_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
 
 
 class LayerInCall:
-    """A layer in one call, as an attention sees it; see `methods.Layer`.
-
-    Args:
-        given: what the layer does around attention.
-        state: of the layer.
-        tokens: of the image, before merging.
-        phase: whose dtype queries, keys and values have.
-    """
+    """A layer in one call, as an attention sees it; see `methods.Layer`."""
 
     def __init__(self, given: Projections, state: LayerState, tokens: Tensor, phase: Phase) -> None:
         config = state.call.config
@@ -290,19 +264,16 @@ class LayerInCall:
         self._phase = phase
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v; k and v of the tokens at the places `keys` alone."""
         q, k, v = (rounded(each, self._phase) for each in self._given.project(tokens, keys))
         self.heads, self.dtype = tuple(q.shape[2:]), q.dtype
         return q, k, v
 
     def queries(self, tokens: Tensor) -> Tensor:
-        """Return q."""
         q = rounded(self._given.queries(tokens), self._phase)
         self.heads, self.dtype = tuple(q.shape[2:]), q.dtype
         return q
 
     def merged(self, ratio: float) -> Tensor:
-        """Return all tokens of the layer, merged at a ratio of the attention's own."""
         matching = self._state.matching(self._tokens, ratio)
         return self._tokens if matching is None else matching.merge(self._tokens)
 

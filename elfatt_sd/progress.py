@@ -19,27 +19,22 @@ Progress = Callable[[str, int, int], None]  # of a stage: its name, what is done
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people, in a unit that suits it."""
     units = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
     unit = next((name for name, size in units.items() if seconds >= 2 * size), "seconds")
     return f"{seconds / units[unit]:,.0f} {unit}"
 
 
 class Lines:
-    """Progress as lines, with the time that is left.
-
-    Attributes:
-        say: gets each line.
-        unit: what is counted.
-        every: seconds between two lines of a stage.
-        title: how a line begins.
-        at_once: also say where a stage begins.
-    """
+    """Progress as lines, with the time that is left."""
 
     def __init__(
         self, say: Callable[[str], None], unit: str, *, every: float = 60.0, title: str = "{}:", at_once: bool = True
     ) -> None:
-        """Begin; see the class."""
+        # say: gets each line
+        # unit: what is counted
+        # every: seconds between two lines of a stage
+        # title: how a line begins
+        # at_once: also say where a stage begins
         self.say, self.unit, self.every, self.title, self.at_once = say, unit, every, title, at_once
         self._said = time.monotonic()
         self._name: str | None = None
@@ -47,7 +42,6 @@ class Lines:
         self._last = (0, 0)
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Say how far a stage is, if it is time."""
         moment = time.monotonic()
         before, whole = self._last
         if self._begun is None or done < before or before == whole or total != whole:  # another count
@@ -70,18 +64,7 @@ class Lines:
 def progress_of(
     unit: str, *, every: float = 30.0, title: str = "{}:", at_once: bool = True, shown: bool = True
 ) -> Iterator[Progress]:
-    """Show progress on stderr.
-
-    Args:
-        unit: what is counted.
-        every: seconds between two lines of a stage, where there is no terminal.
-        title: how such a line begins, with `{}` for the name of the stage.
-        at_once: also print a line where a stage begins.
-        shown: False shows nothing.
-
-    Yields:
-        What is to be told of every step.
-    """
+    """Show progress on stderr."""
     if not shown:
         yield lambda name, done, total: None
         return
@@ -120,11 +103,7 @@ def _bar(console: Console) -> Bar:
 
 
 class Forecast:
-    """Says before a benchmark how many calls it makes, and how long that takes once calls were timed; passes on.
-
-    Args:
-        tell: who is told of every call: the name of the stage, what is done, and how much there is in all.
-    """
+    """Says before a benchmark how many calls it makes, and how long that takes once calls were timed; passes on."""
 
     def __init__(self, tell: Callable[[str, int, int], None]) -> None:
         self._tell = tell
@@ -132,7 +111,6 @@ class Forecast:
         self._said = 0.0  # seconds
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Say it; calls that warm up are shorter, so that it is said again where it has doubled."""
         now = time.monotonic()
         before, moment = self._latest
         if not moment:

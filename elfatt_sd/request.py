@@ -31,44 +31,23 @@ LARGEST_FILE = 2**26  # bytes of a file of prompts
 
 @dataclass(frozen=True)
 class Request:
-    """What to draw.
+    """What to draw."""
 
-    Attributes:
-        prompts: one or more.
-        config: the method.
-        autotune: as for `apply_patch`.
-        model: as `load_pipeline` takes it; for the record.
-        steps: denoising steps; None takes the model's own.
-        guidance: classifier-free guidance scale; None takes the model's own.
-        seed: of the first image of each prompt; the next ones count up.
-        num_images: images for each prompt.
-        height: in pixels; None is the model's own.
-        width: in pixels; None is the model's own.
-        compare: draw every image twice, untouched and patched, side by side.
-        negative_prompt: what guidance leads away from.
-        scheduler: a name in `SCHEDULERS`, or one of their classes; None keeps the model's own.
-    """
-
-    prompts: tuple[str, ...]
-    config: PatchConfig
-    autotune: bool = False
-    model: str = "toy"
-    steps: int | None = None
-    guidance: float | None = None
-    seed: int = 0
-    num_images: int = 1
-    height: int | None = None
-    width: int | None = None
-    compare: bool = False
-    negative_prompt: str | None = None
-    scheduler: str | None = None
+    prompts: tuple[str, ...]  # one or more
+    config: PatchConfig  # the method
+    autotune: bool = False  # as for `apply_patch`
+    model: str = "toy"  # as `load_pipeline` takes it; for the record
+    steps: int | None = None  # denoising steps; None takes the model's own
+    guidance: float | None = None  # classifier-free guidance scale; None takes the model's own
+    seed: int = 0  # of the first image of each prompt; the next ones count up
+    num_images: int = 1  # images for each prompt
+    height: int | None = None  # in pixels; None is the model's own
+    width: int | None = None  # in pixels; None is the model's own
+    compare: bool = False  # draw every image twice, untouched and patched, side by side
+    negative_prompt: str | None = None  # what guidance leads away from
+    scheduler: str | None = None  # a name in `SCHEDULERS`, or one of their classes; None keeps the model's own
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ElfattError: a field is out of range; the message says what is accepted.
-        """
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
             raise ElfattError("there is an empty prompt, or none; give at least one, such as 'a red star'.")
         checks.whole("num_images", self.num_images, 1)
@@ -80,11 +59,7 @@ class Request:
 
 
 def check_run(steps: int | None, guidance: float | None, seed: int, height: int | None, width: int | None) -> None:
-    """Check what a run of a pipeline is given; None is the model's own.
-
-    Raises:
-        ElfattError: a value is out of range.
-    """
+    """Check what a run of a pipeline is given; None is the model's own."""
     if steps is not None:
         checks.whole("steps", steps, 1)
     if not (isinstance(seed, int) and 0 <= seed < 2**63):
@@ -95,22 +70,14 @@ def check_run(steps: int | None, guidance: float | None, seed: int, height: int 
 
 
 def check_sizes(height: int | None, width: int | None) -> None:
-    """Check the sides of an image; None is the model's own.
-
-    Raises:
-        ElfattError: one is not a positive multiple of 8.
-    """
+    """Check the sides of an image; None is the model's own."""
     for name, pixels in (("height", height), ("width", width)):
         if pixels is not None and (not isinstance(pixels, int) or pixels <= 0 or pixels % 8):
             raise ElfattError(f"{name}={pixels!r} is not accepted; give a positive multiple of 8.")
 
 
 def scheduler_class(name: str) -> str:
-    """Return the name of diffusers' class that a scheduler's name stands for.
-
-    Raises:
-        ElfattError: it is not known.
-    """
+    """Return the name of diffusers' class that a scheduler's name stands for."""
     found = SCHEDULERS.get(name.lower(), name)
     if found not in SCHEDULERS.values():
         accepted = ", ".join(SCHEDULERS)
@@ -119,15 +86,7 @@ def scheduler_class(name: str) -> str:
 
 
 def check_quoted(prompts: Sequence[str], command: str) -> None:
-    """Refuse prompts that look like the words of one, without quotes.
-
-    Args:
-        prompts: as they came from the command line.
-        command: that they were given to.
-
-    Raises:
-        ElfattError: two of them or more are single words.
-    """
+    """Refuse prompts that look like the words of one, without quotes."""
     if sum(len(prompt.split()) == 1 for prompt in prompts) < 2:
         return
     raise ElfattError(
@@ -137,11 +96,7 @@ def check_quoted(prompts: Sequence[str], command: str) -> None:
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Read prompts from a text file, one a line; blank lines do not count.
-
-    Raises:
-        ElfattError: the file cannot be read, is too large (as a device that never ends), or holds no prompt.
-    """
+    """Read prompts from a text file, one a line; blank lines do not count."""
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)

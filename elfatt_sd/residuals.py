@@ -20,29 +20,16 @@ _LARGEST = torch.finfo(_FP8).max
 
 
 class Residual(NamedTuple):
-    """A difference, as it is kept.
+    """A difference, as it is kept."""
 
-    Attributes:
-        values: `[batch, tokens, ...]`, on the layer's device, on the host, or in 8 bits.
-        scale: of each token's 8-bit values; None where they are kept as they are.
-        device: of the layer.
-        dtype: of the layer.
-    """
-
-    values: Tensor
-    scale: Tensor | None
-    device: torch.device
-    dtype: torch.dtype
+    values: Tensor  # `[batch, tokens, ...]`, on the layer's device, on the host, or in 8 bits
+    scale: Tensor | None  # of each token's 8-bit values; None where they are kept as they are
+    device: torch.device  # of the layer
+    dtype: torch.dtype  # of the layer
 
     @classmethod
     def keep(cls, difference: Tensor, where: Kept, room: Residual | None = None) -> Residual:
-        """Keep a difference on the `device`, on the `host`, or in 8-bit floating point (`fp8`) on the device.
-
-        Args:
-            difference: to be kept.
-            where: to keep it.
-            room: memory that it is written into, if it fits.
-        """
+        """Keep a difference on the `device`, on the `host`, or in 8-bit floating point (`fp8`) on the device."""
         if room is not None and room._fits(difference):
             return room._filled(cls.keep(difference, where))
         device, dtype = difference.device, difference.dtype
@@ -83,11 +70,9 @@ class Residual(NamedTuple):
         return self
 
     def copied(self) -> Residual:
-        """Return a copy in memory of its own."""
         return self._replace(values=self.values.clone(), scale=None if self.scale is None else self.scale.clone())
 
     def restore(self) -> Tensor:
-        """Return the difference on the layer's device, in its dtype."""
         if self.scale is None:
             return self.values.to(self.device, non_blocking=True)
         return (self.values.float() * self.scale).to(self.dtype)
@@ -101,25 +86,16 @@ def add_difference(output: Tensor, difference: Tensor) -> Tensor:
 
 
 def kept_bytes(sizes: Iterable[tuple[int, int]], batch: int, dtype: torch.dtype, where: Kept) -> float:
-    """Return the memory that differences of one call take.
-
-    Args:
-        sizes: tokens and channels of each layer.
-        batch: rows of the call.
-        dtype: of the layers.
-        where: they are kept.
-    """
+    """Return the memory that differences of one call take."""
     each = 1 if where == "fp8" else dtype.itemsize
     return float(sum(batch * tokens * (channels * each + 4 * (where == "fp8")) for tokens, channels in sizes))
 
 
 def readable(size: float) -> str:
-    """Return a number of bytes in words."""
     return f"{size / GIB:.2f} GiB" if size > GIB / 2 else f"{size / 2**20:.3g} MiB"
 
 
 def free_for_differences(where: Kept, device: torch.device) -> float:
-    """Return the GiB that differences may take where the user gives no limit: half of what is free."""
     return math.inf if device.type == "meta" else _SHARE * memory_of(_place(where, device))[1] / GIB
 
 
@@ -128,17 +104,7 @@ def _place(where: Kept, device: torch.device) -> torch.device:
 
 
 def check_memory(needed: float, where: Kept, limit: float, device: torch.device) -> None:
-    """Refuse what would take too much memory.
-
-    Args:
-        needed: bytes of all differences.
-        where: they are kept.
-        limit: GiB that they may take.
-        device: of the layers.
-
-    Raises:
-        ElfattError: they need more.
-    """
+    """Refuse what would take too much memory."""
     if device.type == "meta":
         return
     place = _place(where, device)

@@ -26,7 +26,6 @@ _OTHER_INPUTS = {"control_image", "mask_image"}
 
 
 def taken(pipe: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a pipeline's call; a modular one names its inputs elsewhere."""
     inputs = getattr(getattr(pipe, "blocks", None), "inputs", None)
     if inputs is None:
         return dict(inspect.signature(pipe.__call__).parameters)
@@ -36,13 +35,7 @@ def taken(pipe: Any) -> dict[str, inspect.Parameter]:
 
 
 def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, Any]:
-    """Return what makes a pipeline draw a size: PixArt's choose one of a list otherwise, Kontext's one of its area.
-
-    Args:
-        pipe: a text-to-image pipeline.
-        height: in pixels; None is the model's own.
-        width: in pixels; None is the model's own.
-    """
+    """Return what makes a pipeline draw a size: PixArt's choose one of a list otherwise, Kontext's one of its area."""
     if (height is None) != (width is None):  # some pipelines draw their own size then
         height, width = dimensions_of(pipe).size(height, width)
     given: dict[str, Any] = {"height": height, "width": width, "use_resolution_binning": False}
@@ -52,11 +45,7 @@ def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, An
 
 
 def dimensions_of(pipe: Any) -> Dimensions:
-    """Return the dimensions of a pipeline's images.
-
-    Raises:
-        ElfattError: the denoiser's configuration does not tell them.
-    """
+    """Return the dimensions of a pipeline's images."""
     denoiser: Any = unwrap(main_denoiser(pipe))
     vae: Any = getattr(pipe, "vae", None)
     decoder = vae.config if hasattr(vae, "decoder") else None
@@ -70,7 +59,6 @@ def dimensions_of(pipe: Any) -> Dimensions:
 
 
 def _own_size(pipe: Any, factor: int) -> tuple[int, int] | None:
-    """Return height and width that a pipeline draws by default, where not its denoiser's configuration tells them."""
     side = getattr(pipe, "default_sample_size", None)
     if isinstance(side, int):
         return side * factor, side * factor
@@ -79,18 +67,7 @@ def _own_size(pipe: Any, factor: int) -> tuple[int, int] | None:
 
 
 def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
-    """Return the denoising steps and the guidance scale of a pipeline, where nobody gives others.
-
-    Args:
-        pipe: a text-to-image pipeline.
-        model: what it was loaded from; the embedded pipelines have settings of their own.
-
-    Returns:
-        the steps, and the scale; None where the pipeline has no such scale.
-
-    Raises:
-        ElfattError: its call takes no number of steps.
-    """
+    """Return the denoising steps and the guidance scale of a pipeline, where nobody gives others."""
     if model in EMBEDDED:
         return EMBEDDED[model].steps, EMBEDDED[model].guidance
     defaults = {name: parameter.default for name, parameter in taken(pipe).items()}
@@ -100,11 +77,7 @@ def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
 
 
 def check_steps(pipe: Any, steps: int) -> None:
-    """Refuse steps that a pipeline's scheduler cannot take.
-
-    Raises:
-        ElfattError: they are not known, there are more than its timesteps, or it is a scheduler for other pipelines.
-    """
+    """Refuse steps that a pipeline's scheduler cannot take."""
     if not isinstance(steps, int):  # a default of the pipeline's
         raise ElfattError(f"{type(pipe).__name__} does not tell how many steps it takes by default; give steps.")
     wanted = ("set_timesteps", "step", *(("init_noise_sigma", "scale_model_input") if hasattr(pipe, "unet") else ()))
@@ -118,13 +91,7 @@ def check_steps(pipe: Any, steps: int) -> None:
 
 
 def guidance_options(pipe: Any, guidance: float | None, negative_prompt: str | Sequence[str] | None) -> dict[str, Any]:
-    """Return what sets the guidance of a pipeline.
-
-    Args:
-        pipe: a text-to-image pipeline.
-        guidance: the scale; None leaves it to the pipeline.
-        negative_prompt: what guidance leads away from; Flux and its like have another name for the scale that it needs.
-    """
+    """Return what sets the guidance of a pipeline."""
     given = {"guidance_scale": guidance, "negative_prompt": negative_prompt}
     if negative_prompt is not None:
         given["true_cfg_scale"] = guidance
@@ -132,31 +99,20 @@ def guidance_options(pipe: Any, guidance: float | None, negative_prompt: str | S
 
 
 def guides(pipe: Any) -> bool:
-    """Tell whether a guidance scale changes anything without a negative prompt; in Flux, only if it is embedded.
-
-    Args:
-        pipe: a text-to-image pipeline.
-    """
+    """Tell whether a guidance scale changes anything without a negative prompt; in Flux, only if it is embedded."""
     config: Any = unwrap(main_denoiser(pipe)).config
     takes = taken(pipe)
     return bool(config.get("guidance_embeds", True)) if "true_cfg_scale" in takes else "guidance_scale" in takes
 
 
 def rows_of(pipe: Any, guidance: float | None) -> int:
-    """Return the rows of the denoiser's batch for one image: two with guidance, unless it is given the scale."""
     config: Any = unwrap(main_denoiser(pipe)).config
     return 1 if guidance is None or guidance <= 1 or config.get("guidance_embeds") else 2
 
 
 @contextmanager
 def watched(pipe: Any, steps: int, on_step: Callable[[int, int], None]) -> Iterator[None]:
-    """Tell of every denoising step within the `with` block; not every pipeline has `callback_on_step_end`.
-
-    Args:
-        pipe: it is run once.
-        steps: that it is asked for; some schedulers take several calls of the denoiser for each.
-        on_step: gets the number of steps done, from 1, and `steps`.
-    """
+    """Tell of every denoising step within the `with` block; not every pipeline has `callback_on_step_end`."""
     scheduler, calls = pipe.scheduler, 0
     compute, own = scheduler.step, vars(scheduler).get("step")
 
@@ -178,19 +134,12 @@ def watched(pipe: Any, steps: int, on_step: Callable[[int, int], None]) -> Itera
 
 
 class Shot(NamedTuple):
-    """What a pipeline drew.
+    """What a pipeline drew."""
 
-    Attributes:
-        pixels: `[frames, height, width, 3]` from 0 to 255, before they are rounded.
-        seconds: from prompt to image.
-        peak: of memory meanwhile, in bytes; None where the system does not tell.
-        fault: what is wrong with it; see `pictures.fault_of`.
-    """
-
-    pixels: Pixels
-    seconds: float
-    peak: int | None
-    fault: str
+    pixels: Pixels  # `[frames, height, width, 3]` from 0 to 255, before they are rounded
+    seconds: float  # from prompt to image
+    peak: int | None  # of memory meanwhile, in bytes; None where the system does not tell
+    fault: str  # what is wrong with it; see `pictures.fault_of`
 
     @property
     def frames(self) -> tuple[Image.Image, ...]:
@@ -201,19 +150,7 @@ class Shot(NamedTuple):
 def draw(
     pipe: Any, prompt: str, seed: int, steps: int, given: dict[str, Any], on_step: Callable[[int, int], None]
 ) -> Shot:
-    """Draw one image, or clip, with a pipeline as it is, and look whether it is one.
-
-    Args:
-        pipe: the pipeline.
-        prompt: what is drawn.
-        seed: of its latent.
-        steps: denoising steps.
-        given: further arguments of the pipeline's call.
-        on_step: as for `watched`.
-
-    Raises:
-        ElfattError: the pipeline does not draw in RGB.
-    """
+    """Draw one image, or clip, with a pipeline as it is, and look whether it is one."""
     device, generator = torch.device(pipe.device), torch.Generator().manual_seed(seed)
     meter = PeakMeter(device)
     with torch.no_grad(), watched(pipe, steps, on_step), Stopwatch(device) as watch:
@@ -223,11 +160,7 @@ def draw(
 
 
 def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
-    """Return what a call of a pipeline gave, as `[frames, height, width, 3]` from 0 to 255, and what is wrong with it.
-
-    Raises:
-        ElfattError: it does not draw in RGB.
-    """
+    """Return what a call of a pipeline gave, as `[frames, height, width, 3]` from 0 to 255, and what is wrong with it."""
     made = getattr(output, "frames", None)
     made = output.images if made is None else made
     arrays = made.movedim(-3, -1).float().cpu().numpy() if isinstance(made, torch.Tensor) else np.asarray(made)
@@ -239,11 +172,7 @@ def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
 
 
 def check_text_to_image(pipe: Any) -> None:
-    """Check that a pipeline draws an image from a prompt alone.
-
-    Raises:
-        ElfattError: it does not, it has no known denoiser, or one that is made for other inputs.
-    """
+    """Check that a pipeline draws an image from a prompt alone."""
     module = main_denoiser(pipe)
     kind, takes = type(pipe).__name__, taken(pipe)
     in_python = "patch it in Python with elfatt_sd.apply_patch(pipe)."
@@ -273,7 +202,6 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def _draws_without_image(pipe: Any) -> bool:
-    """Tell whether a pipeline that takes an image draws from text as well, as Flux 2 does."""
     from diffusers.pipelines.auto_pipeline import AUTO_TEXT2IMAGE_PIPELINES_MAPPING
 
     return type(pipe) in AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values() and not hasattr(pipe, "controlnet")
@@ -288,7 +216,6 @@ def tell_cut_prompts(pipe: Any, prompts: Iterable[str]) -> None:
 
 
 def _room(pipe: Any, tokenizer: Any) -> int:
-    """Return how many tokens of a prompt a text encoder is given."""
     limit: Any = taken(pipe).get("max_sequence_length")
     longest = int(tokenizer.model_max_length)
     if limit is not None and isinstance(limit.default, int):
@@ -297,14 +224,7 @@ def _room(pipe: Any, tokenizer: Any) -> int:
 
 
 def tell_cut(what: str, texts: Iterable[str], room: int, tokenizer: Any) -> None:
-    """Warn, once for all, of texts that have more tokens than a text encoder takes.
-
-    Args:
-        what: the texts are called.
-        texts: they; each counts once.
-        room: tokens that it takes, without the special ones.
-        tokenizer: of the text encoder.
-    """
+    """Warn, once for all, of texts that have more tokens than a text encoder takes."""
     options = {"add_special_tokens": False, "truncation": False, "verbose": False}
     found = [tokenizer(text, **options).input_ids for text in dict.fromkeys(texts) if text]
     if cut := [tokens for tokens in found if len(tokens) > room]:

@@ -13,56 +13,40 @@ KEPT = 8  # runs of one thread that may go on, as of requests that a server inte
 
 
 class Run:
-    """A run over a schedule, as far as its steps follow each other one by one.
-
-    Attributes:
-        schedule: the storage of the timesteps, by which they are known as long as anybody holds them; None for a call
-            on no schedule.
-        first: step that it began with.
-        step: its latest step.
-        steps: of its schedule.
-        scheduler: a weak reference to the one whose schedule it is; None where no scheduler has it.
-        unit: which of `timesteps.other_units` its pipeline hands over; None for timesteps.
-        calls: of its latest step.
-        calls_before: of the step before.
-        copy: its latest timestep, where the scheduler's counter told its step, and its place in memory.
-        former: a run over the same schedule that this one has broken into, and that may go on.
-        strange: a schedule on which a value of this thread was in no unit that is known.
-        kept: what denoisers keep from step to step, by denoiser.
-        limit: GiB that the differences among it may take, where the user gives none; None until some are planned.
-    """
+    """A run over a schedule, as far as its steps follow each other one by one."""
 
     def __init__(self, schedule: Any = None, first: int = -1) -> None:
-        """Begin a run.
-
-        Args:
-            schedule: a tensor in the storage of the timesteps.
-            first: its first step.
-        """
+        # the storage of the timesteps, by which they are known as long as anybody holds them; None for a call on no
+        # schedule
         self.schedule = None if schedule is None else StorageWeakRef(schedule.untyped_storage())  # type: ignore[no-untyped-call]
         self._address = 0 if schedule is None else address(schedule)
+        # first: step that it began with
+        # step: its latest step
         self.first = self.step = first
-        self.steps = 0
+        self.steps = 0  # of its schedule
+        # a weak reference to the one whose schedule it is; None where no scheduler has it
         self.scheduler: weakref.ref[Any] | None = None
-        self.unit: int | None = None
+        self.unit: int | None = None  # which of `timesteps.other_units` its pipeline hands over; None for timesteps
+        # calls: of its latest step
+        # calls_before: of the step before
         self.calls = self.calls_before = 0
+        # its latest timestep, where the scheduler's counter told its step, and its place in memory
         self.copy: tuple[torch.Tensor, tuple[int, ...]] | None = None
-        self.former: Run | None = None
-        self.strange: object = None
+        self.former: Run | None = None  # a run over the same schedule that this one has broken into, and that may go on
+        self.strange: object = None  # a schedule on which a value of this thread was in no unit that is known
+        # what denoisers keep from step to step, by denoiser
         self.kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # GiB that the differences among it may take, where the user gives none; None until some are planned
         self.limit: float | None = None
 
     @property
     def may_go_on(self) -> bool:
-        """Whether its timesteps are still there."""
         return self.schedule is not None and not self.schedule.expired()  # type: ignore[no-untyped-call]
 
     def is_over(self, schedule: Any) -> bool:
-        """Tell whether it is a run over a schedule."""
         return self.may_go_on and self._address == address(schedule)
 
     def goes_on(self, schedule: Any, step: int) -> bool:
-        """Tell whether a call belongs to it: of the same schedule, in the same step or the next one."""
         return self.is_over(schedule) and self.step <= step <= self.step + 1
 
     def advance(self, step: int) -> None:
@@ -78,7 +62,6 @@ class Runs:
     """The runs of each thread, one for each schedule, the latest last."""
 
     def __init__(self) -> None:
-        """There is none yet."""
         self._of: weakref.WeakKeyDictionary[threading.Thread, list[Run]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -98,11 +81,9 @@ class Runs:
         return self._mine[-1]
 
     def over(self, schedule: Any) -> Run:
-        """Return this thread's run over a schedule; the latest one where there is none."""
         return next((run for run in reversed(self._mine) if run.is_over(schedule)), self.latest)
 
     def follow(self, schedule: Any, step: int) -> Run:
-        """Return the run that a call of this thread goes on with or begins; it is the latest from now on."""
         run = self.over(schedule)
         if not run.goes_on(schedule, step):
             run = self._taken_over(schedule, step) or _begun(run if run.is_over(schedule) else None, schedule, step)
@@ -122,7 +103,6 @@ class Runs:
 
 
 def _begun(before: Run | None, schedule: Any, step: int) -> Run:
-    """Return the run of a call that does not go on with the one before over the same schedule."""
     former = None if before is None else before.former
     if former is not None and former.step + 1 == step:
         return former
@@ -134,5 +114,4 @@ def _begun(before: Run | None, schedule: Any, step: int) -> Run:
 
 
 def address(tensor: Any) -> int:
-    """Return where the storage of a tensor begins in memory."""
     return tensor.untyped_storage().data_ptr()  # type: ignore[no-any-return]

@@ -47,44 +47,29 @@ BEYOND = Position(1, 1, scheduled=False)  # of a value in a unit that is not kno
 
 
 class _Found(NamedTuple):
-    """A position, and how it was found.
+    """A position, and how it was found."""
 
-    Attributes:
-        position: of the call.
-        schedule: a tensor in the storage of the schedule.
-        scheduler: whose schedule it is; None where no scheduler has it.
-        unit: which of `timesteps.other_units` it is in; None for timesteps.
-        copy: the timestep, where the scheduler's counter told its step.
-    """
-
-    position: Position
-    schedule: torch.Tensor | None = None
-    scheduler: Any = None
-    unit: int | None = None
-    copy: torch.Tensor | None = None
+    position: Position  # of the call
+    schedule: torch.Tensor | None = None  # a tensor in the storage of the schedule
+    scheduler: Any = None  # whose schedule it is; None where no scheduler has it
+    unit: int | None = None  # which of `timesteps.other_units` it is in; None for timesteps
+    copy: torch.Tensor | None = None  # the timestep, where the scheduler's counter told its step
 
 
 class SchedulerFinder:
-    """Looks up a pipeline's scheduler again, without keeping the pipeline alive.
-
-    Args:
-        pipe: the pipeline, or a bare UNet, which has none.
-    """
+    """Looks up a pipeline's scheduler again, without keeping the pipeline alive."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = weakref.ref(pipe)
 
     def __call__(self) -> Any:
-        """Return the scheduler in use now, or None."""
         return getattr(self._pipe(), "scheduler", None)
 
     def __deepcopy__(self, copied: dict[int, Any]) -> SchedulerFinder:
-        """Look into the copy of the pipeline, if that is being copied."""
         pipe = self._pipe()
         return self if pipe is None else SchedulerFinder(copied.get(id(pipe), pipe))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the scheduler alone: the pipeline would add its other models to the file of a UNet."""
         return _KeptScheduler, (self(),)
 
 
@@ -103,10 +88,6 @@ class Schedule:
 
     Pipelines around one denoiser have schedulers of their own. A timestep is looked up on those of the functions that
     lead to the call, from the innermost outwards, and on the patched pipeline's at last.
-
-    Args:
-        find_scheduler: returns the scheduler of the patched pipeline, or None for a bare UNet.
-        trained_on_noise_levels: whether the model takes noise levels, which have no place without a scheduler.
     """
 
     def __init__(self, find_scheduler: Callable[[], Any], trained_on_noise_levels: bool = False) -> None:
@@ -117,7 +98,6 @@ class Schedule:
         self._loop = threading.local()  # its `value`: the latest timestep of a loop of one's own, on no schedule
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy without the runs, which are those of this object's threads."""
         return Schedule, (self._find_scheduler, self._noise_levels)
 
     @property
@@ -126,17 +106,7 @@ class Schedule:
         return self.runs.latest
 
     def locate(self, timestep: torch.Tensor | float, unit: int | None = None) -> Position | None:
-        """Return the position of a call.
-
-        Args:
-            timestep: what the model is called with: a number, or a tensor of one value or of one value per image.
-            unit: which of `timesteps.other_units` its family takes; None where it takes timesteps, or what it takes is
-                to be found out.
-
-        Returns:
-            The position; `BEYOND` for a value in a unit that is not known; None for what only the device knows, or what
-            differs within the batch.
-        """
+        """Return the position of a call."""
         if isinstance(timestep, torch.Tensor):
             timestep = beneath_transforms(timestep)
         found = self._from_view(timestep, unit)
@@ -150,12 +120,10 @@ class Schedule:
         return found.position
 
     def _known(self) -> Iterator[list[tuple[Any, torch.Tensor]]]:
-        """Yield the schedulers and timesteps that callers hold, function by function, then the patched pipeline's."""
         for held in itertools.chain(schedulers_of_callers(), [[self._find_scheduler()]]):
             yield [(scheduler, steps) for scheduler in held if (steps := _timesteps(scheduler)) is not None]
 
     def _caller(self) -> Any:
-        """Return the innermost scheduler that is known, or None."""
         return next((scheduler for group in self._known() for scheduler, _ in group), None)
 
     def _from_view(self, timestep: torch.Tensor | float, unit: int | None) -> _Found | None:
@@ -188,7 +156,6 @@ class Schedule:
         return _Found(Position(step, length), timestep) if length >= units.SHORTEST and step < length else None
 
     def _on_host(self, timesteps: torch.Tensor) -> list[float]:
-        """Return the values of a schedule; one on a device is read once."""
         if timesteps.device.type == "cpu":
             return timesteps.tolist()
         if self._values[0] != (state := written(timesteps)):
@@ -216,7 +183,6 @@ class Schedule:
         return self._off_schedule(value, unit, goes_on)
 
     def _off_schedule(self, value: float, unit: int | None, goes_on: bool) -> _Found:
-        """Return the place of a value by its noise level; a loop that was in timesteps stays in them to its end."""
         caller = self._caller()
         if unit is not None:  # a fraction of the run
             whole = units.train_steps(caller)
@@ -231,7 +197,6 @@ class Schedule:
         return _Found(Position(place, units.train_steps(caller), scheduled=False))
 
     def _near(self, value: float) -> _Found | None:
-        """Return the nearest place of a value between the noise levels that a run of this thread goes down by."""
         for scheduler, timesteps in (pair for group in self._known() for pair in group):
             run, known = self.runs.over(timesteps), self._on_host(timesteps)
             if run.is_over(timesteps) and run.unit is not None:
@@ -276,7 +241,6 @@ class Schedule:
         return 2 if not steps_by_itself and self.runs.over(schedule).goes_on(schedule, step) else 1
 
     def _choose(self, steps: Sequence[int], timesteps: torch.Tensor) -> int | None:
-        """Return the step of a value that occurs at several: the one that the run is in, or has come to."""
         run = self.runs.over(timesteps)
         if not steps or not run.is_over(timesteps):
             return steps[0] if steps else None
@@ -285,10 +249,6 @@ class Schedule:
         return next((step for step in steps if step > run.step), steps[0])
 
     def _from_copy(self, timestep: Any, unit: int | None) -> _Found | None:
-        """Return the scheduler's own count of its steps, in a run that began by it; what is not such a step, is read.
-
-        A copy on a device is read where a run begins, and where a step has another copy, as it may be another value.
-        """
         for group in self._known():
             on = [pair for pair in group if _is_set(*pair) and _counted(*pair) is not None]
             run = self.runs.over(on[0][1]) if len(on) == 1 else None
@@ -319,7 +279,6 @@ class Schedule:
 
 
 def _position(step: int, timesteps: Sequence[float], live: bool = True) -> Position:
-    """Return the position of a step; one that leads to the noise has the place of its noise level, in no run."""
     if units.rises(timesteps):
         return Position(len(timesteps) - 1 - step, len(timesteps), scheduled=False)
     return Position(step, len(timesteps), scheduled=live)
@@ -331,12 +290,10 @@ def _timesteps(scheduler: Any) -> torch.Tensor | None:
 
 
 def _place_in_memory(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return where a tensor is, and how often it was written, if it counts that."""
     return address(tensor), int(tensor.storage_offset()), 0 if tensor.is_inference() else tensor._version
 
 
 def _is_set(scheduler: Any, timesteps: torch.Tensor) -> bool:
-    """Tell whether a scheduler was given a number of steps; before, it has all that its model was trained on."""
     unset = None if len(timesteps) == units.train_steps(scheduler) else len(timesteps)
     return getattr(scheduler, "num_inference_steps", unset) is not None
 
@@ -346,7 +303,6 @@ def _on_device(timestep: torch.Tensor | float) -> bool:
 
 
 def _counted(scheduler: Any, timesteps: torch.Tensor) -> int | None:
-    """Return the scheduler's count of its steps; None where it does not count, or a run is over."""
     if not hasattr(scheduler, "step_index"):
         return None
     begin = getattr(scheduler, "begin_index", None) or 0
@@ -355,7 +311,6 @@ def _counted(scheduler: Any, timesteps: torch.Tensor) -> int | None:
 
 
 def _value(timestep: torch.Tensor | float) -> float | None:
-    """Return the value of a timestep, an `int` if it is of such a type; None if it is not the same for the batch."""
     if isinstance(timestep, torch.Tensor):
         values = set() if timestep.is_meta else set(timestep.flatten().tolist())
         return values.pop() if len(values) == 1 else None
@@ -363,7 +318,6 @@ def _value(timestep: torch.Tensor | float) -> float | None:
 
 
 def unknown_position(phases: int) -> ElfattError:
-    """Return the error for a call whose place in the run cannot be known."""
     needs = f"has {phases} phases" if phases > 1 else "keeps something from step to step"
     return ElfattError(
         f"the denoising step of this call is not known, and the patch {needs}; iterate over "

@@ -15,16 +15,7 @@ _STEPS = 10  # of a trial; with fewer, some schedulers begin far below the highe
 
 
 def scheduler_like(own: Any, kind: Any, **settings: Any) -> Any:
-    """Make a scheduler of another class with the settings of a model's own.
-
-    Args:
-        own: the model's scheduler.
-        kind: the class.
-        **settings: those that differ.
-
-    Raises:
-        ElfattError: it does not denoise what the model's own does; the message is the reason, a part of a sentence.
-    """
+    """Make a scheduler of another class with the settings of a model's own."""
     try:
         made = kind.from_config(own.config, **settings)
         begins, wanted = (_try(copy.deepcopy(each)) for each in (made, own))

@@ -110,11 +110,7 @@ def setting_names() -> list[str]:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check settings of phases, also those that a phase ignores.
-
-    Raises:
-        ElfattError: a name is not known, or a value out of range.
-    """
+    """Check settings of phases, also those that a phase ignores."""
     unknown = sorted(settings.keys() - set(phase_settings()))
     if unknown:
         raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(setting_names())}.")
@@ -129,11 +125,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 def check_phase_settings(
     residual_steps: object = 1, residual_guidance: object = False, attention_dtype: object = None
 ) -> None:
-    """Check a phase's own settings.
-
-    Raises:
-        ElfattError: a value is out of range.
-    """
+    """Check a phase's own settings."""
     checks.whole("residual_steps", residual_steps, 1)
     checks.flag("residual_guidance", residual_guidance)
     if attention_dtype is not None:
@@ -141,11 +133,7 @@ def check_phase_settings(
 
 
 def known_keys(what: str, data: Mapping[str, Any], accepted: Iterable[str]) -> None:
-    """Check the keys of saved data.
-
-    Raises:
-        ElfattError: one is not accepted.
-    """
+    """Check the keys of saved data."""
     unknown = sorted(set(data) - set(accepted), key=str)
     if unknown:
         raise ElfattError(f"{what} key {unknown[0]!r} is not known; accepted: {', '.join(accepted)}.")

@@ -23,23 +23,15 @@ from elfatt_sd.sizes import SHAPES, Dimensions
 
 @dataclass(frozen=True)
 class Transformer:
-    """The shape of a transformer.
+    """The shape of a transformer."""
 
-    Attributes:
-        kind: name of its class in diffusers.
-        config: what differs from that class's own.
-        few: the same, for a model with a few of its blocks, which can be timed where the whole one does not fit.
-        channels: of the latent.
-        scale: pixels to one of the latent, on each side.
-        frames: of a video, past the first one, to one of the latent.
-    """
-
-    kind: str
-    config: Mapping[str, Any]
+    kind: str  # name of its class in diffusers
+    config: Mapping[str, Any]  # what differs from that class's own
+    # the same, for a model with a few of its blocks, which can be timed where the whole one does not fit
     few: Mapping[str, Any]
-    channels: int = 16
-    scale: int = SCALE
-    frames: int = 4
+    channels: int = 16  # of the latent
+    scale: int = SCALE  # pixels to one of the latent, on each side
+    frames: int = 4  # of a video, past the first one, to one of the latent
 
 
 _SD35_MEDIUM = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "qk_norm": "rms_norm"}
@@ -86,11 +78,7 @@ class TransformerSketch:
 
 
 def sketch(name: str) -> Sketch | TransformerSketch:
-    """Return a shape of `SHAPES` or `TRANSFORMERS` without weights: nothing is allocated.
-
-    Raises:
-        ElfattError: the installed diffusers has no such model.
-    """
+    """Return a shape of `SHAPES` or `TRANSFORMERS` without weights: nothing is allocated."""
     if name in TRANSFORMERS:
         shape = TRANSFORMERS[name]
         return TransformerSketch(empty_transformer(shape), shape.scale, shape.frames)
@@ -98,11 +86,7 @@ def sketch(name: str) -> Sketch | TransformerSketch:
 
 
 def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:
-    """Build a transformer on the meta device, with a few of its blocks or all of them.
-
-    Raises:
-        ElfattError: the installed diffusers has no such class.
-    """
+    """Build a transformer on the meta device, with a few of its blocks or all of them."""
     import diffusers
 
     make: Any = getattr(diffusers, shape.kind, None)
@@ -117,11 +101,7 @@ def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:
 
 
 def dimensions_of_transformer(name: str) -> Dimensions:
-    """Return the dimensions of a shape of `TRANSFORMERS`.
-
-    Raises:
-        ElfattError: the installed diffusers has no such model.
-    """
+    """Return the dimensions of a shape of `TRANSFORMERS`."""
     shape = TRANSFORMERS[name]
     module: Any = empty_transformer(shape, few=True)
     latent = family_of(module).latent(module)
@@ -140,7 +120,6 @@ def empty_unet(shape: Mapping[str, Any]) -> nn.Module:
 
 
 def call_arguments(denoiser: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-    """Return keyword arguments that a denoiser can be called with; see `families.base.Family.arguments`."""
     module = unwrap(denoiser)
     return family_of(module).arguments(module, grid, batch, fill)
 
@@ -160,11 +139,7 @@ class Blueprint:
 
     @functools.cache  # noqa: B019 - a blueprint is small, and there are few
     def multiply_adds(self, grid: Grid) -> int | None:
-        """Return the multiply-adds of an untouched call for one image; None where it cannot be run without weights.
-
-        Args:
-            grid: of its input.
-        """
+        """Return the multiply-adds of an untouched call for one image; None where it cannot be run without weights."""
         try:
             with (
                 warnings.catch_warnings(),

@@ -29,31 +29,17 @@ BUSY_TITLE = "the machine was busy: the speeds, and which method is the fastest,
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the sheet: one prompt with one pipeline.
+    """A row of the sheet: one prompt with one pipeline."""
 
-    Attributes:
-        model: name of the pipeline.
-        prompt: what is drawn.
-        rows: untouched, fastest and closest, as far as these are different and faster than untouched.
-    """
-
-    model: str
-    prompt: str
-    rows: tuple[Row, ...]
+    model: str  # name of the pipeline
+    prompt: str  # what is drawn
+    rows: tuple[Row, ...]  # untouched, fastest and closest, as far as these are different and faster than untouched
 
 
 class Sheet:
     """Prompts drawn with each pipeline; which methods are fastest and closest is measured on the first prompt.
 
     The closest method is the one of the highest PSNR to the untouched image, among those that were faster.
-
-    Args:
-        load: returns the pipeline of a request.
-        models: names of the pipelines.
-        prompts: what is drawn; the first one with all methods, the others with those that are shown.
-        methods: names of methods; those that do not go with a pipeline are left out.
-        rounds: how often each is drawn; a single round draws untouched once more at the end.
-        **settings: fields of `Request`.
     """
 
     def __init__(
@@ -73,11 +59,7 @@ class Sheet:
         self._records: list[dict[str, Any]] = []
 
     def run(self, on_step: OnStep) -> Iterator[Drawn]:
-        """Draw everything, and yield each image.
-
-        Args:
-            on_step: as for `Studio`.
-        """
+        """Draw everything, and yield each image."""
         for model in self._models:
             pipe = self._load(Request(tuple(self._prompts), PatchConfig.preset("sd"), model=model, **self._settings))
             denoisers = find_denoisers(pipe)  # tokens of transformers cannot be merged
@@ -121,11 +103,9 @@ class Sheet:
                 yield f"{model}: {told}"
 
     def busy(self, model: str) -> str:
-        """Return what to say where the times of a pipeline do not count; empty otherwise."""
         return busy([second for row in rows for second in row.times] for rows in self._rows(model).values())
 
     def _rows(self, model: str) -> dict[str, list[Row]]:
-        """Return what is shown of a pipeline, by method: every prompt computes the same."""
         rows = [row for line in self.lines if line.model == model for row in line.rows]
         return {name: [row for row in rows if row.method == name] for name in dict.fromkeys(row.method for row in rows)}
 
@@ -139,9 +119,6 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
     """Return untouched, the fastest and the closest of the methods that were faster than it and changed the image.
 
     A method that has made another image of it, below `LEAST` dB, has no place among them.
-
-    Args:
-        rows: of all methods, untouched first.
     """
     untouched, *others = rows
     faster = [row for row in others if row.speed > 1 and not (row.unchanged or row.fault) and row.psnr_db >= LEAST]
@@ -152,7 +129,6 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
 
 
 def caption(line: Line, row: Row, busy: bool = False) -> tuple[str, str]:
-    """Return the two lines below an image: what it is, and its figures; a speed only where the machine was idle."""
     if row.method == UNTOUCHED:
         return f"{line.model}, untouched", line.prompt
     return row.label, f"{times_as_fast(f'{row.speed:.2f}', busy)}, PSNR {row.psnr_text()} dB"

@@ -32,12 +32,7 @@ _CONFIGS = {  # the hub's configurations of kinds that diffusers does not tell f
 
 
 def load_file(path: Path, options: dict[str, Any]) -> Any:
-    """Load a pipeline from one file; its configuration is next to it, or comes from the hub.
-
-    Raises:
-        ElfattError: it is not the file of a known pipeline, or it is damaged.
-        ElfattFailure: its configuration is not here, and the hub cannot be reached.
-    """
+    """Load a pipeline from one file; its configuration is next to it, or comes from the hub."""
     import diffusers
 
     shapes = weight_shapes(path) if path.suffix.lower() == ".safetensors" else _pickled_shapes(path)
@@ -58,11 +53,7 @@ def load_file(path: Path, options: dict[str, Any]) -> Any:
 
 
 def weight_shapes(path: Path) -> Shapes:
-    """Return the shapes of the weights in a `.safetensors` file; its data is not read.
-
-    Raises:
-        ElfattError: it is not such a file, or its end is missing.
-    """
+    """Return the shapes of the weights in a `.safetensors` file; its data is not read."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -73,7 +64,6 @@ def weight_shapes(path: Path) -> Shapes:
 
 
 def _pickled_shapes(path: Path) -> Shapes:
-    """Return the shapes of the weights in a pickle, which is allowed to run code by now."""
     import torch
 
     weights = call_loader(path, torch.load, path, map_location="meta", weights_only=False)

@@ -49,35 +49,18 @@ SHAPE_VAE = {"block_out_channels": (128, 256, 512, 512), "latent_channels": 4}
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What the size of an image depends on.
+    """What the size of an image depends on."""
 
-    Attributes:
-        own: height and width that the model was trained for, in pixels.
-        factor: pixels to one of the latent, on each side.
-        least: pixels of the smallest side that the denoiser can take.
-        multiple: pixels that every side is a multiple of.
-    """
-
-    own: tuple[int, int]
-    factor: int
-    least: int
-    multiple: int
+    own: tuple[int, int]  # height and width that the model was trained for, in pixels
+    factor: int  # pixels to one of the latent, on each side
+    least: int  # pixels of the smallest side that the denoiser can take
+    multiple: int  # pixels that every side is a multiple of
 
     @classmethod
     def of(
         cls, denoiser: Config, vae: Config | None, factor: int | None = None, own: tuple[int, int] | None = None
     ) -> Dimensions:
-        """Read them off the configurations of a denoiser and of its decoder.
-
-        Args:
-            denoiser: the configuration of a UNet or of a transformer.
-            vae: the decoder's; None without one.
-            factor: as the pipeline gives it; None follows from the decoder.
-            own: likewise, height and width in pixels; None follows from the denoiser.
-
-        Raises:
-            LookupError: the denoiser's configuration does not tell them.
-        """
+        """Read them off the configurations of a denoiser and of its decoder."""
         widths = decoder_widths(vae or {})
         factor = factor or (2 ** (len(widths) - 1) if widths else 8)
         if own is None:
@@ -91,15 +74,10 @@ class Dimensions:
         return cls(own, factor, side, side)
 
     def size(self, height: int | None, width: int | None) -> tuple[int, int]:
-        """Return height and width in pixels: as they were given, or the model's own."""
         return self.own[0] if height is None else height, self.own[1] if width is None else width
 
     def check(self, height: int | None, width: int | None) -> None:
-        """Refuse a side that the denoiser cannot take: one that its levels cannot halve, or its patches cannot tile.
-
-        Raises:
-            ElfattError: a side is too small, or no multiple of what it has to be.
-        """
+        """Refuse a side that the denoiser cannot take: one that its levels cannot halve, or its patches cannot tile."""
         for name, pixels in (("height", height), ("width", width)):
             if pixels is not None and pixels < self.least:
                 raise ElfattError(
@@ -110,7 +88,6 @@ class Dimensions:
                 raise ElfattError(f"{name}={pixels} is not accepted; this model needs a multiple of {self.multiple}.")
 
     def small(self, height: int | None, width: int | None) -> str:
-        """Return what to say of an image that is far smaller than the model's own; empty where it is not."""
         size = self.size(height, width)
         if all(side >= _SMALL * own for side, own in zip(size, self.own, strict=True)):
             return ""
@@ -118,18 +95,13 @@ class Dimensions:
 
 
 def transformer_width(config: Config) -> int:
-    """Return the channels of a transformer's tokens.
-
-    Raises:
-        LookupError: its configuration does not tell.
-    """
+    """Return the channels of a transformer's tokens."""
     if "num_attention_heads" in config and "attention_head_dim" in config:
         return int(config["num_attention_heads"] * config["attention_head_dim"])
     return int(config["hidden_size"] if "hidden_size" in config else config["dim"])
 
 
 def _own_sides(denoiser: Config) -> tuple[int, int]:
-    """Return height and width of the latent that a model was trained for; CogVideoX has a name for each."""
     if "sample_height" in denoiser:
         return denoiser["sample_height"], denoiser["sample_width"]
     side = denoiser["sample_size"]
@@ -137,7 +109,6 @@ def _own_sides(denoiser: Config) -> tuple[int, int]:
 
 
 def _patch_side(transformer: Config, vae: Config) -> int:
-    """Return the side of a token's patch in the latent, which the pipeline cuts (Flux) or the transformer."""
     packed = transformer.get("in_channels", 0) / (vae.get("latent_channels") or vae.get("z_dim") or math.inf)
     if packed > 1 and math.isqrt(int(packed)) ** 2 == packed:
         return math.isqrt(int(packed))
@@ -146,7 +117,6 @@ def _patch_side(transformer: Config, vae: Config) -> int:
 
 
 def decoder_widths(vae: Config) -> list[int]:
-    """Return the channels of a decoder's levels, the finest first; none where its configuration does not tell."""
     widths = vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
     return list(widths or [vae["base_dim"] * times for times in vae.get("dim_mult") or ()])
 

@@ -17,13 +17,7 @@ from elfatt_sd.schedule import Position
 
 
 class StandaloneLayer:
-    """A copy of a layer with a method; the original stays as it is, and both have the same weights.
-
-    Args:
-        layer: the layer.
-        config: the method.
-        index: number of the layer among all of its denoiser, on which what is drawn at random depends.
-    """
+    """A copy of a layer with a method; the original stays as it is, and both have the same weights."""
 
     def __init__(self, layer: SelfAttention, config: PatchConfig, index: int = 0) -> None:
         attention: Any = layer.attention
@@ -38,13 +32,7 @@ class StandaloneLayer:
     def begin(
         self, position: Position, latent: torch.Size | tuple[int, ...], block_input: Tensor | None = None
     ) -> None:
-        """Prepare for a denoising step, as at the beginning of a UNet call.
-
-        Args:
-            position: of the step.
-            latent: shape of the UNet's input, `[batch, channels, height, width]`.
-            block_input: of the transformer block, before its normalisation: ToMe's metric.
-        """
+        """Prepare for a denoising step, as at the beginning of a UNet call."""
         device = next(self._attention.parameters()).device
         sample = torch.empty(1, dtype=torch.float32, device=device).expand(latent)
         self._denoiser.begin(position, Run(), Given.latent(sample, position.step))
@@ -53,6 +41,5 @@ class StandaloneLayer:
             state.block_input = block_input
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Apply the layer to `[batch, tokens, channels]`."""
         output: Tensor = self._attention(hidden_states)
         return output

@@ -18,12 +18,7 @@ _OF_WEIGHTS = ("offload", "layerwise_casting", "autocast")  # in the names of su
 
 
 def modules_around(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """Return the modules that hold layers, from the outermost inwards, the layers included.
-
-    Args:
-        module: the denoiser.
-        names: paths of the layers in it.
-    """
+    """Return the modules that hold layers, from the outermost inwards, the layers included."""
     paths = (itertools.accumulate(name.split("."), getattr, initial=module) for name in names)
     return list({id(part): part for path in paths for part in path}.values())
 
@@ -32,10 +27,6 @@ def device_of(parts: Iterable[nn.Module], given: torch.device) -> torch.device:
     """Return the device on which a layer computes, wherever its weights are kept between calls.
 
     Accelerate's hooks and those of diffusers' group offloading bring weights, or inputs, to a device of their own.
-
-    Args:
-        parts: the layer's modules first, then those around it, from the innermost outwards.
-        given: the device of the denoiser's input, for a layer without weights.
     """
     weights = device_of_weights(parts, given)
     if weights.type not in ("cpu", "meta"):
@@ -51,16 +42,11 @@ def device_of(parts: Iterable[nn.Module], given: torch.device) -> torch.device:
 
 
 def device_of_weights(parts: Iterable[nn.Module], given: torch.device) -> torch.device:
-    """Return the device of a layer's first weight, as it is now; see `device_of`."""
     return next((weight.device for part in parts for weight in part._parameters.values() if weight is not None), given)
 
 
 def skips_calls(around: Iterable[nn.Module]) -> bool:
-    """Tell whether a cache is on that takes what a layer or block gave in an earlier step: diffusers', or DeepCache.
-
-    Args:
-        around: what `modules_around` returns for patched layers.
-    """
+    """Tell whether a cache is on that takes what a layer or block gave in an earlier step: diffusers', or DeepCache."""
     return any(
         getattr(part.__dict__.get("forward"), "__module__", "").startswith("DeepCache.")
         or any(getattr(hook, "_is_stateful", False) for hook in _hooks_of(part).values())
@@ -73,10 +59,6 @@ def stand_in(attention: nn.Module, moved: bool) -> str:
 
     diffusers' perturbed-attention guidance puts a function mode in the place of the scores, its smoothed-energy
     guidance a hook behind the queries' projection, which takes them for the rows of an image.
-
-    Args:
-        attention: the layer.
-        moved: whether its projections are given tokens that are merged or in another order.
     """
     for place in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(place)
@@ -97,14 +79,7 @@ def skipped_like(ours: type, kind: type) -> None:
 
 
 def refuse_context_parallel(module: nn.Module) -> None:
-    """Refuse a denoiser whose tokens are divided among processes: a method would sample those of one.
-
-    Args:
-        module: without wrappers.
-
-    Raises:
-        ElfattError: diffusers' `enable_parallelism` divided them.
-    """
+    """Refuse a denoiser whose tokens are divided among processes: a method would sample those of one."""
     config = getattr(module, "_parallel_config", None)
     if getattr(config, "context_parallel_config", None) is not None:
         raise ElfattError(
@@ -115,12 +90,7 @@ def refuse_context_parallel(module: nn.Module) -> None:
 
 
 def likely_cause(module: nn.Module, around: Sequence[nn.Module]) -> str:
-    """Say what probably keeps layers from being approximated, and what to do.
-
-    Args:
-        module: the denoiser.
-        around: what `modules_around` returns for its patched layers.
-    """
+    """Say what probably keeps layers from being approximated, and what to do."""
     if hasattr(module, "_tome_info"):
         return "tomesd is on: call tomesd.remove_patch(pipe), or use it alone."
     for part in around[1:]:
@@ -133,25 +103,15 @@ def likely_cause(module: nn.Module, around: Sequence[nn.Module]) -> str:
 
 
 def _foreign_hooks(module: Any) -> list[str]:
-    """Return the names of diffusers' hooks of a module that are not about where and how its weights are kept."""
     return [hook for hook in _hooks_of(module) if not any(word in hook for word in _OF_WEIGHTS)]
 
 
 def _hooks_of(module: Any) -> dict[str, Any]:
-    """Return diffusers' hooks of a module, by name."""
     return dict(getattr(getattr(module, "_diffusers_hook", None), "hooks", {}))
 
 
 def after_forward(module: Any, after: Callable[[Callable[[], Any], Any], None]) -> Callable[[], None]:
-    """Call `after(call_again, output)` after every call of a module's forward, also those that have no hooks.
-
-    Args:
-        module: its `forward` is replaced.
-        after: is given what calls the forward once more with the same arguments, and what it returned.
-
-    Returns:
-        what puts the module's own forward back.
-    """
+    """Call `after(call_again, output)` after every call of a module's forward, also those that have no hooks."""
 
     def around(compute: Callable[[], Any]) -> Any:
         output = compute()
@@ -162,15 +122,7 @@ def after_forward(module: Any, after: Callable[[Callable[[], Any], Any], None]) 
 
 
 def around_forward(module: Any, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Let a function decide what a module's forward returns.
-
-    Args:
-        module: its `forward` is replaced.
-        around: is given what calls the forward with the arguments of the call; returns what the call is to return.
-
-    Returns:
-        what puts the module's own forward back.
-    """
+    """Let a function decide what a module's forward returns."""
     forward, own = module.forward, module.__dict__.get("forward")
 
     @functools.wraps(forward)

@@ -20,21 +20,11 @@ _NOISE_LEVELS = ("sigmas", "schedule", "discrete_sigmas")  # attributes of sched
 
 
 def train_steps(scheduler: Any) -> int:
-    """Return the number of timesteps that a model was trained on."""
     return int(getattr(getattr(scheduler, "config", None), "num_train_timesteps", None) or TRAIN_STEPS)
 
 
 def place(value: float, scheduler: Any, certain: bool = False) -> int | None:
-    """Return the place of a timestep among all that a model was trained on, from the noisiest one.
-
-    Args:
-        value: the timestep; one that is not an `int` may be a noise level, as long as it is not larger than those.
-        scheduler: tells both; or None.
-        certain: whether it is known to be a timestep.
-
-    Returns:
-        The place; None for what can be no timestep, or may be a noise level.
-    """
+    """Return the place of a timestep among all that a model was trained on, from the noisiest one."""
     steps = train_steps(scheduler)
     if not 0 <= value < steps + certain or not (certain or isinstance(value, int) or value > largest_noise(scheduler)):
         return None
@@ -42,7 +32,6 @@ def place(value: float, scheduler: Any, certain: bool = False) -> int | None:
 
 
 def largest_noise(scheduler: Any) -> float:
-    """Return the largest noise level of a scheduler."""
     levels = [level for sigmas in _noise_levels(scheduler) for level in sigmas]
     signal = getattr(scheduler, "alphas_cumprod", None)
     if not levels and isinstance(signal, torch.Tensor):
@@ -74,13 +63,7 @@ def _noise_levels(scheduler: Any) -> Iterator[list[float]]:
 
 
 def matches(levels: Sequence[float], value: float, rounding: float = 0.0) -> list[int]:
-    """Return the steps whose level is a value; an `int` may be what is left of a level without its fraction.
-
-    Args:
-        levels: of the steps.
-        value: to be found.
-        rounding: relative difference that its dtype may have made.
-    """
+    """Return the steps whose level is a value; an `int` may be what is left of a level without its fraction."""
     whole, close = isinstance(value, int) and value > 1, max(_CLOSE, rounding)
     return [
         step
@@ -90,13 +73,11 @@ def matches(levels: Sequence[float], value: float, rounding: float = 0.0) -> lis
 
 
 def rounding(timestep: Any) -> float:
-    """Return the largest relative difference that a timestep's dtype makes; 0 for what is not rounded."""
     half = isinstance(timestep, torch.Tensor) and timestep.dtype in (torch.float16, torch.bfloat16)
     return torch.finfo(timestep.dtype).eps if half else 0.0
 
 
 def nearest(levels: Sequence[float], value: float) -> int | None:
-    """Return the step whose noise level is nearest, by ratio where all are positive; None for a value above them."""
     if not value <= _ABOVE * max(levels):
         return None
     scale = math.log if min(*levels, value) > 0 else float
@@ -104,7 +85,6 @@ def nearest(levels: Sequence[float], value: float) -> int | None:
 
 
 def rises(values: Sequence[float]) -> bool:
-    """Tell whether a schedule leads to the noise, as for inversion."""
     return values[0] < values[-1]
 
 
@@ -129,5 +109,4 @@ def schedule_length(values: Sequence[float], scheduler: Any) -> int:
 
 
 def _lowest_start(steps: int) -> int:
-    """Return the lowest of 1000 timesteps that so many steps begin at, as of diffusers' "leading" spacing."""
     return (steps - 1) * (TRAIN_STEPS // steps) - 1

@@ -29,25 +29,16 @@ WORTH = 1.05  # times as fast, in the slowest round, from which on a method is w
 
 @dataclass(frozen=True)
 class Row:
-    """What a method did.
+    """What a method did."""
 
-    Attributes:
-        method: its name.
-        picture: its image.
-        times: seconds from prompt to image, by round.
-        ratios: how many times as fast as untouched in the same round, or before and after it; 1 for untouched itself.
-        psnr_db: of its image compared with the untouched one; infinity where they are identical.
-        unchanged: what to say where they are identical; empty otherwise.
-        fault: why its image is none; empty otherwise.
-    """
-
-    method: str
-    picture: Image.Image
-    times: tuple[float, ...]
+    method: str  # its name
+    picture: Image.Image  # its image
+    times: tuple[float, ...]  # seconds from prompt to image, by round
+    # how many times as fast as untouched in the same round, or before and after it; 1 for untouched itself
     ratios: tuple[float, ...]
-    psnr_db: float
-    unchanged: str = ""
-    fault: str = ""
+    psnr_db: float  # of its image compared with the untouched one; infinity where they are identical
+    unchanged: str = ""  # what to say where they are identical; empty otherwise
+    fault: str = ""  # why its image is none; empty otherwise
 
     @property
     def label(self) -> str:
@@ -103,33 +94,20 @@ class Drawn:
 
 @dataclass
 class Trial:
-    """Methods that are tried, and what they did so far.
+    """Methods that are tried, and what they did so far."""
 
-    Attributes:
-        pipe: a text-to-image pipeline.
-        request: its first prompt, and its first seed; its method does not count.
-        methods: names of presets; the untouched pipeline is always the first.
-        rounds: how often each is drawn; all methods have their turn before the next round.
-        again: draw untouched once more at the end, so that a single round, too, has a ratio to it before and after.
-        warm: all methods ran already, and need no warm-up.
-    """
-
-    pipe: Any
-    request: Request
-    methods: Sequence[str] = METHODS
-    rounds: int = 2
+    pipe: Any  # a text-to-image pipeline
+    request: Request  # its first prompt, and its first seed; its method does not count
+    methods: Sequence[str] = METHODS  # names of presets; the untouched pipeline is always the first
+    rounds: int = 2  # how often each is drawn; all methods have their turn before the next round
+    # draw untouched once more at the end, so that a single round, too, has a ratio to it before and after
     again: bool = False
-    warm: bool = False
+    warm: bool = False  # all methods ran already, and need no warm-up
     _pictures: dict[str, Image.Image] = field(default_factory=dict)
     _times: dict[str, list[float]] = field(default_factory=dict)
     _faults: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that the pipeline can do what is asked for.
-
-        Raises:
-            ElfattError: as for `Studio`, or a method is not known.
-        """
         self.methods = (UNTOUCHED, *(method for method in self.methods if method != UNTOUCHED))
         self._configs = {method: PatchConfig.preset(known_method(method)) for method in self.methods}
         self._studio = Studio(self.pipe, dataclasses.replace(self.request, num_images=self.images), Path())
@@ -140,14 +118,7 @@ class Trial:
         return self.rounds * len(self.methods) + self.again
 
     def run(self, on_step: OnStep) -> Iterator[Drawn]:
-        """Draw everything, after a warm-up of two steps for each method; what is drawn is kept if it is stopped.
-
-        Args:
-            on_step: as for `Studio`.
-
-        Raises:
-            ElfattError: the untouched image is none, so that nothing can be compared with it.
-        """
+        """Draw everything, after a warm-up of two steps for each method; what is drawn is kept if it is stopped."""
         self._studio.on_step = on_step
         remove_patch(self.pipe)
         rounds = interleave(self.methods, self._draw, range(self.rounds))

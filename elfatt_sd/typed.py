@@ -33,27 +33,18 @@ _LONGEST = 120  # characters of a value that a message repeats
 
 
 def refused(what: str, accepted: str) -> ElfattError:
-    """Return the error for a value that is not accepted."""
     return ElfattError(f"{what} is not accepted; accepted: {accepted}.")
 
 
 def known_keys(prefix: str, data: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse a table with another key.
-
-    Raises:
-        ElfattError: it names the first one, behind the prefix.
-    """
+    """Refuse a table with another key."""
     unknown = sorted(set(data) - set(known))
     if unknown:
         raise ElfattError(f"key {prefix + unknown[0]!r} is not known; accepted: {', '.join(known)}.")
 
 
 def checked(data: Any, shape: type[Shape]) -> Shape:
-    """Build a value of a type from plain data; lists become tuples where the type says so.
-
-    Raises:
-        ElfattError: a key is unknown or missing, or a value is not accepted; the message names field and value.
-    """
+    """Build a value of a type from plain data; lists become tuples where the type says so."""
     for place, table, fields in _tables(data, shape):
         known_keys(f"{place}." if place else "", table, fields)
     try:
@@ -67,11 +58,7 @@ def checked(data: Any, shape: type[Shape]) -> Shape:
 
 
 def parse_json(content: bytes) -> Any:
-    """Return what JSON holds, strictly: no NaN, no infinity, no number beyond float, no half of a surrogate pair.
-
-    Raises:
-        ValueError: it is none; the message is one line.
-    """
+    """Return what JSON holds, strictly: no NaN, no infinity, no number beyond float, no half of a surrogate pair."""
     try:
         return msgspec.json.decode(content)
     except RecursionError as error:
@@ -79,15 +66,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """Return the content of a JSON file, None where there is no file; see `parse_json`.
-
-    Args:
-        path: the file.
-        remedy: what to do where it is damaged.
-
-    Raises:
-        ElfattError: it is not JSON, or cannot be read.
-    """
+    """Return the content of a JSON file, None where there is no file; see `parse_json`."""
     try:
         data = parse_json(read_plain(path))
         if data is None:
@@ -102,27 +81,13 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def read_typed(path: Path, shape: type[Shape], remedy: str) -> Shape | None:
-    """Return what a JSON file holds as a value of a type, None where there is no file.
-
-    Raises:
-        ElfattError: it is damaged; the message names the file and the field.
-    """
+    """Return what a JSON file holds as a value of a type, None where there is no file."""
     data = read_json(path, remedy)
     return None if data is None else check_file(path, data, shape, remedy)
 
 
 def check_file(path: Path | str, data: Any, shape: type[Shape], remedy: str) -> Shape:
-    """Check what was read from a file.
-
-    Args:
-        path: the file, or the file and the line.
-        data: what it holds.
-        shape: what it should hold.
-        remedy: what to do otherwise.
-
-    Raises:
-        ElfattError: the message names the file and the field.
-    """
+    """Check what was read from a file."""
     try:
         return checked(data, shape)
     except ElfattError as error:
@@ -130,7 +95,6 @@ def check_file(path: Path | str, data: Any, shape: type[Shape], remedy: str) -> 
 
 
 def _tables(data: Any, hint: Any, place: str = "") -> Iterator[tuple[str, Mapping[str, Any], Collection[str]]]:
-    """Yield place, content and known keys of each table that a dataclass is made from."""
     hint = _bare(hint)
     if dataclasses.is_dataclass(hint) and isinstance(data, Mapping):
         hints = _fields(hint)
@@ -143,7 +107,6 @@ def _tables(data: Any, hint: Any, place: str = "") -> Iterator[tuple[str, Mappin
 
 
 def _bare(hint: Any) -> Any:
-    """Return a type without its ranges and without None."""
     if typing.get_origin(hint) is typing.Annotated:
         return _bare(typing.get_args(hint)[0])
     if isinstance(hint, types.UnionType):
@@ -173,7 +136,6 @@ def _explained(message: str, data: Any, shape: Any) -> ElfattError:
 
 
 def _wrong_key(data: Mapping[str, Any], hint: Any) -> str:
-    """Return the key of the first value that is not of a type, which msgspec does not name."""
     for key, value in data.items():
         try:
             msgspec.convert(value, hint)

@@ -14,7 +14,6 @@ MOST_GROUPS = 3  # that have sentences: the last ones, which are the largest
 
 
 def conclude(results: Results) -> list[str]:
-    """Return the conclusion, a line for each of the largest sizes."""
     named = list(groups(results["rows"]).items())[-MOST_GROUPS:]
     return [f"{name}: {' '.join(_sentences(rows, results['bases']))}" for name, rows in named]
 

@@ -16,7 +16,6 @@ class NoAttention:
     """A processor that leaves the layer out."""
 
     def __call__(self, attn: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return zeros."""
         return torch.zeros_like(hidden_states)
 
 
@@ -26,7 +25,6 @@ def leave_out(layer: SelfAttention) -> None:
 
 
 def _no_joint_attention(original: Any) -> JointProcessor:
-    """Return a processor whose attention gives zeros, for layers that project text and image before it."""
     processor = joint_processor_for(original)
     zeros = with_attention(type(original), _zeros)
     processor.apply = lambda attn, *args, **kwargs: zeros(original, attn, *args, **kwargs)  # type: ignore[method-assign]

@@ -54,21 +54,6 @@ def layer(
     """Time one self-attention layer of SD 1.5's finest level: the attention itself, and the layer with projections.
 
     What a method draws at random for each step is part of its layer's time.
-
-    Args:
-        tokens: of the (square) grid.
-        batch: of the layer.
-        repeats: rounds that count.
-        device: as for `load_pipeline`.
-        dtype: likewise.
-        block_size: tokens in a block.
-        max_seconds: leave a variant out at a size where the extrapolated time of a call exceeds this.
-        memory: also measure the peak memory.
-        kind: of the results.
-        session: where the results go.
-
-    Returns:
-        Machine, settings, raw rounds, and rows for each size and variant: `part` is `attention` or `layer`.
     """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
@@ -117,23 +102,19 @@ class _Projected:
         self.context = None
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v; the first of k and v where some are asked for, in place of projected ones."""
         count = tokens.shape[1] if keys is None else len(keys)
         return self._q, self._k[:, :count], self._v[:, :count]
 
     def queries(self, tokens: Tensor) -> Tensor:
-        """Return the first queries, as many as there are tokens."""
         return self._q[:, : tokens.shape[1]]
 
     def merged(self, ratio: float) -> Tensor:
-        """Return the first tokens, in place of merged ones."""
         return self._q.flatten(2)[:, : max(1, round(self._q.shape[1] * (1 - ratio)))]
 
 
 def _attention_calls(
     side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Call]:
-    """Return a call of each attention, in the first of its block orders: what is drawn is drawn before."""
     generator = torch.Generator().manual_seed(0)
     shape = (3, batch, side * side, HEADS, CHANNELS // HEADS)
     q, k, v = standard_normal(shape, generator).to(device, dtype)
@@ -162,7 +143,6 @@ def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, d
 
 
 def channels_first(x: Tensor) -> Tensor:
-    """Return tokens `[batch, tokens, channels]` that lie channels first, as the input of SD 1.5's blocks does."""
     return x.mT.contiguous().mT
 
 
@@ -186,7 +166,6 @@ def _with_tomesd(attention: Any, x: Tensor, block_input: Tensor, side: int, rati
 
 
 def tomesd_matching(metric: Tensor, side: int, ratio: float, stride: int) -> tuple[Move, Move]:
-    """Return tomesd's merge and unmerge for tokens `[batch, side * side, channels]`, with fixed destinations."""
     need("peer 'tomesd'", "tomesd")
     from tomesd.merge import bipartite_soft_matching_random2d
 

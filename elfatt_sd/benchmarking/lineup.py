@@ -23,14 +23,7 @@ PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 
 
 def check_method(name: str) -> None:
-    """Check the name of a method to time.
-
-    Args:
-        name: a method, `package.module:Class`, a peer, an attention alone, or a saved configuration's file.
-
-    Raises:
-        ElfattError: it is not known.
-    """
+    """Check the name of a method to time."""
     if name.endswith(SAVED):
         PatchConfig.load(name)
     elif ":" in name:
@@ -40,11 +33,7 @@ def check_method(name: str) -> None:
 
 
 def varied(method: str, **settings: Any) -> PatchConfig:
-    """Return a method with other settings, and these in its name: `elfatt-fast:levels=2`.
-
-    Raises:
-        ElfattError: a method or setting that is not known, or a value out of range.
-    """
+    """Return a method with other settings, and these in its name: `elfatt-fast:levels=2`."""
     if method == PEER and (unknown := sorted(settings.keys() - {*PEER_SETTINGS})):
         raise ElfattError(f"setting {unknown[0]!r} of {PEER} is not known; accepted: {', '.join(PEER_SETTINGS)}.")
     changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
@@ -57,18 +46,13 @@ def varied(method: str, **settings: Any) -> PatchConfig:
 
 
 def peer_settings(method: str) -> dict[str, Any]:
-    """Return the settings in the name of a peer's method, as `varied` writes them."""
     changes = method.partition(":")[2]
     pairs = (change.split("=", 1) for change in changes.split(",") if change)
     return {name: json.loads(value) for name, value in pairs}
 
 
 def named(method: str) -> PatchConfig:
-    """Return a preset, a peer, an attention after exact early steps, or a saved configuration.
-
-    Raises:
-        ElfattError: a method that is not known.
-    """
+    """Return a preset, a peer, an attention after exact early steps, or a saved configuration."""
     if method == PEER:
         return dataclasses.replace(PatchConfig.preset(MERGING), method=PEER)
     if method in PEERS:
@@ -82,11 +66,7 @@ def named(method: str) -> PatchConfig:
 
 
 def read_size(text: str) -> Size:
-    """Read a size in pixels: `1024`, or `832x480`, width first.
-
-    Raises:
-        ElfattError: it is neither, or not of positive multiples of 8.
-    """
+    """Read a size in pixels: `1024`, or `832x480`, width first."""
     found = re.fullmatch(r"(\d{1,18})(?:x(\d{1,18}))?", text.strip(), re.ASCII)
     numbers = [int(number) for number in found.groups() if number] if found else [0]
     if min(numbers) <= 0 or any(number % 8 for number in numbers):
@@ -95,22 +75,16 @@ def read_size(text: str) -> Size:
 
 
 def height_and_width(size: Size) -> tuple[int, int]:
-    """Return a size's height and width in pixels."""
     width, _, height = str(size).partition("x")
     return int(height or width), int(width)
 
 
 def as_size(height: int, width: int) -> Size:
-    """Return the size of a height and a width in pixels; a square is its side."""
     return width if height == width else f"{width}x{height}"
 
 
 def grid_side(tokens: int) -> int:
-    """Return the side of a square grid.
-
-    Raises:
-        ElfattError: the tokens do not make a square.
-    """
+    """Return the side of a square grid."""
     side = math.isqrt(max(tokens, 0))
     if tokens < 1 or side * side != tokens:
         raise ElfattError(f"tokens={tokens} is not accepted; give the number of tokens of a square grid.")

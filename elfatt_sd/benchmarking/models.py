@@ -32,17 +32,12 @@ VAE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Model:
-    """A denoiser and what its inputs look like.
+    """A denoiser and what its inputs look like."""
 
-    Attributes:
-        unet: the denoiser, a UNet or a transformer of a known family.
-        scale: pixels of the image to one of the latent, on each side.
-        copies: where copies that share its weights are kept, by what was made of them, for benchmarks that follow; None
-            makes them for each.
-    """
-
-    unet: nn.Module
-    scale: int
+    unet: nn.Module  # the denoiser, a UNet or a transformer of a known family
+    scale: int  # pixels of the image to one of the latent, on each side
+    # where copies that share its weights are kept, by what was made of them, for benchmarks that follow; None makes
+    # them for each
     copies: dict[Any, Any] | None = None
 
     @property
@@ -53,11 +48,7 @@ class Model:
         return int(max(2**levels, 2 * deepest) * self.scale)
 
     def inputs(self, size: Size, batch: int) -> dict[str, Any]:
-        """Return the keyword arguments of a UNet call for images of `size` pixels.
-
-        Raises:
-            ElfattError: an image without a latent, or a batch without one.
-        """
+        """Return the keyword arguments of a UNet call for images of `size` pixels."""
         height, width = height_and_width(size)
         if min(height, width) < self.scale or batch < 1:
             raise ElfattError(

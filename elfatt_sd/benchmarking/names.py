@@ -14,23 +14,19 @@ COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  
 
 
 def plain_name(name: str) -> str:
-    """Return the name of what a row with one of these endings is the twin of; of any other row its own."""
     return name.removesuffix(COMPILED).removesuffix(AUTOTUNED).removesuffix(KEPT)
 
 
 def is_reference(name: str) -> bool:
-    """Tell whether a row is there to compare with: untouched, the peer, exact attention, or a floor."""
     plain = plain_name(name)
     return plain == UNPATCHED or is_peer(plain) or plain.startswith((FLOOR, EXACT_THROUGH))
 
 
 def is_peer(name: str) -> bool:
-    """Tell whether a method is another package's accelerator, with or without settings: `tomesd:ratio=0.7`."""
     return name.partition(":")[0] in PEERS
 
 
 def differs_by_step(name: str) -> bool:
-    """Tell whether a method is a peer that does other work in one step than in another; tomesd is as a preset is."""
     return is_peer(name) and name.partition(":")[0] != PEER
 
 
@@ -52,6 +48,5 @@ _LEGEND = {  # by the names that it explains
 
 
 def legend(names: Collection[str]) -> str:
-    """Return a sentence on the names that need one, or nothing."""
     said = [text for pattern, text in _LEGEND.items() if any(re.fullmatch(pattern, name) for name in names)]
     return "; ".join(said) + "." if said else ""

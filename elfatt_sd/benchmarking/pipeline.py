@@ -39,25 +39,7 @@ def pipeline(
     session: Session | None = None,
     **settings: Any,
 ) -> Results:
-    """Time a whole pipeline with guidance, from text (or its embedding, with random weights) to images.
-
-    Args:
-        model: as for `unet`.
-        sizes: as for `unet`; the model's own by default.
-        methods: as for `unet`.
-        batch: images in a run.
-        repeats: rounds that count.
-        steps: denoising steps.
-        memory: also measure the peak memory of a run, of every variant but the floors.
-        device: as for `load_pipeline`.
-        dtype: likewise.
-        variant: of a model's weights, as for `load_pipeline`.
-        session: where the results go.
-        **settings: for the presets.
-
-    Returns:
-        As `unet`; the seconds are those of a run.
-    """
+    """Time a whole pipeline with guidance, from text (or its embedding, with random weights) to images."""
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     chosen = resolve_methods(methods, **settings)
@@ -86,7 +68,6 @@ def pipeline(
 
 
 def twin(pipe: Any, variant: Variant) -> Any:
-    """Return a pipeline of the same parts, with a variant on its own copy of the denoisers' structure."""
     other = copy.copy(pipe)
     for name, denoiser in step_denoisers(pipe).items():
         setattr(other, name, copy_structure(denoiser))

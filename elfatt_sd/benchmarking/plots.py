@@ -22,12 +22,7 @@ _LARGE = 12  # points, readable where the plot is 400 pixels wide
 
 
 def plot(results: Results, name: str = "") -> Any:
-    """Draw time over tokens for a layer, errors over steps or as maps, otherwise bars of the speed with its spread.
-
-    Args:
-        results: of a benchmark.
-        name: of a part of a suite.
-    """
+    """Draw time over tokens for a layer, errors over steps or as maps, otherwise bars of the speed with its spread."""
     need("a plot", "matplotlib")
     if results["kind"] == "orders" and len(methods_of(results["rows"])) <= MOST_MAPS:
         with drawing():
@@ -173,7 +168,6 @@ def _growth_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _kind(row: Mapping[str, Any]) -> str:
-    """Return the method without its block order."""
     return str(row["method"]).split(",")[0]
 
 
@@ -240,7 +234,6 @@ def _maps(rows: Sequence[Mapping[str, Any]], title: str) -> Any:
 
 
 def _colours_of(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the colours of errors: two powers of ten below the greatest at most."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
@@ -286,7 +279,6 @@ def _draw_means(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the methods by what they are apart from their sizes."""
     kinds: dict[str, list[str]] = {}
     for name in dict.fromkeys(row["method"] for row in rows):
         kinds.setdefault(re.sub(r"\d+", "", name), []).append(name)
@@ -298,7 +290,6 @@ def _mean(rows: Any) -> float:
 
 
 def _style(index: int) -> dict[str, Any]:
-    """Return colour and marker by number."""
     from matplotlib import colormaps
 
     colour = colormaps["tab20"](2 * index % 20 + index // 10 % 2)

@@ -59,5 +59,4 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
 
 
 def blocks(attention: AttentionName, size: int, order: BlockOrder) -> Phase:
-    """Return a phase in all steps that attends in blocks."""
     return Phase(1.0, attention, block_size=size, block_order=order)

@@ -21,41 +21,24 @@ from elfatt_sd.progress import Progress
 
 @dataclass
 class Session:
-    """What one invocation of a benchmark writes and tells.
+    """What one invocation of a benchmark writes and tells."""
 
-    Attributes:
-        out: folder of the files of results; None writes nothing.
-        name: of these files, if not that of the benchmark.
-        command: the words that were typed, which the results have.
-        markdown: whether the table is printed as Markdown.
-        progress: called with a group's name, the number of all calls done, and of all that are known to come.
-        keep_going: leave out a variant that fails, and keep the reason; otherwise only what does not fit into memory.
-        results: of the benchmark that began last.
-    """
-
-    out: Path | None = None
-    name: str | None = None
-    command: str = ""
-    markdown: bool = False
+    out: Path | None = None  # folder of the files of results; None writes nothing
+    name: str | None = None  # of these files, if not that of the benchmark
+    command: str = ""  # the words that were typed, which the results have
+    markdown: bool = False  # whether the table is printed as Markdown
+    # called with a group's name, the number of all calls done, and of all that are known to come
     progress: Progress = lambda name, done, total: None
+    # leave out a variant that fails, and keep the reason; otherwise only what does not fit into memory
     keep_going: bool = False
-    results: Results | None = None
+    results: Results | None = None  # of the benchmark that began last
 
     def path(self, kind: str) -> Path | None:
-        """Return where a benchmark's results go."""
         return None if self.out is None else self.out / f"{self.name or kind}.json"
 
 
 class Record:
-    """The results of one benchmark, at any time with the rows of what is measured so far.
-
-    Args:
-        session: who is told; it has the results, too.
-        kind: which benchmark.
-        device: that it runs on.
-        settings: what decides about the figures.
-        **details: further keys of the results, such as `bases`, the rows that others are compared with.
-    """
+    """The results of one benchmark, at any time with the rows of what is measured so far."""
 
     def __init__(
         self, session: Session | None, kind: str, device: torch.device, settings: Mapping[str, Any], **details: Any
@@ -76,15 +59,7 @@ class Record:
         seconds: float = math.inf,
         warm_up: Mapping[str, Call] | None = None,
     ) -> None:
-        """Time calls interleaved, and keep each whole round and what was lost; see `time_in_turns`.
-
-        Args:
-            key: what tells this group from the others.
-            calls: by the name of the variant.
-            repeats: rounds.
-            seconds: start no further round past this time.
-            warm_up: calls of the warm-up round.
-        """
+        """Time calls interleaved, and keep each whole round and what was lost; see `time_in_turns`."""
         group, bystanders, started = self.group(key), Bystanders(), now()
         self._ahead = max(0, self._ahead - repeats * len(calls))
         turns = [0]
@@ -105,11 +80,7 @@ class Record:
             self.work_out()
 
     def lose(self, key: Mapping[str, Any], variant: str, error: Exception) -> None:
-        """Leave a variant out: it does not fit into memory or, where the session keeps going, failed otherwise.
-
-        Raises:
-            Exception: the error, where it is not a reason to leave the variant out.
-        """
+        """Leave a variant out: it does not fit into memory or, where the session keeps going, failed otherwise."""
         group = self.group(key)
         if is_out_of_memory(error):
             group["lost"].append(variant)
@@ -149,7 +120,6 @@ class Record:
         self._session.progress(name, self._done + done, self._done + total + self._ahead)
 
     def group(self, key: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the group of a key; a new one if there is none."""
         found = next((group for group in self.results["groups"] if group["key"] == dict(key)), None)
         if found is None:
             found = {"key": dict(key), "times": {}, "peaks": {}, "lost": [], "sittings": []}

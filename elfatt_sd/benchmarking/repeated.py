@@ -12,12 +12,10 @@ from elfatt_sd.processor import PatchedLayer
 
 
 def patched_layers(unet: nn.Module) -> list[PatchedLayer]:
-    """Return the patched layers of a UNet."""
     return [getattr(module, STATE) for module in unet.modules() if hasattr(module, STATE)]
 
 
 def _latest_calls(unet: nn.Module) -> list[Call]:
-    """Return the latest call of a UNet, if it has a patch and was called."""
     found = {id(layer.denoiser): layer.denoiser.latest for layer in patched_layers(unet)}
     return [call for call in found.values() if call is not None]
 

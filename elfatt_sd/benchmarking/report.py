@@ -17,11 +17,7 @@ from elfatt_sd.typed import read_typed
 
 
 def write_report(path: Path) -> list[Path]:
-    """Write tables and plots of a file of results into its folder; return all files.
-
-    Raises:
-        ElfattError: there is no such file, or it holds something else.
-    """
+    """Write tables and plots of a file of results into its folder; return all files."""
     data = read_results(path)
     if data is None:
         raise ElfattError(f"{path} does not exist; give a file of `elfatt-sd bench` or benchmarks/gpu_suite.py.")
@@ -32,11 +28,7 @@ def write_report(path: Path) -> list[Path]:
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
-    """Return what a file of results holds, None where there is no file.
-
-    Raises:
-        ElfattError: it is damaged.
-    """
+    """Return what a file of results holds, None where there is no file."""
     return read_typed(path, dict[str, Any], "`elfatt-sd bench` makes it again")
 
 
@@ -59,11 +51,7 @@ def draw_parts(suite: Results, path: Path) -> list[Path]:
 
 
 def describe_file(path: Path, start: Path) -> str:
-    """Return tables, plots and origin of a file of results, as Markdown for a page in the folder `start`.
-
-    Raises:
-        ElfattError: it holds no results.
-    """
+    """Return tables, plots and origin of a file of results, as Markdown for a page in the folder `start`."""
     data = read_results(path) or {}
     try:
         if "parts" in data:
@@ -78,13 +66,11 @@ def _no_results(path: Path, error: Exception) -> ElfattError:
 
 
 def describe_suite(suite: Results, path: Path, start: Path) -> str:
-    """Return all parts of a suite, and what follows from them."""
     said = [describe_part(name, results, path, start) for name, results in suite["parts"].items()]
     return "\n".join([*said, _concluded(suite)])
 
 
 def describe_part(name: str, results: Results, path: Path, start: Path) -> str:
-    """Return table, plot and origin of a part of a suite, or of a whole benchmark, whose name is empty."""
     lines = [f"### {name}", ""] if name else []
     lines += [markdown(results)]
     lines += picture_line(results, _part_picture(path, name) if name else path.with_suffix(".png"), start)
@@ -92,7 +78,6 @@ def describe_part(name: str, results: Results, path: Path, start: Path) -> str:
 
 
 def _concluded(suite: Results) -> str:
-    """Return a suite's goals, its greatest peaks, the growth of its memory, and what it could not measure."""
     lines: list[str] = []
     if goals := suite.get("goals"):
         lines += ["### Goals", "", "| part | method | what | measured | at least | rounds | |", "|---" * 7 + "|"]
@@ -131,12 +116,10 @@ def few_rounds(rounds: int) -> str:
 
 
 def picture_line(results: Results, path: Path, start: Path) -> list[str]:
-    """Return the line that shows a plot on a page in the folder `start`; none where there is no plot."""
     return [f"![{results['kind']}]({link(path, start)})", ""] if path.exists() else []
 
 
 def _part_picture(path: Path, name: str) -> Path:
-    """Return where the plot of a suite's part lies: in a folder of the suite's name."""
     return place_of(path.with_suffix(""), name.replace(" ", "-"), ".png")
 
 

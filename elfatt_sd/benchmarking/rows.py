@@ -15,17 +15,7 @@ KEPT = RESIDUALS, MATCHINGS = "residual_steps", "reuse_steps"  # settings that k
 
 
 def make_rows(results: Results) -> list[dict[str, Any]]:
-    """Work out a row for each group and method.
-
-    Args:
-        results: `groups` (each with its `key`, `times` and `peaks` by variant), `bases` (the methods that others are
-            compared with) and, where a method's run has several parts, `runs` and `variants`.
-
-    Returns:
-        Rows that were measured as they are, and rows with the group's key, `method`, median `seconds` of a call,
-        `speed` (by base, how many times as fast, within rounds), `floor` (the time as a multiple of the floor's),
-        `peak_bytes`, `bytes_per_picture` and `parts`.
-    """
+    """Work out a row for each group and method."""
     rows: list[dict[str, Any]] = []
     for group in results["groups"]:
         rows += group.get("measured", ())
@@ -49,25 +39,18 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
 
 
 def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the part of a method's run that no other has, the fastest of several; None for a run of one part."""
     parts, prefix = row.get("parts", ()), f"{plain_name(row['method'])}/"
     own = [part for part in parts if part["variant"].startswith(prefix)]
     return min(own, key=lambda part: part["seconds"], default=None) if len(parts) > 1 else None
 
 
 def beats_its_floor(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row or a part of one is faster than its floor, which nothing can be: it is noise."""
     floor = row.get("floor")
     return floor is not None and round(floor["median"], 3) < 1
 
 
 def greatest_peak(results: Results, kept: str = "") -> tuple[str, float | None]:
-    """Return which of our methods has the greatest peak, and that as a fraction of the untouched call's.
-
-    Args:
-        results: of UNet calls.
-        kept: the setting by which methods keep something for other steps; empty for those that do not.
-    """
+    """Return which of our methods has the greatest peak, and that as a fraction of the untouched call's."""
     known = {row["method"]: row["peak_bytes"] for row in results.get("rows", ()) if row["peak_bytes"]}
     fitting = {row["method"] for row in results.get("rows", ()) if _kept(results, row) == kept}
     ours = [method for method in known if not is_reference(method) and method in fitting]
@@ -107,10 +90,7 @@ def _ratio(base: Sequence[float], own: Sequence[float]) -> dict[str, float]:
 
 
 def _memory(peaks: Sequence[Mapping[str, int | None]], batch: int | None) -> dict[str, Any]:
-    """Take the greatest peak of a run's parts at the timed batch, and its growth for one more image: two rows.
-
-    A batch at which a part was not measured says nothing.
-    """
+    """Take the greatest peak of a run's parts at the timed batch, and its growth for one more image: two rows."""
     known = [{int(batch): peak for batch, peak in each.items() if peak is not None} for each in peaks]
     batches = sorted(set.intersection(*map(set, known)))
     greatest = {batch: max(each[batch] for each in known) for batch in batches}

@@ -57,7 +57,6 @@ def lost(results: Results) -> list[str]:
 
 
 def groups(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the rows by what was timed together, in words."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(title({key: row[key] for key in KEYS if key in row}), []).append(row)
@@ -101,7 +100,6 @@ def profile_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _kernel(name: str) -> str:
-    """Return a kernel's name without namespaces and template arguments, short enough for a table."""
     plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     return re.split(r"[<(]", plain)[0].rpartition("::")[2][:60]
 
@@ -125,7 +123,6 @@ def error_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _errors_by(what: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the relative errors of each layer or step as a line, and their means."""
     methods, found = methods_of(rows), list(dict.fromkeys(row[what] for row in rows))
     lines = _start([f"relative error by {what}", *methods])
     for number, value in enumerate(found, 1):
@@ -136,12 +133,10 @@ def _errors_by(what: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def methods_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the methods, in the order of the rows."""
     return list(dict.fromkeys(row["method"] for row in rows))
 
 
 def mean_error(rows: Sequence[Mapping[str, Any]], **wanted: Any) -> str:
-    """Return the mean error of the rows that have these values; nothing where there are none."""
     errors = [row["error"] for row in rows if all(row[name] == value for name, value in wanted.items())]
     return f"{statistics.fmean(errors):.3f}" if errors else ""
 
@@ -169,7 +164,6 @@ def _table(rows: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> list[str]
 
 
 def parts(row: Mapping[str, Any], indent: str) -> list[dict[str, Any]]:
-    """Return a line for each part of a method's run; what an untouched call is to a floor, says nothing of it."""
     return [
         {**part, "method": f"{indent}{part['steps']} steps: {part['what']}"}
         | ({"floor": None} if plain_name(part["variant"]) == UNPATCHED else {})
@@ -178,7 +172,6 @@ def parts(row: Mapping[str, Any], indent: str) -> list[dict[str, Any]]:
 
 
 def clock(seconds: float) -> str:
-    """Return a time in milliseconds, or in seconds from ten on."""
     return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.4g} ms"
 
 
@@ -191,10 +184,8 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def spread(ratio: Mapping[str, Any] | None, digits: int = 2) -> str:
-    """Return the median of a ratio, and in brackets the least and the greatest where the rounds differ."""
     return "" if ratio is None else Spread.read(ratio).words(digits)
 
 
 def scaled(value: float | None, unit: float, digits: int) -> str:
-    """Return a value in a unit, or nothing."""
     return "" if value is None else f"{value / unit:.{digits}f}"

@@ -19,12 +19,7 @@ WIDE = 110  # columns from which on every figure is shown
 
 
 def show(results: Results, console: Console) -> None:
-    """Print results, and at the end what they say.
-
-    Args:
-        results: of a benchmark, with rows or without.
-        console: where to.
-    """
+    """Print results, and at the end what they say."""
     rows = results["rows"]
     for name, own in groups(rows).items():
         console.print(_speeds(name, own, results["bases"], console.width >= WIDE))
@@ -63,7 +58,6 @@ def _floor(row: Mapping[str, Any]) -> str:
 
 
 def _remarks(results: Results) -> Iterator[str]:
-    """Yield what the names mean, what is noise, and what is missing."""
     rows = results["rows"]
     if any(beats_its_floor(each) for row in rows for each in (row, *row.get("parts", ()))):
         yield "* faster than its floor: noise, repeat with more rounds."

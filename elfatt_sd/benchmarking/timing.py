@@ -30,23 +30,7 @@ def time_in_turns(
     tell: Callable[[int, int], None] = lambda done, total: None,
     lose: Callable[[str, Exception], None] = only_memory,
 ) -> dict[str, list[float]]:
-    """Time functions interleaved, after a warm-up round that does not count.
-
-    Args:
-        calls: what to time, by name.
-        repeats: rounds; every round runs all of them, each time starting with another one.
-        device: that they run on; quick calls on an accelerator are repeated within a turn.
-        seconds: start no further round past this time, once there is one.
-        warm_up: calls for the warm-up round, in place of the timed ones; where timed ones among them are quick, the
-            others are warmed up as they are, too.
-        times: where the seconds are kept, also of whole rounds before the timing is stopped.
-        tell: called after every call that counts or warms up, with the number of them so far and in all.
-        lose: called with the name of a call that failed as it warmed up, and with what it raised; it is then left out,
-            unless this raises.
-
-    Returns:
-        Seconds of one call in each round, by name; the same object as `times` where that was given.
-    """
+    """Time functions interleaved, after a warm-up round that does not count."""
     warm, repeated = calls if warm_up is None else warm_up, dict[str, int]()
 
     def take(turn: Turn) -> float:
@@ -72,5 +56,4 @@ def time_in_turns(
 
 
 def without_gradients(calls: Mapping[str, Call]) -> dict[str, Call]:
-    """Return the calls, each under `torch.inference_mode`."""
     return {name: torch.inference_mode()(call) for name, call in calls.items()}

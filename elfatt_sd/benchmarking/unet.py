@@ -55,32 +55,7 @@ def unet(
     session: Session | None = None,
     **settings: Any,
 ) -> Results:
-    """Time one UNet call in every phase of every method, and add them up over a run of 50 steps.
-
-    Args:
-        model: `sd15`, `sdxl` (random weights), `toy`, a path or a hub id; or a model.
-        sizes: of the images in pixels: the side of a square, or `WIDTHxHEIGHT`.
-        methods: presets or configurations; see `resolve_methods`. `tome` brings the package tomesd with it.
-        batch: of the UNet: images, times two with guidance.
-        repeats: rounds that count.
-        device: as for `load_pipeline`.
-        dtype: likewise.
-        compile: time every variant but tomesd through `torch.compile` too.
-        autotune: time every method also where only the layers that it makes faster are patched; which these are, is
-            measured before, or known from before.
-        graphs: replay CUDA graphs, so that the time to launch kernels does not hide what the device needs.
-        competitors: backends of exact attention that are rows of their own.
-        memory: batches at which the peak memory is measured, of every variant but the floors; by default `batch` and
-            twice that, which gives the growth for one more image.
-        seconds: for each size, start no further round past this time.
-        variant: of a model's weights, as for `load_pipeline`.
-        session: where the results go.
-        **settings: for the presets, such as `ratio=0.5`.
-
-    Returns:
-        Machine, settings, raw rounds, and rows: for each size and method the seconds of a call (the mean over the run's
-        steps), its parts, how many times as fast it is, and its time as a multiple of its floor's.
-    """
+    """Time one UNet call in every phase of every method, and add them up over a run of 50 steps."""
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     batches = (batch, 2 * batch) if memory is None else memory
@@ -163,11 +138,7 @@ def _let_compile(copies: int) -> None:
 def _warm_up(
     units: Mapping[str, Any], variants: Mapping[str, Variant], calls: Mapping[str, Call], small: Mapping[str, Any]
 ) -> dict[str, Call]:
-    """On a CPU, warm every variant up with a small image; what depends on the size, the cheapest one warms up.
-
-    A call at the size itself can take minutes. What is compiled or autotuned, is so for its size, and a matching that
-    is reused is made at its size.
-    """
+    """On a CPU, warm every variant up with a small image; what depends on the size, the cheapest one warms up."""
     cheapest = [name for name, variant in variants.items() if variant.kind in (UNPATCHED, FLOOR)][-1]
     prepared = {name for name, variant in variants.items() if variant.compiled or variant.autotune}
     reusing = {name for name, variant in variants.items() if variant.reuses_steps}

@@ -51,21 +51,14 @@ STEPS = 50  # of the run that the phases of a method are added up to
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a UNet.
+    """A way to run a UNet."""
 
-    Attributes:
-        kind: `untouched`, a peer with its settings, `floor` (the patched layers give zeros), or `patch`.
-        config: of the patch; for `tomesd` only what `PEER_SETTINGS` names is used, for `floor` only the layers.
-        compiled: run it through `torch.compile`.
-        measures: make every call one that measures the difference that `residual_steps` calls share.
-        autotune: patch only the layers that the method makes faster; the first call at a size finds out.
-    """
-
-    kind: str
+    kind: str  # `untouched`, a peer with its settings, `floor` (the patched layers give zeros), or `patch`
+    # of the patch; for `tomesd` only what `PEER_SETTINGS` names is used, for `floor` only the layers
     config: PatchConfig = dataclasses.field(default_factory=PatchConfig)
-    compiled: bool = False
-    measures: bool = False
-    autotune: bool = False
+    compiled: bool = False  # run it through `torch.compile`
+    measures: bool = False  # make every call one that measures the difference that `residual_steps` calls share
+    autotune: bool = False  # patch only the layers that the method makes faster; the first call at a size finds out
 
     def install(self, target: Any) -> Any:
         """Put the variant on a pipeline or UNet that is as it was made, and return it."""
@@ -93,18 +86,15 @@ class Variant:
         return target
 
     def _layers(self, denoiser: nn.Module) -> list[SelfAttention]:
-        """Return the layers of a denoiser that the configuration patches."""
         layers = find_layers(denoiser)
         return select_layers(layers, self.config, levels_of(layers))
 
     @property
     def reuses_steps(self) -> bool:
-        """Whether a call takes over something of the call before it, which then must have been at its size."""
         corrected = any(phase.residual_steps > 1 for phase in self.config.all_phases) and not self.measures
         return self.kind == "patch" and (self.config.reuse_steps > 1 or corrected)
 
     def same_work(self, other: Variant) -> bool:
-        """Tell whether another variant does the same under another name."""
         alike = dataclasses.replace(self, config=other.config) == other
         return alike and same_work(self.config, other.config)
 
@@ -126,15 +116,10 @@ UNTOUCHED = Variant(UNPATCHED)
 
 @dataclass(frozen=True)
 class Run:
-    """Of which timed variants a method's run is made.
+    """Of which timed variants a method's run is made."""
 
-    Attributes:
-        parts: names of variants, each with its number of steps of `STEPS`.
-        floor: the floor of the levels that the method patches.
-    """
-
-    parts: tuple[tuple[str, int], ...]
-    floor: str | None = None
+    parts: tuple[tuple[str, int], ...]  # names of variants, each with its number of steps of `STEPS`
+    floor: str | None = None  # the floor of the levels that the method patches
 
 
 @dataclass
@@ -149,11 +134,9 @@ class Lineup:
         self.runs[row] = Run(((self.place(row, variant), STEPS),), floor)
 
     def described(self) -> dict[str, Any]:
-        """Return all variants as plain data."""
         return {name: variant.to_dict() for name, variant in self.variants.items()}
 
     def details(self, bases: Iterable[str]) -> dict[str, Any]:
-        """Return what a record needs to work out rows: the runs, and those of the bases that are among them."""
         runs = {row: dataclasses.asdict(run) for row, run in self.runs.items()}
         return {"bases": [base for base in bases if base in runs], "runs": runs}
 
@@ -165,15 +148,7 @@ class Lineup:
 
 
 def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any) -> list[PatchConfig]:
-    """Return the configurations to time, each kind of work once.
-
-    Args:
-        methods: names as for `named`, or configurations; all presets and `VARIATIONS` where none is named.
-        **settings: changes to the named methods; `ratio` changes those that merge.
-
-    Raises:
-        ElfattError: a method that is not known.
-    """
+    """Return the configurations to time, each kind of work once."""
     wanted = [method for method in (METHODS if methods is None else methods) if method != "sd"]
     found = [method if isinstance(method, PatchConfig) else _with(settings, named(method)) for method in wanted]
     if methods is None:
@@ -197,7 +172,6 @@ def _with(settings: Mapping[str, Any], config: PatchConfig, own: Collection[str]
 
 
 def same_work(one: PatchConfig, other: PatchConfig) -> bool:
-    """Tell whether two configurations differ in nothing but their name, and mean the same implementation."""
     methods = (one.method, other.method)
     alike = dataclasses.replace(one, method="same") == dataclasses.replace(other, method="same")
     peers = [method if differs_by_step(method) else is_peer(method) for method in methods]
@@ -205,11 +179,7 @@ def same_work(one: PatchConfig, other: PatchConfig) -> bool:
 
 
 def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
-    """Work out which UNet calls to time, one for each phase, and of how many of which each method's run is made.
-
-    Raises:
-        ElfattError: a peer whose steps are not alike.
-    """
+    """Work out which UNet calls to time, one for each phase, and of how many of which each method's run is made."""
     configs = list(configs)
     check_steps_are_alike(configs)
 
@@ -223,11 +193,7 @@ def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
 
 
 def check_steps_are_alike(configs: Iterable[PatchConfig]) -> None:
-    """Refuse peers that do other work in one step than in another: only a whole run tells their time.
-
-    Raises:
-        ElfattError: there is one.
-    """
+    """Refuse peers that do other work in one step than in another: only a whole run tells their time."""
     for config in configs:
         if differs_by_step(config.method):
             raise ElfattError(f"{config.method} is timed over a whole run: elfatt-sd bench pipeline.")
@@ -265,16 +231,7 @@ def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfi
 
 
 def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool) -> list[PatchConfig]:
-    """Return the configurations that methods are on a denoiser, each kind of work once.
-
-    Args:
-        configs: the methods.
-        denoiser: which may be a transformer.
-        named: whether a user named them: then one that does not go there is refused, and otherwise left out.
-
-    Raises:
-        ElfattError: a named method does not go with the denoiser.
-    """
+    """Return the configurations that methods are on a denoiser, each kind of work once."""
     denoisers, levels = {"denoiser": denoiser}, max(1, len(levels_of(find_layers(denoiser))))
     found = [fitted(config, denoisers) for config in configs if named or fits(config, denoisers)]
     for config in found if named else ():
@@ -335,9 +292,6 @@ def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:
     A phase whose matching serves several steps is cut in two: calls that match (`reuse_steps=1`), and calls that take
     over the matching of the call before them, which all calls of one step do but the first. So is one whose steps share
     the difference to exact attention: calls that measure it, and calls that add it.
-
-    Returns:
-        Each with its number of steps in a run of `STEPS`; exact phases are untouched.
     """
     counts: dict[Variant, int] = {}
     matched: object = None  # the phases and the group of steps that the last matching is of
@@ -358,7 +312,6 @@ def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:
 
 
 def layers_of(config: PatchConfig) -> PatchConfig:
-    """Return a configuration of the same layers and nothing else."""
     layers = PatchConfig(levels=config.levels, max_downsample=config.max_downsample)
     if not config.per_layer:
         return layers
@@ -366,7 +319,6 @@ def layers_of(config: PatchConfig) -> PatchConfig:
 
 
 def floor_name(config: PatchConfig) -> str:
-    """Return the name of the floor of the levels that a configuration patches."""
     if config.per_layer:
         return f"{FLOOR} of {config.method}"
     if config.max_downsample is not None:

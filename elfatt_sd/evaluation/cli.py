@@ -229,11 +229,7 @@ def _check_early(protocol: Protocol, out: Path) -> None:
 
 
 def _print_plan(run: Run, reuse: Sequence[Path]) -> None:
-    """Print what a run would do, and every obstacle.
-
-    Raises:
-        typer.Exit: there is an obstacle.
-    """
+    """Print what a run would do, and every obstacle."""
     from rich.table import Table
 
     from elfatt_sd.evaluation.dry_run import count_images, disk_gib, obstacles, to_do

@@ -15,15 +15,7 @@ from elfatt_sd.running import rows_of
 
 
 def write_cost(run: Run, pipe: Any = None) -> None:
-    """Write the cost of all rows, unless it is there.
-
-    Args:
-        run: its protocol says what the rows are.
-        pipe: its pipeline, not patched; None loads it where it is needed.
-
-    Raises:
-        ElfattError: the pipeline cannot be loaded.
-    """
+    """Write the cost of all rows, unless it is there."""
     path, identity = run.folder / COST_FILE, run.record.identity
     if not is_whole(path, Cost, identity):
         rows = row_costs(run.protocol, load_protocol_pipeline(run.protocol) if pipe is None else pipe)
@@ -31,18 +23,11 @@ def write_cost(run: Run, pipe: Any = None) -> None:
 
 
 def row_costs(protocol: Protocol, pipe: Any) -> dict[str, Any]:
-    """Return the cost of all rows of a protocol but those of peers."""
     return {cell.name: row_cost(pipe, protocol, cell) for cell in protocol.cells if not cell.peer}
 
 
 def row_cost(pipe: Any, protocol: Protocol, cell: Cell) -> dict[str, Any]:
-    """Return what an image of a row takes.
-
-    Returns:
-        `density`: multiply-adds of the self-attention layers as a fraction of those of the untouched pipeline, averaged
-        over the steps; `multiply_adds`: of all calls of the denoiser for one image, None where they cannot be counted;
-        `reason`: why there are none, otherwise None.
-    """
+    """Return what an image of a row takes."""
     frames = protocol.frames if protocol.frames > 1 else None
     try:
         found = plan(pipe, cell.config(), height=protocol.height, width=protocol.width, frames=frames)

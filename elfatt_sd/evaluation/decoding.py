@@ -41,10 +41,6 @@ def decode(content: bytes) -> Any:
     """Decode an image of any mode to an 8-bit RGB `PIL.Image`, turned upright as its EXIF data says.
 
     Transparent pixels are laid over white. Colour profiles are not applied.
-
-    Raises:
-        OSError: it is not an image, is truncated, has several frames or pages, or samples of more than 8 bits; errors
-            of other kinds of damage pass as they are.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -71,10 +67,7 @@ def decode(content: bytes) -> Any:
 
 
 def _check_end(content: bytes) -> None:
-    """Refuse a JPEG without an end: zeros after a broken download are decoded as grey, with no error.
-
-    Before its data there are segments, each of which tells its length; thumbnails in them have ends of their own.
-    """
+    """Refuse a JPEG without an end: zeros after a broken download are decoded as grey, with no error."""
     place = 2
     while content[place : place + 1] == b"\xff" and content[place + 1 : place + 2] != _SCAN:
         filler = content[place + 1 : place + 2] == b"\xff"

@@ -43,7 +43,6 @@ def _read(run: Run, name: str) -> dict[str, Any]:
 
 
 def count_images(run: Run) -> int:
-    """Return the number of images over all rows."""
     return len(run.prompts) * len(run.rows)
 
 
@@ -54,12 +53,7 @@ def disk_gib(run: Run) -> float:
 
 
 def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
-    """Try everything that a run needs, and return a line for each thing that would stop it or a row.
-
-    Args:
-        run: which one.
-        reuse: folders of other runs.
-    """
+    """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
     from elfatt_sd.evaluation.metrics.scores import OF_FEATURES, check_feature_metrics, load_metrics
     from elfatt_sd.evaluation.reference import Wanted
     from elfatt_sd.evaluation.score import load_extractors, network_device, score_inputs

@@ -22,38 +22,25 @@ LARGEST = 1 << 30  # bytes of an image's file: one with holes can have more than
 
 @dataclass(frozen=True)
 class Entry:
-    """One image.
+    """One image."""
 
-    Attributes:
-        name: what messages call it.
-        where: what `Source.read` needs to find it.
-        group: its class, as its folder or label column says; empty where nothing does.
-    """
-
-    name: str
-    where: Any
-    group: str = ""
+    name: str  # what messages call it
+    where: Any  # what `Source.read` needs to find it
+    group: str = ""  # its class, as its folder or label column says; empty where nothing does
 
 
 @dataclass(frozen=True)
 class Source:
-    """Images in a fixed order.
+    """Images in a fixed order."""
 
-    Attributes:
-        entries: the images.
-        fingerprint: plain data that changes when the images do.
-        read: returns the encoded bytes of an entry; safe to call from several threads.
-        left_out: names of what is hidden or no image; without what tells of an image, such as `a.txt` next to `a.png`.
-    """
-
-    entries: Sequence[Entry]
-    fingerprint: Any
-    read: Callable[[Entry], bytes]
+    entries: Sequence[Entry]  # the images
+    fingerprint: Any  # plain data that changes when the images do
+    read: Callable[[Entry], bytes]  # returns the encoded bytes of an entry; safe to call from several threads
+    # names of what is hidden or no image; without what tells of an image, such as `a.txt` next to `a.png`
     left_out: Sequence[str] = ()
 
 
 def stamp(name: str, path: Path) -> list[Any]:
-    """Return a file's name, size and modification time."""
     try:
         status = path.stat()
     except OSError:  # such as a link to nowhere, which is named when it is read
@@ -62,11 +49,7 @@ def stamp(name: str, path: Path) -> list[Any]:
 
 
 def check_size(size: int) -> None:
-    """Refuse an image that has more bytes than memory should be spent on.
-
-    Raises:
-        OSError: it has.
-    """
+    """Refuse an image that has more bytes than memory should be spent on."""
     if size > LARGEST:
         raise OSError(f"{size / 2**30:.0f} GiB; accepted: at most {LARGEST / 2**30:.0f} GiB an image")
 
@@ -78,11 +61,7 @@ def is_litter(name: str) -> bool:
 
 
 def sorted_out(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, Path]], list[str]]:
-    """Tell images from other files, by their suffix and otherwise by their content; what is hidden is no image.
-
-    Returns:
-        The images by name, and the names of what is left out.
-    """
+    """Tell images from other files, by their suffix and otherwise by their content; what is hidden is no image."""
     images: list[tuple[str, Path]] = []
     others: list[str] = []
     for name, path in sorted(files):
@@ -99,7 +78,6 @@ def sorted_out(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, Path]
 
 
 def ends(name: str, suffixes: re.Pattern[str]) -> bool:
-    """Tell whether a name ends in one of some suffixes."""
     return suffixes.fullmatch(PurePosixPath(name).suffix.lower()) is not None
 
 
@@ -114,7 +92,6 @@ def _holds_image(path: Path) -> bool:
 
 
 def parent(name: str) -> str:
-    """Return the name of the folder that a file is in."""
     return PurePosixPath(name).parent.name
 
 

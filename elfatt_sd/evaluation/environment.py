@@ -23,20 +23,13 @@ _KERNELS = {  # the package that an attention backend comes from
 
 
 def same_images(before: Mapping[str, Any], now: Mapping[str, Any], cells: Iterable[Cell]) -> list[str]:
-    """List what differs between two environments so that images could differ too.
-
-    Args:
-        before: an environment, as a run's file has it.
-        now: another.
-        cells: the rows in question; the method's code counts for those that it patches, a package where it is used.
-    """
+    """List what differs between two environments so that images could differ too."""
     rows = list(cells)
     old, new = ({key: value for cell in rows for key, value in _decisive(each, cell).items()} for each in (before, now))
     return [f"{key}: {old[key]} there, {new[key]} here" for key in new if old[key] != new[key]]
 
 
 def _decisive(environment: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
-    """Return what of an environment can change a row's images."""
     config, cuda = cell.config(), environment.get("cuda") or {}
     packages = [*_DECISIVE_PACKAGES, *([PEERS[cell.peer].package or "diffusers"] if cell.peer else [])]
     found = {key: environment.get(key) for key in _DECISIVE}
@@ -53,10 +46,6 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
     """Return what a row's layers attend with: `native` (torch's fused attention), `flash-attn` or another backend.
 
     A row without a patch, and a peer's, has torch's; of a patch, what its approximations use.
-
-    Args:
-        pipe: the row's pipeline, patched or not.
-        cell: the row.
     """
     import torch
 

@@ -44,25 +44,15 @@ _LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What happens to a decoded image before the extractor: Pillow's resampling, which always antialiases.
+    """What happens to a decoded image before the extractor: Pillow's resampling, which always antialiases."""
 
-    Attributes:
-        size: side of the square in pixels; 0 for `resize="none"`.
-        resize: `crop` brings the shorter side to `size` and takes the centre, `stretch` changes the proportions, `none`
-            does nothing.
-        filter: Pillow's resampling filter.
-    """
-
-    size: int = 0
+    size: int = 0  # side of the square in pixels; 0 for `resize="none"`
+    # `crop` brings the shorter side to `size` and takes the centre, `stretch` changes the proportions, `none` does
+    # nothing
     resize: str = "none"
-    filter: str = "bicubic"
+    filter: str = "bicubic"  # Pillow's resampling filter
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ElfattError: a value is not accepted, or size and resize contradict each other.
-        """
         for name, accepted in (("resize", RESIZES), ("filter", FILTERS)):
             if getattr(self, name) not in accepted:
                 raise ElfattError(f"{name}={getattr(self, name)!r} is not known; accepted: {', '.join(accepted)}.")
@@ -70,7 +60,6 @@ class Preprocessing:
             raise ElfattError(f"size={self.size} with resize={self.resize!r} is not accepted; give both, or neither.")
 
     def __call__(self, picture: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Turn an RGB `PIL.Image` into uint8 `[h, w, 3]`."""
         if self.resize != "none":
             from PIL import Image, ImageOps
 
@@ -91,7 +80,6 @@ def quiet_pillow() -> Iterator[None]:
 
 
 def every_minute(tell: Callable[[str], None]) -> Progress:
-    """Return a callback for progress that tells it at most once a minute: of what, how far, and the time left."""
     return Lines(tell, "images", title="measuring: {},", at_once=False)
 
 
@@ -109,20 +97,14 @@ class SourceImages:
     """Images of a source, decoded by a few threads."""
 
     def __init__(self, source: Source, preprocessing: Preprocessing, threads: int = 4) -> None:
-        """Take a source and what happens to its images."""
         self.source, self.preprocessing, self.threads = source, preprocessing, threads
         self.left_out = source.left_out
 
     def __len__(self) -> int:
-        """Return the number of entries."""
         return len(self.source.entries)
 
     def load(self, start: int, stop: int) -> Iterator[Decoded]:
-        """Yield decoded images; for an unreadable one its name and what is wrong. Large ones are decoded one by one.
-
-        Raises:
-            ElfattError: the disk does not give an image: that may pass, and what cannot be decoded does not.
-        """
+        """Yield decoded images; for an unreadable one its name and what is wrong. Large ones are decoded one by one."""
         entries = self.source.entries[start:stop]
         ahead = 4 * self.threads
         with ThreadPoolExecutor(self.threads) as pool:
@@ -135,7 +117,6 @@ class SourceImages:
                 )
 
     def _load(self, entry: Entry, most: float = math.inf) -> Decoded | None:
-        """Return an image, or its name and what is wrong; None for one of more pixels than `most`."""
         try:
             content = self.source.read(entry)
             return None if pixels_of(content) > most else self.preprocessing(decode(content))
@@ -152,16 +133,11 @@ class SourceImages:
 
 @dataclass(frozen=True)
 class Extracted:
-    """Chunks of features on disk.
+    """Chunks of features on disk."""
 
-    Attributes:
-        chunks: the files, in order; each holds `features` `[k, d]` and the unreadable images' names.
-    """
-
-    chunks: Sequence[Path]
+    chunks: Sequence[Path]  # the files, in order; each holds `features` `[k, d]` and the unreadable images' names
 
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]]:
-        """Yield features and unreadable names of each chunk."""
         for path in self.chunks:
             found = _read_chunk(path)
             if found is None:
@@ -169,15 +145,7 @@ class Extracted:
             yield found
 
     def join(self, path: Path, rows: Sequence[int] | None = None) -> int:
-        """Write features as one float32 `.npy` file, without holding them in memory.
-
-        Args:
-            path: the file.
-            rows: ascending numbers of the rows to keep; all by default.
-
-        Returns:
-            The number of rows written.
-        """
+        """Write features as one float32 `.npy` file, without holding them in memory."""
         count = sum(len(features) for features, _ in self)
         kept = np.arange(count) if rows is None else np.asarray(rows)
         start = 0
@@ -204,16 +172,6 @@ def extract(
     """Compute features, chunk by chunk; chunks that are there are kept.
 
     Under `accelerate launch` every process takes its fraction of the chunks, and all return when all are there.
-
-    Args:
-        pictures: what to look at.
-        extractor: the network.
-        folder: where the chunks go; its name must tell images and extractor, and all processes must see it.
-        progress: called with what is looked at, the number of images done, and their total.
-        name: what the images are called there, in addition to the extractor.
-
-    Raises:
-        ElfattError: in every process, where one failed.
     """
     state = process_state()
     count = len(pictures)
@@ -265,7 +223,6 @@ def _features(extractor: Extractor, batch: Sequence[np.ndarray[Any, np.dtype[np.
 
 
 def _read_chunk(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]] | None:
-    """Return features and unreadable names of a chunk; None where there is none, or none that is whole."""
     try:
         with load_plain(path) as data:
             features, unreadable = data["features"], json.loads(str(data["unreadable"]))
@@ -276,7 +233,6 @@ def _read_chunk(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list
 
 
 def _is_of(found: tuple[np.ndarray[Any, Any], list[str]] | None, extractor: Extractor, count: int) -> bool:
-    """Tell whether a chunk that was read is one of an extractor's, of so many images."""
     if found is None:
         return False
     features, unreadable = found

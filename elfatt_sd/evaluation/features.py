@@ -41,26 +41,19 @@ _MODEL_TYPES = {"clip": ("clip", "clip_vision_model"), "dinov2": ("dinov2", "din
 
 
 class Extractor(nn.Module):
-    """A network, how images get into it, and what a distance on its features is called.
-
-    Attributes:
-        name: short name, for files.
-        distance_name: name of the Frechet distance, with the model or the way of its images; `FID` is the original
-            Inception network only.
-        kernel_name: name of the kernel distance.
-        dimension: d.
-        preprocessing: everything that the features depend on, as plain data; part of every hash.
-    """
+    """A network, how images get into it, and what a distance on its features is called."""
 
     def __init__(
         self, name: str, distance_name: str, dimension: int, network: nn.Module, preprocessing: dict[str, Any]
     ) -> None:
-        """Take a network; it is put in evaluation mode and float32."""
         super().__init__()
-        self.name = name
+        self.name = name  # short name, for files
+        # name of the Frechet distance, with the model or the way of its images; `FID` is the original Inception network
+        # only
         self.distance_name = distance_name
-        self.kernel_name = re.sub("^F(?=I?D)", "K", distance_name)
-        self.dimension = dimension
+        self.kernel_name = re.sub("^F(?=I?D)", "K", distance_name)  # name of the kernel distance
+        self.dimension = dimension  # d
+        # everything that the features depend on, as plain data; part of every hash
         self.preprocessing = {"extractor": name, **preprocessing}
         self.network = network.requires_grad_(False).eval().float()
 
@@ -75,17 +68,7 @@ class Extractor(nn.Module):
         return sha256_of_data(self.preprocessing)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute features in float32: no autocast, no TF32.
-
-        Args:
-            images: `[n, 3, h, w]`, uint8.
-
-        Returns:
-            float32 `[n, d]`, on the network's device.
-
-        Raises:
-            ElfattError: the images have another shape or type, or a feature is NaN or too large for a distance.
-        """
+        """Compute features in float32: no autocast, no TF32."""
         if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3:
             raise ElfattError(f"images are {images.dtype} {tuple(images.shape)}; accepted is uint8 [n, 3, h, w].")
         with torch.no_grad(), exact_float32(self.device):
@@ -104,7 +87,6 @@ class ToyExtractor(Extractor):
     """The toy pipeline's classifier, which also says what an image shows."""
 
     def __init__(self, network: nn.Module, sha256: str) -> None:
-        """Take a `ToyClassifier`."""
         resize = f"bicubic with antialiasing to {TOY_SIZE}x{TOY_SIZE} unless it is that already"
         super().__init__("toy", "FD-toy", 64, network, {"resize": resize, "scale": "[-1, 1]", "sha256": sha256})
 
@@ -124,7 +106,6 @@ class InceptionExtractor(Extractor):
     """The Inception network of the original FID, with the preprocessing of a package of `INCEPTION_WAYS`."""
 
     def __init__(self, network: nn.Module, way: str, sha256: str) -> None:
-        """Take torch-fidelity's network, which resizes images itself, and how they get into it."""
         model = "FID" if sha256 == INCEPTION_SHA256 else f"FD-Inception-{sha256[:8]}"
         scale = "2 x / 255 - 1" if way == "pytorch-fid" else "(x - 128) / 128"
         recipe = {"resize": INCEPTION_WAYS[way], "scale": scale, "sha256": sha256}
@@ -150,14 +131,6 @@ class VisionExtractor(Extractor):
     """A vision transformer from a local directory, whose images are prepared as in Stein et al. 2023."""
 
     def __init__(self, kind: str, network: nn.Module, dimension: int, recipe: dict[str, Any]) -> None:
-        """Take a model of transformers.
-
-        Args:
-            kind: `clip` (projected image embedding) or `dinov2` (class token after the last normalisation).
-            network: the model.
-            dimension: number of features.
-            recipe: `model`, `shortest_edge`, `crop`, `mean`, `std` and `sha256` of the directory.
-        """
         part = "shorter side, then centre crop" if kind == "clip" else "the whole picture to a square"
         resize = f"bicubic with antialiasing: {part}, clamped to [0, 255]"
         distance_name = f"{_VISION_NAMES[kind]} ({recipe['model']})"
@@ -174,18 +147,7 @@ class VisionExtractor(Extractor):
 def load_extractor(
     spec: str, *, weights: Path | None = None, sha256: str | None = None, device: str | torch.device = "cpu"
 ) -> Extractor:
-    """Load an extractor.
-
-    Args:
-        spec: `inception`, which preprocesses as torch-fidelity does, `inception:pytorch-fid`, `inception:clean-fid`,
-            `toy`, `clip:DIR` or `dinov2:DIR` (directories of transformers models).
-        weights: the Inception weights' file, for use offline; by default torch's cache, filled from the network.
-        sha256: hash of another Inception file to accept; its distance is then not called FID.
-        device: where to run.
-
-    Raises:
-        ElfattError: unknown spec, a missing package, file or directory, or a wrong hash.
-    """
+    """Load an extractor."""
     kind, _, folder = spec.partition(":")
     if kind in ("clip", "dinov2") and folder:
         return _load_vision(kind, Path(folder)).to(device)

@@ -28,12 +28,6 @@ def frechet_distance(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covarian
 
     |mu1 - mu2|^2 + tr(S1 + S2) - 2 tr (F^T S2 F)^(1/2) with S1 = F F^T. F leaves out the directions in which the
     covariance of lower rank is zero: with fewer samples than features these would add noise.
-
-    Args:
-        mean1: `[d]`.
-        covariance1: `[d, d]`.
-        mean2: `[d]`.
-        covariance2: `[d, d]`.
     """
     mean1, covariance1, mean2, covariance2 = (x.to(torch.float64) for x in (mean1, covariance1, mean2, covariance2))
     first, second = _factor(covariance1), _factor(covariance2)
@@ -58,7 +52,6 @@ class Target:
     """The Gaussian of a reference, whose factor is computed once for many rows."""
 
     def __init__(self, mean: Tensor, covariance: Tensor) -> None:
-        """Take a mean `[d]` and a covariance `[d, d]`."""
         self.mean, self.covariance = mean.to(torch.float64), covariance.to(torch.float64)
 
     @cached_property
@@ -74,31 +67,22 @@ class Target:
 
 @dataclass(frozen=True)
 class FrechetFigures:
-    """What n images say of their squared Frechet distance to a reference.
+    """What n images say of their squared Frechet distance to a reference."""
 
-    Attributes:
-        published: the distance of these n images, D_n, as it is published.
-        least: the distance of infinitely many images, where the scales below those that the images resolve hold as
-            many directions as they can. Equal to `most` with more images than features.
-        most: the same, where these scales hold no direction more.
-        refits: `[2, g]`, what each class moves `least` and `most` if the relation of scales is found again without it.
-        kurtosis: of a feature, the largest of all.
-    """
-
-    published: Estimate
+    published: Estimate  # the distance of these n images, D_n, as it is published
+    # the distance of infinitely many images, where the scales below those that the images resolve hold as many
+    # directions as they can. Equal to `most` with more images than features.
     least: Estimate
-    most: Estimate
+    most: Estimate  # the same, where these scales hold no direction more
+    # `[2, g]`, what each class moves `least` and `most` if the relation of scales is found again without it
     refits: Tensor
-    kurtosis: float
+    kurtosis: float  # of a feature, the largest of all
 
     def limit_difference(self, other: FrechetFigures) -> tuple[float, Interval | None]:
         """The paired difference with infinitely many images, and its interval of 95 %; both ends hold for all scales.
 
         With heavy tails a few images say how scales relate, which must then be found again without each class. They
         make the standard error, too: `Estimate.interval` then has few degrees of freedom.
-
-        Args:
-            other: the figures of other images of the same prompts and latents, to the same reference.
         """
         ends = [self.least - other.least, self.most - other.most]
         heavy = max(self.kurtosis, other.kurtosis) > HEAVY
@@ -123,14 +107,6 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
     heavy tails and for images of a class that resemble each other. Chong and Forsyth (2020) extrapolate in 1 / n; that
     needs n far above d, this does not. Scales below k(0), of n images with n below d, are not seen: there are between
     none and all directions that the images leave, and both ends are given.
-
-    Args:
-        features: `[n, d]`, in memory or memory-mapped.
-        target: the reference.
-        groups: the class of each image, n of them.
-
-    Raises:
-        ElfattError: there are fewer than 2 images, or the numbers of features differ.
     """
     count, dimension = features.shape
     if dimension != len(target.mean):
@@ -182,17 +158,6 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
 
 
 def _ratio_without(left: ByClass, phi: Tensor, rest: Tensor) -> Tensor:
-    """Return the ratio of k to t / (free - phi) without each class, `[g, q]`.
-
-    Images that are left lie further outside without the class. With H(gc) the products of two classes seen at a scale,
-    P = (1 - H)^(-1) and one image each, by H(gc)^2 P(g)^2 P(c). Its sum over g is `inside` minus the fall of phi, but
-    for P(g)^2, of which a weighted mean stands here.
-
-    Args:
-        left: sums of all classes.
-        phi: degrees of freedom of all images, `[q]`.
-        rest: images without each class, `[g]`.
-    """
     joint = (left.inside - (phi - left.phi)).clamp_min(0)
     inverse = 1 + left.outside / left.sizes[:, None]  # P
     raised = (inverse * joint).sum(0) / (joint / inverse).sum(0).clamp_min(EPS) * joint
@@ -203,17 +168,7 @@ def _ratio_without(left: ByClass, phi: Tensor, rest: Tensor) -> Tensor:
 def _limit_roots(
     spectrum: Spectrum, root: Tensor, phi: Tensor, slope: Tensor, ratio: Tensor, free: Tensor, rank: int
 ) -> Tensor:
-    """Roots of the distribution `[2, ...]`, with all directions below the scales that are seen, and with none.
-
-    Args:
-        spectrum: of the images.
-        root: tr S^(1/2) of their scatter, `[...]`.
-        phi: degrees of freedom, `[..., q]`.
-        slope: their decrease, `[..., q]`.
-        ratio: of k to t / (free - phi), `[..., q]`.
-        free: number of images minus 1, `[...]`.
-        rank: of the reference's covariance.
-    """
+    """Roots of the distribution `[2, ...]`, with all directions below the scales that are seen, and with none."""
     free = free[..., None]
     scales = ratio * spectrum.scales / (free - phi).clamp_min(EPS)
     sampled = spectrum.scales / free

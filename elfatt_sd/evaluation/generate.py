@@ -49,20 +49,7 @@ Batches = Sequence[tuple[int, list[Prompt]]]  # with their numbers
 
 
 def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True) -> dict[str, str]:
-    """Generate all images of a run that are not there yet; several processes share the batches.
-
-    Args:
-        run: the caller holds its lock.
-        reuse: other runs, whose rows are copied where they are the same.
-        show_progress: draw a bar over all rows with the time left.
-
-    Returns:
-        The rows that failed, with the reason.
-
-    Raises:
-        ElfattError: the folder belongs to another specification or to other weights, the model cannot be loaded, or
-            cannot draw the size.
-    """
+    """Generate all images of a run that are not there yet; several processes share the batches."""
     need("an evaluation with rows of peers", *packages_of(run.protocol.peers))
     state = process_state(run.protocol.device)
     check_shared(run.folder, "run folder", "give --out a folder that all machines share")
@@ -90,7 +77,6 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True)
 
 
 def _pending(run: Run) -> list[Row]:
-    """Return what is not finished, first the baseline, without which nothing can be said."""
     return sorted((row for row in run.rows if not row.finished), key=lambda row: row is not run.baseline)
 
 
@@ -118,17 +104,11 @@ def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes this process's fraction of a run's images.
+    """Makes this process's fraction of a run's images."""
 
-    Attributes:
-        run: which one.
-        pipe: its pipeline.
-        advance: takes the number of new images and the row's name.
-    """
-
-    run: Run
-    pipe: Any
-    advance: Callable[[int, str], None]
+    run: Run  # which one
+    pipe: Any  # its pipeline
+    advance: Callable[[int, str], None]  # takes the number of new images and the row's name
 
     def make_row(self, row: Row, batches: Batches) -> str | None:
         """Make what is missing of a row; return why it failed, or None."""
@@ -190,11 +170,7 @@ def _tidy(run: Run) -> None:
 
 
 def _check_processes(environment: Mapping[str, Any], cells: Sequence[Cell]) -> None:
-    """Refuse processes of one launch that make different images; all of them must call this.
-
-    Raises:
-        ElfattError: on every process, with what differs on the first that does.
-    """
+    """Refuse processes of one launch that make different images; all of them must call this."""
     first, *others = gathered(environment)
     for number, other in enumerate(others, 1):
         if changed := same_images(first, other, cells):

@@ -26,11 +26,7 @@ from elfatt_sd.schedulers import scheduler_like
 
 
 def check_size(protocol: Protocol, pipe: Any) -> None:
-    """Refuse a size or frames that a pipeline cannot draw, and warn of a batch that is estimated not to fit.
-
-    Raises:
-        ElfattError: they are refused.
-    """
+    """Refuse a size or frames that a pipeline cannot draw, and warn of a batch that is estimated not to fit."""
     dimensions_of(pipe).check(protocol.height, protocol.width)
     if makes_clips(pipe):
         input_grid(pipe, protocol.height, protocol.width, protocol.frames)
@@ -45,20 +41,11 @@ def check_size(protocol: Protocol, pipe: Any) -> None:
 
 
 def denoiser(pipe: Any) -> Any:
-    """Return the network of a pipeline that is called in every step."""
     return main_denoiser(pipe)
 
 
 def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any:
-    """Load a protocol's pipeline with its scheduler, and without what would alter images (checker, watermark).
-
-    Args:
-        protocol: names model, dtype, scheduler and device.
-        device: takes the place of the protocol's.
-
-    Raises:
-        ElfattError: the model cannot be loaded, or no such scheduler fits it, or it has too few timesteps.
-    """
+    """Load a protocol's pipeline with its scheduler, and without what would alter images (checker, watermark)."""
     from elfatt_sd.pipelines import load_pipeline
 
     place = device or protocol.device
@@ -91,13 +78,7 @@ def _scheduler(name: str, stored: Any) -> Any:
 
 @contextlib.contextmanager
 def row_patch(pipe: Any, cell: Cell, seed: int = 0) -> Iterator[None]:
-    """Patch a pipeline with a row's method for the length of a `with` block.
-
-    Args:
-        pipe: the pipeline.
-        cell: the row.
-        seed: seeds a peer that draws from the global state, which is put back afterwards.
-    """
+    """Patch a pipeline with a row's method for the length of a `with` block."""
     with contextlib.ExitStack() as undo:
         if cell.peer:
             from elfatt_sd.peers import running
@@ -127,19 +108,11 @@ def _seeded(pipe: Any, seed: int) -> Iterator[None]:
 
 
 def image_seed(protocol: Protocol, cell: Cell, index: int) -> int:
-    """Return the seed of an image; the null row's differ from all others."""
     return protocol.seed + cell.seed_offset + index
 
 
 def start_noise(pipe: Any, protocol: Protocol, seeds: Sequence[int]) -> dict[str, Any]:
-    """Draw the starting noise of some images, as arguments of the pipeline's call.
-
-    Returns:
-        `latents` `[n, channels, height / factor, width / factor]` in the pipeline's dtype, drawn in float32 on the CPU,
-        and `generator`, one for each image, which goes on to serve schedulers that add noise. Pipelines of videos, and
-        those that join image and text, draw their latents, which they arrange in ways of their own, from the
-        generators.
-    """
+    """Draw the starting noise of some images, as arguments of the pipeline's call."""
     if family_of(denoiser(pipe)).text or makes_clips(pipe):
         return {"generator": [torch.Generator().manual_seed(seed) for seed in seeds]}
     factor = pipe.vae_scale_factor
@@ -150,26 +123,11 @@ def start_noise(pipe: Any, protocol: Protocol, seeds: Sequence[int]) -> dict[str
 
 
 def makes_clips(pipe: Any) -> bool:
-    """Tell whether a pipeline makes videos."""
     return "num_frames" in taken(pipe)
 
 
 def make_images(pipe: Any, protocol: Protocol, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
-    """Run the pipeline on a batch.
-
-    Args:
-        pipe: the pipeline, patched or not.
-        protocol: size, frames, steps and guidance.
-        prompts: one for each image.
-        seeds: likewise.
-
-    Returns:
-        Images `[n, 3, height, width]`, or clips of several frames `[n, frames, 3, height, width]`, floating in [0, 1],
-        on the pipeline's device.
-
-    Raises:
-        ElfattError: the pipeline makes another number of frames.
-    """
+    """Run the pipeline on a batch."""
     negative = [protocol.negative_prompt] * len(prompts) if protocol.negative_prompt else None
     clips = {"num_frames": protocol.frames} if makes_clips(pipe) else {}
     output = pipe(
@@ -194,15 +152,7 @@ def to_uint8(images: Tensor) -> Tensor:
 
 
 def check_images(images: Tensor, indices: Sequence[int]) -> None:
-    """Refuse images that no working pipeline makes.
-
-    Args:
-        images: `[n, 3, height, width]` or `[n, frames, 3, height, width]` in [0, 1].
-        indices: their numbers, for the message.
-
-    Raises:
-        ElfattError: one is none; see `fault_of`.
-    """
+    """Refuse images that no working pipeline makes."""
     for index, image in zip(indices, images.movedim(-3, -1), strict=True):
         if fault := fault_of(image.float().cpu().numpy() * 255):
             raise ElfattError(f"image {index} {fault}")

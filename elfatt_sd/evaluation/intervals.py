@@ -22,15 +22,10 @@ FEWEST_CLASSES = 30
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and how far each class moves it.
+    """A figure and how far each class moves it."""
 
-    Attributes:
-        value: the figure.
-        moves: `[k, g]` float64, the part of each of g classes in the figure's deviation, by k kinds of jackknife.
-    """
-
-    value: float
-    moves: Tensor
+    value: float  # the figure
+    moves: Tensor  # `[k, g]` float64, the part of each of g classes in the figure's deviation, by k kinds of jackknife
 
     @classmethod
     def mean(cls, values: Tensor, groups: Groups) -> Estimate:
@@ -40,13 +35,7 @@ class Estimate:
 
     @classmethod
     def linear(cls, value: float, influence: Tensor, groups: Groups) -> Estimate:
-        """A figure by its derivative in the weight of each image, `[n]`, which sums to 0 (infinitesimal jackknife).
-
-        Args:
-            value: the figure.
-            influence: per fraction of the whole weight.
-            groups: the class of each image; images of one class may depend on each other.
-        """
+        """A figure by its derivative in the weight of each image, `[n]`, which sums to 0 (infinitesimal jackknife)."""
         classes, place = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True)
         sums = torch.zeros(len(classes), dtype=torch.float64, device="cpu").index_add_(0, place, influence)
         return cls(value, sums[None] / len(influence))
@@ -57,16 +46,10 @@ class Estimate:
 
         To leave out is right where one class changes much that others determine, such as n images near d features; it
         is short where a few images of a heavy tail come to light nowhere else, and the derivative is not.
-
-        Args:
-            value: the figure.
-            without: `[g]`.
-            slope: `[g]`.
         """
         return cls(value, torch.stack((slope, left_out(without))))
 
     def __sub__(self, other: Estimate) -> Estimate:
-        """The paired difference of two figures of the same prompts and latents."""
         return Estimate(self.value - other.value, self.moves - other.moves)
 
     def times(self, factor: float) -> Estimate:
@@ -85,13 +68,7 @@ class Estimate:
         return math.sqrt(self.moves.square().sum(1).max().item() * self.classes / (self.classes - 1))
 
     def interval(self, *, least: float = -math.inf, heavy: bool = False) -> Interval | None:
-        """Interval of 95 % with Student's t for the figure's expectation; None with fewer than 2 classes.
-
-        Args:
-            least: what the figure cannot be below, such as 0 for a distance; the interval is cut there.
-            heavy: whether tails are heavy, so that few classes make the standard error: the degrees of freedom are then
-                the number of classes that would make it with equal moves (Kish 1965).
-        """
+        """Interval of 95 % with Student's t for the figure's expectation; None with fewer than 2 classes."""
         error = self.standard_error()
         if error is None:
             return None
@@ -105,19 +82,12 @@ class Estimate:
 
 
 def left_out(without: Tensor) -> Tensor:
-    """Return what each class moves a figure `[..., g]`, by the figure without it (jackknife)."""
     classes = without.shape[-1]
     return (without.mean(-1, keepdim=True) - without) * ((classes - 1) / classes)
 
 
 def verdict(interval: Interval | None, classes: int, *, lower_is_better: bool = True) -> str:
-    """Say what the interval of a difference to the baseline shows.
-
-    Args:
-        interval: of the difference.
-        classes: `even_classes` of the images behind it; fewer than `FEWEST_CLASSES` show nothing.
-        lower_is_better: which way is better.
-    """
+    """Say what the interval of a difference to the baseline shows."""
     if classes < FEWEST_CLASSES:
         return TOO_FEW
     if interval is None or interval[0] <= 0 <= interval[1]:
@@ -126,11 +96,7 @@ def verdict(interval: Interval | None, classes: int, *, lower_is_better: bool = 
 
 
 def even_classes(groups: Groups) -> int:
-    """Number of classes of one size that tell as much as these (Kish 1965): with one large class hardly more than one.
-
-    Args:
-        groups: the class of each image.
-    """
+    """Number of classes of one size that tell as much (Kish 1965): with one large class hardly more than one."""
     sizes = torch.unique(torch.as_tensor(groups, device="cpu"), return_counts=True)[1].double()
     return round(float(sizes.sum() ** 2 / sizes.square().sum()))
 
@@ -159,11 +125,6 @@ def share_interval(shares: Tensor, groups: Groups, parts: int = 1) -> Interval |
     Wilson's interval, with as many trials as would give the standard error over classes (Kish 1965), and with Student's
     quantile, since that error is known from so many classes only. Where the classes do not differ, each of them is one
     trial. None with fewer than 2 classes.
-
-    Args:
-        shares: `[n]` numbers from 0 to 1, one per image.
-        groups: the class of each image.
-        parts: judgements that a share is the mean of; there cannot be more trials than that times n.
     """
     figure = Estimate.mean(shares, groups)
     classes = figure.classes
@@ -175,13 +136,7 @@ def share_interval(shares: Tensor, groups: Groups, parts: int = 1) -> Interval |
 
 
 def wilson_interval(successes: float, trials: float, quantile: float | None = None) -> Interval:
-    """Interval for a share (Wilson 1927).
-
-    Args:
-        successes: how many of the trials.
-        trials: their number, which need not be whole.
-        quantile: how many standard errors it reaches; None for those of a normal interval of 95 %.
-    """
+    """Interval for a share (Wilson 1927)."""
     z = NormalDist().inv_cdf(0.975) if quantile is None else quantile
     share, weight = successes / trials, z * z / trials
     centre = (share + weight / 2) / (1 + weight)

@@ -22,12 +22,10 @@ Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
 
 
 def polynomial(rows: Tensor, others: Tensor) -> Tensor:
-    """Return (x . y / d + 1)^3 of each pair, KID's kernel."""
     return (rows @ others.T).div_(rows.shape[1]).add_(1).pow_(3)
 
 
 def gaussian(rows: Tensor, others: Tensor) -> Tensor:
-    """Return exp(-|x - y|^2 / (2 * 10^2)) of each pair, CMMD's kernel (Jayasumana et al. 2024)."""
     squares = rows.square().sum(1)[:, None] + others.square().sum(1) - 2 * rows @ others.T
     return squares.clamp_(min=0).mul_(-0.5 / WIDTH**2).exp_()
 
@@ -46,16 +44,6 @@ def kernel_distance(
     mean over blocks of the full U-statistic, weighted by their sizes. So every image counts, equally, in value and in
     interval, and time grows linearly with n. The usual figure is the mean over random subsets instead, which differs
     from this one by its chance.
-
-    Args:
-        features: `[n, d]`, in memory or memory-mapped.
-        reference: `[m, d]`.
-        groups: the class of each image, n of them.
-        within: the reference's part, from `kernel_within(reference)`, to compute it once for many methods.
-        kernel: of two images.
-
-    Raises:
-        ElfattError: there are fewer than 2 images.
     """
     if len(features) < 2 or len(reference) < 2:
         fewest = min(len(features), len(reference))

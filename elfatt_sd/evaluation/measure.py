@@ -30,11 +30,7 @@ Report = Callable[[str], None]
 def timed_call(
     pipe: Any, protocol: Protocol, cell: Cell, prompts: Sequence[str], seeds: Sequence[int]
 ) -> dict[str, float]:
-    """Run a row once, from the prompts to uint8 images in main memory.
-
-    Returns:
-        Seconds per image of each scope: `end_to_end` and `unet`.
-    """
+    """Run a row once, from the prompts to uint8 images in main memory."""
     device = denoiser(pipe).device
     with row_patch(pipe, cell, seeds[0]), CallTimer(step_denoisers(pipe).values(), device) as calls:
         gc.collect()
@@ -44,20 +40,7 @@ def timed_call(
 
 
 def measure_time(run: Run, report: Report = print) -> dict[str, Any]:
-    """Time all rows and write `time.json` as a whole; nothing is taken over from an earlier attempt.
-
-    Args:
-        run: its protocol's `time` says how.
-        report: gets a line for each row of each round.
-
-    Returns:
-        What was written: for each row and scope all values, their median and spread, and the speed-up, and which
-        kernels its layers attend with; `errors` says which rows could not be timed for another reason than memory, and
-        may be later.
-
-    Raises:
-        ElfattError: the pipeline cannot be loaded, or would not make the run's images.
-    """
+    """Time all rows and write `time.json` as a whole; nothing is taken over from an earlier attempt."""
     protocol, settings = run.protocol, run.protocol.time or Time()
     pipe = load_protocol_pipeline(protocol)
     environment = image_environment(protocol, pipe)
@@ -120,7 +103,6 @@ class _Timing:
             self.errors[turn.name] = self.failed[turn.name] = reason("time not measured", error)
 
     def row(self, cell: Cell) -> dict[str, Any]:
-        """Return what is written of a row."""
         if cell.name in self.failed:
             return {"failed": self.failed[cell.name]}
         baseline = self.protocol.baseline.name
@@ -138,20 +120,13 @@ def reason(what: str, error: Exception) -> str:
 
 
 def few_repeats(repeats: int) -> str | None:
-    """Return a warning for too few rounds, or None."""
     return f"only {repeats} repeats; take {FEW_REPEATS} or more" if repeats < FEW_REPEATS else None
 
 
 def summarize_time(
     own: Sequence[Mapping[str, float]], baseline: Sequence[Mapping[str, float]], scopes: Sequence[str]
 ) -> dict[str, Any]:
-    """Return median, spread and all values of each scope, and the speed-up round by round.
-
-    Args:
-        own: seconds per image by scope, of each round.
-        baseline: the same of the untouched pipeline; empty where it failed.
-        scopes: which to give.
-    """
+    """Return median, spread and all values of each scope, and the speed-up round by round."""
     return {scope: _scope(*([seconds[scope] for seconds in each] for each in (own, baseline))) for scope in scopes}
 
 
@@ -167,7 +142,6 @@ def _scope(values: Sequence[float], untouched: Sequence[float]) -> dict[str, Any
 
 
 def cycled_prompts(protocol: Protocol, count: int) -> list[str]:
-    """Return as many prompts of a run as are asked for, from the start again where it has fewer."""
     prompts = run_prompts(protocol)
     return [prompts[index % len(prompts)].text for index in range(count)]
 

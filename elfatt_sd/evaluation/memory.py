@@ -44,17 +44,6 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
     Rows whose programs are the same (the untouched pipeline and the null row) share one measurement. Out of
     memory is reported as a result, and so is a system that does not tell. Rows that failed otherwise, or were measured
     in another environment, are measured again.
-
-    Args:
-        run: its protocol's `memory` says how.
-        report: gets a line for each process.
-
-    Returns:
-        What was written: for each row the slope in GiB per image, intercept, fit error, peaks and stages; `errors`
-        says which rows could not be measured for another reason than memory, and may be later.
-
-    Raises:
-        ElfattError: the pipeline cannot be loaded, or would not make the run's images.
     """
     protocol, settings = run.protocol, run.protocol.memory or Memory()
     environment, unmeasured = _present_environment(protocol)
@@ -90,16 +79,11 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
 
 
 def program_of(cell: Cell) -> str:
-    """Return a hash of what a row runs; rows of one program take the same memory."""
     return sha256_of_data([cell.config().to_dict(), cell.peer, cell.options])
 
 
 def _present_environment(protocol: Protocol) -> tuple[dict[str, Any], str]:
-    """Load the pipeline to see what it is, and leave the device empty for the processes that measure.
-
-    Returns:
-        The environment, and why memory cannot be measured in it; empty where it can.
-    """
+    """Load the pipeline to see what it is, and leave the device empty for the processes that measure."""
     pipe = load_protocol_pipeline(protocol)
     device: torch.device = denoiser(pipe).device
     environment = image_environment(protocol, pipe)
@@ -129,18 +113,7 @@ def _measure_row(protocol: Protocol, cell: Cell, batches: Sequence[int], report:
 def summarize_memory(
     batches: Sequence[int], results: Sequence[Mapping[str, Any]], note: str | None = None
 ) -> dict[str, Any]:
-    """Fit a line to the peaks of several batch sizes, over all and for each stage.
-
-    Args:
-        batches: batch sizes.
-        results: what the process of each gave: `kind`, and `peaks` by kind and stage in GiB.
-        note: why there are no other batches, or None.
-
-    Returns:
-        `gib_per_image` (the slope), `interval` (of the slope, 95 %), `intercept_gib`, `fit_error_gib` (root mean square
-        of the residuals), `batches`, `peaks_gib`, `kind`, `stages` with the same of each stage, and `reserved` on CUDA.
-        With fewer than two batches there is no slope, with fewer than three no interval.
-    """
+    """Fit a line to the peaks of several batch sizes, over all and for each stage."""
     summary: dict[str, Any] = {"batches": list(batches), "note": note, "failed": None if results else note}
     if not results:
         return summary
@@ -176,13 +149,6 @@ def _line(batches: Sequence[int], peaks: Sequence[float]) -> dict[str, Any]:
 
 
 def _slope_interval(batches: Sequence[int], slope: float, error: float) -> list[float] | None:
-    """Return the 95 % interval of a line's slope; two points leave no error to judge it by.
-
-    Args:
-        batches: where the line was measured.
-        slope: of the line.
-        error: root mean square of its residuals.
-    """
     count, middle = len(batches), statistics.fmean(batches)
     if count < 3:
         return None
@@ -192,15 +158,7 @@ def _slope_interval(batches: Sequence[int], slope: float, error: float) -> list[
 
 
 def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
-    """Measure one batch size in a fresh process.
-
-    Returns:
-        What `measure_peaks` gave there, or `failed` where memory ran out.
-
-    Raises:
-        ElfattError: what was raised there, or the package was changed since this process began.
-        RunFailure: the process ended in another way.
-    """
+    """Measure one batch size in a fresh process."""
     order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch, "code": code_hashes()})
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -221,20 +179,13 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
 
 
 def _single_process(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what a launcher of several processes has put there."""
     launched = re.compile(r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|GROUP_.*)")
     return {name: value for name, value in environment.items() if not launched.fullmatch(name)}
 
 
 @torch.no_grad()
 def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
-    """Run a row once in this process and read the peak of each stage.
-
-    Returns:
-        `kind`, and `peaks` by stage in GiB, and `reserved` likewise on CUDA. Where the system does not let the peak
-        start again, it is that of the process, under `all`, and `loading` is what it was before the row ran: a peak
-        that is not higher is that of loading the model.
-    """
+    """Run a row once in this process and read the peak of each stage."""
     pipe = load_protocol_pipeline(protocol)
     short = dataclasses.replace(protocol, steps=(protocol.memory or Memory()).steps or protocol.steps)
     stages = _Stages(PeakMeter(denoiser(pipe).device))

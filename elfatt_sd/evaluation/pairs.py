@@ -34,13 +34,6 @@ def pair_changes(
 
     The PSNR is infinite where an image equals the baseline's in every pixel, and only there. That of a clip is over
     all its frames at once; its SSIM is the mean over frames.
-
-    Args:
-        images: a row's images.
-        baseline: the untouched pipeline's.
-        cache: folder for what was computed.
-        device: where to compute, in float64; the CPU where it has none.
-        progress: called with what is looked at, the number of images compared, and their total.
     """
     path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
     known = read_array(path, 2, dtype="float64")
@@ -54,7 +47,6 @@ def pair_changes(
 
 
 def _is_possible(known: np.ndarray[Any, Any]) -> bool:
-    """Tell whether PSNR and SSIM `[n, 2]` can be those of 8-bit images; NaN cannot."""
     decibels, similarities = known.T
     return bool((decibels >= 0).all() and (np.abs(similarities) <= 1 + _ROUNDING).all())
 
@@ -101,10 +93,7 @@ def cosines(images: Images, cosine: Tensor, extractor: str) -> dict[str, Any]:
 
 
 def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:
-    """The mean of one number per image with its 95 % interval, median, quartiles and lowest; None without images.
-
-    No interval leaves the numbers' own bounds.
-    """
+    """The mean of one number per image with its 95 % interval, median, quartiles and lowest; None without images."""
     if not len(values):
         return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
     mean = Estimate.mean(values, classes)

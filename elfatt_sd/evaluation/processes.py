@@ -16,7 +16,6 @@ Value = TypeVar("Value")
 
 
 def process_state(device: str = "auto") -> Any:
-    """Return accelerate's view of the processes of this run; one, unless `accelerate launch` started several."""
     from accelerate import PartialState
 
     from elfatt_sd.pipelines import pick_device
@@ -37,12 +36,10 @@ def scoring_device(device: str) -> str:
 
 
 def is_first() -> bool:
-    """Tell whether this is the first process of a launch, or the only one."""
     return bool(process_state().is_main_process)
 
 
 def among_others() -> bool:
-    """Tell whether there are other processes that this one has not left."""
     import torch
 
     return torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -58,7 +55,6 @@ def leave_processes() -> None:
 
 
 def gathered(value: Value) -> list[Value]:
-    """Return the value that each process of the launch gives, in their order; all processes must call this."""
     if not among_others():
         return [value]
     from accelerate.utils import gather_object
@@ -68,11 +64,7 @@ def gathered(value: Value) -> list[Value]:
 
 
 def together(action: Callable[[], Value]) -> Value:
-    """Do something in every process; where it fails in one, it fails in all. All processes must call this.
-
-    Raises:
-        ElfattError: it failed in another process, whose reason is given; a process's own error passes as it is.
-    """
+    """Do something in every process; where it fails in one, it fails in all. All processes must call this."""
     try:
         value = action()
     except Exception as error:
@@ -85,16 +77,7 @@ def together(action: Callable[[], Value]) -> Value:
 
 
 def check_shared(folder: Path, what: str, remedy: str) -> None:
-    """Refuse to go on where the processes of a launch do not all see the same folder; all of them must call this.
-
-    Args:
-        folder: which one; it is made if it is not there.
-        what: it is, for the message.
-        remedy: what to do about it.
-
-    Raises:
-        ElfattError: in every process, naming one that looks elsewhere; or the first cannot write there.
-    """
+    """Refuse to go on where the processes of a launch do not all see the same folder; all of them must call this."""
     if not among_others():
         return
     marker = folder / by_first(lambda: _new_marker(folder, what, remedy))
@@ -112,10 +95,7 @@ def check_shared(folder: Path, what: str, remedy: str) -> None:
 
 
 def _new_marker(folder: Path, what: str, remedy: str) -> str:
-    """Write a file of a name that no file system can have noted as absent, and return the name.
-
-    It ends as half-written files do, so that one that a killed process left is no more than such a file.
-    """
+    """Write a file of a name that no file system can have noted as absent, and return the name."""
     name = f".seen-{secrets.token_hex(8)}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,19 +22,14 @@ _SHOWN = 40  # characters of a value that a message repeats
 
 @dataclass(frozen=True)
 class PromptFile:
-    """Where a protocol's prompts are.
+    """Where a protocol's prompts are."""
 
-    Attributes:
-        file: `.csv` or `.tsv` with a header; any other file with one prompt a line; or the name of a list in the
-            package.
-        column: that holds the prompts of a table; empty takes `prompt`, `prompts`, `caption` or `text`.
-        cluster: column that says which prompts belong together. Intervals are over clusters: images of one cluster
-            may depend on each other. Empty makes each different prompt a cluster of its own; capitals, spaces and
-            forms of one character make no difference.
-    """
-
+    # `.csv` or `.tsv` with a header; any other file with one prompt a line; or the name of a list in the package
     file: str
-    column: str = ""
+    column: str = ""  # that holds the prompts of a table; empty takes `prompt`, `prompts`, `caption` or `text`
+    # column that says which prompts belong together. Intervals are over clusters: images of one cluster may depend on
+    # each other. Empty makes each different prompt a cluster of its own; capitals, spaces and forms of one character
+    # make no difference.
     cluster: str = ""
 
     @property
@@ -52,11 +47,7 @@ class FilePrompt:
 
 
 def read_prompts(source: PromptFile) -> list[FilePrompt]:
-    """Read all prompts of a file, in its order; blank lines are left out.
-
-    Raises:
-        ElfattError: the file is missing, is not UTF-8, is empty or lacks a column, or a line has no prompt or cluster.
-    """
+    """Read all prompts of a file, in its order; blank lines are left out."""
     path = source.path
     text = _content(path, source.file)
     pairs = list(_pairs(path, text, source))
@@ -77,7 +68,6 @@ def _content(path: Path, given: str) -> str:
 
 
 def _pairs(path: Path, text: str, source: PromptFile) -> Iterator[tuple[str, str]]:
-    """Yield prompt and cluster of each line."""
     kind = path.suffix.lower()
     if kind in _DELIMITERS:
         rows = table_rows(path, text, _DELIMITERS[kind])
@@ -95,16 +85,11 @@ def _pairs(path: Path, text: str, source: PromptFile) -> Iterator[tuple[str, str
 
 
 def _likeness(prompt: str) -> str:
-    """Return what prompts have in common that a model hardly tells apart."""
     return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
 
 
 def table_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place and the fields of each row of a table with a header.
-
-    Raises:
-        ElfattError: two columns have one name, a row has too many fields, or a quote is not closed.
-    """
+    """Yield the place and the fields of each row of a table with a header."""
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         columns = reader.fieldnames or []

@@ -53,11 +53,7 @@ class Prompt:
 
 
 def imagenet_labels() -> list[Label]:
-    """Return the 1000 classes of ImageNet-1K in index order, with distinct names.
-
-    Raises:
-        ElfattError: the file in the package was changed.
-    """
+    """Return the 1000 classes of ImageNet-1K in index order, with distinct names."""
     content = IMAGENET_FILE.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     if digest != IMAGENET_SHA256:
@@ -68,18 +64,13 @@ def imagenet_labels() -> list[Label]:
 
 
 def toy_labels() -> list[Label]:
-    """Return the toy pipeline's classes; their names are whole prompts."""
     from elfatt_sd.toy.renderer import CLASS_PROMPTS
 
     return [Label(index, "", name) for index, name in enumerate(CLASS_PROMPTS)]
 
 
 def read_labels(path: Path) -> list[Label]:
-    """Read labels from a text file (one per line) or a `.csv` with a column `name` (or `label`), optionally `wnid`.
-
-    Raises:
-        ElfattError: the file is missing, not UTF-8, empty, damaged, lacks the column, or names a label twice.
-    """
+    """Read labels from a text file (one per line) or a `.csv` with a column `name` (or `label`), optionally `wnid`."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -109,14 +100,7 @@ def _csv_pairs(path: Path, text: str) -> list[tuple[str, str]]:
 
 
 def load_labels(name: str) -> list[Label]:
-    """Return a named list (`imagenet1k`, `toy`), or read a file.
-
-    Args:
-        name: `imagenet1k`, `toy`, or the path of a file for `read_labels`.
-
-    Raises:
-        ElfattError: neither a known list nor a file.
-    """
+    """Return a named list (`imagenet1k`, `toy`), or read a file."""
     if name == "imagenet1k":
         return imagenet_labels()
     if name == "toy":
@@ -128,16 +112,7 @@ def load_labels(name: str) -> list[Label]:
 
 
 def build_prompts(labels: Sequence[Label], template: str, images_per_class: int) -> list[Prompt]:
-    """Make the prompts of a run, class after class.
-
-    Args:
-        labels: the classes.
-        template: text with `{label}`, and optionally `{wnid}`, `{index}` or `{article}` ("a" or "an").
-        images_per_class: prompts for each class, equal but for their index.
-
-    Raises:
-        ElfattError: there are no labels, the number is below 1, or the template has an unknown field or none.
-    """
+    """Make the prompts of a run, class after class."""
     if not labels:
         raise ElfattError("labels is empty; give at least one.")
     if images_per_class < 1:
@@ -178,11 +153,7 @@ def _article(name: str) -> str:
 
 
 def run_prompts(protocol: Protocol) -> list[Prompt]:
-    """Return the prompts of each row's images, in the order of their indices.
-
-    Raises:
-        ElfattError: labels or prompts cannot be read, or a null row would have seeds of another row.
-    """
+    """Return the prompts of each row's images, in the order of their indices."""
     prompts = spread(_all_prompts(protocol), protocol.limit)
     offsets = sorted([0, *(cell.seed_offset for cell in protocol.cells if cell.role == "null")])
     for first, second in itertools.pairwise(offsets):
@@ -202,16 +173,7 @@ def _all_prompts(protocol: Protocol) -> list[Prompt]:
 
 
 def prompts_of_file(source: PromptFile, count: int, images_each: int) -> list[Prompt]:
-    """Make the prompts of a run from a file's.
-
-    Args:
-        source: the file.
-        count: prompts of the file to take, spread evenly; 0 takes all.
-        images_each: prompts of the run for each of them, equal but for their index.
-
-    Raises:
-        ElfattError: as `read_prompts`.
-    """
+    """Make the prompts of a run from a file's."""
     chosen = spread(read_prompts(source), count)
     _check_count(len(chosen), images_each)
     repeated = [each for each in chosen for _ in range(images_each)]

@@ -24,16 +24,7 @@ _FOLDERS = (Path("eval"), Path(__file__).parents[2] / "eval", Path(__file__).par
 
 
 def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit: int | None = None) -> Protocol:
-    """Read a protocol and change some of its values.
-
-    Args:
-        path_or_name: a TOML file, or the name of one under `eval/`.
-        limit: a quick look: so many images a row, and as little of time and memory; overrides go before it.
-        overrides: `key=value` or `table.key=value`, the value as TOML writes it; what is not TOML is text.
-
-    Raises:
-        ElfattError: no such file, not TOML, a key that is not known, or a value that is not accepted.
-    """
+    """Read a protocol and change some of its values."""
     path = _find(path_or_name)
     data = _read(path)
     if limit is not None:
@@ -66,11 +57,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_plain(data: Any, place: str = "") -> None:
-    """Refuse what JSON cannot hold: dates, numbers that are not finite, and text that is not UTF-8.
-
-    Raises:
-        ElfattError: it names the first such value.
-    """
+    """Refuse what JSON cannot hold: dates, numbers that are not finite, and text that is not UTF-8."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             _check_plain(key, place)
@@ -100,7 +87,6 @@ def _find(path_or_name: str | Path) -> Path:
 
 
 def _published(name: str) -> dict[str, Any]:
-    """Return the printed figures that another protocol carries."""
     table = _read(_find(name)).get("published")
     if not isinstance(table, dict):
         raise refused(f"published={name!r}", "a table with source and rows, or the name of a protocol that has one")
@@ -176,11 +162,7 @@ def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_saved(cell: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Put a saved configuration in the place of a cell's `config`, the file's name; what the cell says itself counts.
-
-    Raises:
-        ElfattError: the file is none, or changes what `phases` or `per_layer` of the cell say.
-    """
+    """Put a saved configuration in the place of a cell's `config`, the file's name; what the cell says itself counts."""
     if "config" not in cell:
         return dict(cell)
     given = {key: value for key, value in cell.items() if key != "config"}
@@ -194,11 +176,6 @@ def _with_saved(cell: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _choices(values: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return every combination of the values, of which those that are lists give one each.
-
-    Raises:
-        ElfattError: a list is empty.
-    """
     empty = [key for key, value in values.items() if value == []]
     if empty:
         raise refused(f"{empty[0]}=[] of {where}", "a value, or a list of at least one")
@@ -207,7 +184,6 @@ def _choices(values: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _expand_phases(phases: Any, number: int) -> list[dict[str, Any]]:
-    """Return the rows that the lists of values inside a cell's phases make: `phases` and `swept` of each."""
     if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
         return [{}]  # none; or what `Cell` will refuse
     lists = {(place, key): value for place, phase in enumerate(phases) for key, value in phase.items()}

@@ -45,37 +45,27 @@ NAME = "letters, digits and . _ - + =, and no name that a system keeps for itsel
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table: a method with its settings.
+    """One row of the table: a method with its settings."""
 
-    Attributes:
-        name: folder of the row's images.
-        label: name in the table.
-        method: one of `METHODS`, or `custom` where `phases` are given.
-        role: `baseline` (the untouched pipeline), `null` (the same with other seeds) or `method`.
-        settings: settings of the method, as `PatchConfig.with_settings` takes them.
-        phases: phases of a custom method, as `Phase` takes them.
-        per_layer: layers with phases of their own, as `PatchConfig.from_dict` takes them.
-        swept: the values, by a name for tables, that this row took where a phase lists several; they stand in `phases`.
-        peer: another package's accelerator, as `elfatt_sd.peers` names it. One that a patch can join is on together
-            with the method; the others take the patch's place.
-        peer_settings: of the peer; tomesd's may stand in `settings`.
-        seed_offset: of the null row, added to the seed of every image; at least the number of images.
-    """
-
-    name: str
-    label: str
-    method: str
+    name: str  # folder of the row's images
+    label: str  # name in the table
+    method: str  # one of `METHODS`, or `custom` where `phases` are given
+    # `baseline` (the untouched pipeline), `null` (the same with other seeds) or `method`
     role: Literal["baseline", "null", "method"] = "method"
+    # settings of the method, as `PatchConfig.with_settings` takes them
     settings: Mapping[str, Any] = field(default_factory=dict)
-    phases: tuple[Mapping[str, Any], ...] = ()
+    phases: tuple[Mapping[str, Any], ...] = ()  # phases of a custom method, as `Phase` takes them
+    # layers with phases of their own, as `PatchConfig.from_dict` takes them
     per_layer: tuple[Mapping[str, Any], ...] = ()
+    # the values, by a name for tables, that this row took where a phase lists several; they stand in `phases`
     swept: Mapping[str, Any] = field(default_factory=dict)
+    # another package's accelerator, as `elfatt_sd.peers` names it. One that a patch can join is on together with the
+    # method; the others take the patch's place.
     peer: str = ""
-    peer_settings: Mapping[str, Any] = field(default_factory=dict)
-    seed_offset: int = 0
+    peer_settings: Mapping[str, Any] = field(default_factory=dict)  # of the peer; tomesd's may stand in `settings`
+    seed_offset: int = 0  # of the null row, added to the seed of every image; at least the number of images
 
     def __post_init__(self) -> None:
-        """Check what no type says, the method's configuration included."""
         if not is_plain_name(self.name):
             raise refused(f"cell name {self.name!r}", NAME)
         if (self.role == "null") != (self.seed_offset > 0) or self.seed_offset < 0:
@@ -107,7 +97,6 @@ class Cell:
 
     @property
     def patched(self) -> bool:
-        """Whether a patch of this package is on."""
         return self.config().active and (not self.peer or PEERS[self.peer].joins)
 
     @property
@@ -116,7 +105,6 @@ class Cell:
         return {**self.settings, **self.peer_settings, **self.swept}
 
     def config(self) -> PatchConfig:
-        """Return the patch of this row; a peer's row gets what the package has in its place."""
         if not self.phases and not self.per_layer:
             return PatchConfig.preset(known_method(self.method), **self.settings)
         data = {"method": self.method, "phases": self.phases, "per_layer": self.per_layer}
@@ -125,137 +113,85 @@ class Cell:
 
 @dataclass(frozen=True)
 class Reference:
-    """The images that the generated ones are compared with.
+    """The images that the generated ones are compared with."""
 
-    Attributes:
-        source: folder, tar, zip, shards, parquet, `.npz` of statistics, or `toy` (renders).
-        count: number of images that there must be.
-        allow_count: accept another number, which the metric's name then says.
-        size: side of the square that they are resized to; 0 leaves them as they are.
-        resize: how the square comes about: `crop`, `stretch` or `none`.
-        filter: Pillow's resampling filter.
-        per_class: take only the first so many of each class; 0 takes all.
-    """
-
-    source: str = ""
-    count: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 50_000
-    allow_count: bool = False
-    size: Maybe = 0
-    resize: str = "none"
-    filter: str = "bicubic"
-    per_class: Maybe = 0
+    source: str = ""  # folder, tar, zip, shards, parquet, `.npz` of statistics, or `toy` (renders)
+    count: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 50_000  # number of images that there must be
+    allow_count: bool = False  # accept another number, which the metric's name then says
+    size: Maybe = 0  # side of the square that they are resized to; 0 leaves them as they are
+    resize: str = "none"  # how the square comes about: `crop`, `stretch` or `none`
+    filter: str = "bicubic"  # Pillow's resampling filter
+    per_class: Maybe = 0  # take only the first so many of each class; 0 takes all
 
 
 @dataclass(frozen=True)
 class Time:
-    """How time is measured.
+    """How time is measured."""
 
-    Attributes:
-        repeats: rounds over all rows; the results name fewer than `FEW_REPEATS`. A file may say 0 to measure none.
-        warmup: untimed calls of every row before the first round, of a few steps each.
-        batch: images per call; 0 takes the protocol's batch.
-        scopes: `end_to_end` (prompt to uint8, no disk) and `unet` (the sum of the UNet's calls).
-    """
-
+    # rounds over all rows; the results name fewer than `FEW_REPEATS`. A file may say 0 to measure none.
     repeats: Count = 5
-    warmup: Maybe = 1
-    batch: Maybe = 0
+    warmup: Maybe = 1  # untimed calls of every row before the first round, of a few steps each
+    batch: Maybe = 0  # images per call; 0 takes the protocol's batch
+    # `end_to_end` (prompt to uint8, no disk) and `unet` (the sum of the UNet's calls)
     scopes: Annotated[tuple[Scope, ...], Meta(min_length=1)] = SCOPES
 
 
 @dataclass(frozen=True)
 class Memory:
-    """How memory is measured: one fresh process for every row and batch size.
+    """How memory is measured: one fresh process for every row and batch size."""
 
-    Attributes:
-        batches: batch sizes, the points of the regression. A file may say [] to measure none.
-        steps: denoising steps of each call; 0 takes the protocol's.
-    """
-
+    # batch sizes, the points of the regression. A file may say [] to measure none.
     batches: tuple[Count, ...] = (1, 2, 4)
-    steps: Maybe = 0
+    steps: Maybe = 0  # denoising steps of each call; 0 takes the protocol's
 
     def __post_init__(self) -> None:
-        """Check that there are two points for a line."""
         if len(set(self.batches)) < 2:
             raise refused(f"memory.batches={list(self.batches)!r}", "two or more different batch sizes, for the slope")
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """All that decides the numbers of a run.
+    """All that decides the numbers of a run."""
 
-    Attributes:
-        name: the protocol's name, without which its figures mean nothing.
-        cells: the rows.
-        description: what the protocol is, in a sentence or two.
-        model: `toy`, a diffusers directory, a `.safetensors` file or a hub id.
-        variant: of the model's weights, as for `load_pipeline`; empty takes those without.
-        scheduler: `stored` (the model's own), `PLMS`, or the name of a diffusers class.
-        steps: denoising steps.
-        guidance: classifier-free guidance scale.
-        negative_prompt: what guidance leads away from, for every image; empty gives none. Qwen-Image and Flux guide
-            twice a step only with one.
-        height: of the images, in pixels.
-        width: of the images, in pixels.
-        frames: of each image; more than 1 for clips, which video pipelines make.
-        frame_rate: of clips in the report, in frames per second.
-        dtype: of the pipeline.
-        device: `auto` or a torch device.
-        batch: images per call of the pipeline.
-        labels: `imagenet1k`, `toy`, or a text file of labels.
-        template: prompt for a label, with `{label}` in it.
-        images_per_class: images for every label, or for every prompt of the file.
-        prompts: a file of prompts, in place of labels and template; None has none.
-        classes: number of labels, or prompts of the file, spread evenly over the list; 0 takes all.
-        limit: number of images of each row, spread evenly over the prompts; 0 takes all.
-        seed: image `i` has seed `seed + i`.
-        extractors: feature extractors, as `elfatt_sd.evaluation.features` names them; without any, the reference is
-            not looked at, and rows are compared with the untouched pipeline only.
-        inception_weights: file of Inception's weights, for use without a network.
-        inception_sha256: hash that this file must have; empty takes the published one.
-        metrics: further metrics.
-        reference: the images to compare with.
-        time: how time is measured; None leaves it out.
-        memory: how memory is measured; None leaves it out.
-        published: printed figures that the report compares with ours: `source`, and `rows`. A file may name another
-            protocol that has them.
-    """
-
-    name: str
-    cells: tuple[Cell, ...]
-    description: str = ""
-    model: str = "toy"
-    variant: str = ""
-    scheduler: str = "stored"
-    steps: Count = 50
-    guidance: Annotated[float, Meta(ge=0, le=1e6)] = 7.5
+    name: str  # the protocol's name, without which its figures mean nothing
+    cells: tuple[Cell, ...]  # the rows
+    description: str = ""  # what the protocol is, in a sentence or two
+    model: str = "toy"  # `toy`, a diffusers directory, a `.safetensors` file or a hub id
+    variant: str = ""  # of the model's weights, as for `load_pipeline`; empty takes those without
+    scheduler: str = "stored"  # `stored` (the model's own), `PLMS`, or the name of a diffusers class
+    steps: Count = 50  # denoising steps
+    guidance: Annotated[float, Meta(ge=0, le=1e6)] = 7.5  # classifier-free guidance scale
+    # what guidance leads away from, for every image; empty gives none. Qwen-Image and Flux guide twice a step only with
+    # one.
     negative_prompt: str = ""
-    height: Pixels = 512
-    width: Pixels = 512
-    frames: Count = 1
-    frame_rate: Annotated[float, Meta(ge=0.01, le=1000)] = 16.0
-    dtype: str = "float16"
-    device: str = "auto"
-    batch: Count = 1
-    labels: str = "imagenet1k"
-    template: str = "{label}"
-    prompts: PromptFile | None = None
-    images_per_class: Count = 1
-    classes: Maybe = 0
-    limit: Maybe = 0
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    height: Pixels = 512  # of the images, in pixels
+    width: Pixels = 512  # of the images, in pixels
+    frames: Count = 1  # of each image; more than 1 for clips, which video pipelines make
+    frame_rate: Annotated[float, Meta(ge=0.01, le=1000)] = 16.0  # of clips in the report, in frames per second
+    dtype: str = "float16"  # of the pipeline
+    device: str = "auto"  # `auto` or a torch device
+    batch: Count = 1  # images per call of the pipeline
+    labels: str = "imagenet1k"  # `imagenet1k`, `toy`, or a text file of labels
+    template: str = "{label}"  # prompt for a label, with `{label}` in it
+    prompts: PromptFile | None = None  # a file of prompts, in place of labels and template; None has none
+    images_per_class: Count = 1  # images for every label, or for every prompt of the file
+    classes: Maybe = 0  # number of labels, or prompts of the file, spread evenly over the list; 0 takes all
+    limit: Maybe = 0  # number of images of each row, spread evenly over the prompts; 0 takes all
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # image `i` has seed `seed + i`
+    # feature extractors, as `elfatt_sd.evaluation.features` names them; without any, the reference is not looked at,
+    # and rows are compared with the untouched pipeline only
     extractors: tuple[str, ...] = ("inception",)
-    inception_weights: str = ""
-    inception_sha256: str = ""
-    metrics: tuple[MetricChoice, ...] = ()
-    reference: Reference = field(default_factory=Reference)
-    time: Time | None = None
-    memory: Memory | None = None
+    inception_weights: str = ""  # file of Inception's weights, for use without a network
+    inception_sha256: str = ""  # hash that this file must have; empty takes the published one
+    metrics: tuple[MetricChoice, ...] = ()  # further metrics
+    reference: Reference = field(default_factory=Reference)  # the images to compare with
+    time: Time | None = None  # how time is measured; None leaves it out
+    memory: Memory | None = None  # how memory is measured; None leaves it out
+    # printed figures that the report compares with ours: `source`, and `rows`. A file may name another protocol that
+    # has them.
     published: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check what no type says, and that the rows fit together."""
         if not is_plain_name(self.name) or set(self.name) & set(".+="):
             raise refused(f"name={self.name!r}", "letters, digits, _ and -, and no name that a system keeps for itself")
         if "{label}" not in self.template:
@@ -280,7 +216,6 @@ class Protocol:
 
     @property
     def of_toy(self) -> bool:
-        """Whether the classes of its images are the toy's."""
         return self.labels == "toy" and self.prompts is None
 
     @property
@@ -289,18 +224,13 @@ class Protocol:
         return frozenset(cell.peer for cell in self.cells if cell.peer)
 
     def cell(self, name: str) -> Cell:
-        """Return a row by its name.
-
-        Raises:
-            ElfattError: there is none.
-        """
+        """Return a row by its name."""
         for cell in self.cells:
             if cell.name == name:
                 return cell
         raise refused(f"cell {name!r}", ", ".join(cell.name for cell in self.cells))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, with the resolved configuration of every row."""
         data = _plain(dataclasses.asdict(self))
         for cell, row in zip(self.cells, data["cells"], strict=True):
             row["config"] = _plain(cell.config().to_dict())
@@ -308,11 +238,7 @@ class Protocol:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Protocol:
-        """Build a protocol from what `to_dict` gave.
-
-        Raises:
-            ElfattError: a key is unknown, or a value is not accepted.
-        """
+        """Build a protocol from what `to_dict` gave."""
         rows = data.get("cells")
         cells = [_without_config(row) for row in rows] if isinstance(rows, list | tuple) else rows
         return checked({**data, "cells": cells}, cls)
@@ -328,7 +254,6 @@ def _without_config(row: Any) -> Any:
 
 
 def decisive(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a protocol's data decides its numbers."""
     kept = {key: value for key, value in data.items() if key not in _REPORT_ONLY and (key, value) not in _UNGIVEN}
     for table, lenient in _LENIENT.items():
         values = kept.get(table)
@@ -348,11 +273,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def check_packages(protocol: Protocol) -> None:
-    """Check that the packages are installed which all stages of a run need together.
-
-    Raises:
-        ElfattError: one of them is not.
-    """
+    """Check that the packages are installed which all stages of a run need together."""
     need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers))
 
 

@@ -65,16 +65,7 @@ _IMAGE_CODE = (
 
 
 def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
-    """Return, as plain data, all that decides a run's images besides its protocol.
-
-    Args:
-        protocol: of the run.
-        pipe: its pipeline, not patched.
-
-    Returns:
-        What `describe_machine` and `code_hashes` say, and the hashes of the weights, of the prompts with their clusters
-        and tokens, and of the file that they are from.
-    """
+    """Return, as plain data, all that decides a run's images besides its protocol."""
     items = run_prompts(protocol)
     prompts = [[item.text, item.class_index] for item in items]
     file = protocol.prompts.path if protocol.prompts else None
@@ -108,12 +99,10 @@ def code_hashes() -> dict[str, str]:
 
 
 def _kernel_sources() -> list[str]:
-    """Return the code of kernels, which can be imported only where Triton is."""
     return [path.read_text(encoding="utf-8") for path in visible(Path(kernels.__file__).parent.glob("*.py"))]
 
 
 def _tokens(pipe: Any, texts: Sequence[str]) -> list[Any]:
-    """Return what a pipeline's tokenizers make of some texts: all of their files that counts."""
     tokenizers = [part for name, part in sorted(pipe.components.items()) if name.startswith("tokenizer")]
     found = []
     for part in tokenizers:
@@ -139,6 +128,5 @@ def weights_sha256(pipe: Any) -> str:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """Return a part's settings, without where it was loaded from and by which version."""
     data = config.to_dict() if hasattr(config, "to_dict") else config
     return {key: value for key, value in data.items() if not key.startswith("_")}

@@ -225,17 +225,7 @@ class ResultsRecord(Struct, frozen=True):
 
 
 def read_data(path: Path, shape: type[Any], remedy: str, identity: str | None = None) -> dict[str, Any] | None:
-    """Return the plain data of a file that holds a record, None where there is no file.
-
-    Args:
-        path: the file.
-        shape: of the record.
-        remedy: what to do where it is damaged.
-        identity: of the run that it must be of; None takes any.
-
-    Raises:
-        ElfattError: it is damaged, or of another run; the message names the file and the field.
-    """
+    """Return the plain data of a file that holds a record, None where there is no file."""
     data = read_json(path, remedy)
     if data is not None:
         check_file(path, data, shape, remedy)
@@ -245,7 +235,6 @@ def read_data(path: Path, shape: type[Any], remedy: str, identity: str | None = 
 
 
 def is_whole(path: Path, shape: type[Any], identity: str) -> bool:
-    """Tell whether a file is there and holds a record of a run."""
     try:
         return read_data(path, shape, "", identity) is not None
     except ElfattError:

@@ -38,30 +38,21 @@ UNKNOWN_COUNT = FULL_COUNT  # only scales sums where another tool's file gives n
 
 @dataclass(frozen=True)
 class Reference:
-    """What images are compared with.
+    """What images are compared with."""
 
-    Attributes:
-        statistics: mean and covariance of the features.
-        sample: float32 features `[m, d]` of evenly spaced images, memory-mapped, for the kernel distance; None where
-            only moments are known.
-        count: number of images; None where another tool's file does not tell.
-        unreadable: name and reason of each image that could not be read.
-        identity: hash of the files and of all preprocessing.
-        metric_suffix: what distances to it carry in their name, such as " (12 reference images)"; empty for
-            `FULL_COUNT` images, and for as many renders as the protocol names.
-        description: where it comes from, as plain data for the report.
-    """
-
-    statistics: FeatureStatistics
+    statistics: FeatureStatistics  # mean and covariance of the features
+    # float32 features `[m, d]` of evenly spaced images, memory-mapped, for the kernel distance; None where only moments
+    # are known
     sample: np.ndarray[Any, Any] | None
-    count: int | None
-    unreadable: list[str]
-    identity: str
+    count: int | None  # number of images; None where another tool's file does not tell
+    unreadable: list[str]  # name and reason of each image that could not be read
+    identity: str  # hash of the files and of all preprocessing
+    # what distances to it carry in their name, such as " (12 reference images)"; empty for `FULL_COUNT` images, and for
+    # as many renders as the protocol names
     metric_suffix: str
-    description: dict[str, Any] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)  # where it comes from, as plain data for the report
 
     def __post_init__(self) -> None:
-        """Refuse images that do not differ at all: no Gaussian fits them."""
         if not self.statistics.covariance.any():
             source = self.description.get("source", "")
             raise ElfattError(f"reference {source} has one image over and over; accepted are images that differ.")
@@ -69,51 +60,34 @@ class Reference:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which reference there must be.
+    """Which reference there must be."""
 
-    Attributes:
-        source: images (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT`
-            (`toy` for `expected` ones): held-out images of the toy's renderer.
-        preprocessing: what happens before the extractor.
-        expected: the number of images that there must be.
-        allow_count: accept another number.
-        per_class: take only the first so many images of each class; 0 takes all.
-        classes: for renders, classes of the toy's list in proportion to which they are drawn; all by default.
-    """
-
+    # images (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT` (`toy` for
+    # `expected` ones): held-out images of the toy's renderer
     source: str
-    preprocessing: Preprocessing = field(default_factory=Preprocessing)
-    expected: int = FULL_COUNT
-    allow_count: bool = False
-    per_class: int = 0
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)  # what happens before the extractor
+    expected: int = FULL_COUNT  # the number of images that there must be
+    allow_count: bool = False  # accept another number
+    per_class: int = 0  # take only the first so many images of each class; 0 takes all
+    # for renders, classes of the toy's list in proportion to which they are drawn; all by default
     classes: Sequence[int] = ()
 
     @property
     def moments(self) -> bool:
-        """Whether it is a file of moments, of this or another tool."""
         return Path(self.source).suffix.lower() == ".npz"
 
     @property
     def rendered(self) -> bool:
-        """Whether its images are renders."""
         return self.source == "toy" or self.source.partition(":")[0] == "renders"
 
     def check_given(self) -> None:
-        """Refuse a reference that is not named.
-
-        Raises:
-            ElfattError: it is not.
-        """
+        """Refuse a reference that is not named."""
         if not self.source:
             accepted = "a folder, .parquet or .npz"
             raise ElfattError(f"reference.source is missing; give --reference with {accepted}.")
 
     def check(self) -> None:
-        """Check what can be checked without an extractor.
-
-        Raises:
-            ElfattError: it is missing or of another kind, or the number of images is not the expected one.
-        """
+        """Check what can be checked without an extractor."""
         self.check_given()
         if self.moments:
             _check_moments(Path(self.source))
@@ -137,16 +111,6 @@ def build_reference(
 
     A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
     work, and the first one decides; two runs that need the same reference wait for each other.
-
-    Args:
-        wanted: which one.
-        extractor: the network.
-        cache_dir: where results are kept, under a hash of files, preprocessing and extractor.
-        progress: called with what is looked at, the number of images done, and their total.
-
-    Raises:
-        ElfattError: the source is missing or of another kind, the number of images is not the expected one, or the
-            processes of a launch do not see the same cache and the same images.
     """
     if wanted.moments:
         return together(lambda: _from_moments(wanted, extractor))
@@ -165,11 +129,7 @@ def build_reference(
 
 
 def check_reference(wanted: Wanted, extractor: Extractor) -> str:
-    """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives.
-
-    Raises:
-        ElfattError: the source is missing or of another kind, or the number of images is not the expected one.
-    """
+    """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives."""
     return _from_moments(wanted, extractor).identity if wanted.moments else _pictures(wanted, extractor)[1]
 
 
@@ -183,11 +143,7 @@ def _check_moments(path: Path) -> None:
 
 
 def _check_same(source: str, identity: str) -> None:
-    """Refuse to go on where the processes of a launch would compute different references.
-
-    Raises:
-        ElfattError: in every process, naming one that differs from the first.
-    """
+    """Refuse to go on where the processes of a launch would compute different references."""
     first, *others = gathered(identity)
     for number, other in enumerate(others, 1):
         if other != first:
@@ -200,11 +156,7 @@ def _check_same(source: str, identity: str) -> None:
 
 @contextlib.contextmanager
 def _one_launch_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, in the first process; the others start when it has it.
-
-    Raises:
-        ElfattError: the folder cannot be written.
-    """
+    """Hold a lock on a folder, in the first process; the others start when it has it."""
     with contextlib.ExitStack() as held:
         by_first(lambda: held.enter_context(folder_lock(folder, wait=True)))
         yield
@@ -274,7 +226,6 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def _parts(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatistics, np.ndarray[Any, Any]] | None:
-    """Return description, statistics and sample of a cached reference; None where it is not there or damaged."""
     try:
         data = read_data(folder / "reference.json", _Record, "")
         if data is None:

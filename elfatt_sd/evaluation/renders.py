@@ -22,11 +22,6 @@ class Renders:
     BLOCK = 1 << 16
 
     def __init__(self, count: int, classes: Sequence[int]) -> None:
-        """Take the classes; image i has class `classes[i % len(classes)]`.
-
-        Raises:
-            ElfattError: a class is not in the toy's list.
-        """
         from elfatt_sd.toy import renderer
 
         classes = list(classes) or list(range(len(renderer.CLASSES)))
@@ -41,11 +36,9 @@ class Renders:
         self.fingerprint = ["renders", count, classes[:count], RENDER_SEED, source]
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self.wanted)
 
     def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
-        """Yield renders of a range."""
         from elfatt_sd.toy.renderer import render_parameters
 
         labels, geometry = self.scenes

@@ -18,11 +18,7 @@ _SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed
 
 
 def join_results(run: Run) -> dict[str, Any]:
-    """Return the rows of a run with everything that was measured so far; what was not is None.
-
-    Raises:
-        ElfattError: a file of the run is missing or damaged, or of another run.
-    """
+    """Return the rows of a run with everything that was measured so far; what was not is None."""
     record = run.record
     found = {name: _stage(run, name) for name in STAGE_FILES}
     time = found[TIME_FILE]
@@ -49,11 +45,7 @@ def join_results(run: Run) -> dict[str, Any]:
 
 
 def write_results(run: Run) -> dict[str, Any]:
-    """Write `results.json` and return its content.
-
-    Raises:
-        ElfattError: as `join_results`.
-    """
+    """Write `results.json` and return its content."""
     results = join_results(run)
     write_json(run.folder / RESULTS_FILE, results)
     return results
@@ -64,15 +56,11 @@ def without_intervals_of_few(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[
 
     Those are the intervals of every difference and of every figure but an accuracy, which knows how few classes there
     are, and the value of a difference that is extrapolated to infinitely many images. `scores.json` keeps all of them.
-
-    Args:
-        rows: of one run, all of the same prompts.
     """
     return [_without_intervals(row) for row in rows] if any(map(_is_of_few, rows)) else list(rows)
 
 
 def _is_of_few(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row's classes are too few, by their number or by a verdict, which counts uneven ones as fewer."""
     classes = row.get("classes")
     few = isinstance(classes, int) and 0 < classes < FEWEST_CLASSES
     return few or any(TOO_FEW in _verdicts(row.get(part)) for part in _OVER_CLASSES)
@@ -104,24 +92,18 @@ def _bare(data: Any) -> Any:
 
 
 def unreadable_references(references: object) -> list[str]:
-    """Return name and reason of the reference images that could not be read, from what `scores.json` holds."""
     parts = references.values() if isinstance(references, Mapping) else ()
     found = [part.get("unreadable") for part in parts if isinstance(part, Mapping)]
     return list(dict.fromkeys(str(name) for names in found if isinstance(names, list) for name in names))
 
 
 def left_out_of_references(references: object) -> list[str]:
-    """Return what the references say of files that are not images, from what `scores.json` holds."""
     parts = references.values() if isinstance(references, Mapping) else ()
     found = [part.get("left_out") for part in parts if isinstance(part, Mapping)]
     return list(dict.fromkeys(str(words) for words in found if words))
 
 
 def _stage(run: Run, name: str) -> dict[str, Any]:
-    """Return what a stage wrote; nothing where it has not run yet.
-
-    The identity is the recorded one: a later version, with more settings, would compute another.
-    """
     remedy = "delete the file, and give the `eval run` command again"
     return read_data(run.folder / name, STAGE_FILES[name], remedy, run.record.identity) or {}
 

@@ -21,17 +21,6 @@ def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None] | Non
 
     Weights, prompts, code, versions and device must be those of this run, whose `run.json` is there, as far as they
     count for the row: rows of the untouched pipeline stay when a method's code changes.
-
-    Args:
-        run: the caller holds its lock.
-        others: the other runs.
-        tell: gets a line for each row that is taken over, and one for each that would be but for what it was made with.
-
-    Returns:
-        Where each row that was taken over comes from.
-
-    Raises:
-        ElfattError: an image there is not what it was.
     """
     taken: dict[str, Path] = {}
     for other in others:
@@ -53,7 +42,6 @@ def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None] | Non
 
 
 def _made(protocol: Protocol, cell: Cell) -> str:
-    """Return all that decides a row's images besides the environment, as text."""
     config: dict[str, Any] = cell.config().to_dict()
     del config["method"]  # a name
     return repr([[getattr(protocol, name) for name in _DECISIVE], config, cell.peer, cell.options, cell.seed_offset])

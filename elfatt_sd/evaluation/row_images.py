@@ -21,36 +21,18 @@ from elfatt_sd.files import read_plain, sha256_of_data
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a row.
+    """The images of a row."""
 
-    Attributes:
-        name: the row's.
-        paths: their files, in the order of their indices.
-        sha256: their hashes when they were generated.
-        classes: class index of each.
-        texts: prompt of each.
-        frames: of each; clips have several, which lie below each other in their file.
-    """
-
-    name: str
-    paths: Sequence[Path]
-    sha256: Sequence[str]
-    classes: Sequence[int]
-    texts: Sequence[str]
-    frames: int = 1
+    name: str  # the row's
+    paths: Sequence[Path]  # their files, in the order of their indices
+    sha256: Sequence[str]  # their hashes when they were generated
+    classes: Sequence[int]  # class index of each
+    texts: Sequence[str]  # prompt of each
+    frames: int = 1  # of each; clips have several, which lie below each other in their file
 
     @classmethod
     def of_row(cls, row: Row, frames: int = 1, count: int | None = None) -> Images:
-        """List the images of a finished row.
-
-        Args:
-            row: which one.
-            frames: of each image, as its protocol says.
-            count: how many there must be; None takes any number.
-
-        Raises:
-            ElfattError: the row is not finished, or its list is not whole.
-        """
+        """List the images of a finished row."""
         made = row.made_images()
         if count is not None and len(made) != count:
             remedy = f"delete the file to make row {row.name!r} again"
@@ -70,11 +52,7 @@ class Images:
         return [number for number in self.classes for _ in range(self.frames)]
 
     def stacks(self) -> Iterator[Tensor]:
-        """Yield each image as uint8 `[frames, 3, h, w]`.
-
-        Raises:
-            ElfattError: one cannot be read.
-        """
+        """Yield each image as uint8 `[frames, 3, h, w]`."""
         stack: list[Tensor] = []
         for frame in self.pictures().load(0, len(self.paths) * self.frames):
             if isinstance(frame, str):
@@ -93,18 +71,12 @@ class Images:
 
 @dataclass(frozen=True)
 class Frames:
-    """The frames of clips, clip after clip.
+    """The frames of clips, clip after clip."""
 
-    Attributes:
-        clips: each has its frames below each other.
-        count: frames of each.
-    """
-
-    clips: Pictures
-    count: int
+    clips: Pictures  # each has its frames below each other
+    count: int  # frames of each
 
     def __len__(self) -> int:
-        """Return how many frames there are."""
         return len(self.clips) * self.count
 
     def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:

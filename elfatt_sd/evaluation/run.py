@@ -45,7 +45,6 @@ class RowFolder:
         return self.folder / "images"
 
     def image_file(self, index: int) -> Path:
-        """Return the file of an image."""
         return self.images_folder / f"{index:05d}.png"
 
     @property
@@ -60,25 +59,16 @@ class RowFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether all images are made."""
         return self.manifest.is_file()
 
     def made_images(self) -> list[MadeImage]:
-        """Return what was generated: index, prompt, class, seed and hash of each image.
-
-        Raises:
-            ElfattError: the row is not finished, or its list is damaged; the message names the line.
-        """
+        """Return what was generated: index, prompt, class, seed and hash of each image."""
         if not self.manifest.exists():
             raise ElfattError(f"{self.manifest} does not exist; row {self.folder.name!r} is not made yet.")
         return self._listed([self.manifest], f"delete the file to make row {self.folder.name!r} again")
 
     def known_images(self) -> list[MadeImage]:
-        """Return what was generated so far, also where the row is not finished.
-
-        Raises:
-            ElfattError: a list is damaged; the message names the line.
-        """
+        """Return what was generated so far, also where the row is not finished."""
         lists = [self.manifest] if self.finished else visible(self.batches_folder.glob("*.jsonl"))
         remedy = f"delete the file to make {'row' if self.finished else 'these images of'} {self.folder.name!r} again"
         return self._listed(lists, remedy)
@@ -102,15 +92,10 @@ class RowFolder:
 
 @dataclass(frozen=True)
 class Row(RowFolder):
-    """A row of a run.
+    """A row of a run."""
 
-    Attributes:
-        cell: the method with its settings.
-        first_seed: of the first image; the next ones count up.
-    """
-
-    cell: Cell
-    first_seed: int
+    cell: Cell  # the method with its settings
+    first_seed: int  # of the first image; the next ones count up
 
     @property
     def name(self) -> str:
@@ -118,16 +103,13 @@ class Row(RowFolder):
         return self.cell.name
 
     def batch_file(self, number: int) -> Path:
-        """Return the list of a batch; what it lists counts as made once it is there."""
         return self.batches_folder / f"{number:06d}.jsonl"
 
     @property
     def begun(self) -> bool:
-        """Whether any image counts as made."""
         return self.finished or self.batches_folder.is_dir()
 
     def has_batch(self, number: int, prompts: Sequence[Prompt]) -> bool:
-        """Tell whether a batch is made; one whose list is damaged is not."""
         try:
             made = self._listed([self.batch_file(number)], "")
         except ElfattError:
@@ -163,23 +145,14 @@ class Row(RowFolder):
 
 @dataclass(frozen=True)
 class Run:
-    """A folder with all that a protocol asks for.
+    """A folder with all that a protocol asks for."""
 
-    Attributes:
-        folder: of the run; it need not be there yet.
-        protocol: what is evaluated.
-    """
-
-    folder: Path
-    protocol: Protocol
+    folder: Path  # of the run; it need not be there yet
+    protocol: Protocol  # what is evaluated
 
     @classmethod
     def open(cls, folder: Path) -> Run:
-        """Return the run that a folder holds.
-
-        Raises:
-            ElfattError: the folder holds no run, or its file is damaged.
-        """
+        """Return the run that a folder holds."""
         record = _read_record(folder)
         if record is None:
             raise ElfattError(f"{folder} holds no run ({RUN_FILE} is missing); give a folder that `eval run` has made.")
@@ -207,11 +180,7 @@ class Run:
         return [row for row in self.rows if row.finished]
 
     def row(self, name: str) -> Row:
-        """Return a row by its name.
-
-        Raises:
-            ElfattError: there is none.
-        """
+        """Return a row by its name."""
         return self.rows[self.protocol.cells.index(self.protocol.cell(name))]
 
     @cached_property
@@ -226,28 +195,19 @@ class Run:
         return [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
 
     def shows_its_prompts(self, row: Row, made: Sequence[MadeImage]) -> bool:
-        """Tell whether a row's list has all images of the run, of the right prompts, classes and seeds."""
         wanted = [(each.index, each.text, each.class_index, row.first_seed + each.index) for each in self.prompts]
         return [(each.index, each.prompt, each.class_index, each.seed) for each in made] == wanted
 
     @property
     def record(self) -> RunRecord:
-        """What `run.json` holds.
-
-        Raises:
-            ElfattError: there is none, or it is damaged.
-        """
+        """What `run.json` holds."""
         found = _read_record(self.folder)
         if found is None:
             raise ElfattError(f"{self.folder} holds no run ({RUN_FILE} is missing); generate its images first.")
         return found
 
     def check(self) -> None:
-        """Refuse a folder that belongs to another protocol or to something else.
-
-        Raises:
-            ElfattError: the message lists what differs; or the reference is of the run's own images.
-        """
+        """Refuse a folder that belongs to another protocol or to something else."""
         source = Path(self.protocol.reference.source).resolve()
         if source.exists() and source.is_relative_to(self.folder.resolve()):
             raise ElfattError(f"reference {source} is of this run; give images that it is compared with.")
@@ -267,14 +227,7 @@ class Run:
             self._write(record, protocol=now)
 
     def check_environment(self, environment: Mapping[str, Any]) -> None:
-        """Refuse to go on where images would come out differently.
-
-        Args:
-            environment: what `image_environment` says here and now.
-
-        Raises:
-            ElfattError: weights, prompts, code, versions or device are not those that finished work was made with.
-        """
+        """Refuse to go on where images would come out differently."""
         record = _read_record(self.folder)
         begun = [row.cell for row in self.rows if row.begun]
         changed = same_images(record.environment, environment, begun) if record else []
@@ -303,18 +256,7 @@ class Run:
 
     @contextlib.contextmanager
     def writing(self, device: str | None = None) -> Iterator[bool]:
-        """Hold the lock of the folder, in the first of several processes that work on a device.
-
-        Args:
-            device: of the processes, which may be another than the protocol's.
-
-        Yields:
-            Whether this is the first process.
-
-        Raises:
-            ElfattError: another run writes there.
-            RunFailure: the disk is full.
-        """
+        """Hold the lock of the folder, in the first of several processes that work on a device."""
         first = bool(process_state(device or self.protocol.device).is_main_process)
         with clear_disk_errors(self.folder), folder_lock(self.folder) if first else contextlib.nullcontext():
             yield first
@@ -343,11 +285,7 @@ def _read_record(folder: Path) -> RunRecord | None:
 
 @contextlib.contextmanager
 def clear_disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a full disk, or a place that is not a file or cannot be written, into one clear line.
-
-    Raises:
-        RunFailure: no space is left, or the system refuses a file, which is named.
-    """
+    """Turn a full disk, or a place that is not a file or cannot be written, into one clear line."""
     kept = "finished work is kept: {} and give the same command again."
     try:
         yield

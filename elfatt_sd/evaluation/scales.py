@@ -33,7 +33,6 @@ class Scale:
     """An extractor with its reference: what rows are measured on."""
 
     def __init__(self, extractor: Extractor, reference: Reference, cache: Path) -> None:
-        """Take both, and the folder for features."""
         self.extractor, self.reference, self.cache = extractor, reference, cache
         self.distance_name = extractor.distance_name + reference.metric_suffix
         self.kernel_name = extractor.kernel_name + reference.metric_suffix
@@ -41,11 +40,7 @@ class Scale:
         self._right: dict[str, dict[str, Tensor]] = {}
 
     def extract(self, images: Images, progress: Progress | None = None) -> None:
-        """Compute the features of a row unless they are there.
-
-        Raises:
-            ElfattError: an image was deleted or altered after it was generated, or cannot be read.
-        """
+        """Compute the features of a row unless they are there."""
         path = self._path(images)
         if by_first(lambda: (found := self._read(images)) is not None and is_finite(found)):
             return
@@ -63,11 +58,7 @@ class Scale:
         by_first(join)
 
     def features(self, images: Images) -> Array:
-        """Features `[n * frames, d]` of a row, memory-mapped float32.
-
-        Raises:
-            ElfattError: their file is damaged.
-        """
+        """Features `[n * frames, d]` of a row, memory-mapped float32."""
         found = self._read(images)
         if found is None:
             raise ElfattError(f"{self._path(images)} is damaged; score the run again.")

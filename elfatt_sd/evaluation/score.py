@@ -54,15 +54,6 @@ def score_run(
     """Score all finished rows of a run and write `scores.json`.
 
     Under `accelerate launch` the processes share the networks' work, and the first one does the rest.
-
-    Args:
-        run: its baseline is generated.
-        extractors: those of its protocol; None loads them.
-        folder: where `scores.json` and what it was computed from go; the run's own by default.
-        progress: called with what is looked at, the number of images done, and their total.
-
-    Raises:
-        ElfattError: no row is finished, an image was deleted or altered, or reference or extractor are missing.
     """
     need("a score", "torchmetrics")
     if not run.baseline.finished:
@@ -97,11 +88,7 @@ def score_run(
 
 
 def load_extractors(protocol: Protocol) -> list[Extractor]:
-    """Load a protocol's extractors where its networks run.
-
-    Raises:
-        ElfattError: one is not known or cannot be loaded, or two have distances of one name.
-    """
+    """Load a protocol's extractors where its networks run."""
     device = network_device(protocol)
     weights = Path(protocol.inception_weights) if protocol.inception_weights else None
     digest = protocol.inception_sha256 or None
@@ -114,7 +101,6 @@ def load_extractors(protocol: Protocol) -> list[Extractor]:
 
 
 def network_device(protocol: Protocol) -> str:
-    """Return where this process runs the networks that score."""
     wanted = scoring_device(protocol.device)
     if wanted != "auto":
         return wanted
@@ -124,24 +110,12 @@ def network_device(protocol: Protocol) -> str:
 
 
 def build_references(protocol: Protocol, *, progress: Progress | None = None) -> list[Reference]:
-    """Compute a protocol's reference for each extractor, or take it from the cache.
-
-    Raises:
-        ElfattError: reference or extractor are missing, or the number of images is another.
-    """
+    """Compute a protocol's reference for each extractor, or take it from the cache."""
     return [_reference(protocol, extractor, progress) for extractor in load_extractors(protocol)]
 
 
 def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
-    """Return what scores depend on besides the images: hashes of extractors with their references, and of metrics.
-
-    Args:
-        protocol: of the run.
-        extractors: the protocol's.
-
-    Raises:
-        ElfattError: the reference is missing, the number of images is another, or a metric cannot be loaded.
-    """
+    """Return what scores depend on besides the images: hashes of extractors with their references, and of metrics."""
     check_feature_metrics(protocol.metrics, extractors)
     metrics = load_metrics(protocol.metrics, network_device(protocol))
     wanted = wanted_reference(protocol)
@@ -156,7 +130,6 @@ def _reference(protocol: Protocol, extractor: Extractor, progress: Progress | No
 
 
 def wanted_reference(protocol: Protocol) -> Wanted:
-    """Return which reference a protocol asks for."""
     given = protocol.reference
     preprocessing = Preprocessing(given.size, given.resize, given.filter)
     classes = [prompt.class_index for prompt in run_prompts(protocol)] if protocol.of_toy else ()
@@ -164,21 +137,7 @@ def wanted_reference(protocol: Protocol) -> Wanted:
 
 
 def score_cell(images: Images, baseline: Images, scorer: Scorer, toy: bool = False) -> dict[str, Any]:
-    """Score one row.
-
-    Args:
-        images: the row's images, whose features are extracted.
-        baseline: the untouched pipeline's, of the same prompts and latents.
-        scorer: the metrics, and the extractors with their references.
-        toy: whether class indices are those of the toy's list, so that its extractor can tell right from wrong.
-
-    Returns:
-        Plain data: `images` and `classes` (their numbers), `distances`, `paired` (None for the baseline), `accuracy`
-        (None off the toy), `most_changed` and, where the protocol has metrics, `metrics`.
-
-    Raises:
-        ElfattError: the rows do not show the same prompts, or an image was altered.
-    """
+    """Score one row."""
     if list(images.classes) != list(baseline.classes):
         raise ElfattError(f"rows {images.name!r} and {baseline.name!r} are not of the same prompts.")
     other = None if images.name == baseline.name else baseline
@@ -207,10 +166,7 @@ def _distances(images: Images, baseline: Images | None, scales: Sequence[Scale])
 
 
 def _distance(figure: Distance, other: Distance | None, classes: int) -> dict[str, Any]:
-    """A distance as it is published; its paired difference is that of infinitely many images, and says so.
-
-    The kernel distance has the same expectation for any number of images.
-    """
+    """A distance as it is published; its paired difference is that of infinitely many images, and says so."""
     if not isinstance(figure, FrechetFigures):
         found = figure_as_dict(figure.value, figure.interval())
         return {**found, "difference": _difference(figure, other, classes)} if isinstance(other, Estimate) else found

@@ -18,17 +18,7 @@ K1, K2 = 0.01, 0.03
 
 
 def structural_similarity(first: Tensor, second: Tensor, data_range: float) -> Tensor:
-    """Return the SSIM of each pair of images, the mean over pixels and channels; edges are reflected.
-
-    Args:
-        first: images `[n, channels, height, width]` of more than 5 pixels a side, floating. Take float64: in float32
-            equal flat images come out as 0.999 alike.
-        second: likewise.
-        data_range: largest value less smallest one.
-
-    Returns:
-        `[n]`, at most 1, which equal images have.
-    """
+    """Return the SSIM of each pair of images, the mean over pixels and channels; edges are reflected."""
     c1, c2 = (K1 * data_range) ** 2, (K2 * data_range) ** 2
     x, y = (functional.pad(pictures, (REACH,) * 4, mode="reflect") for pictures in (first, second))
     mean_x, mean_y, square_x, square_y, product = (_blurred(part) for part in (x, y, x * x, y * y, x * y))

@@ -26,15 +26,7 @@ ACCEPTED = (
 
 
 def open_source(source: str | Path, per_class: int = 0) -> Source:
-    """List the images of a source.
-
-    Args:
-        source: what `ACCEPTED` names.
-        per_class: keep only the first so many of each class, in order of names; 0 keeps all.
-
-    Raises:
-        ElfattError: it does not exist, is of another kind, holds no image, or lacks the classes that are asked for.
-    """
+    """List the images of a source."""
     path = Path(source)
     found = _open(path)
     if not found.entries:
@@ -44,11 +36,7 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
 
 
 def check_exists(source: str) -> None:
-    """Check that the files of a reference are there, whatever they hold.
-
-    Raises:
-        ElfattError: one of them is not.
-    """
+    """Check that the files of a reference are there, whatever they hold."""
     if source and source != "toy" and source.partition(":")[0] != "renders":
         _check_exists(Path(source))
 
@@ -101,10 +89,7 @@ def _read_file(entry: Entry) -> bytes:
 def _files_below(
     folder: Path, paths: Counter[tuple[int, int]], above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
-    """Files in a folder and in all below it, linked ones too, except where a link leads back to a folder above.
-
-    A hidden folder stands for what is in it.
-    """
+    """Files in a folder and in all below it, linked ones too, except where a link leads back to a folder above."""
     status = folder.stat()
     here = (status.st_dev, status.st_ino)
     if here in above:
@@ -121,7 +106,6 @@ def _files_below(
 
 
 def _is_folder(item: os.DirEntry[str]) -> bool:
-    """Tell whether an item is a folder; a link that leads to itself is a file that cannot be read."""
     try:
         return item.is_dir()
     except OSError:

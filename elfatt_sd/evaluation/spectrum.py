@@ -31,23 +31,9 @@ ELEMENTS = 2**24  # of the largest tensors, at most
 
 
 class Spectrum:
-    """Eigenvalues of the scatter of images, seen through the factor of a reference's covariance.
-
-    Attributes:
-        values: `[r]`, those whose directions are resolved.
-        root: the trace of S^(1/2), of all values.
-        basis: `[d, r]`; centred features times this are orthonormal columns.
-        scales: `[q]`, a step of 1 in their logarithm.
-    """
+    """Eigenvalues of the scatter of images, seen through the factor of a reference's covariance."""
 
     def __init__(self, features: Features, statistics: FeatureStatistics, factor: Tensor) -> None:
-        """Solve the eigenproblem of fewer rows: that of images or that of features.
-
-        Args:
-            features: `[n, d]`.
-            statistics: theirs.
-            factor: `[d, rank]`, F.
-        """
         if statistics.count <= factor.shape[1]:
             seen = (torch.cat(list(batches(features))) - statistics.mean) @ factor
             values, vectors = torch.linalg.eigh(seen @ seen.T)
@@ -59,12 +45,14 @@ class Spectrum:
             kept = values > values.max() * RESOLVED
             vectors = vectors[:, kept]
         noise = values.max() * len(values) * torch.finfo(torch.float64).eps
-        self.root = torch.where(values > noise, values, 0).sqrt().sum()
-        self.values = values[kept]
+        self.root = torch.where(values > noise, values, 0).sqrt().sum()  # the trace of S^(1/2), of all values
+        self.values = values[kept]  # `[r]`, those whose directions are resolved
+        # `[d, r]`; centred features times this are orthonormal columns
         self.basis = factor @ vectors / self.values.sqrt()
         alike = [-RANGE, -RANGE]  # ends of images that do not vary
         ends = self.values.log()[[0, -1]].tolist() if len(self.values) else alike  # in ascending order
         low, high = max(ends[0], ends[1] - RANGE) - MARGIN, ends[1] + MARGIN
+        # `[q]`, a step of 1 in their logarithm
         self.scales = torch.arange(low, high + 1, dtype=torch.float64, device="cpu").exp()
         self.shares = self.values / (self.values + self.scales[:, None])  # [q, r]
 
@@ -94,43 +82,22 @@ def integral(squares: Tensor, slope: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ByClass:
-    """Sums over the images of each class, and the spectrum without the class.
+    """Sums over the images of each class, and the spectrum without the class."""
 
-    Attributes:
-        sizes: images of each class, `[g]`; at least 2 images must be left without any.
-        along: sum of centred features times the shift of the means, `[g]`.
-        sums: squared length of the sum of centred features, `[g]`.
-        squares: sum of their squared lengths, `[g]`.
-        roots: part of the class in tr S^(1/2), `[g]`.
-        phi: degrees of freedom without the class, `[g, q]`.
-        slope: their decrease, `[g, q]`.
-        inside: sum of x^T (S + t)^(-1) x over images x of the class, `[g, q]`.
-        outside: sum of x^T (S_(-c) + t)^(-1) x over images x of the class, `[g, q]`.
-        kurtosis: of a feature, the largest of all.
-    """
-
-    sizes: Tensor
-    along: Tensor
-    sums: Tensor
-    squares: Tensor
-    roots: Tensor
-    phi: Tensor
-    slope: Tensor
-    inside: Tensor
-    outside: Tensor
-    kurtosis: float
+    sizes: Tensor  # images of each class, `[g]`; at least 2 images must be left without any
+    along: Tensor  # sum of centred features times the shift of the means, `[g]`
+    sums: Tensor  # squared length of the sum of centred features, `[g]`
+    squares: Tensor  # sum of their squared lengths, `[g]`
+    roots: Tensor  # part of the class in tr S^(1/2), `[g]`
+    phi: Tensor  # degrees of freedom without the class, `[g, q]`
+    slope: Tensor  # their decrease, `[g, q]`
+    inside: Tensor  # sum of x^T (S + t)^(-1) x over images x of the class, `[g, q]`
+    outside: Tensor  # sum of x^T (S_(-c) + t)^(-1) x over images x of the class, `[g, q]`
+    kurtosis: float  # of a feature, the largest of all
 
 
 def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum, groups: Groups) -> ByClass:
-    """Go through the images once, classes of one size together.
-
-    Args:
-        features: `[n, d]`.
-        mean: theirs, `[d]`.
-        shift: the mean minus that of the reference, `[d]`.
-        spectrum: of these features.
-        groups: the class of each image.
-    """
+    """Go through the images once, classes of one size together."""
     _, place, sizes = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True, return_counts=True)
     count, scales = len(features), len(spectrum.scales)
     along, sums, squares, roots = torch.zeros(4, len(sizes), dtype=torch.float64, device="cpu")
@@ -158,7 +125,6 @@ def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum
 
 
 def _chunks(place: Tensor, sizes: Tensor, rank: int, scales: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield classes `[g]` of one size with their rows `[g, m]`, so many that they fit into memory."""
     order, starts = torch.argsort(place, stable=True), sizes.cumsum(0) - sizes
     for size in torch.unique(sizes).tolist():
         step = max(min(ROWS // size, ELEMENTS // (size * max(rank, 3 * scales * size))), 1)
@@ -167,11 +133,6 @@ def _chunks(place: Tensor, sizes: Tensor, rank: int, scales: int) -> Iterator[tu
 
 
 def _downdated(seen: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor, Tensor]:
-    """Return phi and slope without each class, and what `outside` sums, from the leverages `[g, m, r]` of its images.
-
-    With P = (1 - H)^(-1) and H_k = -d H_(k-1) / ds: phi falls by tr P H_1, slope by tr P H_1 P H_1 + tr P H_2, and
-    what the class measures from outside is tr P H.
-    """
     first = spectrum.shares * (1 - spectrum.shares)
     weights = torch.stack((spectrum.shares, first, first * (1 - 2 * spectrum.shares)))
     here, once, twice = _products(seen, weights.flatten(0, 1)).chunk(3, dim=1)  # [g, q, m, m] each
@@ -199,7 +160,6 @@ def _trace(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _anew(seen: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as `_downdated` from an eigenproblem without each class, which is faster for a large class."""
     phi, slope, outside = [], [], []
     root = spectrum.values.sqrt()
     for rows in seen:

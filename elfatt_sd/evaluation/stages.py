@@ -39,19 +39,6 @@ def evaluate(
     Where the untouched pipeline, the baseline, fails, nothing else is done.
 
     Under `accelerate launch` the processes share images and features, and the first one does the rest.
-
-    Args:
-        run: its folder is made.
-        report: gets a line for each step of each stage.
-        reuse: other runs, whose rows are copied where they are the same.
-        show_progress: draw a bar while generating.
-
-    Returns:
-        The rows that failed, with the reason.
-
-    Raises:
-        ElfattError: wrong input, or a folder that belongs to another specification or is in use.
-        RunFailure: the disk is full.
     """
     from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.score import build_references
@@ -89,11 +76,7 @@ def _check(run: Run) -> None:
 
 
 def check_inputs(protocol: Protocol) -> None:
-    """Try what can fail before hours of work: packages, device, prompts, extractors, and what the reference is.
-
-    Raises:
-        ElfattError: one of them is missing or wrong.
-    """
+    """Try what can fail before hours of work: packages, device, prompts, extractors, and what the reference is."""
     from elfatt_sd.evaluation.score import load_extractors, score_inputs
 
     for check in first_checks(protocol):
@@ -114,11 +97,7 @@ def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
 
 
 def check_device(protocol: Protocol) -> None:
-    """Check that this machine has the device, and the device the dtype.
-
-    Raises:
-        ElfattError: it has not.
-    """
+    """Check that this machine has the device, and the device the dtype."""
     from elfatt_sd.pipelines import pick_device, pick_dtype
 
     pick_dtype(protocol.dtype, pick_device(protocol.device))
@@ -136,12 +115,7 @@ def _check_prompts(protocol: Protocol) -> None:
 
 
 def score(run: Run, report: Report = print) -> None:
-    """Score the images of a run, building the reference if it is not cached; skipped where nothing changed.
-
-    Raises:
-        ElfattError: reference or extractor are missing.
-        RunFailure: the baseline has no images.
-    """
+    """Score the images of a run, building the reference if it is not cached; skipped where nothing changed."""
     from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.score import load_extractors, score_inputs, score_run
 
@@ -161,11 +135,7 @@ def score(run: Run, report: Report = print) -> None:
 
 
 def write_page(run: Run, report: Report = print) -> None:
-    """Join the results and write the report; skipped where the results did not change.
-
-    Raises:
-        ElfattError: the folder holds no run.
-    """
+    """Join the results and write the report; skipped where the results did not change."""
     from elfatt_sd.evaluation.report import load_results, write_report
 
     results = {RESULTS_FILE: sha256_of_data(write_results(run))}
@@ -174,29 +144,16 @@ def write_page(run: Run, report: Report = print) -> None:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage that is done once for the same inputs under the same specification.
+    """A stage that is done once for the same inputs under the same specification."""
 
-    Attributes:
-        run: whose.
-        name: of the stage.
-        output: the file that it writes last.
-        report: gets a line for what becomes of it.
-        inputs: hashes of what it depends on besides the specification.
-    """
-
-    run: Run
-    name: str
-    output: str
-    report: Report
-    inputs: Mapping[str, str] = field(default_factory=dict)
+    run: Run  # whose
+    name: str  # of the stage
+    output: str  # the file that it writes last
+    report: Report  # gets a line for what becomes of it
+    inputs: Mapping[str, str] = field(default_factory=dict)  # hashes of what it depends on besides the specification
 
     def once(self, action: Callable[[], Any]) -> dict[str, str]:
-        """Do the stage unless its output is there and was made from the same inputs.
-
-        Returns:
-            The `errors` of what the action returns, if it does: rows with reasons. A stage that has any is done again
-            next time.
-        """
+        """Do the stage unless its output is there and was made from the same inputs."""
         now = sha256_of_data([self.run.record.identity, self.inputs])
         if by_first(lambda: self._is_whole() and self._done().get(self.name) == now):
             self.report(f"{self.name}: done before")
@@ -211,7 +168,6 @@ class _Stage:
         return errors
 
     def _is_whole(self) -> bool:
-        """Tell whether the output is there; one that is damaged or of another run is removed, to be made again."""
         path = self.run.folder / self.output
         if not path.is_file():
             return False
@@ -223,7 +179,6 @@ class _Stage:
         return False
 
     def _done(self) -> dict[str, str]:
-        """Return the hash of the inputs of each stage; what cannot be read is as good as not done."""
         with contextlib.suppress(ElfattError):
             return read_typed(self.run.folder / STAGES_FILE, dict[str, str], "") or {}
         return {}

@@ -49,7 +49,6 @@ class FeatureStatistics:
     """Mean and covariance of features that arrive in batches (Chan, Golub and LeVeque 1979)."""
 
     def __init__(self, dimension: int) -> None:
-        """Start with no samples of `dimension` features."""
         self.count = 0
         self.mean = torch.zeros(dimension, dtype=torch.float64, device="cpu")
         self._scatter = torch.zeros(dimension, dimension, dtype=torch.float64, device="cpu")
@@ -73,11 +72,7 @@ class FeatureStatistics:
 
     @property
     def covariance(self) -> Tensor:
-        """Unbiased covariance `[d, d]`.
-
-        Raises:
-            ElfattError: there are fewer than 2 samples.
-        """
+        """Unbiased covariance `[d, d]`."""
         if self.count < 2:
             raise ElfattError(f"{self.count} images have no covariance; a distance needs at least 2.")
         return self._scatter / (self.count - 1)
@@ -101,11 +96,7 @@ class FeatureStatistics:
 
     @classmethod
     def load(cls, path: Path) -> FeatureStatistics:
-        """Read what `save` wrote.
-
-        Raises:
-            ElfattError: the file is missing or holds something else.
-        """
+        """Read what `save` wrote."""
         mean, covariance, count = load_moments(path)
         if count is None:
             raise ElfattError(f"{path} has no count; accepted is a file with mu, sigma and count.")
@@ -113,11 +104,7 @@ class FeatureStatistics:
 
 
 def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
-    """Read `mu` `[d]` and `sigma` `[d, d]` from an `.npz` of this or another tool, and `count` where it is given.
-
-    Raises:
-        ElfattError: the file cannot be read, lacks an array, shapes do not fit, or the count is not a whole number.
-    """
+    """Read `mu` `[d]` and `sigma` `[d, d]` from an `.npz` of this or another tool, and `count` where it is given."""
     accepted = "accepted is an .npz file with mu and sigma"
     try:
         _check_archive(path)
@@ -138,11 +125,7 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
 
 
 def _check_archive(path: Path) -> None:
-    """Refuse what is not a zip file, holds two arrays of one name, or would fill the memory.
-
-    Raises:
-        Exception: one of `DAMAGED`.
-    """
+    """Refuse what is not a zip file, holds two arrays of one name, or would fill the memory."""
     with open(_plain(path), "rb") as file:
         if file.read(2) != b"PK":  # NumPy would take it for a pickle, and say how to run its code
             raise ValueError("it is not an archive of arrays")
@@ -170,16 +153,7 @@ def _count(path: Path, given: np.ndarray[Any, Any]) -> int:
 
 
 def check_covariance(path: Path, covariance: Tensor, count: int | None = None) -> Tensor:
-    """Return a covariance `[d, d]` of another tool, without what rounding left of asymmetry.
-
-    Args:
-        path: of the file, for the message.
-        covariance: as it was read.
-        count: images that it is said to be of; None where that is not known.
-
-    Raises:
-        ElfattError: it is not symmetric, has a negative eigenvalue beyond rounding, or cannot be of so few images.
-    """
+    """Return a covariance `[d, d]` of another tool, without what rounding left of asymmetry."""
     largest, asymmetry = covariance.abs().max(), (covariance - covariance.T).abs().max()
     if asymmetry > COVARIANCE_ROUNDING * largest:
         raise ElfattError(f"{path} has a sigma that is not symmetric (by {asymmetry:.3g}); accepted is a covariance.")
@@ -197,16 +171,11 @@ def check_covariance(path: Path, covariance: Tensor, count: int | None = None) -
 
 
 def load_plain(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
-    """Return what NumPy finds in a file, without running any code.
-
-    Raises:
-        Exception: one of `DAMAGED`.
-    """
+    """Return what NumPy finds in a file, without running any code."""
     return np.load(_plain(path), mmap_mode=mmap_mode, allow_pickle=False)
 
 
 def _plain(path: Path) -> Path:
-    """Return the path of a file; a pipe or a device is none, and might never end."""
     if not os.path.isfile(path):
         raise FileNotFoundError("it is not a plain file")
     return path
@@ -224,7 +193,6 @@ def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[An
 
 
 def is_finite(features: np.ndarray[Any, Any]) -> bool:
-    """Tell whether features, which may be memory-mapped, hold neither NaN nor numbers too large for a distance."""
     return all((np.abs(features[start : start + ROWS]) < LARGEST).all() for start in range(0, len(features), ROWS))
 
 

@@ -30,21 +30,7 @@ _ROUNDING = 1e-9
 
 
 def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
-    """Check a run.
-
-    Args:
-        run: which one.
-        recompute: extract all features and compute all scores again, without any cache of the run, where the images
-            are as they were, and work the rows' cost out from the pipeline.
-        progress: called with what is looked at, the number of images done, and their total.
-
-    Returns:
-        What is wrong, a line each, naming the file; empty where all is well.
-
-    Raises:
-        ElfattError: the folder holds no run.
-        RunFailure: no space is left for the features in the cache's folder.
-    """
+    """Check a run."""
     problems = [*_check_identity(run), *_check_images(run)]
     if problems:
         return problems
@@ -121,7 +107,6 @@ def _check_cost(run: Run) -> Iterator[str]:
 
 
 def _recorded(run: Run, name: str, *, needed: bool = True) -> Generator[str, None, dict[str, Any] | None]:
-    """Return what a stage wrote, None where that cannot be compared; yields why."""
     path = run.folder / name
     try:
         data = read_data(path, STAGE_FILES[name], "it was edited", run.record.identity)
@@ -150,17 +135,7 @@ def _check_results(run: Run) -> Iterator[str]:
 def unequal(
     before: Any, now: Any, key: str = "", *, tolerance: float = TOLERANCE, size: float = 0.0
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Compare plain data; yields the place and both values of each difference.
-
-    Args:
-        before: what was recorded.
-        now: what it should be.
-        key: the place of both.
-        tolerance: of numbers with a fraction, as a fraction of the figure that they belong to: of its value or of the
-            width of its interval, or of the figure around it, such as the distance around a difference. All else must
-            be equal.
-        size: of the figure around both.
-    """
+    """Compare plain data; yields the place and both values of each difference."""
     if isinstance(before, dict) and isinstance(now, dict):
         size = max(size, _size(now))
         for name in dict.fromkeys([*before, *now]):
@@ -178,7 +153,6 @@ def unequal(
 
 
 def _size(figure: dict[str, Any]) -> float:
-    """Return the value of a figure or the width of its interval, whichever is larger; 0 of other data."""
     middle, ends = figure.get("value", figure.get("mean")), figure.get("interval")
     width = ends[1] - ends[0] if isinstance(ends, list) else 0.0
     return max(abs(middle) if isinstance(middle, float) else 0.0, width)

@@ -122,7 +122,6 @@ def to_input(images: Tensor, kind: str, recipe: dict[str, Any]) -> Tensor:
 
 
 def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return float images in [0, 255] of the given height and width; untouched where they have it."""
     if tuple(images.shape[2:]) == size:
         return images.float()
     return functional.interpolate(images.float(), size=size, mode="bicubic", antialias=True).clamp(0, 255)

@@ -72,16 +72,11 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def is_denoiser(module: object) -> bool:
-    """Tell whether a module, wrapped or not, is of a known family."""
     return isinstance(module, nn.Module) and any(family.matches(unwrap(module)) for family in FAMILIES)
 
 
 def family_of(module: nn.Module) -> Family:
-    """Return the family of a denoiser, wrapped or not.
-
-    Raises:
-        ElfattError: it is of none.
-    """
+    """Return the family of a denoiser, wrapped or not."""
     inner = unwrap(module)
     for family in FAMILIES:
         if family.matches(inner):
@@ -96,14 +91,7 @@ def family_of(module: nn.Module) -> Family:
 
 
 def find_denoisers(target: Any) -> dict[str, nn.Module]:
-    """Return the denoiser of a pipeline and its ControlNets, by name: the denoiser first.
-
-    Args:
-        target: a diffusers pipeline, or a bare denoiser.
-
-    Raises:
-        ElfattError: there is none, or it is of no known family.
-    """
+    """Return the denoiser of a pipeline and its ControlNets, by name: the denoiser first."""
     if isinstance(target, type):
         raise ElfattError(f"{target.__name__} is a class; give an instance, such as from_pretrained returns.")
     parts = dict.fromkeys((*(family.part for family in FAMILIES), SECOND))
@@ -144,28 +132,19 @@ def step_denoisers(target: Any) -> dict[str, Any]:
 
 
 def main_denoiser(target: Any) -> Any:
-    """Return the denoiser of a pipeline, without its ControlNets; arguments and errors as for `find_denoisers`."""
     return next(iter(find_denoisers(target).values()))
 
 
 def find_layers(denoiser: nn.Module) -> list[SelfAttention]:
-    """Return the self-attention layers over image tokens, in the order of the modules."""
     return family_of(denoiser).layers(unwrap(denoiser))
 
 
 def levels_of(layers: Iterable[SelfAttention]) -> list[int]:
-    """Return the downsampling factors at which there are layers, rising."""
     return sorted({layer.downsample for layer in layers})
 
 
 def select_layers(layers: list[SelfAttention], config: PatchConfig, levels: Sequence[int]) -> list[SelfAttention]:
-    """Return the layers that a configuration patches.
-
-    Args:
-        layers: of one denoiser.
-        config: its `levels` or `max_downsample` decide, and the layers that have phases of their own in it.
-        levels: of the pipeline's denoiser, as `levels_of` gives them.
-    """
+    """Return the layers that a configuration patches."""
     limit: int | None = config.max_downsample
     if limit is None:
         limit = levels[: config.levels][-1] if levels else 0

@@ -24,34 +24,21 @@ STEP = 720  # of 1000: the first of those that share something, whether 2, 3, 4,
 
 @dataclass(frozen=True)
 class Given:
-    """What a call of a denoiser was given.
+    """What a call of a denoiser was given."""
 
-    Attributes:
-        sample: the input, `[batch, ...]`.
-        timestep: of the call.
-        grid: of the input: that of the latent or, where the input is tokens, theirs.
-        before: tokens of text before those of the image, in the sequence that attention sees.
-        frames: of a clip, each of which is a row of the layers' batch.
-        unit: of the timestep, of `timesteps.other_units`; None for timesteps.
-        partial: whether the call leaves out some layers.
-        differentiated: whether it has gradients, for which a checkpoint may compute it once more.
-        compiled: whether `torch.compile` serves it or a part of it.
-    """
-
-    sample: Tensor
-    timestep: Any
-    grid: Grid
+    sample: Tensor  # the input, `[batch, ...]`
+    timestep: Any  # of the call
+    grid: Grid  # of the input: that of the latent or, where the input is tokens, theirs
     _: KW_ONLY
-    before: int = 0
-    frames: int = 1
-    unit: int | None = None
-    partial: bool = False
-    differentiated: bool = False
-    compiled: bool = False
+    before: int = 0  # tokens of text before those of the image, in the sequence that attention sees
+    frames: int = 1  # of a clip, each of which is a row of the layers' batch
+    unit: int | None = None  # of the timestep, of `timesteps.other_units`; None for timesteps
+    partial: bool = False  # whether the call leaves out some layers
+    differentiated: bool = False  # whether it has gradients, for which a checkpoint may compute it once more
+    compiled: bool = False  # whether `torch.compile` serves it or a part of it
 
     @classmethod
     def latent(cls, sample: Tensor, timestep: Any) -> Self:
-        """Return what a call was given whose input is a latent, `[batch, ..., height, width]`."""
         return cls(sample, timestep, Grid.image(*map(int, sample.shape[-2:])))
 
     @property
@@ -80,36 +67,26 @@ class Projections(Protocol):
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """A self-attention layer over the tokens of an image.
+    """A self-attention layer over the tokens of an image."""
 
-    Attributes:
-        joint: whether its processor is called with another attention function; see `families.joint`.
-        name: its path in the denoiser, `down_blocks.0.attentions.0.transformer_blocks.0.attn1`.
-        attention: the module.
-        norm: the normalisation before it, whose input is the block's input; None where the layer normalises itself.
-        downsample: how many times smaller than the latent its grid is, on each side.
-        channels_first: whether the block's input lies channels first in memory, as a convolution left it.
-        transformer: the module around it that is given the grid as `[batch, channels, rows, columns]`; None where the
-            layer itself is, or no module is.
-        rounding: of each halving of the grid on the way down to it, whether odd sides are rounded up.
-        text: tokens of text that it joins with those of the image, at their usual number; 0 if it does not.
-        projections: what it does around attention.
-    """
-
+    # whether its processor is called with another attention function; see `families.joint`
     joint: ClassVar[bool] = False
 
-    name: str
-    attention: Any
+    name: str  # its path in the denoiser, `down_blocks.0.attentions.0.transformer_blocks.0.attn1`
+    attention: Any  # the module
+    # the normalisation before it, whose input is the block's input; None where the layer normalises itself
     norm: nn.Module | None
-    downsample: int
-    channels_first: bool = False
+    downsample: int  # how many times smaller than the latent its grid is, on each side
+    channels_first: bool = False  # whether the block's input lies channels first in memory, as a convolution left it
+    # the module around it that is given the grid as `[batch, channels, rows, columns]`; None where the layer itself is,
+    # or no module is
     transformer: nn.Module | None = None
+    # of each halving of the grid on the way down to it, whether odd sides are rounded up
     rounding: tuple[bool, ...] = ()
-    text: int = 0
-    projections: type[PlainProjections] = PlainProjections
+    text: int = 0  # tokens of text that it joins with those of the image, at their usual number; 0 if it does not
+    projections: type[PlainProjections] = PlainProjections  # what it does around attention
 
     def grid(self, given: Grid) -> Grid:
-        """Return the layer's grid for that of the denoiser's input."""
         frames, height, width = given
         halvings = self.downsample.bit_length() - 1
         for up in (*self.rounding, *[True] * halvings)[:halvings]:
@@ -118,7 +95,6 @@ class SelfAttention:
 
     @property
     def heads(self) -> int:
-        """Attention heads."""
         return int(self.attention.heads)
 
     @property
@@ -127,11 +103,9 @@ class SelfAttention:
         return int(self.attention.inner_dim)
 
     def knows(self, processor: object) -> bool:
-        """Tell whether a processor is plain attention, which a method may take the place of."""
         return is_plain(processor)
 
     def obstacle_to(self, processor: object) -> str:
-        """Return why a method cannot take the place of a processor that is not plain attention; empty if it can."""
         if any(hasattr(processor, attribute) for attribute in _RECORDS):
             return "it keeps the attention maps of every layer, and the pipeline fails without them"
         return ""
@@ -157,21 +131,13 @@ class SelfAttention:
 
 
 class Family(Protocol):
-    """A kind of denoiser: one file each.
+    """A kind of denoiser: one file each."""
 
-    Attributes:
-        part: where a pipeline holds it.
-        title: how it is called in sentences.
-        joint: whether its layers are `families.joint.JointSelfAttention`.
-        merges: whether image tokens may be merged: their positions are added to them, and not in the attention.
-        text: usual number of text tokens that its layers join with those of the image.
-    """
-
-    part: str
-    title: str
-    joint: bool
-    merges: bool
-    text: int
+    part: str  # where a pipeline holds it
+    title: str  # how it is called in sentences
+    joint: bool  # whether its layers are `families.joint.JointSelfAttention`
+    merges: bool  # whether image tokens may be merged: their positions are added to them, and not in the attention
+    text: int  # usual number of text tokens that its layers join with those of the image
 
     @property
     def what(self) -> str:
@@ -184,11 +150,7 @@ class Family(Protocol):
         """Return the self-attention layers over image tokens, in the order of the modules."""
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given.
-
-        Raises:
-            ElfattError: the call asks for what goes with no approximation.
-        """
+        """Return what a call was given."""
 
     def latent(self, module: nn.Module) -> Grid:
         """Return the grid of the model's own latent size."""
@@ -203,14 +165,7 @@ class Family(Protocol):
         """Tell whether it takes noise levels in place of timesteps."""
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return keyword arguments that it can be called with.
-
-        Args:
-            module: the denoiser.
-            grid: of its input.
-            batch: rows.
-            fill: returns a tensor of a shape, given as numbers.
-        """
+        """Return keyword arguments that it can be called with."""
 
 
 # Processors that compute softmax attention of a layer's own projections, and nothing else.
@@ -229,7 +184,6 @@ _PLAIN = (
 
 
 def is_plain(processor: object) -> bool:
-    """Tell whether an attention processor is one of diffusers' own for plain softmax attention."""
     kind = type(processor)
     return kind.__name__ in _PLAIN and getattr(attention_processor, kind.__name__, None) is kind
 
@@ -239,16 +193,7 @@ _RECORDS = ("attnstore", "attention_store", "controller", "attention_probs")
 
 
 def replaceable(layer: SelfAttention, processor: object, take_over: Sequence[str]) -> bool:
-    """Tell whether a method may take the place of an attention processor: of a plain one, or of one that is named.
-
-    Args:
-        layer: whose processor it is.
-        processor: it, or the one to be.
-        take_over: names of classes of processors to replace although they are not plain.
-
-    Raises:
-        ElfattError: one is named whose place a method cannot take.
-    """
+    """Tell whether a method may take the place of an attention processor: of a plain one, or of one that is named."""
     name = type(processor).__name__
     if layer.knows(processor) or name not in take_over:
         return layer.knows(processor)
@@ -273,13 +218,11 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _model_within(module: nn.Module) -> nn.Module | None:
-    """Return the model of diffusers that another module holds, if it holds one alone, at any depth."""
     found = models_within(module)
     return found[0][1] if len(found) == 1 and found[0][0] else None
 
 
 def models_within(module: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
-    """Return diffusers' models in a module, with their paths; those of a model are its parts, and none of their own."""
     if isinstance(module, ModelMixin):
         return [(name, module)]
     parts = ((f"{name}.{part}" if name else part, held) for part, held in module.named_children())
@@ -293,7 +236,6 @@ def copy_structure(module: Module) -> Module:
 
 
 def some_timestep(device: torch.device, unit: int | None = None, dtype: torch.dtype | None = torch.long) -> Tensor:
-    """Return a timestep, in a unit as `Given` has it, of which the run that it belongs to is known."""
     timesteps = torch.arange(999, -1, -1, device=device, dtype=dtype)
     if unit is not None:
         timesteps = (timesteps + 1).float() / 1000 if unit == FRACTION else (999 - timesteps).float() / 1000
@@ -301,7 +243,6 @@ def some_timestep(device: torch.device, unit: int | None = None, dtype: torch.dt
 
 
 def latent_size(module: nn.Module) -> Grid:
-    """Return the size that a model's configuration calls its `sample_size`."""
     own = getattr(getattr(module, "config", None), "sample_size", None) or 64
     rows, columns = own if isinstance(own, list | tuple) else (own, own)
     return Grid.image(int(rows), int(columns))

@@ -19,17 +19,14 @@ class CogVideoX(JointFamily):
     default = Grid(13, 60, 90)
 
     def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
-        """Return the patch size."""
         config: Any = module.config
         return config.get("patch_size_t") or 1, config.patch_size, config.patch_size
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the attention of every block; texts are padded to one length."""
         text: int = module.config.max_text_seq_length  # type: ignore[assignment,union-attr]
         return self.blocks(module, "transformer_blocks", "attn1", "norm1", text)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given."""
         given = named(module, args, kwargs)
         sample = given["hidden_states"]
         _, frames, _, rows, columns = map(int, sample.shape)

@@ -15,11 +15,7 @@ from elfatt_sd.timesteps import FRACTION
 
 
 class Flux(JointFamily):
-    """`FluxTransformer2DModel`: text first, then the image, then reference images (Kontext).
-
-    Attributes:
-        axes: columns of the position ids; the second counts rows, the third one columns.
-    """
+    """`FluxTransformer2DModel`: text first, then the image, then reference images (Kontext)."""
 
     classes = ("FluxTransformer2DModel",)
     processors: ClassVar[tuple[str, ...]] = (
@@ -29,15 +25,13 @@ class Flux(JointFamily):
         "FluxSingleAttnProcessor2_0",
     )
     text = 512
-    axes: ClassVar[int] = 3
+    axes: ClassVar[int] = 3  # columns of the position ids; the second counts rows, the third one columns
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the attention of every block of both kinds."""
         double = self.blocks(module, "transformer_blocks", "attn", "norm1")
         return double + self.blocks(module, "single_transformer_blocks", "attn", "norm")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given; the timestep is a fraction of the run."""
         given = named(module, args, kwargs)
         text, grid = given["encoder_hidden_states"].shape[1], grid_of_ids(given["img_ids"])
         return Given(given["hidden_states"], given["timestep"], grid, before=text, unit=FRACTION)
@@ -67,12 +61,10 @@ class FluxControlNet(Flux):
     classes = ("FluxControlNetModel",)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given."""
         given = super().call(module, args, kwargs)
         return replace(given, before=given.before + bool(module.union))
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         given = super().arguments(module, grid, batch, fill)
         given["controlnet_cond"] = given["hidden_states"]
         if module.input_hint_block is not None:  # three convolutions halve its image

@@ -23,11 +23,7 @@ class Flux2(Flux):
     axes = 4
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the attention of every block of both kinds.
-
-        Raises:
-            ElfattError: their processors are those that keep keys and values.
-        """
+        """Return the attention of every block of both kinds."""
         layers = super().layers(module)
         caching = next((layer.processor_name for layer in layers if layer.processor_name in _CACHING), None)
         if caching is not None:
@@ -35,11 +31,7 @@ class Flux2(Flux):
         return layers
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given.
-
-        Raises:
-            ElfattError: it keeps keys and values, or is given some.
-        """
+        """Return what a call was given."""
         mode = named(module, args, kwargs).get("kv_cache_mode")
         if mode is not None:
             raise ElfattError(f"kv_cache_mode={mode!r} {_REASON}; call elfatt_sd.remove_patch(pipe) first.")

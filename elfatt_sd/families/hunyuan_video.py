@@ -22,23 +22,19 @@ class HunyuanVideo(JointFamily):
     default = Grid(33, 90, 160)
 
     def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
-        """Return the patch size."""
         config: Any = module.config
         return config.patch_size_t, config.patch_size, config.patch_size
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the attention of every block."""
         double = self.blocks(module, "transformer_blocks", "attn", "norm1")
         return double + self.blocks(module, "single_transformer_blocks", "attn", "norm")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given."""
         given = named(module, args, kwargs)
         sample = given["hidden_states"]
         return Given(sample, given["timestep"], self.grid(module, Grid(*map(int, sample.shape[-3:]))))
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         config: Any = module.config
         given = self._video(module, grid, batch, fill)
         given["pooled_projections"] = fill(batch, config.pooled_projection_dim)
@@ -65,7 +61,6 @@ class HunyuanVideo15(HunyuanVideo):
     default = Grid(31, 45, 80)
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the attention of every block."""
         return self.blocks(module, "transformer_blocks", "attn", "norm1")
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:

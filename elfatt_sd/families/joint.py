@@ -30,53 +30,40 @@ _READ: Any = WeakIdKeyDictionary()  # off ids of tokens, and what these were the
 
 @dataclass(frozen=True)
 class JointSelfAttention(SelfAttention):
-    """A layer whose processor is called as it is, with another attention function.
-
-    Attributes:
-        processors: names of the classes of diffusers' own processors for it, which are plain softmax attention.
-        masks_text: see `JointFamily`.
-    """
+    """A layer whose processor is called as it is, with another attention function."""
 
     joint: ClassVar[bool] = True
 
+    # names of the classes of diffusers' own processors for it, which are plain softmax attention
     processors: tuple[str, ...] = ()
-    masks_text: bool = False
+    masks_text: bool = False  # see `JointFamily`
 
     def knows(self, processor: object) -> bool:
-        """Tell whether a processor is plain attention, with a function that can be exchanged."""
         kind = type(processor)
         known = kind.__name__ in self.processors and kind.__module__.startswith("diffusers.")
         return known and attention_function(kind) is not None
 
     def obstacle_to(self, processor: object) -> str:
-        """Return why a method cannot take the place of a processor that is not plain attention; empty if it can."""
         if attention_function(type(processor)) is None:
             return f"it calls neither diffusers' {DISPATCHED} nor F.{PLAIN}, whose place a method takes"
         return super().obstacle_to(processor)
 
 
 class JointFamily:
-    """What families of transformers have in common; see `families.base.Family`.
-
-    Attributes:
-        classes: names of the modules.
-        processors: see `JointSelfAttention`.
-        masks_text: whether the model's masks treat all image tokens alike, as queries and as keys, so that they can
-            have a row for each query, or be added to the logits.
-        default: the model's usual latent.
-        patch: frames, rows and columns of the latent to a token.
-    """
+    """What families of transformers have in common; see `families.base.Family`."""
 
     part = "transformer"
     title = "transformer"
     joint = True
-    classes: ClassVar[tuple[str, ...]] = ()
-    processors: ClassVar[tuple[str, ...]] = ()
+    classes: ClassVar[tuple[str, ...]] = ()  # names of the modules
+    processors: ClassVar[tuple[str, ...]] = ()  # see `JointSelfAttention`
+    # whether the model's masks treat all image tokens alike, as queries and as keys, so that they can have a row for
+    # each query, or be added to the logits
     masks_text: ClassVar[bool] = False
     text: int = 0
     merges: bool = False
-    default: ClassVar[Grid] = Grid.image(128, 128)
-    patch: ClassVar[tuple[int, int, int]] = (1, 2, 2)
+    default: ClassVar[Grid] = Grid.image(128, 128)  # the model's usual latent
+    patch: ClassVar[tuple[int, int, int]] = (1, 2, 2)  # frames, rows and columns of the latent to a token
 
     @property
     def what(self) -> str:
@@ -84,7 +71,6 @@ class JointFamily:
         return ", ".join(self.classes)
 
     def matches(self, module: object) -> bool:
-        """Tell whether a module is of this family."""
         return type(module).__name__ in self.classes and type(module).__module__.startswith("diffusers.")
 
     def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
@@ -96,40 +82,32 @@ class JointFamily:
         return False
 
     def latent(self, module: nn.Module) -> Grid:
-        """Return the usual latent."""
         return self.default
 
     def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
-        """Return frames, rows and columns of the latent to a token."""
         return self.patch
 
     def grid(self, module: nn.Module, latent: Grid) -> Grid:
-        """Return the grid of the tokens."""
         return Grid(*(size // patch for size, patch in zip(latent, self.patch_of(module), strict=True)))
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the self-attention layers over image tokens, in the order of the modules."""
         raise NotImplementedError
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given."""
         raise NotImplementedError
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call; `grid` is that of the tokens."""
         raise NotImplementedError
 
     def blocks(
         self, module: nn.Module, blocks: str, attention: str, norm: str, text: int | None = None
     ) -> list[SelfAttention]:
-        """Return one layer of each of some blocks, by the names of its attention and of the normalisation before it."""
         return [
             self.layer(f"{blocks}.{index}.{attention}", getattr(block, attention), getattr(block, norm), text)
             for index, block in enumerate(getattr(module, blocks))
         ]
 
     def layer(self, name: str, attention: Any, norm: nn.Module | None, text: int | None = None) -> SelfAttention:
-        """Return a layer of this family."""
         text = self.text if text is None else text
         return JointSelfAttention(
             name, attention, norm, 1, text=text, processors=self.processors, masks_text=self.masks_text
@@ -137,7 +115,6 @@ class JointFamily:
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a module's call by their names."""
     forward: Any = type(module).forward  # of the moment: TeaCache, for one, replaces that of a class
     return {**dict(zip(_argument_names(forward), args, strict=False)), **kwargs}
 
@@ -148,16 +125,7 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def grid_of_ids(ids: Tensor, rows: int = 1, columns: int = 2) -> Grid:
-    """Read the grid off the position ids of image tokens; those of reference images follow, with another first column.
-
-    Args:
-        ids: `[tokens, axes]`, or the same for every image of a batch.
-        rows: the column of the ids that counts rows.
-        columns: the one that counts columns.
-
-    Returns:
-        The grid of the first image; one without tokens where the ids are none of a grid.
-    """
+    """Read the grid off the position ids of images; those of reference images follow, with another first column."""
     return NO_GRID if ids.is_meta else read_once(ids, lambda: _read_grid(ids, rows, columns))
 
 
@@ -188,7 +156,6 @@ def _read_grid(ids: Tensor, rows: int, columns: int) -> Grid:
 
 
 def attention_function(kind: type) -> str | None:
-    """Return which attention function a class of processors calls by a global name; None if it calls none of those."""
     call: Any = kind.__call__
     names = getattr(getattr(call, "__code__", None), "co_names", ())
     known = getattr(call, "__globals__", {})
@@ -198,7 +165,6 @@ def attention_function(kind: type) -> str | None:
 
 
 def exact_function(kind: Any) -> Callable[..., Tensor]:
-    """Return the attention function that a class of processors calls, for q, k and v `[batch, tokens, heads, size]`."""
     dispatched: Callable[..., Tensor] = kind.__call__.__globals__.get(DISPATCHED, _plain)
     return dispatched if attention_function(kind) == DISPATCHED else _plain
 
@@ -209,13 +175,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def with_attention(kind: Any, attend: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a class of processors' `__call__` with another attention function.
-
-    Args:
-        kind: the class.
-        attend: called in the place of `dispatch_attention_fn`, with that and its arguments. It is given q
-            `[batch, tokens, heads, head_dim]`, and k and v likewise.
-    """
+    """Return a class of processors' `__call__` with another attention function."""
     return _with_attention(kind.__call__, exact_function(kind), attend)
 
 
@@ -232,7 +192,6 @@ def _with_attention(call: Any, exact: Callable[..., Tensor], attend: Callable[..
 
 
 def _functional(attend: Callable[..., Tensor]) -> Any:
-    """Return `torch.nn.functional` with another attention function, which has heads before tokens."""
     functional = types.ModuleType("functional")
     vars(functional).update(vars(nn.functional))
 

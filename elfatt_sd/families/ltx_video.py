@@ -25,7 +25,6 @@ class LTXVideo(JointFamily):
     patch = (1, 1, 1)
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return `attn1` of every block."""
         return self.blocks(module, "transformer_blocks", "attn1", "norm1")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -55,10 +54,7 @@ class LTXVideo(JointFamily):
 
 
 def _read_video(coordinates: Tensor) -> tuple[int, Grid]:
-    """Read off coordinates `[batch, axes, tokens]` how many tokens of given frames come first, and the video's grid.
-
-    The video begins with the last token that is the first one in frames, rows and columns.
-    """
+    """Read off coordinates `[batch, axes, tokens]` how many tokens of given frames come first, and the video's grid."""
     known = coordinates[0].to("cpu", torch.float64)
     before = int((known == known.amin(1, keepdim=True)).all(0).nonzero().amax())
     own = known[:, before:]

@@ -23,11 +23,9 @@ class PixArt:
     what = "PixArtTransformer2DModel"
 
     def matches(self, module: object) -> bool:
-        """Tell whether a module is a PixArt transformer."""
         return type(module).__name__ == "PixArtTransformer2DModel"
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return `attn1` of every block; their grid is the latent's, divided by the patch size."""
         patch: int = module.config.patch_size  # type: ignore[assignment,union-attr]
         rounding = (False,) * (patch.bit_length() - 1)
         return [
@@ -36,13 +34,11 @@ class PixArt:
         ]
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given."""
         sample = args[0] if args else kwargs["hidden_states"]
         timestep = args[2] if len(args) > 2 else kwargs["timestep"]
         return Given.latent(sample, timestep)
 
     def latent(self, module: nn.Module) -> Grid:
-        """Return the grid of the model's own latent size."""
         return latent_size(module)
 
     def grid(self, module: nn.Module, latent: Grid) -> Grid:

@@ -11,14 +11,7 @@ from elfatt_sd.methods import Grid
 
 
 class PlainProjections:
-    """What `AttnProcessor2_0` does around attention; see `families.base.Projections`.
-
-    Args:
-        attention: the module.
-        hidden_states: `[batch, tokens, channels]` or `[batch, channels, rows, columns]`.
-        temb: embedding of the timestep, for a spatial normalisation.
-        fused: whether the projections of q, k and v are one.
-    """
+    """What `AttnProcessor2_0` does around attention; see `families.base.Projections`."""
 
     def __init__(self, attention: Any, hidden_states: Tensor, temb: Tensor | None = None, fused: bool = False) -> None:
         self._attention = attention
@@ -61,7 +54,6 @@ class PlainProjections:
         return self._heads(query, attention.norm_q), self._heads(key, attention.norm_k), self._heads(value, None)
 
     def queries(self, tokens: Tensor) -> Tensor:
-        """Return q."""
         return self._heads(self._attention.to_q(tokens), self._attention.norm_q)
 
     def output(self, mixed: Tensor) -> Tensor:
@@ -71,7 +63,6 @@ class PlainProjections:
         return projected
 
     def close(self, tokens: Tensor) -> Tensor:
-        """Return the layer's output, with its residual connection."""
         if self._given.ndim == 4:
             tokens = tokens.transpose(1, 2).reshape(self._given.shape)
         if self._attention.residual_connection:

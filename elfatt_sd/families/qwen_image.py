@@ -21,11 +21,9 @@ class QwenImage(JointFamily):
     default = Grid.image(166, 166)
 
     def latent(self, module: nn.Module) -> Grid:
-        """Return the usual latent; that of four layers, and of all of them together."""
         return Grid(5, 80, 80) if _is_layered(module) else self.default
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the attention of every block."""
         return self.blocks(module, "transformer_blocks", "attn", "img_norm1")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -68,13 +66,11 @@ class QwenImageControlNet(QwenImage):
     classes = ("QwenImageControlNetModel",)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         config: Any = module.config
         channels = config.in_channels + config.extra_condition_channels
         return {**super().arguments(module, grid, batch, fill), "controlnet_cond": fill(batch, grid.tokens, channels)}
 
 
 def _is_layered(module: nn.Module) -> bool:
-    """Tell whether a model makes the layers of an image."""
     config: Any = module.config
     return bool(config.get("use_layer3d_rope"))

@@ -21,12 +21,10 @@ class StableDiffusion3(JointFamily):
     merges = True
 
     def latent(self, module: nn.Module) -> Grid:
-        """Return the size that the model was configured for."""
         side = int(module.config.sample_size)  # type: ignore[union-attr, arg-type]
         return Grid.image(side, side)
 
     def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
-        """Return the patch size."""
         side = int(module.config.patch_size)  # type: ignore[union-attr, arg-type]
         return 1, side, side
 
@@ -41,7 +39,6 @@ class StableDiffusion3(JointFamily):
         return layers
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given."""
         given = named(module, args, kwargs)
         sample = given["hidden_states"]
         grid = self.grid(module, Grid.image(*map(int, sample.shape[-2:])))
@@ -66,12 +63,10 @@ class SD3ControlNet(StableDiffusion3):
     classes = ("SD3ControlNetModel",)
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the attention of every block, and the second one where there is one."""
         layers = super().layers(module)
         return layers if module.context_embedder is not None else [replace(layer, text=0) for layer in layers]
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given; its image has the size of the latent."""
         given = named(module, args, kwargs)
         latent = Grid.image(*map(int, given["controlnet_cond"].shape[-2:]))
         return Given(given["hidden_states"], given["timestep"], self.grid(module, latent))

@@ -30,7 +30,6 @@ class UNet:
     what = "a UNet whose layers are known (conv_in, down_blocks, mid_block)"
 
     def matches(self, module: object) -> bool:
-        """Tell whether a module has the parts of a diffusers UNet or ControlNet."""
         return isinstance(module, nn.Module) and all(
             hasattr(module, name) for name in ("conv_in", "down_blocks", "mid_block")
         )
@@ -62,7 +61,6 @@ class UNet:
         return layers
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given."""
         sample = args[0] if args else kwargs["sample"]
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
         given = Given.latent(sample, timestep)
@@ -70,7 +68,6 @@ class UNet:
         return replace(given, frames=sample[0].numel() // image) if sample.ndim == 5 else given
 
     def latent(self, module: nn.Module) -> Grid:
-        """Return the grid of the model's own latent size."""
         return latent_size(module)
 
     def grid(self, module: nn.Module, latent: Grid) -> Grid:
@@ -83,19 +80,13 @@ class UNet:
         return (("timestep", module.time_proj), stem) if hasattr(module, "time_proj") else (stem,)  # type: ignore[return-value]
 
     def takes_noise_levels(self, module: nn.Module) -> bool:
-        """Tell whether it takes noise levels in place of timesteps, as those of VE-SDE do."""
         return getattr(getattr(module, "config", None), "time_embedding_type", None) == "fourier"
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         return _arguments(module, grid.rows, grid.columns, batch, fill)
 
 
 def _block_levels(denoiser: nn.Module) -> Iterator[tuple[str, tuple[bool, ...]]]:
-    """Yield the blocks, each with the halvings of the grid above it; see `SelfAttention.rounding`.
-
-    The blocks on the way up mirror those on the way down, whose outputs they are joined with.
-    """
     rounding: tuple[bool, ...] = ()
     down = []
     for index, block in enumerate(denoiser.down_blocks):  # type: ignore[arg-type]
@@ -110,10 +101,6 @@ def _block_levels(denoiser: nn.Module) -> Iterator[tuple[str, tuple[bool, ...]]]
 
 
 def _rounds_up(downsampler: nn.Module) -> bool:
-    """Tell whether a downsampler makes 5 rows of 9, and not 4.
-
-    That is what a convolution does which is padded on all sides; pooling, filters, and padding on one side round down.
-    """
     convolutions = (module for module in downsampler.modules() if isinstance(module, nn.Conv2d))
     return any(module.stride == (2, 2) and module.padding == (1, 1) for module in convolutions)
 
@@ -124,7 +111,6 @@ def _norm_before(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
 
 
 def _follows_convolution(name: str, modules: dict[str, nn.Module]) -> bool:
-    """Tell whether a layer's block is the first after a transformer's convolution."""
     transformer, _, rest = name.partition(".transformer_blocks.")
     return rest.startswith("0.") and isinstance(modules.get(f"{transformer}.proj_in"), nn.Conv2d)
 

@@ -19,16 +19,13 @@ class Wan(JointFamily):
     default = Grid(21, 60, 104)
 
     def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
-        """Return the patch size."""
         frames, rows, columns = module.config.patch_size  # type: ignore[union-attr, misc]
         return frames, rows, columns
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return `attn1` of every block."""
         return self.blocks(module, "blocks", "attn1", "norm1")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given; of timesteps by token, the noisiest one: those of given frames are 0."""
         given = named(module, args, kwargs)
         sample, timestep = given["hidden_states"], given["timestep"]
         latent = Grid(*map(int, sample.shape[-3:]))

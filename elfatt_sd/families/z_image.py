@@ -24,7 +24,6 @@ class ZImage(JointFamily):
     text = 128
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the attention of every main block."""
         return self.blocks(module, "layers", "attention", "attention_norm1")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -44,7 +43,6 @@ class ZImage(JointFamily):
         return Given(_batch(images), given["t"], grid, before=starts.pop(), unit=RISING)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         sample = fill(module.in_channels, grid.frames, 2 * grid.rows, 2 * grid.columns)
         return {
             "x": [sample] * batch,
@@ -59,7 +57,6 @@ class ZImageControlNet(ZImage):
     classes = ("ZImageControlNetModel",)
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the attention of every block over image and text; some models use them to refine the image as well."""
         return self.blocks(module, "control_layers", "attention", "attention_norm1")
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
@@ -78,7 +75,6 @@ class ZImageControlNet(ZImage):
 
 
 def _batch(images: list[Tensor]) -> Tensor:
-    """Return images as a batch. The first stands for all where sizes differ, or where a checkpoint knows its memory."""
     first = images[0]
     if torch.is_grad_enabled() or any(image.shape != first.shape for image in images):
         return first[None].expand(len(images), *first.shape)
@@ -86,12 +82,10 @@ def _batch(images: list[Tensor]) -> Tensor:
 
 
 def _grid(image: Tensor, side: int, time: int) -> Grid:
-    """Return the grid of an image's tokens, `[channels, frames, rows, columns]`."""
     _, frames, rows, columns = map(int, image.shape)
     return Grid(frames // time, rows // side, columns // side)
 
 
 def _before(row: list[Any], texts: list[Any], side: int, time: int) -> int:
-    """Return the tokens before the last image of a row: of texts, and of other images."""
     images = (_MULTIPLE if image is None else _grid(image, side, time).tokens for image in row[:-1])
     return sum(-(-length // _MULTIPLE) * _MULTIPLE for length in (*map(len, texts), *images))

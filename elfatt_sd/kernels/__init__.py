@@ -16,16 +16,11 @@ _DTYPES = ("torch.float16", "torch.bfloat16", "torch.float32")
 
 
 def interpreted() -> bool:
-    """Tell whether Triton runs kernels on the CPU, as it does for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def check_there() -> None:
-    """Check that kernels can run on this machine.
-
-    Raises:
-        ElfattError: Triton is not installed, or there is no GPU that it knows.
-    """
+    """Check that kernels can run on this machine."""
     from elfatt_sd.devices import accelerators
 
     if importlib.util.find_spec("triton") is None:

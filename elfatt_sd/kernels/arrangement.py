@@ -7,30 +7,18 @@ from typing import NamedTuple
 
 
 class Arrangement(NamedTuple):
-    """Query i of group g is at the place `g * group + i * step` of an order; key j at `g * key_group + j * step`.
+    """Query i of group g is at the place `g * group + i * step` of an order; key j at `g * key_group + j * step`."""
 
-    Attributes:
-        groups: number of groups.
-        queries: of each group at the most; places past the tokens are left out.
-        keys: of each group.
-        group: from one group's first query to the next one's.
-        key_group: likewise for keys.
-        step: from one query or key to the next.
-        cells: number of cells, where a query has seen its own: key j is of the cell `j mod cells`, as is query i; 0 for
-            none.
-        larger: cells with one token more.
-        log_larger: added to the logits of their keys.
-    """
-
-    groups: int
-    queries: int
-    keys: int
-    group: int
-    key_group: int
-    step: int
+    groups: int  # number of groups
+    queries: int  # of each group at the most; places past the tokens are left out
+    keys: int  # of each group
+    group: int  # from one group's first query to the next one's
+    key_group: int  # likewise for keys
+    step: int  # from one query or key to the next
+    # number of cells, where a query has seen its own: key j is of the cell `j mod cells`, as is query i; 0 for none
     cells: int = 0
-    larger: int = 0
-    log_larger: float = 0.0
+    larger: int = 0  # cells with one token more
+    log_larger: float = 0.0  # added to the logits of their keys
 
     @classmethod
     def sampled(cls, tokens: int, keys: int, groups: int) -> Arrangement:

@@ -55,16 +55,7 @@ def kernel(metric, sources, destinations, similarity, nearest, batch_stride, tok
 
 
 def most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tuple[Tensor, Tensor]:
-    """Find each source's most similar destination.
-
-    Args:
-        metric: `[batch, tokens, channels]`, laid out in any way.
-        sources: places `[sources]` of tokens.
-        destinations: places `[destinations]` of tokens.
-
-    Returns:
-        The cosine similarity and the index among the destinations, both `[batch, sources]`.
-    """
+    """Find each source's most similar destination."""
     shape = len(metric), len(sources)
     similarity = torch.empty(shape, dtype=metric.dtype, device=metric.device)
     nearest = torch.empty(shape, dtype=torch.int64, device=metric.device)

@@ -19,7 +19,6 @@ _SIZES = {64: (64, 4, 3), 128: (64, 8, 1), 256: (32, 8, 2)}
 
 
 def sizes(head_size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the kernel's sizes for a head size, and how it is compiled."""
     padded = max(16, 1 << (head_size - 1).bit_length())
     keys, warps, stages = _SIZES[min(max(padded, 64), 256)]
     return {"D": head_size, "BQ": 64, "BK": keys, "BD": padded}, {"num_warps": warps, "num_stages": stages}
@@ -37,22 +36,7 @@ def attend(
     context: Keys | None = None,
     log_context: float = 0.0,
 ) -> Tensor:
-    """Attend from each group of queries to its own keys, to what was seen already, and to the context.
-
-    Args:
-        q: queries `[batch, tokens, heads, head_dim]`, wherever they are.
-        k: keys `[batch, keys, heads, head_dim]`, arranged by groups.
-        v: values, shaped as the keys.
-        arranged: how groups lie.
-        order: places `[tokens]` of the tokens in which groups are told; None is their own order.
-        log_weight: added to the logits of the keys.
-        seen: what the queries have gathered before, contiguous.
-        context: exact keys.
-        log_context: added to their logits.
-
-    Returns:
-        As the queries, in their places.
-    """
+    """Attend from each group of queries to its own keys, to what was seen already, and to the context."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     batch, tokens, heads, head_size = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -90,20 +74,7 @@ def attend(
 def sampled(
     q: Tensor, k: Tensor, v: Tensor, groups: int, *, order: Tensor | None, stands_for: float, context: Keys | None
 ) -> Tensor:
-    """Do what `joint.sampled_joint_attention` does, with queries in their places.
-
-    Args:
-        q: image queries.
-        k: sampled keys `[batch, samples * groups, heads, head_dim]`; those of group g are at g, g + groups, ...
-        v: values, shaped as the keys.
-        groups: divides the keys.
-        order: places `[tokens]` of the tokens in which they are dealt to groups; None is their own order.
-        stands_for: tokens that a sampled key stands for, where there is a context.
-        context: exact keys.
-
-    Returns:
-        As the queries.
-    """
+    """Do what `joint.sampled_joint_attention` does, with queries in their places."""
     arranged = Arrangement.sampled(q.shape[1], k.shape[1], groups)
     if context is None:
         return attend(q, k, v, arranged, order=order)
@@ -115,20 +86,7 @@ def sampled(
 def cells(
     q: Tensor, k: Tensor, v: Tensor, count: int, groups: int, *, weighted: bool = True, context: Keys | None = None
 ) -> Tensor:
-    """Do what `joint.cell_joint_attention` does; the own cell is seen first, through PyTorch's kernel.
-
-    Args:
-        q: image queries in cell order.
-        k: keys, shaped as the queries.
-        v: values, shaped as the queries.
-        count: number of cells, more than one.
-        groups: number of groups, more than one.
-        weighted: whether sampled keys have weights.
-        context: exact keys.
-
-    Returns:
-        As the queries.
-    """
+    """Do what `joint.cell_joint_attention` does; the own cell is seen first, through PyTorch's kernel."""
     tokens = q.shape[1]
     arranged = Arrangement.cells_of(tokens, count, groups, weighted)
     log_weight = math.log(groups) if weighted else 0.0

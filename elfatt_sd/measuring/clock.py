@@ -28,17 +28,11 @@ BUSY = 1.2  # longest over shortest time of equal runs, above which something el
 
 @dataclass(frozen=True)
 class Turn:
-    """One thing's turn.
+    """One thing's turn."""
 
-    Attributes:
-        name: of the thing.
-        number: of the round; those below 0 warm up.
-        place: within the round, from 1.
-    """
-
-    name: str
-    number: int
-    place: int
+    name: str  # of the thing
+    number: int  # of the round; those below 0 warm up
+    place: int  # within the round, from 1
 
 
 def interleave(
@@ -49,18 +43,7 @@ def interleave(
     seconds: float = math.inf,
     lose: Callable[[Turn, Exception], None] | None = None,
 ) -> Iterator[Iterator[tuple[Turn, Reading]]]:
-    """Run things one after the other in every round, each round starting with another one.
-
-    Args:
-        names: of the things.
-        take: runs one of them once, and returns what was measured.
-        rounds: the numbers of the rounds.
-        seconds: start no further round past this time, once there is one.
-        lose: told what a turn raised; the thing has no further turns. Without it, the exception goes on to the caller.
-
-    Yields:
-        The turns of a round, each with what it gave; a round runs while its turns are taken out.
-    """
+    """Run things one after the other in every round, each round starting with another one."""
     start, lost = time.monotonic(), set[str]()
     for index, number in enumerate(rounds):
         if index and time.monotonic() - start > seconds:
@@ -97,26 +80,17 @@ def _keep_on(done: int, total: int) -> None:
 
 @dataclass
 class Comparison:
-    """Things that are timed against each other: a warm-up, then interleaved rounds.
+    """Things that are timed against each other: a warm-up, then interleaved rounds."""
 
-    Attributes:
-        names: of the things; without those that were lost.
-        take: runs one of them once, and returns its seconds.
-        rounds: that count.
-        tell: called after every turn, with the number of turns so far and in all.
-        lose: told what a turn raised; the thing is then left out. Without it, the exception goes on to the caller.
-        times: seconds of each turn that counts, by name.
-    """
-
-    names: list[str]
-    take: Callable[[Turn], float]
-    rounds: int = 1
-    tell: Callable[[int, int], None] = _keep_on
+    names: list[str]  # of the things; without those that were lost
+    take: Callable[[Turn], float]  # runs one of them once, and returns its seconds
+    rounds: int = 1  # that count
+    tell: Callable[[int, int], None] = _keep_on  # called after every turn, with the number of turns so far and in all
+    # told what a turn raised; the thing is then left out. Without it, the exception goes on to the caller.
     lose: Callable[[str, Exception], None] | None = None
-    times: dict[str, list[float]] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)  # seconds of each turn that counts, by name
 
     def __post_init__(self) -> None:
-        """Nothing has run."""
         self.times |= {name: [] for name in self.names}
         self._done, self._total = 0, self.rounds * len(self.names)
 
@@ -148,11 +122,9 @@ class Comparison:
             del self.times[name][whole:]
 
     def speed(self, name: str, base: str) -> Spread:
-        """Return how many times as fast as another one a thing is, within rounds."""
         return Spread.over(ratios(self.times[base], self.times[name]))
 
     def busy(self) -> str:
-        """Return what to say where the times do not count; see `busy`."""
         return busy(times for times in self.times.values() if times)
 
     def _count(self) -> None:
@@ -175,23 +147,19 @@ class Stopwatch:
     seconds = 0.0
 
     def __init__(self, device: torch.device = _CPU) -> None:
-        """Take the device that the block runs on; the CPU's clock waits for no other."""
         self._device = device
 
     def __enter__(self) -> Self:
-        """Start."""
         synchronize(self._device)
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop."""
         synchronize(self._device)
         self.seconds = time.perf_counter() - self._start
 
 
 def timed(call: Call, device: torch.device, repeated: int = 1) -> float:
-    """Return the seconds of a call, as the mean of several ones."""
     with Stopwatch(device) as watch:
         for _ in range(repeated):
             call()
@@ -202,13 +170,11 @@ class CallTimer:
     """Adds up the time of calls of modules that do not call each other; on CUDA without waiting between them."""
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
-        """Take the modules to watch and the device whose clock counts."""
         self.modules, self.device = tuple(modules), device
         self.marks: list[Any] = []
         self.handles: list[Any] = []
 
     def __enter__(self) -> Self:
-        """Watch; what hooks of a patch do counts as part of the call."""
         for module in self.modules:
             self.handles.append(module.register_forward_pre_hook(lambda *_: self._mark(), prepend=True))
             self.handles.append(module.register_forward_hook(lambda *_: self._mark()))
@@ -217,7 +183,6 @@ class CallTimer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop watching."""
         for handle in self.handles:
             handle.remove()
 
@@ -231,7 +196,6 @@ class CallTimer:
             self.marks.append(time.perf_counter())
 
     def seconds(self) -> float:
-        """Return the sum over all calls; waits for the device."""
         pairs = list(zip(self.marks[::2], self.marks[1::2], strict=True))
         if self.device.type != "cuda":
             return float(sum(end - start for start, end in pairs))
@@ -240,16 +204,11 @@ class CallTimer:
 
 
 def ratios(base: Sequence[float], own: Sequence[float]) -> tuple[float, ...]:
-    """Return `base / own` of each round that both have."""
     return tuple(before / after for before, after in zip(base, own, strict=False))
 
 
 def busy(times: Iterable[Sequence[float]]) -> str:
-    """Return what to say where equal runs took times so far apart that no ratio of them counts; empty otherwise.
-
-    Args:
-        times: seconds of runs; those of one sequence computed the same.
-    """
+    """Return what to say where equal runs took times so far apart that no ratio of them counts; empty otherwise."""
     shortest, longest = max(((min(each), max(each)) for each in times), key=lambda pair: pair[1] / pair[0])
     if longest <= BUSY * shortest:
         return ""
@@ -260,7 +219,6 @@ def busy(times: Iterable[Sequence[float]]) -> str:
 
 
 def times_as_fast(speed: str, busy: bool) -> str:
-    """Return a speed for a caption, which shows none where the machine was busy."""
     return "machine busy, speed unknown" if busy else f"{speed} times as fast"
 
 
@@ -283,11 +241,9 @@ class Spread(NamedTuple):
         return cls(data["median"], data["min"], data["max"])
 
     def words(self, digits: int = 2) -> str:
-        """Return the median, and in brackets the least and the greatest value where the rounds differ."""
         median, least, greatest = (f"{value:.{digits}f}" for value in self)
         return median if least == greatest else f"{median} ({least} to {greatest})"
 
 
 def now() -> str:
-    """Return date and time, for records."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -40,11 +40,7 @@ _IDLE = ("idle", "iowait")
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return versions, processor, accelerator and attention backends as plain data.
-
-    Args:
-        device: that figures are of.
-    """
+    """Return versions, processor, accelerator and attention backends as plain data."""
     return {
         "elfatt_sd": elfatt_sd.__version__,
         "commit": commit_of(Path(elfatt_sd.__file__).parent),
@@ -95,7 +91,6 @@ class Bystanders:
         self._start = _processor_seconds()
 
     def share(self) -> float | None:
-        """Return the share since the start, in [0, 1]; None where the system does not tell."""
         now = _processor_seconds()
         if now is None or self._start is None:
             return None
@@ -104,7 +99,6 @@ class Bystanders:
 
 
 def _processor_seconds() -> tuple[float, float, float] | None:
-    """Return the seconds of all processors, those they were busy, and those spent for this process."""
     try:
         times, own = psutil.cpu_times(), os.times()
     except OSError:
@@ -127,7 +121,6 @@ def commit_of(folder: Path) -> str | None:
 
 
 def short_commit(commit: str | None) -> str:
-    """Return twelve digits of what `commit_of` returned, with `+changes` where it has that; nothing for None."""
     digest, plus, changes = (commit or "").partition("+")
     return digest[:12] + plus + changes
 

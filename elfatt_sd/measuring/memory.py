@@ -24,7 +24,6 @@ _PROCESS_KINDS = {"linux": "VmHWM", "win32": "peak working set", "darwin": "maxi
 
 
 def process_peak() -> int | None:
-    """Return the highest memory use of this process so far in bytes, None where the system does not tell."""
     if sys.platform == "darwin":
         return _resident_on_macos()
     if value := proc_value("/proc/self/status", "VmHWM"):  # ru_maxrss would include the parent's before `exec`
@@ -42,16 +41,11 @@ def _resident_on_macos() -> int | None:
 
 
 class PeakMeter:
-    """Reads the highest memory use of a device: PyTorch's on CUDA, ROCm and XPU, on a CPU that of the process.
-
-    Attributes:
-        kind: what is counted; None where it cannot be measured.
-    """
+    """Reads the highest memory use of a device: PyTorch's on CUDA, ROCm and XPU, on a CPU that of the process."""
 
     def __init__(self, device: torch.device) -> None:
-        """Take the device; where PyTorch counts, the peak starts again."""
         self.device = device
-        self.kind: str | None = None
+        self.kind: str | None = None  # what is counted; None where it cannot be measured
         self._counters = memory_counters(device)
         if self._counters is not None:
             self.kind = f"{device.type.upper()} allocated"
@@ -79,7 +73,6 @@ class PeakMeter:
         return process_peak() if self.device.type == "cpu" else None
 
     def read_reserved(self) -> int | None:
-        """Return the same of what the device's allocator holds; None where there is none that counts."""
         return None if self._counters is None else int(self._counters.max_memory_reserved(self.device))
 
 
@@ -99,13 +92,6 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
 
     On a CPU this is the running sum of what PyTorch's profiler sees allocated and freed. What libraries take without
     PyTorch's allocator, and the pages of the code that runs, is not in it.
-
-    Args:
-        call: what to run, once.
-        device: that it runs on.
-
-    Returns:
-        None where the device does not tell, or where there is not as much memory.
     """
     counters = memory_counters(device)
     if counters is None and device.type != "cpu":

@@ -17,21 +17,13 @@ PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
 
 
 def peer_named(name: str) -> Peer:
-    """Return a peer.
-
-    Raises:
-        ElfattError: it is not known.
-    """
+    """Return a peer."""
     checks.choice("peer", name, PEERS)
     return PEERS[name]
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Check the names of a peer's settings.
-
-    Raises:
-        ElfattError: the peer or a setting is not known.
-    """
+    """Check the names of a peer's settings."""
     known = peer_named(name).settings
     if unknown := sorted(settings.keys() - known.keys()):
         raise ElfattError(f"setting {unknown[0]!r} of {name} is not known; accepted: {', '.join(known) or 'none'}.")

@@ -15,25 +15,16 @@ Models = Literal["unet", "transformer"]
 
 @dataclass(frozen=True)
 class Peer:
-    """An accelerator that a user could pick instead.
+    """An accelerator that a user could pick instead."""
 
-    Attributes:
-        name: of it, in protocols and tables.
-        package: that has it, as `elfatt_sd.optional` names it; empty for diffusers itself.
-        what: it does, in a few words.
-        models: that it speeds up.
-        settings: their names, with what holds where nobody gives others.
-        on: `on(pipe, **settings)` puts it on a pipeline for the length of a `with` block.
-        joins: whether a patch can be on together with it; otherwise it takes the patch's place.
-    """
-
-    name: str
-    package: str
-    what: str
-    models: Models
-    settings: Mapping[str, Any]
+    name: str  # of it, in protocols and tables
+    package: str  # that has it, as `elfatt_sd.optional` names it; empty for diffusers itself
+    what: str  # it does, in a few words
+    models: Models  # that it speeds up
+    settings: Mapping[str, Any]  # their names, with what holds where nobody gives others
+    # `on(pipe, **settings)` puts it on a pipeline for the length of a `with` block
     on: Callable[..., AbstractContextManager[None]]
-    joins: bool = False
+    joins: bool = False  # whether a patch can be on together with it; otherwise it takes the patch's place
 
 
 def tidy(module: nn.Module) -> None:

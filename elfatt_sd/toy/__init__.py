@@ -12,17 +12,11 @@ GUIDANCE = 3.0  # the guidance scale at which the images of `toy` are best
 
 @dataclass(frozen=True)
 class Embedded:
-    """A pipeline in this package.
+    """A pipeline in this package."""
 
-    Attributes:
-        folder: a diffusers directory.
-        steps: denoising steps that are enough.
-        guidance: the guidance scale at which its images are best.
-    """
-
-    folder: Path
-    steps: int
-    guidance: float
+    folder: Path  # a diffusers directory
+    steps: int  # denoising steps that are enough
+    guidance: float  # the guidance scale at which its images are best
 
 
 _HERE = Path(__file__).parent

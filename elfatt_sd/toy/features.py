@@ -20,7 +20,6 @@ class ToyClassifier(nn.Module):
     """Convolutions with group normalisation (so that no image depends on its batch), pooled to 64 features."""
 
     def __init__(self) -> None:
-        """Build with random weights; `load_feature_extractor` loads the trained ones."""
         super().__init__()
         widths = (3, 16, 32, 64, 96, 128)
         layers: list[nn.Module] = []
@@ -32,14 +31,7 @@ class ToyClassifier(nn.Module):
         self.heads = nn.ModuleDict({name: nn.Linear(FEATURES, len(values)) for name, values in ATTRIBUTES.items()})
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute penultimate features.
-
-        Args:
-            images: `[n, 3, height, width]`, uint8 in 0..255 or floating in [0, 1]; made for 256x256.
-
-        Returns:
-            float32 features `[n, 64]`.
-        """
+        """Compute penultimate features."""
         pixels = images.float() / 255 if images.dtype == torch.uint8 else images
         return self.features(functional.avg_pool2d(pixels, 2))
 
@@ -61,11 +53,7 @@ class ToyClassifier(nn.Module):
 
 @plain_defaults()
 def load_feature_extractor(device: str | torch.device = "cpu", path: str | Path = CLASSIFIER_FILE) -> ToyClassifier:
-    """The trained classifier, in evaluation mode and float32.
-
-    Raises:
-        ElfattError: if the file is missing.
-    """
+    """The trained classifier, in evaluation mode and float32."""
     from safetensors.torch import load_file
 
     from elfatt_sd.config import ElfattError

@@ -113,48 +113,24 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """One image's labels and geometry.
+    """One image's labels and geometry."""
 
-    Attributes:
-        shape: the object's shape, of `SHAPES`.
-        color: the object's colour, of `COLORS`.
-        pattern: the background's pattern, of `PATTERNS`.
-        background: the background's colour, of `COLORS`, another one than the object's.
-        x: horizontal position of the object's centre.
-        y: vertical position of the object's centre.
-        radius: about half the object's extent.
-        rotation: the object's rotation.
-        period: length after which the pattern repeats.
-        phase_u: shift of the pattern across, in periods.
-        phase_v: shift of the pattern along, in periods.
-        angle: the pattern's rotation.
-    """
-
-    shape: str
-    color: str
-    pattern: str
-    background: str
-    x: float = 0.5
-    y: float = 0.5
-    radius: float = 0.25
-    rotation: float = 0.0
-    period: float = 0.25
-    phase_u: float = 0.0
-    phase_v: float = 0.0
-    angle: float = 0.0
+    shape: str  # the object's shape, of `SHAPES`
+    color: str  # the object's colour, of `COLORS`
+    pattern: str  # the background's pattern, of `PATTERNS`
+    background: str  # the background's colour, of `COLORS`, another one than the object's
+    x: float = 0.5  # horizontal position of the object's centre
+    y: float = 0.5  # vertical position of the object's centre
+    radius: float = 0.25  # about half the object's extent
+    rotation: float = 0.0  # the object's rotation
+    period: float = 0.25  # length after which the pattern repeats
+    phase_u: float = 0.0  # shift of the pattern across, in periods
+    phase_v: float = 0.0  # shift of the pattern along, in periods
+    angle: float = 0.0  # the pattern's rotation
 
 
 def sample_parameters(count: int, generator: torch.Generator, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Draw scenes as tensors, on the generator's device.
-
-    Args:
-        count: how many, n.
-        generator: the only source of randomness.
-        scale: enlarges objects and periods; 1.4 for images of half the side keeps them near the same size in pixels.
-
-    Returns:
-        labels `[n, 4]` (int64 indices, ordered as `ATTRIBUTES`) and geometry `[n, 8]` (float32, ordered as `GEOMETRY`).
-    """
+    """Draw scenes as tensors, on the generator's device."""
     uniform = torch.rand(count, 12, generator=generator, dtype=torch.float32, device=generator.device)
     counts = [len(SHAPES), len(COLORS), len(PATTERNS), len(COLORS) - 1]
     sizes = torch.tensor(counts, dtype=torch.int64, device=uniform.device)
@@ -197,16 +173,7 @@ def class_labels(classes: Sequence[tuple[str, str, str, str]]) -> Tensor:
 
 
 def render(scenes: Sequence[Scene], size: int = 256, device: str | torch.device = "cpu") -> Tensor:
-    """Draw scenes.
-
-    Args:
-        scenes: what to draw, n of them.
-        size: the side of the images, s, in pixels.
-        device: where to draw.
-
-    Returns:
-        float32 images `[n, 3, s, s]` in [0, 1].
-    """
+    """Draw scenes."""
     geometry = [[getattr(scene, name) for name in GEOMETRY] for scene in scenes]
     numbers = torch.tensor(geometry, dtype=torch.float32, device=device).view(-1, len(GEOMETRY))
     return render_parameters(scene_labels(scenes).to(device), numbers, size)

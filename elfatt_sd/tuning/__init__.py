@@ -125,13 +125,7 @@ def tune(
 
 
 def _tuned(search: Any, known: Sequence[tuple[str, PatchConfig]], record: dict[str, Any]) -> Tuned:
-    """Search, and prove what was found.
-
-    Args:
-        search: of which nothing is measured yet.
-        known: what is run for the curve: presets, and the settings that the pipeline was patched with.
-        record: what measurements depend on.
-    """
+    """Search, and prove what was found."""
     from elfatt_sd.tuning.proving import Proving
     from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
@@ -170,8 +164,6 @@ def _run_known(search: Any, name: str, config: PatchConfig) -> None:
 
 
 def _teller(runs: Any, progress: Tell | None) -> Callable[[str, float], None]:
-    """Return what is told of a stage; from then on, `progress` is told of its denoising steps."""
-
     def say(stage: str, images: float) -> None:
         before = runs.steps_done
 
@@ -186,7 +178,6 @@ def _teller(runs: Any, progress: Tell | None) -> Callable[[str, float], None]:
 
 
 def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
-    """Return steps, guidance and prompts of a pipeline, where nobody gives others."""
     from elfatt_sd.running import own_settings
     from elfatt_sd.toy import EMBEDDED
     from elfatt_sd.toy.renderer import caption, sample_scenes
@@ -201,19 +192,16 @@ def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
 
 
 def _samples(prompts: Sequence[str], images: int, seed: int) -> list[Any]:
-    """Return what is drawn: the prompts in turn, each time with another seed."""
     from elfatt_sd.tuning.runs import Sample
 
     return [Sample(prompts[number % len(prompts)], seed + number) for number in range(images)]
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's settings without notes of diffusers, whose order differs from process to process."""
     return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
 def _record(runs: Any) -> dict[str, Any]:
-    """Return what measurements depend on, as plain data."""
     import dataclasses
 
     from torch import nn

@@ -23,25 +23,15 @@ _RANGES = {"psnr": (0.0, 100.0), "ssim": (-1.0, 1.0)}  # distances have no great
 
 @dataclass(frozen=True)
 class Budget:
-    """What the settings have to keep to.
+    """What the settings have to keep to."""
 
-    Attributes:
-        closeness: to the untouched image of the same seed, at least (at most, for a measure of distance); a mean over
-            images, in the measure's unit.
-        speed: times as fast as the untouched pipeline, at least.
-        memory: GiB at the peak of an image, at most; of the process on a CPU.
-    """
-
+    # to the untouched image of the same seed, at least (at most, for a measure of distance); a mean over images, in the
+    # measure's unit
     closeness: float | None = None
-    speed: float | None = None
-    memory: float | None = None
+    speed: float | None = None  # times as fast as the untouched pipeline, at least
+    memory: float | None = None  # GiB at the peak of an image, at most; of the process on a CPU
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ElfattError: nothing is asked for, or a value is out of range.
-        """
         if self.closeness is None and self.speed is None:
             raise ElfattError("there is no budget; give closeness (35 dB PSNR, for instance), or speed (1.5), or both.")
         if self.closeness is not None:
@@ -64,11 +54,7 @@ class Budget:
 
 
 def check_closeness(metric: Metric | Compare, closeness: float | None) -> None:
-    """Check that two images can be as close as asked.
-
-    Raises:
-        ElfattError: no two images are, by this metric.
-    """
+    """Check that two images can be as close as asked."""
     if closeness is None or callable(metric):
         return
     least, most = _RANGES.get(metric, (0.0, math.inf))
@@ -79,11 +65,7 @@ def check_closeness(metric: Metric | Compare, closeness: float | None) -> None:
 
 
 def check_images(prompts: Sequence[str] | None, images: int, frames: int | None) -> None:
-    """Check what the images of tuning are; None is the model's own.
-
-    Raises:
-        ElfattError: there are fewer than two prompts or images, a prompt is empty, or a clip has no frame.
-    """
+    """Check what the images of tuning are; None is the model's own."""
     words = () if isinstance(prompts, str) else (prompts or ())
     whole = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
     if prompts is not None and (not whole or len(set(words)) < 2):
@@ -95,21 +77,13 @@ def check_images(prompts: Sequence[str] | None, images: int, frames: int | None)
 
 @dataclass(frozen=True)
 class Measure:
-    """How far two images are apart.
+    """How far two images are apart."""
 
-    Attributes:
-        name: of the measure.
-        compare: gives a number for an untouched image and another one of its size.
-        higher: whether a higher number is closer.
-        unit: of the number.
-        digits: after the point, for people.
-    """
-
-    name: str
-    compare: Compare
-    higher: bool = True
-    unit: str = ""
-    digits: int = 2
+    name: str  # of the measure
+    compare: Compare  # gives a number for an untouched image and another one of its size
+    higher: bool = True  # whether a higher number is closer
+    unit: str = ""  # of the number
+    digits: int = 2  # after the point, for people
 
     @property
     def best(self) -> float:
@@ -117,11 +91,7 @@ class Measure:
         return {"SSIM": 1.0}.get(self.name, math.inf) if self.higher else 0.0
 
     def between(self, untouched: Image.Image, other: Image.Image) -> float:
-        """Return the number of two images.
-
-        Raises:
-            ElfattError: the measure raises, or gives no number.
-        """
+        """Return the number of two images."""
         try:
             value = float(self.compare(untouched, other))
         except Exception as error:
@@ -132,27 +102,16 @@ class Measure:
         return value
 
     def words(self, value: float) -> str:
-        """Return a value for people."""
         if math.isinf(value):
             return "identical"
         return f"{self.name} {value:.{self.digits}f}{' ' * bool(self.unit)}{self.unit}"
 
     def keeps(self, value: float, asked: float) -> bool:
-        """Tell whether a value is as close as asked."""
         return value >= asked if self.higher else value <= asked
 
 
 def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "cpu") -> Measure:
-    """Return a measure.
-
-    Args:
-        metric: `psnr`, `ssim`, `lpips` or `dists`, or a function of two images, of which a higher value is closer.
-        weights: for LPIPS and DISTS: torchvision's file of the network that it compares features of.
-        device: where a network computes.
-
-    Raises:
-        ElfattError: the measure is not known, or its weights are missing.
-    """
+    """Return a measure."""
     if callable(metric):
         return Measure(getattr(metric, "__name__", "closeness"), metric)
     checks.choice("metric", metric, METRICS)
@@ -188,7 +147,6 @@ def _of_network(metric: str, weights: Any, device: str) -> Measure:
 
 
 def _tensor(image: Image.Image) -> Any:
-    """Return an image as uint8 `[1, 3, height, width]`."""
     import numpy as np
     import torch
 

@@ -20,20 +20,15 @@ SHARED = (1, 2, 4, 8)  # steps that share a difference to exact attention, or a 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A phase that a layer can have.
+    """A phase that a layer can have."""
 
-    Attributes:
-        phase: until the end of the run.
-        base: number of the approximation among those that are measured; -1 computes nothing (the output of an earlier
-            step is used again).
-    """
-
-    phase: Phase
+    phase: Phase  # until the end of the run
+    # number of the approximation among those that are measured; -1 computes nothing (the output of an earlier step is
+    # used again)
     base: int
 
     @property
     def shares(self) -> bool:
-        """Whether steps share something."""
         return self.phase.residual_steps > 1
 
 
@@ -41,13 +36,7 @@ EXACTLY = Candidate(EXACT, -2)
 
 
 def bases(tokens: int, denoisers: Mapping[str, nn.Module], dtype: Narrower | None = None) -> list[Phase]:
-    """Return the approximations to measure in a layer, each without sharing between steps.
-
-    Args:
-        tokens: of the layer's image.
-        denoisers: what is tuned; what does not go with their family is left out.
-        dtype: that they have before attention, where that is faster; exact attention in it is the first of them.
-    """
+    """Return the approximations to measure in a layer, each without sharing between steps."""
     found = [] if dtype is None else [DENSE[dtype]]
     for kind in attentions().values():
         if kind.exact and kind.merges:
@@ -59,14 +48,7 @@ def bases(tokens: int, denoisers: Mapping[str, nn.Module], dtype: Narrower | Non
 
 
 def candidates(measured: Sequence[Phase], steps: int, *, share: bool = True, guided: bool = False) -> list[Candidate]:
-    """Return all phases that can be chosen, exact attention first.
-
-    Args:
-        measured: the approximations, as `bases` returns them.
-        steps: of the stretch; no more of them can share anything.
-        share: whether steps may share differences, which are kept in memory.
-        guided: whether rows of the same latents may share them, too.
-    """
+    """Return all phases that can be chosen, exact attention first."""
     dtype = measured[0].attention_dtype if measured else None
     groups = [count for count in SHARED if count <= steps and (share or count == 1)]
     found = [EXACTLY]

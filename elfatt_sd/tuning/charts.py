@@ -100,7 +100,6 @@ def choices(tuned: Tuned) -> Figure:
 
 
 def _boldness(phase: Phase) -> float:
-    """Return how much is left out, from 0 to 1, by how many keys a query sees."""
     if phase.attention.empty or phase.dense:
         return float(phase.attention.empty)
     keys = _keys(phase)
@@ -108,12 +107,10 @@ def _boldness(phase: Phase) -> float:
 
 
 def _keys(phase: Phase) -> int:
-    """Return how many keys a query sees, or tokens a block has; 0 where an attention has no such setting."""
     return max(int(getattr(phase.attention, name, 0)) for name in ("keys", "block_size"))
 
 
 def _short(phase: Phase) -> str:
-    """Return a phase in a few characters."""
     if phase.dense:
         return phase.attention_dtype or "exact"
     text = f"{phase.attention.name.replace('_', ' ')} {_keys(phase) or ''}".strip()
@@ -124,7 +121,6 @@ def _short(phase: Phase) -> str:
 
 
 def _name(layer: str) -> str:
-    """Return a layer's path without what all of them have."""
     return layer.replace(".transformer_blocks.", ".").replace(".attentions.", ".").removesuffix(".attn1")
 
 

@@ -9,20 +9,15 @@ from torch import Tensor
 
 
 class Guidance(NamedTuple):
-    """How a denoiser is guided.
+    """How a denoiser is guided."""
 
-    Attributes:
-        scale: of guidance.
-        copies: of the same latents among the rows of a call: 2 where those without the prompt come first, and those
-            with it last. Other numbers, or no scale, leave all rows as they are.
-    """
-
-    scale: float | None = None
+    scale: float | None = None  # of guidance
+    # of the same latents among the rows of a call: 2 where those without the prompt come first, and those with it last.
+    # Other numbers, or no scale, leave all rows as they are.
     copies: int = 1
 
     @property
     def joins(self) -> bool:
-        """Whether two rows become one."""
         return self.copies == 2 and self.scale is not None
 
     def joined(self, output: Any) -> Tensor:
@@ -36,7 +31,6 @@ class Guidance(NamedTuple):
         return torch.lerp(without, given, self.scale)
 
     def given(self, output: Any) -> Tensor:
-        """Return the rows with the prompt, likewise."""
         return self._halves(output)[1] if self.joins else flat(output)
 
     def _halves(self, output: Any) -> list[Tensor]:
@@ -45,7 +39,6 @@ class Guidance(NamedTuple):
 
 
 def flat(output: Any) -> Tensor:
-    """Return what a layer or a denoiser gave as one float32 tensor without shape."""
     return torch.cat([each.detach().float().flatten() for each in _tensors(output)])
 
 

@@ -35,54 +35,32 @@ _SCATTERS = np.geomspace(0.1, 100, 31)  # that are tried
 
 @dataclass(frozen=True)
 class Option:
-    """What a layer can do in a stretch.
+    """What a layer can do in a stretch."""
 
-    Attributes:
-        candidate: its phase.
-        saved: seconds that it saves in an image.
-        mse: mean squared error of the image, of pixels from 0 to 255, that it is predicted to add.
-    """
-
-    candidate: Candidate
-    saved: float
-    mse: float
+    candidate: Candidate  # its phase
+    saved: float  # seconds that it saves in an image
+    mse: float  # mean squared error of the image, of pixels from 0 to 255, that it is predicted to add
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice for every layer and stretch.
+    """A choice for every layer and stretch."""
 
-    Attributes:
-        options: by layer and stretch.
-        saved: seconds of an image, predicted.
-        mse: of the image, predicted.
-        psnr: of the image of 8 bits in dB, predicted.
-    """
-
-    options: Mapping[tuple[str, int], Option]
-    saved: float
-    mse: float
-    psnr: float
+    options: Mapping[tuple[str, int], Option]  # by layer and stretch
+    saved: float  # seconds of an image, predicted
+    mse: float  # of the image, predicted
+    psnr: float  # of the image of 8 bits in dB, predicted
 
 
 class _Run(NamedTuple):
-    """A run in which one stretch alone was approximated.
+    """A run in which one stretch alone was approximated."""
 
-    Attributes:
-        stretch: its number.
-        image: number of the image.
-        total: what its errors do to the image, before `B`, as they add up over steps.
-        scatter: likewise, as they scatter about their mean.
-        mse: logarithm of the mean squared error of the image.
-        rounding: what rounding to 8 bits adds to that error; see `Model`.
-    """
-
-    stretch: int
-    image: int
-    total: float
-    scatter: float
-    mse: float
-    rounding: float
+    stretch: int  # its number
+    image: int  # number of the image
+    total: float  # what its errors do to the image, before `B`, as they add up over steps
+    scatter: float  # likewise, as they scatter about their mean
+    mse: float  # logarithm of the mean squared error of the image
+    rounding: float  # what rounding to 8 bits adds to that error; see `Model`
 
 
 class Model:
@@ -93,11 +71,6 @@ class Model:
 
     Rounding to 8 bits turns a small error `e` of a pixel into 1 with probability `|e|`, and adds 1/6 to large squares:
     8-bit images have `MSE + a sqrt(MSE) / (1 + 6 a sqrt(MSE))`. How evenly errors lie on an image decides `a`.
-
-    Args:
-        figures: what was measured, by layer.
-        stretches: of the run.
-        share: whether steps may share differences.
     """
 
     def __init__(
@@ -112,14 +85,7 @@ class Model:
         self.rounding = _ROUNDING  # `a`
 
     def calibrate(self, stretch: int, image: int, far: Deviation, phases: Mapping[str, Candidate]) -> None:
-        """Learn a stretch's part in the image from a run in which it alone is approximated; see `fit`.
-
-        Args:
-            stretch: its number.
-            image: number of the image that was drawn.
-            far: how far that run's image is from the untouched one.
-            phases: what each layer did.
-        """
+        """Learn a stretch's part in the image from a run in which it alone is approximated; see `fit`."""
         parts = [self._parts(name, stretch, each) for name, each in phases.items()]
         total, scatter = (sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0)
         if total > 0 and math.isfinite(total + scatter):
@@ -151,19 +117,16 @@ class Model:
         self.rounding = statistics.median(run.rounding for run in self._runs)
 
     def _parts(self, layer: str, stretch: int, candidate: Candidate) -> tuple[float, float]:
-        """Return what a layer's errors do to the image, before `B`: as they add up over steps, and as they scatter."""
         total, effect = self.error(layer, stretch, candidate), self._effect(layer, stretch)
         effect *= 1.0 if candidate.base in self._figures[layer].fresh else _FIXED
         steps, squares = len(self._stretches[stretch]), sum(map(sum, self._squares(layer, stretch, candidate)))
         return effect * total, effect * max(0.0, squares - total) / steps
 
     def mse(self, layer: str, stretch: int, candidate: Candidate) -> float:
-        """Return the squared error that an approximation is predicted to add to the image."""
         total, scatter = self._parts(layer, stretch, candidate)
         return self.scale[stretch] * (total + self.scatter * scatter)
 
     def reference(self, stretch: int) -> dict[str, Candidate]:
-        """Return, for each layer, the approximation of median error in a stretch, by number, with fresh draws."""
         found = {}
         for name, own in self._figures.items():
             if (number := own.middle(stretch)) is not None:
@@ -189,7 +152,6 @@ class Model:
         return total / steps
 
     def _squares(self, layer: str, stretch: int, candidate: Candidate) -> list[list[float]]:
-        """Return the squared errors of the steps of a stretch, by the groups of steps that share a difference."""
         own, steps, phase = self._figures[layer], self._stretches[stretch], candidate.phase
         if candidate is EXACTLY:
             return []
@@ -202,13 +164,11 @@ class Model:
         return [squares[:size] for size in groups]
 
     def _effect(self, layer: str, stretch: int) -> float:
-        """Return `W`: the geometric mean of all layers, times the damped ratio of the layer's own effect to it."""
         known = {name: self._log_effect(own, stretch) for name, own in self._figures.items()}
         mean = statistics.fmean(known.values())
         return math.exp(mean + _DAMPED * (known[layer] - mean))
 
     def _log_effect(self, own: LayerFigures, stretch: int) -> float:
-        """Return the logarithm of a layer's effect on the denoiser's output, interpolated between stretches."""
         known = sorted((self._stretches[number].first, statistics.fmean(each)) for number, each in own.effects.items())
         if not known or not all(value > 0 for _, value in known):
             return 0.0
@@ -227,13 +187,7 @@ class Model:
         return exact * (own.ratio(candidate.base) + measured * rows * own.dense_ratio(candidate.phase))
 
     def options(self, layer: str, stretch: int, calls: float) -> list[Option]:
-        """Return what a layer can do in a stretch, without what is slower and farther than another option.
-
-        Args:
-            layer: its name.
-            stretch: number of the stretch.
-            calls: of the layer in one step.
-        """
+        """Return what a layer can do in a stretch, without what is slower and farther than another option."""
         own, steps = self._figures[layer], len(self._stretches[stretch])
         exact = self.seconds(layer, stretch, EXACTLY)
         found = []
@@ -250,11 +204,7 @@ class Model:
         return kept
 
     def curve(self, calls: Mapping[str, float]) -> list[Choice]:
-        """Return the best choices, from untouched to the fastest one, of falling predicted closeness.
-
-        Args:
-            calls: of each layer in one step.
-        """
+        """Return the best choices, from untouched to the fastest one, of falling predicted closeness."""
         table = {
             (layer, stretch): self.options(layer, stretch, calls[layer])
             for layer, stretch in itertools.product(self._figures, range(len(self._stretches)))
@@ -292,7 +242,6 @@ class Model:
         return PatchConfig(name, per_layer=tuple(own))
 
     def parts(self, choice: Choice) -> list[dict[str, Candidate]]:
-        """Return what each layer does, by stretch; those that stay exact are left out."""
         found: list[dict[str, Candidate]] = [{} for _ in self._stretches]
         for (layer, number), option in choice.options.items():
             if option.candidate is not EXACTLY:
@@ -311,18 +260,11 @@ class Model:
 
 
 def _summed(squares: Sequence[float], apart: Callable[[int], float]) -> float:
-    """Return the squared norm of a sum of errors.
-
-    Args:
-        squares: of the errors, in the order of the steps.
-        apart: of a number of steps, returns the square of the difference of errors that are so far apart.
-    """
     pairs = itertools.combinations(range(len(squares)), 2)
     return sum(squares) + sum(max(0.0, squares[i] + squares[j] - apart(j - i)) for i, j in pairs)
 
 
 def _joined(phases: Sequence[Phase], ends: Sequence[float]) -> tuple[Phase, ...]:
-    """Return phases with their ends; equal ones that follow each other are one, exact ones at the end are left out."""
     found: list[Phase] = []
     for phase, end in zip(phases, ends, strict=True):
         if found and _until(found[-1], 1.0) == _until(phase, 1.0):

@@ -23,12 +23,7 @@ _SIDE = 512  # pixels of an image on the page
 
 
 def write_page(tuned: Tuned, folder: Path) -> Path:
-    """Write `index.html` and the plots, and return the page's path.
-
-    Raises:
-        ElfattError: a package of the extra `eval` is missing.
-        OSError: the folder cannot be written.
-    """
+    """Write `index.html` and the plots, and return the page's path."""
     need("the page of a tuning", "jinja2", "matplotlib")
     from markupsafe import Markup
 
@@ -54,7 +49,6 @@ def write_page(tuned: Tuned, folder: Path) -> Path:
 
 
 def _pairs(tuned: Tuned) -> list[dict[str, Any]]:
-    """Return the held-out images, the farthest from untouched first."""
     proof = tuned.proof
     if proof is None:
         return []
@@ -77,7 +71,6 @@ def _farthest_first(tuned: Tuned) -> list[int]:
 
 
 def _sheet(tuned: Tuned) -> Image.Image:
-    """Return the worst pair and the median one, side by side."""
     proof = tuned.proof
     assert proof is not None
     order = _farthest_first(tuned)

@@ -19,11 +19,7 @@ from elfatt_sd.surroundings import around_forward
 
 
 class Playback:
-    """The denoiser's outputs in one run, kept on the host.
-
-    Args:
-        pipe: the pipeline.
-    """
+    """The denoiser's outputs in one run, kept on the host."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
@@ -33,7 +29,6 @@ class Playback:
 
     @property
     def possible(self) -> bool:
-        """Whether calls can be replaced: not those of a module that was compiled in place."""
         return not any(module._compiled_call_impl for module in self._modules)
 
     @property
@@ -59,11 +54,7 @@ class Playback:
 
     @contextlib.contextmanager
     def playing(self, steps: int) -> Iterator[None]:
-        """Give the kept outputs in the first steps of the run within the `with` block, and compute the others.
-
-        Args:
-            steps: number of the first ones.
-        """
+        """Give the kept outputs in the first steps of the run within the `with` block, and compute the others."""
         calls, known = itertools.count(), self._ends[steps - 1] if steps else 0
         device = self._pipe._execution_device
 
@@ -83,5 +74,4 @@ class Playback:
 
 
 def _copied(output: Any, device: torch.device) -> Any:
-    """Return a tensor, or a structure of tensors, in memory of its own."""
     return tree_map_only(Tensor, lambda each: each.detach().to(device, copy=True), output)

@@ -13,23 +13,14 @@ from elfatt_sd.tuning.runs import Drawn, Sample
 
 @dataclass(frozen=True)
 class Point:
-    """A configuration that was run.
+    """A configuration that was run."""
 
-    Attributes:
-        name: of it, for tables and plots.
-        config: it.
-        predicted: its predicted PSNR in dB; None for what was not chosen by prediction.
-        closeness: to the untouched image, by image.
-        speed: times as fast as the untouched pipeline, by run.
-        busy: what to say where these are not to be trusted; empty otherwise.
-    """
-
-    name: str
-    config: PatchConfig
-    predicted: float | None
-    closeness: tuple[float, ...]
-    speed: tuple[float, ...]
-    busy: str = ""
+    name: str  # of it, for tables and plots
+    config: PatchConfig  # it
+    predicted: float | None  # its predicted PSNR in dB; None for what was not chosen by prediction
+    closeness: tuple[float, ...]  # to the untouched image, by image
+    speed: tuple[float, ...]  # times as fast as the untouched pipeline, by run
+    busy: str = ""  # what to say where these are not to be trusted; empty otherwise
 
     @property
     def mean(self) -> float:
@@ -44,24 +35,15 @@ class Point:
 
 @dataclass
 class Proof:
-    """What the held-out images say of a configuration.
+    """What the held-out images say of a configuration."""
 
-    Attributes:
-        point: the configuration, with its closeness and speed.
-        samples: the held-out images.
-        untouched: them, drawn by the untouched pipeline.
-        tuned: them, drawn with the configuration.
-        higher: whether a higher closeness is closer.
-    """
-
-    point: Point
-    samples: Sequence[Sample]
-    untouched: list[Drawn] = field(default_factory=list)
-    tuned: list[Drawn] = field(default_factory=list)
-    higher: bool = True
+    point: Point  # the configuration, with its closeness and speed
+    samples: Sequence[Sample]  # the held-out images
+    untouched: list[Drawn] = field(default_factory=list)  # them, drawn by the untouched pipeline
+    tuned: list[Drawn] = field(default_factory=list)  # them, drawn with the configuration
+    higher: bool = True  # whether a higher closeness is closer
 
     def interval(self) -> float:
-        """Return half of the 95 % interval of the mean closeness."""
         from elfatt_sd.evaluation.intervals import student_quantile
 
         values = self.point.closeness

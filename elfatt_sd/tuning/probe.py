@@ -46,37 +46,28 @@ _Key = tuple[str, tuple[int, int], int]  # a layer, which of its calls in the st
 
 @dataclass
 class LayerFigures:
-    """What was measured in a layer.
+    """What was measured in a layer."""
 
-    Attributes:
-        bases: the approximations.
-        lost: numbers of those that ran out of memory, or gave values that are not finite.
-        fresh: numbers of those whose errors in two steps are independent: they draw at random in each step, or round.
-        seconds: of exact attention, by call.
-        calls: of the layer in the probed steps.
-        copies: of the same latents among the rows of its input, where guidance makes one of them; 1 otherwise.
-        ratios: of each approximation, time by time of exact attention.
-        plain: by stretch and approximation, the squared relative errors.
-        shared: by stretch, approximation and number of steps since the difference was measured, likewise.
-        guided: likewise, where it was measured in the rows with the prompt alone.
-        effects: by stretch, the squared relative change of the denoiser's output by squared relative error of the
-            layer's.
-    """
-
-    bases: list[Phase]
+    bases: list[Phase]  # the approximations
+    # numbers of those that ran out of memory, or gave values that are not finite
     lost: set[int] = field(default_factory=set)
+    # numbers of those whose errors in two steps are independent: they draw at random in each step, or round
     fresh: set[int] = field(default_factory=set)
-    seconds: list[float] = field(default_factory=list)
-    calls: int = 0
-    copies: int = 1
+    seconds: list[float] = field(default_factory=list)  # of exact attention, by call
+    calls: int = 0  # of the layer in the probed steps
+    copies: int = 1  # of the same latents among the rows of its input, where guidance makes one of them; 1 otherwise
+    # of each approximation, time by time of exact attention
     ratios: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    # by stretch and approximation, the squared relative errors
     plain: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    # by stretch, approximation and number of steps since the difference was measured, likewise
     shared: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    # likewise, where it was measured in the rows with the prompt alone
     guided: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    # by stretch, the squared relative change of the denoiser's output by squared relative error of the layer's
     effects: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, ready for JSON, whose tables are pairs."""
         own = {name: list(value.items()) if isinstance(value, dict) else value for name, value in vars(self).items()}
         bases = [phase.to_dict() for phase in self.bases]
         return {**own, "bases": bases, "lost": sorted(self.lost), "fresh": sorted(self.fresh)}
@@ -92,14 +83,7 @@ class LayerFigures:
         return figures
 
     def error(self, stretch: int, base: int, since: int = 0, *, guided: bool = False) -> float:
-        """Return the mean squared relative error of an approximation in a stretch.
-
-        Args:
-            stretch: number of the stretch.
-            base: number of the approximation, or `REUSED`.
-            since: steps since the difference was measured that corrects it; 0 corrects nothing.
-            guided: whether that was measured in the rows with the prompt alone; at 0 it corrects the others, too.
-        """
+        """Return the mean squared relative error of an approximation in a stretch."""
         if base in self.lost:
             return math.inf
         if not since and not guided:
@@ -115,44 +99,33 @@ class LayerFigures:
         return next((number for number, phase in enumerate(self.bases) if phase.dense), None)
 
     def rounding(self, stretch: int, phase: Phase) -> float:
-        """Return the mean squared relative error of exact attention in the dtype of a phase."""
         return 0.0 if phase.attention_dtype is None or self.dense is None else self.error(stretch, self.dense)
 
     def dense_ratio(self, phase: Phase) -> float:
-        """Return its time by that in the model's dtype."""
         return 1.0 if phase.attention_dtype is None or self.dense is None else self.ratio(self.dense)
 
     def middle(self, stretch: int) -> int | None:
-        """Return the number of the approximation of median error in a stretch; None where there is none."""
         errors = {number: self.error(stretch, number) for number in self.ratios}
         usable = sorted((number for number in errors if math.isfinite(errors[number])), key=errors.__getitem__)
         return usable[len(usable) // 2] if usable else None
 
     def ratio(self, base: int) -> float:
-        """Return an approximation's time by that of exact attention."""
         return 0.0 if base == REUSED else statistics.median(self.ratios[base] or [math.inf])
 
 
 def slow_layers(figures: Mapping[str, LayerFigures]) -> list[str]:
-    """Return the layers whose time counts; the others stay exact."""
     seconds = {name: statistics.median(own.seconds) for name, own in figures.items()}
     return [name for name, own in seconds.items() if own > LEAST_PART * max(seconds.values())]
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps of the run that are tuned together.
+    """Steps of the run that are tuned together."""
 
-    Attributes:
-        first: its first step.
-        last: its last one.
-    """
-
-    first: int
-    last: int
+    first: int  # its first step
+    last: int  # its last one
 
     def __len__(self) -> int:
-        """Return the number of its steps."""
         return self.last - self.first + 1
 
     @property
@@ -161,21 +134,12 @@ class Stretch:
         return [since for since in SINCE if since < len(self)]
 
     def groups(self, shared: int) -> list[int]:
-        """Return the lengths of the groups of steps in it that share a difference, `shared` steps at most."""
         inner = (step for step in range(self.first + 1, self.last + 1) if step % shared == 0)
         return [end - start for start, end in itertools.pairwise([self.first, *inner, self.last + 1])]
 
 
 class Probe:
-    """Measures within a `with` block, while the pipeline runs.
-
-    Args:
-        pipe: a pipeline without a patch.
-        stretches: of the run.
-        effects: calls of the denoiser, at most, that measure the effect of each layer on its output: one a layer in
-            some stretches.
-        scale: of guidance; None where the pipeline has none.
-    """
+    """Measures within a `with` block, while the pipeline runs."""
 
     def __init__(
         self,
@@ -195,17 +159,14 @@ class Probe:
         self.figures: dict[str, LayerFigures] = {}
 
     def __enter__(self) -> Probe:
-        """Install."""
         self._run.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put everything back."""
         self._run.__exit__()
         self._kept.clear()
 
     def _place(self, step: int) -> tuple[int, int] | None:
-        """Return the stretch of a step, and its place among those that may share; None where nothing is measured."""
         for number, stretch in enumerate(self._stretches):
             if stretch.first <= step <= stretch.last and step - stretch.first in SINCE:
                 return number, step - stretch.first
@@ -236,7 +197,6 @@ class Probe:
             self._latest[name] = middle, figures.plain[place[0], middle][-1]
 
     def _faster_dtype(self, state: LayerState, again: Callable[[], Any], output: Tensor) -> Narrower | None:
-        """Return the dtype in which exact attention is faster than in float32; of equal ones the more precise."""
         if output.dtype != torch.float32:
             return None
         best, limit = None, _FASTER
@@ -252,11 +212,9 @@ class Probe:
         return best
 
     def _guidance(self, call: Call) -> Guidance:
-        """Return how the rows of a call are guided."""
         return Guidance(self._scale, copies_of(call.given.sample))
 
     def _affects(self, place: tuple[int, int]) -> bool:
-        """Tell whether the effects of layers are measured in a step: in as many stretches as the calls allow."""
         count = min(len(self._stretches), self._effects // max(1, len(slow_layers(self.figures))))
         return place[1] == 0 and place[0] in map(round, np.linspace(0, len(self._stretches) - 1, count))
 
@@ -324,29 +282,18 @@ class Probe:
 
 
 class _Error(NamedTuple):
-    """Exact minus approximated output, without shape.
+    """Exact minus approximated output, without shape."""
 
-    Attributes:
-        joined: as guidance joins the rows.
-        given: of the rows with the prompt; None where nothing is joined.
-    """
-
-    joined: Tensor
-    given: Tensor | None
+    joined: Tensor  # as guidance joins the rows
+    given: Tensor | None  # of the rows with the prompt; None where nothing is joined
 
     def part(self) -> _Error:
-        """Return a part of its values, so that what is kept is bounded."""
         every = max(1, self.joined.numel() // KEPT) | 1  # odd, so that all channels have their turn
         return _Error(self.joined[::every].clone(), None if self.given is None else self.given[::every].clone())
 
 
 class _Output:
-    """The exact output of a layer or a denoiser.
-
-    Args:
-        output: that it gave.
-        guidance: how its rows are guided.
-    """
+    """The exact output of a layer or a denoiser."""
 
     def __init__(self, output: Any, guidance: Guidance) -> None:
         self._output, self._guidance = output, guidance
@@ -354,7 +301,6 @@ class _Output:
         self.size = float(self.joined.square().sum()) or 1.0
 
     def error(self, output: Any) -> _Error:
-        """Return what is lacking to it in an approximated output."""
         guidance = self._guidance
         given = guidance.given(self._output) - guidance.given(output) if guidance.joins else None
         return _Error(self.joined - guidance.joined(output), given)
@@ -389,10 +335,6 @@ def stretches_of(steps: int, count: int) -> list[Stretch]:
 
     In the first and in the last steps the denoiser's output changes most from step to step, and errors of the last one
     change it most.
-
-    Args:
-        steps: calls of the denoiser in the run.
-        count: of the stretches, at most.
     """
     last = steps - 1 if count > 1 else 0
     before = (last * number // (count - 1) // ALIGNED * ALIGNED for number in range(count - 1))

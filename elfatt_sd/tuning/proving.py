@@ -21,11 +21,7 @@ RETIMED = 2  # held-out images of which the untouched one is drawn again to time
 
 
 class Proving:
-    """Proves what a search has found.
-
-    Args:
-        search: in which everything is measured; its points take in what is run here.
-    """
+    """Proves what a search has found."""
 
     def __init__(self, search: Search) -> None:
         self.search = search
@@ -34,11 +30,7 @@ class Proving:
         self._untouched: list[Drawn] = []
 
     def prove(self, choice: Choice) -> Proof | None:
-        """Draw the held-out images, untouched and with a choice in turn, and correct the choice until it holds there.
-
-        Returns:
-            What holds; None where the pipeline is best left untouched.
-        """
+        """Draw the held-out images, untouched and with a choice, and correct the choice until it holds there."""
         best: Proof | None = None
         following: Choice | None = choice
         for left in reversed(range(PROOFS + 1)):
@@ -56,7 +48,6 @@ class Proving:
         return best if best is not None and best.point.times >= WORTH else None
 
     def _rival(self, best: Proof | None) -> Point | None:
-        """Return what was not chosen here and, by the images of the search, betters a proof; None if nothing does."""
         proved = {proof.point.name for proof in self.proofs}
         rivals = (each for each in self.search.rivals() if each.name not in proved and each.times >= WORTH)
         rival = best.point if best is not None else None
@@ -65,7 +56,6 @@ class Proving:
         return None if best is not None and rival is best.point else rival
 
     def _is_ahead(self, rival: Point, choice: Choice) -> bool:
-        """Tell whether a rival is to be proved before a choice, which is expected to be slower."""
         return self.budget.closeness is not None and rival.times >= self.search.times(choice)
 
     def _proof(self, name: str, config: PatchConfig, predicted: float | None) -> Proof:
@@ -88,7 +78,6 @@ class Proving:
         return self.proofs[-1]
 
     def _better(self, best: Proof | None, proof: Proof) -> Proof | None:
-        """Return a proof that holds and betters the best one so far; otherwise that one."""
         return proof if self._holds(proof) and (best is None or self._betters(proof.point, best.point)) else best
 
     def _betters(self, point: Point, other: Point) -> bool:
@@ -98,12 +87,10 @@ class Proving:
         return self.measure.keeps(point.mean, other.mean)
 
     def _holds(self, proof: Proof) -> bool:
-        """Tell whether a choice keeps to the budget on the held-out images."""
         memory = self.budget.memory
         return self.search.keeps(proof.point) and (memory is None or proof.peak <= memory * 2**30)
 
     def _corrected(self, choice: Choice, proof: Proof) -> Choice | None:
-        """Return the choice to try after a proof; None if that one is right."""
         self.search.learn_speed(proof.point, choice)
         if self.budget.closeness is None:
             following = self.search.fast(self.budget.speed or 1.0)
@@ -119,7 +106,6 @@ class Proving:
         return None if following.psnr == choice.psnr else following
 
     def _slope(self) -> float:
-        """Return by how many dB images come closer for each that is predicted, as far as two proofs show it."""
         known = [(proof.point.predicted, proof.point.mean) for proof in self.proofs]
         proved = [(predicted, mean) for predicted, mean in known if predicted is not None and math.isfinite(mean)]
         if len(proved) < 2 or proved[-1][0] == proved[-2][0]:
@@ -128,11 +114,7 @@ class Proving:
         return min(1.0, max(LEAST_SLOPE, slope))
 
     def check(self, proof: Proof | None) -> None:
-        """Refuse a speed that was not reached on the held-out images, or not together with the closeness.
-
-        Raises:
-            ElfattFailure: what the choice was that came nearest.
-        """
+        """Refuse a speed that was not reached on the held-out images, or not together with the closeness."""
         if proof is not None or self.budget.speed is None or not self.proofs:
             return
         near = max(self.proofs, key=lambda each: each.point.times)

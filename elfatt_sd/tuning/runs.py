@@ -40,50 +40,30 @@ class Drawn:
     peak: int | None = None
 
     def same(self, other: Drawn) -> bool:
-        """Tell whether another one has the same pixels."""
         return [each.tobytes() for each in self.frames] == [each.tobytes() for each in other.frames]
 
 
 class Deviation(NamedTuple):
-    """How far an image is from the untouched one, in squares of values from 0 to 255.
+    """How far an image is from the untouched one, in squares of values from 0 to 255."""
 
-    Attributes:
-        mse: mean squared error of pixels before they are rounded.
-        rounded: that of the 8-bit images.
-    """
-
-    mse: float
-    rounded: float
+    mse: float  # mean squared error of pixels before they are rounded
+    rounded: float  # that of the 8-bit images
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the pipeline is called.
+    """How the pipeline is called."""
 
-    Attributes:
-        steps: denoising steps.
-        guidance: the scale; None where the pipeline has none.
-        height: in pixels; None is the model's own.
-        width: in pixels; None is the model's own.
-        frames: of a clip; None is the pipeline's own.
-        negative_prompt: what guidance leads away from.
-        inputs: further arguments of the call, such as an image.
-    """
-
-    steps: int
-    guidance: float | None = None
-    height: int | None = None
-    width: int | None = None
-    frames: int | None = None
-    negative_prompt: str | None = None
-    inputs: Mapping[str, Any] = field(default_factory=dict)
+    steps: int  # denoising steps
+    guidance: float | None = None  # the scale; None where the pipeline has none
+    height: int | None = None  # in pixels; None is the model's own
+    width: int | None = None  # in pixels; None is the model's own
+    frames: int | None = None  # of a clip; None is the pipeline's own
+    negative_prompt: str | None = None  # what guidance leads away from
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the call, such as an image
 
     def check(self, pipe: Any) -> None:
-        """Refuse a size that a pipeline cannot draw; warn of frames where it makes no clips.
-
-        Raises:
-            ElfattError: a side or the number of frames does not fit its model.
-        """
+        """Refuse a size that a pipeline cannot draw; warn of frames where it makes no clips."""
         if self.height is not None or self.width is not None:
             dimensions_of(pipe).check(self.height, self.width)
         if "num_frames" in taken(pipe):
@@ -93,20 +73,13 @@ class Settings:
             warnings.warn(text, stacklevel=3)
 
     def arguments(self, pipe: Any) -> dict[str, Any]:
-        """Return the arguments of a pipeline's call."""
         clips = {"num_frames": self.frames} if self.frames is not None and "num_frames" in taken(pipe) else {}
         given = guidance_options(pipe, self.guidance, self.negative_prompt)
         return {**given, **clips, **exact_size(pipe, self.height, self.width), **self.inputs}
 
 
 class Runs:
-    """Runs of one pipeline.
-
-    Args:
-        pipe: the pipeline; it has no patch of ours between two runs.
-        settings: how it is called.
-        on_step: told of every denoising step, with the number of steps done and of all.
-    """
+    """Runs of one pipeline."""
 
     def __init__(self, pipe: Any, settings: Settings, on_step: OnStep = lambda step, steps: None) -> None:
         self.pipe = pipe
@@ -118,12 +91,7 @@ class Runs:
         self._pixels: dict[Sample, Pixels] = {}  # of the images that were recorded
 
     def draw(self, sample: Sample, config: PatchConfig | None = None) -> Drawn:
-        """Draw one image.
-
-        Args:
-            sample: of what.
-            config: the patch; None draws with the pipeline as it is.
-        """
+        """Draw one image."""
         return _kept(self._shot(sample, config))
 
     def draw_as_is(self, sample: Sample) -> Drawn:
@@ -182,11 +150,7 @@ class Runs:
             return self._shot(sample, config)
 
     def _shot_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> Shot:
-        """Draw one image with whatever is in the pipeline; `end_step` is called after every step of the scheduler.
-
-        Raises:
-            ElfattError: the image is black, of one colour or not finite, and so equal to others of its kind.
-        """
+        """Draw one image with whatever is in the pipeline; `end_step` is called after every step of the scheduler."""
         settings = self.settings
 
         def tell(step: int, steps: int) -> None:
@@ -230,6 +194,5 @@ def _kept(shot: Shot) -> Drawn:
 
 
 def closeness(measure: Measure, untouched: Drawn, other: Drawn) -> float:
-    """Return how close an image is to the untouched one; of a clip, the mean over its frames."""
     values = [measure.between(one, two) for one, two in zip(untouched.frames, other.frames, strict=True)]
     return float(np.mean(values))

@@ -37,17 +37,7 @@ Say = Callable[[str, float], None]
 
 
 class Search:
-    """Tunes one pipeline.
-
-    Args:
-        runs: of the pipeline, which has no patch.
-        samples: the images of the search first, then the held-out ones.
-        searched: number of the former.
-        budget: what is asked for.
-        measure: how closeness is measured.
-        store: of what was measured before.
-        say: told what is being done, and how many images that draws; of one whose first steps are known, a part.
-    """
+    """Tunes one pipeline."""
 
     def __init__(
         self,
@@ -93,10 +83,6 @@ class Search:
         return self.store.drawn(sample, functools.partial(self.runs.draw_recorded, sample))
 
     def _first(self, again: Drawn) -> Drawn:
-        """Return the first image; where the one that is kept is another model's, everything that is kept is forgotten.
-
-        Not all that an image depends on is in the store's key: inputs, adapters and their scales, the other models.
-        """
         sample = self.samples[0]
         drawn = self._untouched(sample)
         if drawn.same(again) or not self.runs.draw(sample).same(again):  # the model does not repeat itself
@@ -133,7 +119,6 @@ class Search:
         self.curve = self.model.curve(self.layer_calls)
 
     def _noise(self) -> float:
-        """Return how close two untouched images of a seed are: does the model repeat itself?"""
         drawn, again = self.untouched[0], self._again
         if again is None or not again.same(drawn):  # measuring layers may compute otherwise, where models are compiled
             again = self.runs.draw(self.samples[0])
@@ -153,7 +138,6 @@ class Search:
         return {name: own.to_dict() for name, own in probe.figures.items()}
 
     def _alone(self, number: int, image: int, config: PatchConfig) -> Deviation:
-        """Return how far an image goes in which one stretch alone is approximated."""
         return self.runs.deviation(self.stretches[number].first, self.samples[image], config)
 
     def settle(self) -> Choice:
@@ -174,7 +158,6 @@ class Search:
         return self._next()
 
     def _is_behind(self, choice: Choice) -> bool:
-        """Tell whether something that was not chosen here is as fast as a choice, so that this is not worth a run."""
         fastest = max((rival.times for rival in self.rivals()), default=0.0)
         return self.budget.closeness is not None and fastest * WORTH >= self.times(choice)
 
@@ -190,12 +173,10 @@ class Search:
         self.realised = min(1.5, max(0.2, saved / max(choice.saved, 1e-9)))
 
     def _next(self) -> Choice:
-        """Return the choice that keeps to the budget, by the predictions and what runs have shown of them."""
         asked = self.budget.closeness
         return self.fast(self.budget.speed or 1.0) if asked is None else self.at(self._predicted_for(asked))
 
     def _predicted_for(self, asked: float) -> float:
-        """Return the predicted PSNR at which images are as close as asked, by the points that were run."""
         if self.measure.name == "PSNR":
             return asked - self.offset()
         points = sorted((point.predicted, point.mean) for point in self.points if point.predicted is not None)
@@ -211,7 +192,6 @@ class Search:
         return low + (high - low) * (asked - worse) / (better - worse)
 
     def offset(self) -> float:
-        """Return by how many dB images that were drawn with choices are closer than predicted; few say little."""
         known = ((one.mean - one.predicted, len(one.closeness)) for one in self.points if one.predicted)
         pairs = [(off, images) for off, images in known if math.isfinite(off)]
         return sum(off * images for off, images in pairs) / (EXPECTED + sum(images for _, images in pairs))
@@ -220,27 +200,22 @@ class Search:
         return self.budget.closeness is not None and not self.measure.keeps(mean, self.budget.closeness)
 
     def at(self, psnr: float) -> Choice:
-        """Return the fastest choice that is predicted to be so close, in dB; untouched if none is."""
         return max((choice for choice in self.curve if choice.psnr >= psnr), key=lambda choice: choice.saved)
 
     def fast(self, speed: float) -> Choice:
-        """Return the closest choice that is predicted to be so many times as fast and a little more, or the fastest."""
         wanted = self.seconds * (1 - 1 / (AIMED * speed)) / self.realised
         enough = [choice for choice in self.curve if choice.saved >= wanted]
         return min(enough, key=lambda choice: choice.mse, default=self.curve[-1])
 
     def times(self, choice: Choice) -> float:
-        """Return how many times as fast as untouched a choice is expected to be."""
         return self.seconds / (self.seconds - self.realised * choice.saved)
 
     def keeps(self, point: Point) -> bool:
-        """Tell whether the images of a configuration are as close and as fast as asked."""
         budget = self.budget
         close = budget.closeness is None or self.measure.keeps(point.mean, budget.closeness)
         return close and (budget.speed is None or point.times >= budget.speed)
 
     def rivals(self) -> list[Point]:
-        """Return what was run and not chosen here, a preset or the patch that was there, and keeps to the budget."""
         return [point for point in self.points if point.predicted is None and self.keeps(point)]
 
     def run(self, choice: Choice, samples: Sequence[Sample], untouched: Sequence[Drawn]) -> Point:
@@ -275,11 +250,7 @@ class Search:
         return Point(name, config, predicted, close, speed, busy([self._seconds, paces, seconds]))
 
     def check_reachable(self) -> None:
-        """Refuse a speed that no choice has; where the prediction falls short of it, the fastest choice is run.
-
-        Raises:
-            ElfattFailure: how fast the fastest choice is.
-        """
+        """Refuse a speed that no choice has; where the prediction falls short of it, the fastest choice is run."""
         speed, fastest = self.budget.speed, self.curve[-1]
         if speed is None or self.seconds >= speed * (self.seconds - fastest.saved):
             return
@@ -295,17 +266,12 @@ class Search:
 
 
 def read_figures(data: Mapping[str, Any]) -> dict[str, LayerFigures]:
-    """Return what was measured in each layer, from plain data.
-
-    Raises:
-        LookupError: there is none.
-    """
+    """Return what was measured in each layer, from plain data."""
     if not data:
         raise LookupError("no layer was measured")
     return {name: LayerFigures.from_dict(own) for name, own in data.items()}
 
 
 def _around(known: Sequence[tuple[float, float]], asked: float) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the two neighbouring points between which a value lies, or the two nearest to it."""
     pairs = list(itertools.pairwise(known))
     return min(pairs, key=lambda pair: min(abs(pair[0][1] - asked), abs(pair[1][1] - asked)))

@@ -22,11 +22,7 @@ Read = TypeVar("Read")
 
 
 class Store:
-    """A folder for one model, size, device and set of versions; where it cannot be written, a warning says so once.
-
-    Args:
-        key: everything that the measurements depend on, as plain data.
-    """
+    """A folder for one model, size, device and set of versions; where it cannot be written, a warning says so once."""
 
     def __init__(self, key: Mapping[str, Any]) -> None:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
@@ -47,13 +43,7 @@ class Store:
             self._told = True
 
     def known(self, name: str, make: Callable[[], Any], read: Callable[[Any], Read]) -> Read:
-        """Return what is kept under a name; it is made and kept if it is not there, or is damaged.
-
-        Args:
-            name: of the file.
-            make: returns it as plain data.
-            read: makes of plain data what is returned.
-        """
+        """Return what is kept under a name; it is made and kept if it is not there, or is damaged."""
         path = self.folder / f"{name}.json"
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
             return read(json.loads(path.read_text(encoding="utf-8")))

@@ -22,48 +22,26 @@ UNTOUCHED = PatchConfig("untouched")
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `tune` found.
+    """What `tune` found."""
 
-    Attributes:
-        config: the settings; without phases where the pipeline is best left untouched.
-        budget: what was asked for.
-        measure: how closeness was measured.
-        proof: of the settings, on held-out images; None where the pipeline is best left untouched.
-        points: what was run, of the search and of the proofs; presets too.
-        curve: the choices that were predicted to be best, from untouched to the fastest.
-        untouched_seconds: of an untouched image.
-        realised: fraction of the predicted seconds that runs really saved.
-        floor: closeness of two untouched images of one seed; infinity where the model repeats itself bit for bit.
-        images: how many untouched images could have been drawn in the time that tuning took.
-        record: model, size, steps, device and versions, as plain data.
-    """
-
-    config: PatchConfig
-    budget: Budget
-    measure: Measure
-    proof: Proof | None
-    points: tuple[Point, ...]
-    curve: tuple[Choice, ...]
-    untouched_seconds: float
-    realised: float
-    floor: float
-    images: float
-    record: dict[str, Any]
+    config: PatchConfig  # the settings; without phases where the pipeline is best left untouched
+    budget: Budget  # what was asked for
+    measure: Measure  # how closeness was measured
+    proof: Proof | None  # of the settings, on held-out images; None where the pipeline is best left untouched
+    points: tuple[Point, ...]  # what was run, of the search and of the proofs; presets too
+    curve: tuple[Choice, ...]  # the choices that were predicted to be best, from untouched to the fastest
+    untouched_seconds: float  # of an untouched image
+    realised: float  # fraction of the predicted seconds that runs really saved
+    floor: float  # closeness of two untouched images of one seed; infinity where the model repeats itself bit for bit
+    images: float  # how many untouched images could have been drawn in the time that tuning took
+    record: dict[str, Any]  # model, size, steps, device and versions, as plain data
 
     def apply(self, pipe: Pipeline) -> Pipeline:
-        """Patch a pipeline with the settings; it is left untouched where that is best.
-
-        Returns:
-            The same object; `remove_patch` takes it back.
-        """
+        """Patch a pipeline with the settings; it is left untouched where that is best."""
         return apply_patch(pipe, self.config) if self.config.active else remove_patch(pipe)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the settings as JSON, for `--config` and `PatchConfig.load`.
-
-        Raises:
-            ElfattError: the file cannot be written.
-        """
+        """Write the settings as JSON, for `--config` and `PatchConfig.load`."""
         self.config.save(path)
 
     def report(self, folder: str | os.PathLike[str]) -> Path:
@@ -95,7 +73,6 @@ class Tuned:
         }
 
     def __str__(self) -> str:
-        """Return what was found, for people."""
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:

@@ -25,7 +25,6 @@ if not TYPE_CHECKING:  # the command line reads what to look at without PyTorch
     _HOMES = {"draw": "drawing", "Grouping": "looks", "Heads": "looks", "Look": "looks", "watch": "recording"}
 
     def __getattr__(name: str) -> Any:
-        """Import a public name from its module on first use."""
         if name not in _HOMES:
             raise AttributeError(f"module 'elfatt_sd.visualize' has no attribute {name!r}")
         return getattr(importlib.import_module(f"elfatt_sd.visualize.{_HOMES[name]}"), name)

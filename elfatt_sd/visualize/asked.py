@@ -10,24 +10,14 @@ from elfatt_sd.errors import ElfattError
 
 @dataclass(frozen=True)
 class Asked:
-    """What to look at; see `watch`.
+    """What to look at; see `watch`."""
 
-    Attributes:
-        layer: path of a layer, or a pattern; None takes the first one on the finest grid.
-        step: from 1; None takes one of each phase.
-        at: the point of the image whose query is followed, fractions of width and height.
-    """
-
-    layer: str | None = None
-    step: int | None = None
+    layer: str | None = None  # path of a layer, or a pattern; None takes the first one on the finest grid
+    step: int | None = None  # from 1; None takes one of each phase
+    # the point of the image whose query is followed, fractions of width and height
     at: tuple[float, float] = (0.5, 0.5)
 
     def __post_init__(self) -> None:
-        """Check step and point.
-
-        Raises:
-            ElfattError: one is out of range.
-        """
         if self.step is not None and self.step < 1:
             raise ElfattError(f"step={self.step} is not accepted; give a whole number of at least 1.")
         if len(self.at) != 2 or not all(0 <= part <= 1 for part in self.at):
@@ -35,11 +25,7 @@ class Asked:
 
     @classmethod
     def read(cls, layer: str | None, step: int | None, at: str) -> Self:
-        """Build it from options; `at` is `X,Y`.
-
-        Raises:
-            ElfattError: one is out of range.
-        """
+        """Build it from options; `at` is `X,Y`."""
         try:
             point = tuple(map(float, at.split(",")))
         except ValueError:

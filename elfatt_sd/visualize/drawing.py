@@ -65,7 +65,6 @@ def _title(look: Look) -> str:
 
 
 def _panels(look: Look, image: Image.Image | None) -> Iterator[Panel]:
-    """Yield what there is to draw."""
     if image is not None:
         yield "image", "the finished image; the query is the small square", lambda axes: _paint_image(axes, look, image)
     for grouping in ([look.merged] if look.merged is not None else []) + list(look.agents):
@@ -98,7 +97,6 @@ def _sets(look: Look, heads: Heads, several: bool) -> Panel:
 
 
 def _keys(look: Look) -> Iterator[Panel]:
-    """Yield the weights of exact attention, and those of each group of heads."""
     size = sum(len(heads.numbers) for heads in look.heads)
     exact: NDArray[np.float64] = sum(heads.exact * len(heads.numbers) for heads in look.heads) / size  # type: ignore[assignment]
     text = sum(heads.exact_text * len(heads.numbers) for heads in look.heads) / size
@@ -139,7 +137,6 @@ def _underlay(axes: Any, look: Look, image: Image.Image | None) -> None:
 
 
 def _frame(look: Look, values: NDArray[Any]) -> NDArray[Any]:
-    """Return the first frame of values `[N, ...]` as `[rows, columns, ...]`."""
     framed: NDArray[Any] = values.reshape(*look.grid, *values.shape[1:])[0]
     return framed
 
@@ -187,10 +184,8 @@ def _paint_error(axes: Any, look: Look) -> None:
 
 
 def _darkest(weights: NDArray[np.float64], seen: NDArray[np.bool_]) -> float:
-    """Return the weight that has the darkest colour; equal ones are pale."""
     return max(_most(weights[seen]), 3 * float(weights[seen].mean())) if seen.any() else 1.0
 
 
 def _most(values: NDArray[np.float64]) -> float:
-    """Return the value that has the darkest colour: all but the largest are below."""
     return max(float(np.quantile(values, 0.99)), 1e-12)

@@ -18,17 +18,6 @@ def explain(studio: Studio, results: Sequence[Result], asked: Asked) -> Iterator
     """Draw every image of a studio once more, watched, and write what was seen next to it.
 
     The times and the memory of the images are not those of the watched run, which takes more.
-
-    Args:
-        studio: with its images drawn.
-        results: of its images, in their order.
-        asked: what to look at.
-
-    Yields:
-        the path of each PNG.
-
-    Raises:
-        ElfattError: as for `watch`.
     """
     request = studio.request
     seeds = range(request.seed, request.seed + request.num_images)

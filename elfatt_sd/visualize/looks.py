@@ -120,26 +120,13 @@ class Look:
 
 
 def token_at(grid: Grid, at: tuple[float, float]) -> int:
-    """Return the token at a point of the image, in the first frame of a video.
-
-    Args:
-        grid: of the tokens.
-        at: fractions of the width and of the height, from the top left corner, in [0, 1].
-    """
+    """Return the token at a point of the image, in the first frame of a video."""
     column, row = (min(int(part * size), size - 1) for part, size in zip(at, (grid.columns, grid.rows), strict=True))
     return row * grid.columns + column
 
 
 def errors(given: Tensor, exact: Tensor) -> tuple[Weights, float]:
-    """Compare a layer's output with the exact one.
-
-    Args:
-        given: `[N, channels]`.
-        exact: the same shape.
-
-    Returns:
-        `error` and `relative_error` of `Look`.
-    """
+    """Compare a layer's output with the exact one."""
     given, exact = (each.cpu().double() for each in (given, exact))  # MPS has no float64
     difference = (given - exact).norm(dim=-1).numpy()
     scale = float(exact.norm()) or 1.0
@@ -147,16 +134,7 @@ def errors(given: Tensor, exact: Tensor) -> tuple[Weights, float]:
 
 
 def exact_weights(q: Tensor, k: Tensor, context: Keys | None = None) -> tuple[Weights, Weights]:
-    """Return the weights of exact attention, `softmax(q k^T / sqrt(D))`.
-
-    Args:
-        q: one query `[H, D]`.
-        k: keys of the image `[N, H, D]`.
-        context: keys of text `[1, T, H, D]`.
-
-    Returns:
-        weights `[H, N]` on the image, and weights `[H]` on the text.
-    """
+    """Return the weights of exact attention, `softmax(q k^T / sqrt(D))`."""
     keys = k if context is None else torch.cat([k, context.k[0]])
     logits = torch.einsum("hd,nhd->hn", q, keys) * q.shape[-1] ** -0.5
     if context is not None and context.mask is not None:
@@ -171,16 +149,6 @@ def weights_of(attend: Attend, q: Tensor, k: Tensor, context: Keys | None, query
 
     Any attention is linear in the values: one that is 1 at one token and 0 elsewhere becomes that token's weight. The
     channels of a head are mixed alike, so that a call tells the weights of as many tokens.
-
-    Args:
-        attend: returns the mixed values `[1, M, H, D]`.
-        q: queries `[1, M, H, D]`.
-        k: keys, the same shape.
-        context: keys of text.
-        query: its place among the M.
-
-    Returns:
-        weights `[H, M]` on the image, and `[H]` on the text.
     """
     (_, tokens, heads, size), nothing = q.shape, torch.zeros_like(q)
     text = None if context is None else context._replace(v=torch.zeros_like(context.v))
@@ -197,17 +165,7 @@ def weights_of(attend: Attend, q: Tensor, k: Tensor, context: Keys | None, query
 
 
 def same_keys(attend: Attend, shape: Sequence[int], context: Keys | None, like: Tensor) -> list[Labels | None]:
-    """Tell which queries see the same keys: with equal logits, these have the same mean of random values.
-
-    Args:
-        attend: as for `weights_of`.
-        shape: of the queries `[1, M, H, D]`.
-        context: keys of text.
-        like: a tensor on the device to use.
-
-    Returns:
-        for each head, the number `[M]` of the set that each query sees; None where there are more than `MOST_SETS`.
-    """
+    """Tell which queries see the same keys: with equal logits, these have the same mean of random values."""
     zeros, generator = like.new_zeros(tuple(shape)), torch.Generator().manual_seed(0)
     random = standard_normal(tuple(shape), generator).to(like)
     text = None if context is None else context._replace(k=torch.zeros_like(context.k), v=torch.zeros_like(context.v))
@@ -232,11 +190,7 @@ def _alike(rows: Weights) -> Labels | None:
 
 
 def head_groups(labels: Sequence[Labels | None]) -> list[tuple[int, ...]]:
-    """Return the heads whose queries see the same sets of keys, together.
-
-    Args:
-        labels: by head, as `same_keys` returns them.
-    """
+    """Return the heads whose queries see the same sets of keys, together."""
     groups: dict[bytes, list[int]] = {}
     for head, each in enumerate(labels):
         groups.setdefault(b"" if each is None else each.tobytes(), []).append(head)

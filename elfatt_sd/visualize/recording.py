@@ -86,7 +86,6 @@ def watch(
 
 
 def _chosen(patch: Patch, layer: str | None) -> list[PatchedLayer]:
-    """Return the layers to watch: without a name, the first one on the finest grid."""
     if layer is not None:
         return [each for each in patch.layers if fnmatch.fnmatchcase(each.layer.name, layer)]
     finest = min((each.layer.downsample for each in patch.layers), default=1)
@@ -137,7 +136,6 @@ class _Watcher:
         return state.call.step in self._steps(self._patch.steps)
 
     def _steps(self, steps: int) -> set[int]:
-        """Return the steps to look at: the given one, or the middle one of each phase's approximated steps."""
         if self._asked.step is not None:
             return {self._asked.step - 1}
         by_phase: dict[Phase, list[int]] = {}
@@ -209,17 +207,14 @@ class _Layer:
         self._merged: Tensor | None = None
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the given tensors; k and v at the places `keys` alone."""
         if keys is None:
             return self._q, self._k, self._v
         return self._q, self._k.index_select(1, keys), self._v.index_select(1, keys)
 
     def queries(self, tokens: Tensor) -> Tensor:
-        """Return the queries, or those of merged tokens."""
         return self._layer.queries(tokens).float() if tokens is self._merged else self._q
 
     def merged(self, ratio: float) -> Tensor:
-        """Return merged tokens, and note how many are merged."""
         self._ratios.append(ratio)
         self._merged = self._layer.merged(ratio)[ROW:]
         return self._merged
@@ -262,7 +257,6 @@ def _see(seen: _Seen, attention: Attention, layer: Any, tokens: Tensor, prepared
 
 
 def _places(seen: _Seen, prepared: Prepared | None) -> Labels:
-    """Return the place `[N]` of every grid token among those that attention is given."""
     state, merge = seen.state, seen.phase.merge
     order = None if prepared is None else prepared.order
     matching = _matching(state, merge.ratio)
@@ -277,13 +271,11 @@ def _places(seen: _Seen, prepared: Prepared | None) -> Labels:
 
 
 def _matching(state: LayerState, ratio: float) -> Any:
-    """Return which tokens are merged at a ratio in the call that goes on, whose similarities are known."""
     rows = 1 if state.candidates is None else len(state.candidates.nearest)
     return state.matching(torch.empty(rows, state.grid.tokens, 0, dtype=torch.float32, device="cpu"), ratio)
 
 
 def _agents(seen: _Seen, attention: Attention, tokens: int, place: Labels, ratios: list[float]) -> list[Grouping]:
-    """Return which tokens each agent is the mean of: runs of those that attention is given, or merged ones."""
     pools = attention.pools(tokens)
     found = [Grouping("are averaged into one agent", np.repeat(np.arange(len(pools)), pools)[place])] if pools else []
     for ratio in dict.fromkeys(ratios):

@@ -70,6 +70,19 @@ def test_names_and_signatures_are_unchanged(snapshot: SnapshotAssertion) -> None
     assert "\n".join([*listed, *(line for name in sorted(found) for line in described(name, found[name]))]) == snapshot
 
 
+def test_what_the_api_lists_says_what_it_takes() -> None:
+    """Elsewhere a docstring is a line that says what the name does not, or none."""
+    for module, name, _ in API:
+        found = getattr(importlib.import_module(module), name)
+        if inspect.isroutine(found):
+            parts = inspect.signature(found).parameters
+            assert [
+                each for each in parts if not re.search(rf"^\s*\**{each}: ", str(found.__doc__), re.MULTILINE)
+            ] == []
+        for member in ("__doc__", *MEMBERS.get(name, ())) if isinstance(found, type) else ():
+            assert member == "false" or getattr(found, member).__doc__, f"{name}.{member}"
+
+
 def test_presets_are_unchanged(snapshot: SnapshotAssertion) -> None:
     assert "\n".join(json.dumps(config.to_dict()) for config in PRESETS.values()) == snapshot
 

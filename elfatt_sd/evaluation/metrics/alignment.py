@@ -26,16 +26,7 @@ _TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"
 
 
 def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
-    """Load one of the three.
-
-    Args:
-        kind: `clip-score`, `pickscore` or `hpsv2`.
-        folder: a CLIP model of transformers, with its tokenizer.
-        device: where to run.
-
-    Raises:
-        ElfattError: the folder holds no whole CLIP model with a tokenizer.
-    """
+    """Load one of the three."""
     from transformers import AutoTokenizer, CLIPModel
 
     who = f"metric {kind!r}: {folder}"
@@ -82,7 +73,6 @@ class _Cosine:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
-        """Return `[n * f]`."""
         self.reads(batch.prompts)
         with exact_float32(self.device):
             texts = functional.normalize(self._texts(list(batch.prompts)), dim=1)

@@ -18,16 +18,11 @@ Better = Literal["", "higher", "lower"]
 
 @dataclass(frozen=True)
 class Batch:
-    """Some images of a row.
+    """Some images of a row."""
 
-    Attributes:
-        images: uint8 `[n, f, 3, h, w]`.
-        prompts: n texts.
-        untouched: the baseline's images of the same latents, shaped alike; None unless the metric compares.
-    """
-
-    images: Tensor
-    prompts: Sequence[str]
+    images: Tensor  # uint8 `[n, f, 3, h, w]`
+    prompts: Sequence[str]  # n texts
+    # the baseline's images of the same latents, shaped alike; None unless the metric compares
     untouched: Tensor | None = None
 
     def frames(self) -> Tensor:
@@ -41,24 +36,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class ImageMetric:
-    """A metric that gives a number for every image.
+    """A metric that gives a number for every image."""
 
-    Attributes:
-        name: in tables.
-        measure: turns a `Batch` into n numbers.
-        description: everything that the numbers depend on, as plain data.
-        better: which values are better; empty where neither is, as for what compares with the untouched image.
-        compares: whether it takes the untouched pipeline's images.
-        per_call: images that it is given at once.
-        reads: told of all prompts before the first images, so that it can say at once what it does not read.
-    """
-
-    name: str
-    measure: Callable[[Batch], Tensor]
-    description: dict[str, Any] = field(default_factory=dict)
+    name: str  # in tables
+    measure: Callable[[Batch], Tensor]  # turns a `Batch` into n numbers
+    description: dict[str, Any] = field(default_factory=dict)  # everything that the numbers depend on, as plain data
+    # which values are better; empty where neither is, as for what compares with the untouched image
     better: Better = ""
-    compares: bool = False
-    per_call: int = 8
+    compares: bool = False  # whether it takes the untouched pipeline's images
+    per_call: int = 8  # images that it is given at once
+    # told of all prompts before the first images, so that it can say at once what it does not read
     reads: Callable[[Sequence[str]], None] = lambda prompts: None
 
     @property

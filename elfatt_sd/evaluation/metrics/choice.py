@@ -23,22 +23,15 @@ _REWARDS = "image-reward", "imagereward"
 
 @dataclass(frozen=True)
 class MetricChoice:
-    """A metric.
+    """A metric."""
 
-    Attributes:
-        metric: one of `KINDS`, or `package.module:function`, a function of one's own.
-        weights: file or directory of its weights; `KINDS` says of what.
-        name: of a function's metric in tables; empty takes the function's.
-        better: of a function's metric, which values are better: `higher` or `lower`; empty gives no verdict.
-    """
-
-    metric: str
-    weights: str = ""
-    name: str = ""
+    metric: str  # one of `KINDS`, or `package.module:function`, a function of one's own
+    weights: str = ""  # file or directory of its weights; `KINDS` says of what
+    name: str = ""  # of a function's metric in tables; empty takes the function's
+    # of a function's metric, which values are better: `higher` or `lower`; empty gives no verdict
     better: Literal["", "higher", "lower"] = ""
 
     def __post_init__(self) -> None:
-        """Check that the metric is known and has what it needs, and nothing else."""
         own = ":" in self.metric
         if self.metric.lower() in _REWARDS:
             accepted = "a package.module:function that calls it, since its weights are of no transformers model"
@@ -55,11 +48,7 @@ class MetricChoice:
 
 
 def check_side(metric: str, height: int, width: int) -> None:
-    """Refuse images that are too small for a metric's network.
-
-    Raises:
-        ElfattError: they are.
-    """
+    """Refuse images that are too small for a metric's network."""
     least = _LEAST_SIDE.get(metric, 1)
     if min(height, width) < least:
         raise refused(f"metric={metric!r} of images of {height}x{width} pixels", f"{least} pixels or more on each side")

@@ -30,11 +30,7 @@ _BLOCKS = ((1, 0, 4), (2, 5, 9), (3, 10, 16), (4, 17, 23), (5, 24, 30))  # of VG
 
 
 def load_lpips(path: Path, device: str) -> ImageMetric:
-    """Load LPIPS (Zhang et al. 2018) on the network that a file holds.
-
-    Raises:
-        ElfattError: a package is missing, or the file is not a classifier of the three.
-    """
+    """Load LPIPS (Zhang et al. 2018) on the network that a file holds."""
     need("metric 'lpips'", "torchmetrics", "torchvision")
     from torchmetrics.functional.image.lpips import _LPIPS
 
@@ -58,11 +54,7 @@ def load_lpips(path: Path, device: str) -> ImageMetric:
 
 
 def load_dists(path: Path, device: str) -> ImageMetric:
-    """Load DISTS (Ding et al. 2020).
-
-    Raises:
-        ElfattError: a package is missing, or the file is not VGG16's.
-    """
+    """Load DISTS (Ding et al. 2020)."""
     need("metric 'dists'", "torchmetrics", "torchvision")
     from torchmetrics.functional.image import dists
 
@@ -77,7 +69,6 @@ def load_dists(path: Path, device: str) -> ImageMetric:
 
 
 def _dists_network(dists: Any) -> Any:
-    """Return torchmetrics' network; its own constructor would download torchvision's weights."""
     from torchvision.models.vgg import cfgs, make_layers
 
     network = dists.DISTSNetwork.__new__(dists.DISTSNetwork)
@@ -129,7 +120,6 @@ def _fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Tell whether a weight has the numbers of a network: no whole or complex ones, none packed or left out."""
     dense = weight.layout == torch.strided and not weight.is_quantized and not weight.is_meta
     return dense and weight.is_floating_point() and bool(weight.isfinite().all())
 

@@ -28,14 +28,6 @@ def neighbour_figures(features: Features, reference: Features, groups: Groups) -
 
     Precision and density are means over images. Recall and coverage are not: their moves are what they lose or gain
     without each class, its images neither there nor neighbours of others.
-
-    Args:
-        features: `[n, d]`, in memory or memory-mapped.
-        reference: `[m, d]`.
-        groups: the class of each image, n of them.
-
-    Raises:
-        ElfattError: there are not more images than neighbours.
     """
     check_enough(min(len(features), len(reference)))
     images, known = take(features, slice(None)).float(), take(reference, slice(None)).float()
@@ -61,11 +53,7 @@ def neighbour_figures(features: Features, reference: Features, groups: Groups) -
 
 
 def check_enough(count: int) -> None:
-    """Refuse a set that has not more images than neighbours.
-
-    Raises:
-        ElfattError: it is one.
-    """
+    """Refuse a set that has not more images than neighbours."""
     if count <= NEIGHBOURS:
         raise ElfattError(f"metric 'prdc' needs more than {NEIGHBOURS} images and reference images; there are {count}.")
 
@@ -94,7 +82,6 @@ class _OwnRadii:
         self.radii = self.far[:, NEIGHBOURS]  # the first is the image itself
 
     def wider(self, rows: Tensor) -> list[tuple[int, int, float]]:
-        """Return image, class and radius without this class, where that is another."""
         found = []
         for row in rows.tolist():
             others = self.classes[row, 1:]

@@ -28,9 +28,6 @@ def load_own(choice: MetricChoice) -> ImageMetric:
     untouched)`, which then has no value for the untouched pipeline itself. Parameters with a default are left at it,
     but for one named `untouched`. `images` are uint8 `[n, 3, h, w]`, of clips
     `[n, f, 3, h, w]`; `prompts` n texts; `untouched` the baseline's images of the same latents. It returns n numbers.
-
-    Raises:
-        ElfattError: there is no such function, it takes other arguments, or its name is taken.
     """
     function = _imported(choice.metric)
     count = _arguments(choice.metric, function)
@@ -47,7 +44,6 @@ def load_own(choice: MetricChoice) -> ImageMetric:
 
 
 def _arguments(metric: str, function: Callable[..., Any]) -> int:
-    """Return how many arguments a function is called with; what has a value of its own and another name is left."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -72,7 +68,6 @@ def _imported(metric: str) -> Callable[..., Any]:
 
 
 def _code(function: Callable[..., Any]) -> str:
-    """Return the hash of the module's code; what it imports is its own matter."""
     try:
         module = inspect.getmodule(function)
         return sha256_of_code([inspect.getsource(module)]) if module else ""

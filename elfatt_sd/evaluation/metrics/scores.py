@@ -34,11 +34,7 @@ _CMMD_SCALE = 1000  # as Jayasumana et al. 2024 have it
 
 @plain_defaults()
 def load_metrics(choices: Sequence[MetricChoice], device: str) -> list[ImageMetric]:
-    """Load the metrics that give a number for every image.
-
-    Raises:
-        ElfattError: one cannot be loaded, or two have one name.
-    """
+    """Load the metrics that give a number for every image."""
     metrics = [_load(choice, device) for choice in choices if choice.metric not in OF_FEATURES]
     names = [metric.name for metric in metrics]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -63,11 +59,7 @@ def _load(choice: MetricChoice, device: str) -> ImageMetric:
 
 
 def check_feature_metrics(choices: Sequence[MetricChoice], extractors: Sequence[Extractor]) -> None:
-    """Check that there are features for the metrics that need some.
-
-    Raises:
-        ElfattError: there are none.
-    """
+    """Check that there are features for the metrics that need some."""
     for choice in choices:
         if choice.metric == "prdc" and not extractors:
             raise ElfattError("metric 'prdc' needs features; give an extractor and a reference.")
@@ -76,16 +68,7 @@ def check_feature_metrics(choices: Sequence[MetricChoice], extractors: Sequence[
 
 
 class Scorer:
-    """Scores rows with all metrics of a protocol, and keeps what it computed.
-
-    Args:
-        choices: the protocol's metrics.
-        metrics: those that give a number for every image.
-        scales: extractors with their references.
-        cache: folder for the numbers of each image.
-        device: where networks run.
-        progress: called with what is looked at, the number of images done, and their total.
-    """
+    """Scores rows with all metrics of a protocol, and keeps what it computed."""
 
     def __init__(
         self,
@@ -96,7 +79,6 @@ class Scorer:
         device: str = "cpu",
         progress: Progress | None = None,
     ) -> None:
-        """Take what to score with."""
         self.wanted, self.metrics, self.scales = {choice.metric for choice in choices}, metrics, scales
         self.cache, self.device, self.progress = cache, device, progress
         self._figures: dict[str, dict[str, tuple[Estimate, Better]]] = {}
@@ -125,7 +107,6 @@ class Scorer:
         return found
 
     def _own(self, images: Images) -> dict[str, tuple[Estimate, Better]]:
-        """Return the figures of a row that are its own, whatever it is compared with; computed once."""
         if images.name not in self._figures:
             figures: dict[str, tuple[Estimate, Better]] = {}
             for metric in self.metrics:
@@ -152,11 +133,7 @@ class Scorer:
         return figures
 
     def _values(self, metric: ImageMetric, images: Images, baseline: Images | None) -> Tensor:
-        """One number for each image, `[n]` float64; kept in the cache.
-
-        Raises:
-            ElfattError: an image cannot be read, or a number is not finite.
-        """
+        """One number for each image, `[n]` float64; kept in the cache."""
         parts = [metric.identity, images.identity, list(images.texts), baseline.identity if baseline else ""]
         path = self.cache / f"{images.name}-metric-{sha256_of_data(parts)[:16]}.npy"
         known = read_array(path, dtype="float64")
@@ -190,15 +167,11 @@ def _summary(estimate: Estimate, better: Better, values: Tensor | None) -> dict[
 
 
 def _cmmd_name(extractor: Extractor) -> str:
-    """Return `CMMD` for ViT-L/14 at 336 pixels, which it is defined on; other models stand in the name."""
     shape = (extractor.preprocessing.get("crop"), extractor.dimension)
     return "CMMD" if shape == (336, 768) else f"CMMD ({str(extractor.preprocessing.get('sha256'))[:8]})"
 
 
 def _cmmd(features: Any, reference: Any, groups: Sequence[int]) -> Estimate:
-    """1000 times the squared maximum mean discrepancy of unit features under a Gaussian kernel of width 10.
-
-    It is the unbiased one; the published code adds the terms of an image with itself, which is about 7 / n more.
-    """
+    """1000 times the squared maximum mean discrepancy of unit features under a Gaussian kernel of width 10."""
     found, known = (functional.normalize(take(each, slice(None)), dim=1) for each in (features, reference))
     return kernel_distance(found, known, groups, kernel=gaussian).times(_CMMD_SCALE)

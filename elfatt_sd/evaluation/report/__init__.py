@@ -28,26 +28,14 @@ _FILES = (PAGE, "table.*", "*.png", "written.json")  # the last one of earlier v
 
 
 def write_report(results: Results) -> Path:
-    """Write the report of a scored run to `report` in its folder.
-
-    Returns:
-        The page, `report/index.html`; next to it lie `table.csv`, `table.md`, `table.tex` and one PNG per plot.
-
-    Raises:
-        ElfattError: the folder cannot be written.
-    """
+    """Write the report of a scored run to `report` in its folder."""
     folder = results.folder / "report"
     replace_files(folder, report_files(results))
     return folder / PAGE
 
 
 def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
-    """Return the whole report: page, tables and plots, by the names of their files.
-
-    Args:
-        results: of a run, whose folder holds `cells/CELL/images`.
-        page: whether the page is among them, which holds images.
-    """
+    """Return the whole report: page, tables and plots, by the names of their files."""
     need("a report", *REPORT)
     from elfatt_sd.evaluation.report.page import render_page
     from elfatt_sd.evaluation.report.palette import Palette
@@ -64,12 +52,7 @@ def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
 
 
 def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write a report's files into a folder and remove those that a former report left there.
-
-    Raises:
-        ElfattError: the folder cannot be written, or is a link, behind which other files may lie.
-        OSError: no space is left on the disk.
-    """
+    """Write a report's files into a folder and remove those that a former report left there."""
     if folder.is_symlink():
         raise ElfattError(f"{folder} is a link; a report replaces and removes files, so it takes a folder of its own.")
     try:

@@ -35,7 +35,6 @@ class Chart:
 
 
 def figure_and_axes(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
-    """Return a figure, of a column's width if not told otherwise, with one plot."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -121,7 +120,6 @@ def closeness(results: Results, palette: Palette) -> Chart | str:
 
 
 def _methods_range(rows: Sequence[Row], name: str) -> tuple[float, float]:
-    """Return limits that hold zero, every value, and the intervals of the methods (of all rows, if there are none)."""
     shown = [row for row in rows if row.role != NULL] or rows
     ends = [row.difference(name) for row in shown]
     places = [0.0, *(end for found in ends if found and found.ends for end in found.ends)]
@@ -209,7 +207,6 @@ def timing_strip(results: Results, palette: Palette, part: str) -> Chart | str:
 
 
 def legend_name(row: Row) -> str:
-    """Return what a legend calls a row: the method; for the null row, which shares the baseline's, its name."""
     return row.name if row.role == NULL else row.label
 
 

@@ -22,18 +22,9 @@ _TEXTS = 14  # rows; with more, their texts in a plot cover each other
 
 
 class Results:
-    """A run: its rows, and what they have in common.
-
-    Args:
-        data: the content of `results.json`.
-
-    Attributes:
-        legend: whether the legend of a plot can name all methods.
-        crowded: whether rows are known by their numbers.
-    """
+    """A run: its rows, and what they have in common."""
 
     def __init__(self, data: Mapping[str, Any], folder: Path = Path()) -> None:
-        """Name the rows of the results in a folder, which for images is that of the run."""
         self.data, self.folder = data, folder
         # results of earlier versions had such intervals
         raw = without_intervals_of_few([row for row in data.get("rows") or [] if isinstance(row, Mapping)])
@@ -47,8 +38,8 @@ class Results:
             for row, name in zip(raw, names, strict=True)
         ]
         methods = {label_of(row) for row in raw if row.get("role") not in (BASELINE, NULL)}
-        self.legend = len(methods) <= CROWD
-        self.crowded = not self.legend or len(raw) > _TEXTS
+        self.legend = len(methods) <= CROWD  # whether the legend of a plot can name all methods
+        self.crowded = not self.legend or len(raw) > _TEXTS  # whether rows are known by their numbers
         if self.crowded:
             unique = [f"{place} · {name}" for place, name in enumerate(unique, 1)]
         places = [place if self.crowded else None for place in range(1, len(raw) + 1)]
@@ -61,11 +52,7 @@ class Results:
 
     @property
     def folder_name(self) -> str:
-        """The name, checked for use as that of a folder.
-
-        Raises:
-            ElfattError: it would lead elsewhere, or a system keeps it for itself.
-        """
+        """The name, checked for use as that of a folder."""
         if not is_plain_name(self.name):
             raise ElfattError(f"{RESULTS_FILE} has the name {self.name!r}, which cannot be that of a folder.")
         return self.name
@@ -137,11 +124,9 @@ class Results:
         return Estimate(base.value + difference.value, *(ends or ()))
 
     def extrapolated(self, name: str) -> bool:
-        """Tell whether paired differences in a distance are of infinitely many images."""
         return any(row.extrapolated(name) for row in self.rows)
 
     def withheld(self, name: str) -> bool:
-        """Tell whether paired differences in a distance are of too few classes to be shown."""
         return any(row.withheld(name) for row in self.rows)
 
     @cached_property
@@ -161,16 +146,11 @@ class Results:
         return [stage for stage in STAGES if any(row.stage_slope(stage) is not None for row in self.rows)]
 
     def from_protocol(self, key: str) -> Any:
-        """Return the value of a key at any depth of the protocol, the outermost first; None where there is none."""
         return next((value for name, value in _walk(self.protocol) if name == key), None)
 
 
 def load_results(folder: Path) -> Results:
-    """Read `results.json` of a run, or of what was published of it.
-
-    Raises:
-        ElfattError: the file is missing or damaged; the message names the field.
-    """
+    """Read `results.json` of a run, or of what was published of it."""
     path = folder / RESULTS_FILE
     data = read_data(path, ResultsRecord, "make it again with `elfatt-sd eval report`")
     if data is None:
@@ -184,7 +164,6 @@ def _keys(rows: Sequence[Row], part: str) -> list[str]:
 
 
 def _varied_settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the ratio, where any row has one, and every setting that takes several values within one method."""
     names = dict.fromkeys(str(name) for row in rows for name in settings_of(row))
 
     def varies(name: str) -> bool:
@@ -206,7 +185,6 @@ def _suffix(row: Mapping[str, Any], varied: Sequence[str]) -> str:
 
 
 def _walk(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield all keys and values of nested mappings, outer levels first."""
     level: list[Mapping[str, Any]] = [data]
     while level:
         yield from ((str(key), value) for mapping in level for key, value in mapping.items())

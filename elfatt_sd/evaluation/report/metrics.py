@@ -22,13 +22,11 @@ _ARROWS = {"higher": " ↑", "lower": " ↓"}
 
 
 def metric_names(results: Results) -> list[str]:
-    """Return the names of all metrics, in order of appearance; those that compare with the untouched images first."""
     names = dict.fromkeys(name for row in results.rows for name in dig(row.data, "metrics") or {})
     return sorted(map(str, names), key=lambda name: not compares(results, name))
 
 
 def compares(results: Results, name: str) -> bool:
-    """Tell whether a metric is how far an image is from the untouched one: it then has no difference and no verdict."""
     return any(dig(row.data, "metrics", name, "compares") for row in results.rows)
 
 

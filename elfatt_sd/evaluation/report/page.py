@@ -32,15 +32,7 @@ _TYPES = {".csv": "text/csv", ".md": "text/markdown", ".tex": "application/x-tex
 def render_page(
     results: Results, pictures: Pictures, plots: Sequence[Plot], missing: Sequence[str], files: Mapping[str, str]
 ) -> str:
-    """Write the page with as much of the images as fits into `MAX_BYTES`.
-
-    Args:
-        results: the run.
-        pictures: its images.
-        plots: the finished plots.
-        missing: one line for each plot that could not be drawn.
-        files: texts to offer for download, by file name.
-    """
+    """Write the page with as much of the images as fits into `MAX_BYTES`."""
     from markupsafe import Markup
 
     template = page_template(_HERE / "template.html.j2")
@@ -73,7 +65,6 @@ def page_template(path: Path) -> jinja2.Template:
 
 
 def _told(results: Results) -> dict[str, Any]:
-    """Return what the page says of a run, its images and plots aside."""
     return {
         "results": results,
         "palette": Palette(results),

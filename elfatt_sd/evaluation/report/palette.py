@@ -35,13 +35,9 @@ class Palette:
     """The styles of a run's methods: known methods always have the same, others take what is free.
 
     Past the number of colours, a colour comes again with another marker.
-
-    Args:
-        results: the run.
     """
 
     def __init__(self, results: Results) -> None:
-        """Give every label its style."""
         self._slots: dict[str, int] = {}
         free = (slot for slot in itertools.count() if slot not in self._wanted(results))
         for row in results.methods:
@@ -54,7 +50,6 @@ class Palette:
         return {_FIXED[row.method] for row in results.methods if row.method in _FIXED}
 
     def style(self, row: Row) -> Style:
-        """Return the style of a row."""
         if row.role == BASELINE:
             return Style(BASE, "--base", "o", "○")
         if row.role == NULL:

@@ -20,19 +20,12 @@ from elfatt_sd.files import is_plain_name, read_plain
 
 @dataclass(frozen=True)
 class Detail:
-    """How much of the images a page shows.
+    """How much of the images a page shows."""
 
-    Attributes:
-        edge: longest side in pixels; smaller images keep their size.
-        quality: of the WebP file, from 0 to 100.
-        columns: number of latents in the grid.
-        pairs: number of most changed images per row.
-    """
-
-    edge: int
-    quality: int
-    columns: int
-    pairs: int
+    edge: int  # longest side in pixels; smaller images keep their size
+    quality: int  # of the WebP file, from 0 to 100
+    columns: int  # number of latents in the grid
+    pairs: int  # number of most changed images per row
 
 
 _SHOWN = 24  # frames of a clip
@@ -63,13 +56,9 @@ class Picture:
 
 @dataclass
 class Pictures:
-    """The images of a run, read from `RUN/cells/CELL/images`, as the lists of its rows name them.
+    """The images of a run, read from `RUN/cells/CELL/images`, as the lists of its rows name them."""
 
-    Attributes:
-        results: of the run.
-    """
-
-    results: Results
+    results: Results  # of the run
     _encoded: dict[tuple[str, int, int, int], Picture] = field(default_factory=dict)
     _made: dict[str, dict[int, MadeImage]] = field(default_factory=dict)
 
@@ -95,7 +84,6 @@ class Pictures:
         return [shared[(2 * place + 1) * len(shared) // (2 * count)] for place in range(count)]
 
     def grid(self, detail: Detail) -> list[list[Picture]]:
-        """Return one line of images for each row, the same latents in each column."""
         return [[self._picture(row, index, detail) for index in self.latents(detail.columns)] for row in self.rows]
 
     def most_changed(self, detail: Detail) -> list[tuple[Row, list[tuple[Picture, Picture]]]]:
@@ -130,11 +118,7 @@ class Pictures:
         return RowFolder(self.results.folder / "cells" / row.cell)
 
     def _listed(self, row: Row) -> dict[int, MadeImage]:
-        """The row's images by their indices.
-
-        Raises:
-            ElfattError: their list is damaged.
-        """
+        """The row's images by their indices."""
         if row.cell not in self._made:
             known = self._folder(row).known_images() if is_plain_name(row.cell) else []  # a folder of this run alone
             self._made[row.cell] = {made.index: made for made in known}
@@ -142,7 +126,6 @@ class Pictures:
 
 
 def _data_uri(path: Path, sha256: str, detail: Detail, frames: int, rate: float) -> tuple[str | None, str]:
-    """Return a WebP data URI of an image, or None and why there is none; a clip moves, `_SHOWN` frames at most."""
     from PIL import Image
 
     try:

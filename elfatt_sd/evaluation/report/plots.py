@@ -55,31 +55,18 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Plot:
-    """A finished plot.
+    """A finished plot."""
 
-    Attributes:
-        name: the file name without its ending.
-        title: what it shows.
-        caption: how to read it.
-        alt: its content in words and figures.
-        svg: inline SVG, without references to anything outside.
-        png: the same as a PNG file.
-    """
-
-    name: str
-    title: str
-    caption: str
-    alt: str
-    svg: str
-    png: bytes
+    name: str  # the file name without its ending
+    title: str  # what it shows
+    caption: str  # how to read it
+    alt: str  # its content in words and figures
+    svg: str  # inline SVG, without references to anything outside
+    png: bytes  # the same as a PNG file
 
 
 def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str]]:
-    """Draw every plot for which the run has figures.
-
-    Returns:
-        The plots, and for each one that could not be drawn a line that says what was not measured.
-    """
+    """Draw every plot for which the run has figures."""
     plots: list[Plot] = []
     missing: list[str] = []
     with drawing():

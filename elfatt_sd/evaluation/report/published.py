@@ -55,18 +55,15 @@ _DISTANCES = {"Token Merging for Fast Stable Diffusion": f"{_USUAL} (5000 refere
 
 
 def published_rows(results: Results) -> list[Mapping[str, Any]]:
-    """Return the rows of the published table that belongs to the protocol; empty where there is none."""
     rows = dig(results.data, "published", "rows")
     return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, Sequence) else []
 
 
 def published_source(results: Results) -> str:
-    """Return the published table's name."""
     return str(dig(results.data, "published", "source") or "published")
 
 
 def published_for(results: Results, row: Row) -> Mapping[str, Any] | None:
-    """Return the published row of the same method with the same settings, or None."""
     if row.role == NULL:
         return None
     return next((other for other in published_rows(results) if _same(other, row)), None)
@@ -157,7 +154,6 @@ def _same(published: Mapping[str, Any], row: Row) -> bool:
 
 
 def _same_program(row: Row, named: Mapping[str, Any]) -> bool:
-    """Tell whether the settings that the published row does not name are the method's own ones."""
     if named == row.settings:
         return True
     try:

@@ -14,24 +14,17 @@ BASELINE, NULL, METHOD = "baseline", "null", "method"
 
 
 def is_kernel(name: str) -> bool:
-    """Tell whether a distance is a kernel distance, by its name."""
     return name.startswith(("KID", "KD"))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell of the run: a method with its settings.
+    """One cell of the run: a method with its settings."""
 
-    Attributes:
-        data: the row of `results.json`.
-        name: what tells the row from all others in a plot or a sentence.
-        suffix: the part of the name behind the label.
-        number: the row's place in a run of so many rows that they are known by their numbers, else None.
-    """
-
-    data: Mapping[str, Any]
-    name: str
-    suffix: str
+    data: Mapping[str, Any]  # the row of `results.json`
+    name: str  # what tells the row from all others in a plot or a sentence
+    suffix: str  # the part of the name behind the label
+    # the row's place in a run of so many rows that they are known by their numbers, else None
     number: int | None = None
 
     @property
@@ -50,7 +43,6 @@ class Row:
         return self.label if self.number is None else f"{self.number} · {self.label}"
 
     def short(self, width: int) -> str:
-        """Return the name in so many characters at most: the label is cut, number and settings are kept."""
         return shortened(self.name.removesuffix(self.suffix).rstrip(), self.suffix, width)
 
     @property
@@ -92,7 +84,6 @@ class Row:
         return [int(index) for index in numbers(self.data, "most_changed")]
 
     def reason(self, part: str) -> str | None:
-        """Return why `time` or `memory` has no figures, such as memory that ran out; None where that is not told."""
         reasons = (dig(self.data, part, key) for key in ("failed", "note"))
         return next((str(reason) for reason in reasons if reason), None)
 
@@ -107,40 +98,26 @@ class Row:
         return replace(found, low=max(found.low, 0.0))
 
     def difference(self, name: str, of: str = "distances") -> Estimate | None:
-        """Return the paired difference in a distance, or in another of the row's figures, this row minus the baseline.
-
-        Args:
-            name: of the distance, attribute or metric.
-            of: `distances`, `accuracy` or `metrics`.
-
-        Returns:
-            None also where it is withheld.
-        """
+        """Return the paired difference in a distance, or in another of its figures, this row minus the baseline."""
         return estimate(dig(self.data, of, name, "difference"))
 
     def withheld(self, name: str) -> bool:
-        """Tell whether a distance has a difference that no reader should see: extrapolated from too few classes."""
         return self.extrapolated(name) and self.verdict(name) == TOO_FEW
 
     def extrapolated(self, name: str) -> bool:
-        """Tell whether that difference is of infinitely many images; otherwise it is that of the two distances."""
         return bool(dig(self.data, "distances", name, "difference", "images") == "infinite")
 
     def verdict(self, name: str, of: str = "distances") -> str | None:
-        """Return the verdict that the scoring gave on such a difference."""
         verdict = dig(self.data, of, name, "difference", "verdict")
         return None if verdict is None else str(verdict)
 
     def paired(self, measure: str) -> Estimate | None:
-        """Return the mean, with its interval, of a measure against the baseline on the same latents."""
         return estimate(dig(self.data, "paired", measure), "mean")
 
     def pictures(self, measure: str) -> Estimate | None:
-        """Return median and quartiles over the images of such a measure."""
         return estimate(dig(self.data, "paired", measure), "median", "quartiles")
 
     def each(self, measure: str) -> list[float | None]:
-        """Return such a measure of every image; None for an identical one's PSNR, empty where it was not kept."""
         values = dig(self.data, "paired", measure, "pictures")
         return [number(value) for value in values] if isinstance(values, list) else []
 
@@ -150,7 +127,6 @@ class Row:
         return [int(index) for index in numbers(self.data, "paired", "classes")]
 
     def lowest(self, measure: str) -> float | None:
-        """Return the lowest of such a measure among the images: how far the one that is changed most has moved."""
         return number(self.data, "paired", measure, "lowest")
 
     @property
@@ -161,7 +137,6 @@ class Row:
 
     @property
     def mostly_identical(self) -> bool:
-        """Whether more than half of the images equal the baseline's, so that a PSNR tells little."""
         return 2 * (self.identical or 0) > (self.images or 0)
 
     @property
@@ -170,34 +145,27 @@ class Row:
         return None if self.mostly_identical else self.paired("psnr")
 
     def accuracy(self, name: str) -> Estimate | None:
-        """Return the fraction of images that show what the prompt says of one attribute."""
         return estimate(dig(self.data, "accuracy", name))
 
     def metric(self, name: str) -> Estimate | None:
-        """Return the mean of a further metric with its interval."""
         return estimate(dig(self.data, "metrics", name))
 
     def seconds(self, part: str = "end_to_end") -> float | None:
-        """Return the seconds per image of a part: `end_to_end` or `unet`."""
         return number(self.data, "time", part, "seconds_per_image")
 
     def time(self, part: str = "end_to_end") -> Estimate | None:
-        """Return these seconds as a value without an interval."""
         value = self.seconds(part)
         return None if value is None else Estimate(value)
 
     def time_values(self, part: str = "end_to_end") -> list[float]:
-        """Return every raw timing of a part, in seconds per image."""
         return numbers(self.data, "time", part, "values")
 
     def speedup(self, part: str = "end_to_end") -> Estimate | None:
-        """Return how many times as fast as the untouched pipeline a part is: median, low, high."""
         ratio = dig(self.data, "time", part, "ratio")
         middle, low, high = (number(ratio, key) for key in ("median", "low", "high"))
         return None if middle is None else Estimate(middle, low, high)
 
     def memory(self, key: str = "gib_per_image") -> float | None:
-        """Return a figure of the memory regression, in GiB."""
         return number(self.data, "memory", key)
 
     @property
@@ -206,12 +174,10 @@ class Row:
         return estimate(dig(self.data, "memory"), "gib_per_image")
 
     def stage_slope(self, stage: str) -> float | None:
-        """Return the GiB per image of `text`, `unet` or `vae` alone, or of `reserved`, what CUDA's allocator held."""
         path = (stage,) if stage == "reserved" else ("stages", stage)
         return number(dig(self.data, "memory", *path), "gib_per_image")
 
     def memory_points(self) -> list[tuple[float, float]]:
-        """Return (batch size, peak in GiB) of each measured batch."""
         batches, peaks = (dig(self.data, "memory", key) for key in ("batches", "peaks_gib"))
         if not isinstance(batches, list) or not isinstance(peaks, list):
             return []
@@ -220,11 +186,9 @@ class Row:
 
 
 def label_of(row: Mapping[str, Any]) -> str:
-    """Return the name of a row's method for readers."""
     return str(row.get("label") or row.get("method") or row.get("cell") or "unnamed")
 
 
 def settings_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of a row's method."""
     settings = row.get("settings")
     return settings if isinstance(settings, Mapping) else {}

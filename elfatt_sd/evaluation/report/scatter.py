@@ -21,17 +21,11 @@ CROWDED_HEIGHT = 4.8  # inches
 
 @dataclass(frozen=True)
 class Measure:
-    """What one axis shows.
+    """What one axis shows."""
 
-    Attributes:
-        title: of the axis.
-        get: the figure of a row, None where there is none.
-        low_is_better: which way is better.
-    """
-
-    title: str
-    get: Callable[[Row], Estimate | None]
-    low_is_better: bool = True
+    title: str  # of the axis
+    get: Callable[[Row], Estimate | None]  # the figure of a row, None where there is none
+    low_is_better: bool = True  # which way is better
 
 
 @dataclass(frozen=True)
@@ -135,7 +129,6 @@ def _tradeoff(
 
 
 def front(spots: Sequence[Spot], *, low_is_better: bool) -> list[Spot]:
-    """Return the spots that no other beats in both figures, from left to right; to the left is better."""
     sign = 1 if low_is_better else -1
     best: list[Spot] = []
     for spot in sorted(spots, key=lambda spot: (spot.across, sign * spot.up.value)):
@@ -158,7 +151,6 @@ def _draw_series(axes: Axes, palette: Palette, series: Sequence[Spot], *, named:
 
 
 def _is_curve(series: Sequence[Spot]) -> bool:
-    """Tell whether the points differ in one number alone, so that a line leads from one to the next."""
     names = {name for spot in series for name in spot.row.settings}
     values = [[spot.row.settings.get(name) for spot in series] for name in names]
     differing = [each for each in values if any(value != each[0] for value in each)]
@@ -181,7 +173,6 @@ def draw_front(axes: Axes, best: Sequence[Spot]) -> str:
 
 
 def _far_null(spots: Sequence[Spot]) -> Spot | None:
-    """Return the null row where it is so far off that it would press all others together."""
     values = [value for spot in spots if spot.row.role != NULL for value in (spot.up.value, *(spot.up.ends or ()))]
     null = next((spot for spot in spots if spot.row.role == NULL), None)
     if not values or null is None:

@@ -43,12 +43,10 @@ def headline(results: Results) -> str:
 
 
 def findings(results: Results) -> list[str]:
-    """Return one sentence each on the verdicts, on chance, on speed, and on what is missing; those that apply."""
     return [said for part in (_verdicts, _null, _speed, _gaps) if (said := part(results))]
 
 
 def recommended(results: Results) -> Row | None:
-    """Return the row that a reader should look at first: the fastest that is not worse, otherwise the fastest."""
     timed = _timed(results)
     good = [row for row in timed if not judged_worse(results, row)] or timed
     return _fastest(results, good) if good else next((row for row in results.methods if not row.failed), None)
@@ -79,7 +77,6 @@ def _is_judged(results: Results, row: Row) -> bool:
 
 
 def _is_faster(results: Results, row: Row) -> bool:
-    """Tell whether every one of enough rounds was faster than untouched, and than the null row ever was."""
     part = results.time_part
     ratio, again = row.speedup(part), results.null.speedup(part) if results.null else None
     noise = max(1.0, again.ends[1]) if again and again.ends else 1.0

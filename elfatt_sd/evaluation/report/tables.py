@@ -33,19 +33,12 @@ _VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell of a table.
+    """One cell of a table."""
 
-    Attributes:
-        text: the figure.
-        note: its interval or spread, set smaller.
-        remark: what limits it, in words.
-        kind: `number`, `text`, `reference`, `missing`, or a verdict: `better`, `worse`, `same`, `few`.
-    """
-
-    text: str
-    note: str = ""
-    kind: str = "number"
-    remark: str = ""
+    text: str  # the figure
+    note: str = ""  # its interval or spread, set smaller
+    kind: str = "number"  # `number`, `text`, `reference`, `missing`, or a verdict: `better`, `worse`, `same`, `few`
+    remark: str = ""  # what limits it, in words
 
     @property
     def small(self) -> str:
@@ -64,21 +57,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table; `failed` stands in place of all entries that the run should have filled.
+    """A row of a table; `failed` stands in place of all entries that the run should have filled."""
 
-    Attributes:
-        row: the results it shows.
-        heads: method and settings.
-        entries: the figures of this run.
-        published: the figures to compare them with.
-        rule: whether a rule separates it from the row before it.
-    """
-
-    row: Row
-    heads: list[Entry]
-    entries: list[Entry]
-    published: list[Entry]
-    rule: bool
+    row: Row  # the results it shows
+    heads: list[Entry]  # method and settings
+    entries: list[Entry]  # the figures of this run
+    published: list[Entry]  # the figures to compare them with
+    rule: bool  # whether a rule separates it from the row before it
 
     @property
     def failed(self) -> str | None:
@@ -272,7 +257,6 @@ def verdict_maker(get: Callable[[Row], str | None]) -> _Maker:
 
 
 def no_pair(row: Row, kind: str = "reference") -> Entry:
-    """Return the entry of a row without a comparison: the untouched pipeline, or one that was not measured."""
     return Entry(REFERENCE, kind=kind) if row.role == BASELINE else Entry(MISSING, kind="missing")
 
 
@@ -368,5 +352,4 @@ def _memory_maker(results: Results) -> _Maker:
 
 
 def row_kind(row: Row) -> str:
-    """Return what a reader must know about a row besides its label."""
     return {BASELINE: "(untouched)", NULL: "(null row)"}.get(row.role, "")

@@ -40,7 +40,6 @@ def _table(results: Results, width: int) -> list[str]:
 
 
 def _texts(results: Results, row: Row, decimals: int) -> list[str]:
-    """Return a row's figures; nothing of one that failed."""
     if row.failed:
         return []
     found: list[str] = []

@@ -17,12 +17,7 @@ MINUS, TIMES, TO = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 
 
 def decimals_for(values: Iterable[Estimate | None], default: int = 3) -> int:
-    """Return the decimals that show two digits of the typical half interval of a column, 6 at most.
-
-    Args:
-        values: the column.
-        default: digits that matter of the largest value where no interval is known.
-    """
+    """Return the decimals that show two digits of the typical half interval of a column, 6 at most."""
     found = [value for value in values if value is not None and math.isfinite(value.value)]
     halves = [(value.ends[1] - value.ends[0]) / 2 for value in found if value.ends and value.ends[1] > value.ends[0]]
     if halves:
@@ -35,11 +30,7 @@ def decimals_for(values: Iterable[Estimate | None], default: int = 3) -> int:
 
 
 def unit_for(values: Iterable[Estimate | None]) -> int:
-    """Return the power of ten, a multiple of 3, in which a column is easy to read: 0 from 0.01 to 10 000.
-
-    Args:
-        values: the column.
-    """
+    """Return the power of ten, a multiple of 3, in which a column is easy to read: 0 from 0.01 to 10 000."""
     sizes = [max(abs(value.value), *map(abs, value.ends or ())) for value in values if value is not None and value.ends]
     size = median(sizes) if sizes else 1.0
     if not math.isfinite(size) or size <= 0 or 0.01 <= size < 10_000:

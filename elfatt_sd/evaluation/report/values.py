@@ -45,7 +45,6 @@ def number(data: Any, *path: str) -> float | None:
 
 
 def numbers(data: Any, *path: str) -> list[float]:
-    """Return the finite numbers of a list at the end of a path."""
     values = dig(data, *path)
     if not isinstance(values, Sequence) or isinstance(values, str):
         return []
@@ -54,7 +53,6 @@ def numbers(data: Any, *path: str) -> list[float]:
 
 
 def estimate(data: Any, value: str = "value", interval: str = "interval") -> Estimate | None:
-    """Return the value and the first and last entry of its interval."""
     middle, ends = number(data, value), numbers(data, interval)
     if middle is None:
         return None

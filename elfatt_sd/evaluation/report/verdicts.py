@@ -17,20 +17,13 @@ _NAMED = 4  # judges that a sentence names where they see nothing bad; more are 
 
 @dataclass(frozen=True)
 class Judge:
-    """A figure with verdicts.
+    """A figure with verdicts."""
 
-    Attributes:
-        name: what sentences call it.
-        key: its name in the results.
-        of: `distances`, `accuracy` or `metrics`.
-    """
-
-    name: str
-    key: str
-    of: str
+    name: str  # what sentences call it
+    key: str  # its name in the results
+    of: str  # `distances`, `accuracy` or `metrics`
 
     def verdict(self, row: Row) -> str | None:
-        """Return the verdict on a row, None where there is none."""
         return row.verdict(self.key, self.of)
 
 
@@ -47,12 +40,10 @@ def judges(results: Results) -> list[Judge]:
 
 
 def first_verdict(results: Results, row: Row) -> str | None:
-    """Return the verdict of the headline's judge."""
     return next((judge.verdict(row) for judge in judges(results)), None)
 
 
 def judged_worse(results: Results, row: Row) -> bool:
-    """Tell whether any judge calls a row worse: a gain in one figure does not make up for a loss in another."""
     return any(judge.verdict(row) == WORSE for judge in judges(results))
 
 

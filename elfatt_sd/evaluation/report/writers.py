@@ -64,13 +64,7 @@ def tex_escape(text: str) -> str:
 
 
 def to_latex(table: Table, caption: str, label: str) -> str:
-    """Write a table as LaTeX with booktabs, shaped as the paper's tables; verdicts and intervals included.
-
-    Args:
-        table: what to write.
-        caption: plain text that names protocol, images and hardware.
-        label: the LaTeX label.
-    """
+    """Write a table as LaTeX with booktabs, shaped as the paper's tables; verdicts and intervals included."""
     lines = ["% needs \\usepackage{booktabs}", "\\begin{table*}[htbp]", "  \\scriptsize", "  \\centering"]
     lines += ["  \\setlength{\\tabcolsep}{3pt}"]
     lines += [f"  \\caption{{{tex_escape(caption)}}}", f"  \\label{{tab:{_tex_label(label)}}}"]
@@ -157,7 +151,6 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
 
 
 def _columns(name: str, value: Estimate | None, ends: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the columns of a value and of the ends of its interval, which have its name unless they get their own."""
     found = value or Estimate(math.nan)
     names = (name, *(ends or (f"{name} low", f"{name} high")))
     figures = zip(names, (found.value, found.low, found.high), strict=True)
