@@ -11,7 +11,8 @@ from typing import Any
 
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.tables import markdown
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import write_json
 from elfatt_sd.progress import progress_of
 
@@ -38,7 +39,7 @@ def options(text: str | None, *names: str, **defaults: Any) -> argparse.Argument
 
 def methods(texts: list[str] | None) -> list[str | PatchConfig] | None:
     """Return what `--method` names, with the settings that follow its name."""
-    from elfatt_sd.benchmark_cli import read_method
+    from elfatt_sd.cli.bench import read_method
 
     return None if texts is None else [read_method(text) for text in texts]
 
@@ -46,7 +47,7 @@ def methods(texts: list[str] | None) -> list[str | PatchConfig] | None:
 def run(chosen: argparse.Namespace, bench: Callable[..., Any], **given: Any) -> None:
     """Run a benchmark, and print and write what it has, also when it is stopped."""
     from elfatt_sd.benchmarking.plots import save
-    from elfatt_sd.console import quiet_libraries
+    from elfatt_sd.cli.console import quiet_libraries
 
     command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     session = Session(chosen.out, chosen.name, command)

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from elfatt_sd.benchmarking.models import Model, unet_call
 from elfatt_sd.benchmarking.names import UNPATCHED
-from elfatt_sd.benchmarking.record import Record, Session
-from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.variants import Variant, by_phase, fitted_methods, resolve_methods
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import copy_structure
-from elfatt_sd.settings import Backend
+from elfatt_sd.phases import Backend
 
 # Of the relative L2 difference: as many times that of the untouched model in the same dtype, and at least so much. With
 # another rounding other tokens can be the most similar ones, which is no fault.

@@ -24,10 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.evaluation import kernel
+from elfatt_sd.evaluation import statistics as kernel
 from elfatt_sd.evaluation.frechet import Target, frechet_distance, frechet_figures
-from elfatt_sd.evaluation.intervals import BETTER, FEWEST_CLASSES, WORSE, Estimate, Interval, share_interval, verdict
-from elfatt_sd.evaluation.kernel import kernel_distance, kernel_within
+from elfatt_sd.evaluation.statistics import (
+    BETTER,
+    FEWEST_CLASSES,
+    WORSE,
+    Estimate,
+    Interval,
+    kernel_distance,
+    kernel_within,
+    share_interval,
+    verdict,
+)
 
 TAILS, RATIOS, CORRELATIONS = ("normal", "features", "images"), (0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 25.0), (0.0, 0.9, 0.99)
 HEAVY_TAILS = ("log-normal", "spikes", "one spiky", "far images")

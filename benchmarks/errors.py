@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.choosing import choose_layers
-from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.exact_run import ExactRun, image_of
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import step_denoisers
-from elfatt_sd.layer_state import LayerState
 from elfatt_sd.methods import Draws, Grid
 from elfatt_sd.phases import Phase
+from elfatt_sd.runtime.call import LayerState
+from elfatt_sd.runtime.choosing import choose_layers
+from elfatt_sd.runtime.exact_run import ExactRun, image_of
 
 DRAWS = 4  # times that what is random is drawn
 Row = dict[str, Any]

@@ -17,20 +17,18 @@ from pathlib import Path
 
 import torch
 
-from elfatt_sd.allocation import keep_freed_memory
 from elfatt_sd.benchmarking.models import make_model, unet_call
 from elfatt_sd.benchmarking.names import KEPT
 from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, single_phases
+from elfatt_sd.cli.console import quiet_libraries
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.console import quiet_libraries
+from elfatt_sd.devices import Bystanders, keep_freed_memory
 from elfatt_sd.families import copy_structure
 from elfatt_sd.files import write_json
-from elfatt_sd.measuring.clock import now, timed
-from elfatt_sd.measuring.machine import Bystanders
-from elfatt_sd.measuring.memory import process_peak
+from elfatt_sd.measure import now, process_peak, timed
 
 MODELS = {"toy": (256, torch.float32), "sd15": (512, torch.bfloat16)}
 FAST = "elfatt-fast"

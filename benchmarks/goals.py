@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elfatt_sd.benchmarking.names import UNPATCHED, is_reference
-from elfatt_sd.benchmarking.rows import Results, greatest_peak, own_part
+from elfatt_sd.benchmarking.record import Results, greatest_peak, own_part
 
 FRACTION = 0.8  # of the floor's gain, at LARGE pixels and above, in a method's own phase
 LARGE, SMALL = 768, 512  # pixels; with graphs no method may be slower than untouched at the smaller size

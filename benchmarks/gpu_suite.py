@@ -38,20 +38,19 @@ from benchmarks.device_time import profile
 from benchmarks.goals import all_goals, greatest_peaks, memory_slopes
 from benchmarks.growth import growth
 from benchmarks.merging import merging
-from elfatt_sd.attention import make_ready, softmax_attention
+from elfatt_sd.attention.softmax import make_ready, softmax_attention
 from elfatt_sd.benchmarking.models import Model, fill, make_model, random_unet
-from elfatt_sd.benchmarking.record import Record, Session
+from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.report import verdict
-from elfatt_sd.benchmarking.rows import Results
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.unet import unet
-from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import describe_machine
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families.shapes import Transformer, empty_transformer
 from elfatt_sd.files import write_json
-from elfatt_sd.measuring.graphs import replayed
-from elfatt_sd.measuring.machine import describe_machine
-from elfatt_sd.pipelines import pick_device, pick_dtype
-from elfatt_sd.settings import Backend
-from elfatt_sd.shapes import Transformer, empty_transformer
+from elfatt_sd.loading import pick_device, pick_dtype
+from elfatt_sd.measure import replayed
+from elfatt_sd.phases import Backend
 
 TINY = {
     "block_out_channels": (32, 64, 64),

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks import common
 from elfatt_sd.benchmarking.layer import layer
-from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.measuring.clock import Spread
+from elfatt_sd.benchmarking.record import Results
+from elfatt_sd.measure import Spread
 
 TOKENS = (4096, 9216, 16384, 36864, 65536)
 

@@ -19,23 +19,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import common
+from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.benchmarking import models
-from elfatt_sd.benchmarking.lineup import Size, height_and_width, read_size
 from elfatt_sd.benchmarking.names import PEER, is_peer
-from elfatt_sd.benchmarking.record import Record, Session
-from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.variants import Variant, check_steps_are_alike, resolve_methods
-from elfatt_sd.choosing import fitted
-from elfatt_sd.config import PatchConfig
+from elfatt_sd.benchmarking.record import Record, Results, Session
+from elfatt_sd.benchmarking.variants import (
+    Size,
+    Variant,
+    check_steps_are_alike,
+    height_and_width,
+    read_size,
+    resolve_methods,
+)
+from elfatt_sd.config import METHODS, PatchConfig
 from elfatt_sd.families import find_layers, levels_of, main_denoiser, select_layers
+from elfatt_sd.families.shapes import call_arguments, empty_unet
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.phases import EXACT, Phase
-from elfatt_sd.planning import describe
-from elfatt_sd.presets import METHODS
-from elfatt_sd.shapes import call_arguments, empty_unet
+from elfatt_sd.plans import describe
+from elfatt_sd.runtime.choosing import fitted
 from elfatt_sd.sizes import UNET_NAMES
-from elfatt_sd.tiling import Grid
 
 COUNTED = 4  # steps of a phase whose operations are counted: as many as share a difference by default
 _VIEWS = {

@@ -22,8 +22,8 @@ from triton.compiler.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from elfatt_sd.kernels import matching, sampled
-from elfatt_sd.kernels.sampled_launch import sizes
+from elfatt_sd.attention.triton import matching, sampled
+from elfatt_sd.attention.triton.sampled import sizes
 
 CARDS = (80, 89, 90, 120)
 HEADS = (40, 64, 80, 128, 160)

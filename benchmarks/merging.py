@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import common
+from elfatt_sd.attention.merging import match_tokens, rows_at_once
 from elfatt_sd.benchmarking.layer import CHANNELS, channels_first, tomesd_matching
-from elfatt_sd.benchmarking.lineup import grid_side
-from elfatt_sd.benchmarking.record import Record, Session
-from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.timing import without_gradients
+from elfatt_sd.benchmarking.record import Record, Results, Session, without_gradients
+from elfatt_sd.benchmarking.variants import grid_side
 from elfatt_sd.devices import standard_normal
-from elfatt_sd.measuring.clock import Call
-from elfatt_sd.merging import match_tokens, rows_at_once
+from elfatt_sd.loading import pick_device, pick_dtype
+from elfatt_sd.measure import Call
 from elfatt_sd.phases import Phase
-from elfatt_sd.pipelines import pick_device, pick_dtype
 
 
 def merging(

@@ -14,20 +14,18 @@ import torch
 
 from benchmarks import common
 from benchmarks.errors import DRAWS, Row, measure_errors
-from elfatt_sd.benchmarking.lineup import Size, height_and_width, named, read_size
-from elfatt_sd.benchmarking.names import is_peer
-from elfatt_sd.benchmarking.presets import AGENTS, ORDERS, blocks
-from elfatt_sd.benchmarking.record import Record, Session
-from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.budget import check_fits
-from elfatt_sd.choosing import fits, fitted
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.attention.ordering import BlockOrder
+from elfatt_sd.benchmarking.names import AGENTS, ORDERS, blocks, is_peer
+from elfatt_sd.benchmarking.record import Record, Results, Session
+from elfatt_sd.benchmarking.variants import Size, height_and_width, named, read_size
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.drawing.running import check_fits, check_steps, own_settings, rows_of
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.provenance import weights_sha256
 from elfatt_sd.families import family_of, main_denoiser, step_denoisers
+from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.phases import Phase
-from elfatt_sd.pipelines import load_pipeline, pick_device, pick_dtype
-from elfatt_sd.running import check_steps, own_settings, rows_of
-from elfatt_sd.tiling import BlockOrder
+from elfatt_sd.runtime.choosing import fits, fitted
 from elfatt_sd.toy import PROMPT
 from elfatt_sd.tuning.runs import Settings
 

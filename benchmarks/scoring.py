@@ -16,10 +16,8 @@ import torch
 
 from elfatt_sd.devices import device_name
 from elfatt_sd.evaluation.frechet import Target, frechet_figures
-from elfatt_sd.evaluation.kernel import KERNEL_SAMPLE, kernel_distance
-from elfatt_sd.evaluation.statistics import FeatureStatistics
-from elfatt_sd.measuring.clock import Stopwatch
-from elfatt_sd.measuring.memory import PeakMeter
+from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, kernel_distance
+from elfatt_sd.measure import PeakMeter, Stopwatch
 
 ROWS = 4096  # drawn at once
 

@@ -8,8 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elfatt_sd.ordering import block_permutation, compact_path, lattice_order, stratified_samples
-from elfatt_sd.tiling import Grid, partition
+from elfatt_sd.attention.ordering import (
+    Grid,
+    block_permutation,
+    compact_path,
+    lattice_order,
+    partition,
+    stratified_samples,
+)
 
 SIDE, SIZE, QUERY = 32, 32, 12 * 32 + 13
 GRID = Grid.image(SIDE, SIDE)

@@ -9,12 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elfatt_sd.allocation import keep_freed_memory
-    from elfatt_sd.config import ElfattError, LayerPhases, PatchConfig, Phase, Settings
+    from elfatt_sd.config import METHODS, LayerPhases, Method, PatchConfig, Phase, Settings, known_method
+    from elfatt_sd.devices import keep_freed_memory
+    from elfatt_sd.errors import ElfattError
+    from elfatt_sd.loading import load_pipeline
     from elfatt_sd.methods import Attention, Merge, register
     from elfatt_sd.patch import apply_patch, is_patched, patched, plan, remove_patch
-    from elfatt_sd.pipelines import load_pipeline
-    from elfatt_sd.presets import METHODS, Method, known_method
     from elfatt_sd.tuning import tune
 
 __version__ = "0.1.0"
@@ -45,22 +45,22 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every name
     _HOMES = {
         "Attention": "methods",
-        "ElfattError": "config",
+        "ElfattError": "errors",
         "LayerPhases": "config",
-        "METHODS": "presets",
+        "METHODS": "config",
         "Merge": "methods",
-        "Method": "presets",
+        "Method": "config",
         "PatchConfig": "config",
         "Phase": "config",
         "Settings": "config",
         "apply_patch": "patch",
         "is_patched": "patch",
-        "keep_freed_memory": "allocation",
-        "known_method": "presets",
-        "load_pipeline": "pipelines",
+        "keep_freed_memory": "devices",
+        "known_method": "config",
+        "load_pipeline": "loading",
         "patched": "patch",
         "plan": "patch",
-        "register": "methods",
+        "register": "config",
         "remove_patch": "patch",
         "tune": "tuning",
     }

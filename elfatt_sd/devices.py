@@ -1,32 +1,29 @@
-"""The device that computes: its name, what Linux tells of it, when it is done, and when its memory has run out."""
+"""Kinds of devices: what they can do, memory, tracing."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import importlib.metadata
 import inspect
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import elfatt_sd
 from elfatt_sd.errors import ElfattError
 
 _DEVICE_ERROR = re.compile(r"(CUDA|HIP|XPU) error: ")
-_NO_MEMORY = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "status_alloc_failed",  # cuBLAS, and cuDNN before 9
-    "device_allocation_failed",  # cuDNN
-    "host_allocation_failed",
-)
 
 
 def device_name(device: torch.device) -> str:
@@ -136,13 +133,6 @@ def written(tensor: torch.Tensor) -> object:
     return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)
-
-
 def is_device_error(error: BaseException) -> bool:
     kind = getattr(torch, "AcceleratorError", None)  # since PyTorch 2.8
     if kind is not None and isinstance(error, kind):
@@ -196,3 +186,187 @@ def memory_of(device: torch.device) -> tuple[float, float]:
         limit = memory.total
     available = float(min(memory.total, limit) - own)
     return available, min(available, float(memory.available))
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
+_NEVER = 2**31 - 1
+_kept = False
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that tensors on the CPU free, for the next ones.
+
+    glibc gives large blocks back to the system at once, which clears them page by page before the next tensor may use
+    them; for every layer of a UNet again. On CUDA PyTorch keeps freed memory too. The elfatt-sd command does so from
+    the start; `docs/performance.md` says what it gains. It holds for the whole process and cannot be taken back. The
+    memory that the process holds at most may grow.
+
+    Returns:
+        Whether memory is kept now; False where the C library is not glibc.
+    """
+    global _kept
+    if sys.platform == "linux" and not _kept:
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        _kept = mallopt is not None and all(mallopt(limit, _NEVER) == 1 for limit in (_TRIM_THRESHOLD, _MMAP_THRESHOLD))
+    return _kept
+
+
+def keeps_freed_memory() -> bool:
+    """Tell whether `keep_freed_memory` did so in this process."""
+    return _kept
+
+
+pass  # MOVED
+pass  # MOVED
+
+_PACKAGES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "tomesd",
+    "DeepCache",
+    "tgate",
+    "torchmetrics",
+    "torch-fidelity",
+    "torchvision",
+    "numpy",
+    "pillow",
+    "flash-attn",
+    "flash-attn-3",
+    "kernels",
+    "sageattention",
+    "xformers",
+)
+_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # the times of a processor, as psutil names them
+_IDLE = ("idle", "iowait")
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return versions, processor, accelerator and attention backends as plain data."""
+    return {
+        "elfatt_sd": elfatt_sd.__version__,
+        "commit": commit_of(Path(elfatt_sd.__file__).parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "device": device_name(device),
+        "cpu": cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "cpu_threads": torch.get_num_threads(),
+        "keeps_freed_memory": keeps_freed_memory(),
+        "ram_gib": _ram_gib(),
+        "cuda": _cuda(device) if device.type == "cuda" else None,
+        "attention_backends": attention_backends(device),
+    }
+
+
+def read_clocks(device: torch.device) -> dict[str, Any]:
+    """Return the present clocks in MHz, and temperature and power where they can be read."""
+    if device.type != "cuda":
+        return {"cpu_mhz": _cpu_mhz()}
+    fields = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
+    card = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    by_number = f"--id=GPU-{card}"  # its index would ignore CUDA_VISIBLE_DEVICES
+    asked = f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", by_number
+    query = None if card is None or torch.version.hip else _first_line("nvidia-smi", *asked)
+    return dict(zip(fields, (value.strip() for value in query.split(",")), strict=False)) if query else {}
+
+
+def attention_backends(device: torch.device) -> dict[str, Any]:
+    """Return which kernels torch's fused attention may choose from on a device."""
+    if device.type != "cuda":
+        return {"scaled_dot_product_attention": ["flash (CPU)", "math"]}
+    switches: Any = torch.backends.cuda
+    allowed = {
+        "flash": switches.flash_sdp_enabled(),
+        "efficient": switches.mem_efficient_sdp_enabled(),
+        "cudnn": switches.cudnn_sdp_enabled(),
+        "math": switches.math_sdp_enabled(),
+    }
+    return {"scaled_dot_product_attention": [name for name, on in allowed.items() if on]}
+
+
+class Bystanders:
+    """Measures what fraction of the machine's processor time went to other processes, from its making on."""
+
+    def __init__(self) -> None:
+        self._start = _processor_seconds()
+
+    def share(self) -> float | None:
+        now = _processor_seconds()
+        if now is None or self._start is None:
+            return None
+        everything, busy, own = (after - before for after, before in zip(now, self._start, strict=True))
+        return min(1.0, max(0.0, (busy - own) / everything)) if everything > 0 else None
+
+
+def _processor_seconds() -> tuple[float, float, float] | None:
+    try:
+        times, own = psutil.cpu_times(), os.times()
+    except OSError:
+        return None
+    busy, idle = (sum(getattr(times, name, 0.0) for name in names) for names in (_BUSY, _IDLE))
+    return busy + idle, busy, own.user + own.system + own.children_user + own.children_system
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit that the files in a folder are of, with `+changes` where they are not as it has them.
+
+    None where no repository tracks them: one that merely lies around an environment's packages says nothing of them.
+    """
+    git = ("git", "--no-optional-locks", "-C", str(folder))
+    if _first_line(*git, "ls-files") is None:
+        return None
+    commit = _first_line(*git, "rev-parse", "HEAD")
+    changed = _first_line(*git, "status", "--porcelain", "--", ".")
+    return f"{commit}+changes" if commit and changed else commit
+
+
+def short_commit(commit: str | None) -> str:
+    digest, plus, changes = (commit or "").partition("+")
+    return digest[:12] + plus + changes
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda(device: torch.device) -> dict[str, Any]:
+    cudnn: Any = torch.backends.cudnn
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "runtime": torch.version.cuda or f"ROCm {torch.version.hip}",
+        "cudnn": cudnn.version(),
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "memory_gib": properties.total_memory / 2**30,
+        "capability": f"{properties.major}.{properties.minor}",
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_tf32": cudnn.allow_tf32,
+    }
+
+
+def _first_line(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.splitlines()), None)
+
+
+def _cpu_mhz() -> float | None:
+    try:
+        found = psutil.cpu_freq()
+    except (AttributeError, NotImplementedError, OSError, RuntimeError):  # what it raises where there is no such number
+        return None
+    return float(found.current) if found else None
+
+
+def _ram_gib() -> float | None:
+    try:
+        return float(psutil.virtual_memory().total / 2**30)
+    except OSError:
+        return None

@@ -1,6 +1,12 @@
-"""Errors that a user can cause."""
+"""Errors that a user can cause, simple checks of values, and what an optional package needs."""
 
 from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
 
 
 class ElfattError(ValueError):
@@ -9,3 +15,121 @@ class ElfattError(ValueError):
 
 class ElfattFailure(ElfattError):
     """What was asked for is right, but it could not be done: the hub, a disk or the memory is at fault."""
+
+
+pass  # MOVED
+
+
+def choice(name: str, value: object, accepted: Collection[str]) -> None:
+    """Check that a value is one of some words."""
+    if value not in accepted:
+        raise ElfattError(f"{name}={value!r} is not known; accepted: {', '.join(accepted)}.")
+
+
+def whole(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Check that a value is a whole number in a range."""
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    if not valid:
+        span = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ElfattError(f"{name}={value!r} is not accepted; give a whole number {span}.")
+
+
+def real(name: str, value: object, low: float, high: float, *, open_high: bool = False) -> None:
+    """Check that a value is a number in a range, `high` included or not."""
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not valid or not low <= value <= high or (open_high and value == high):  # type: ignore[operator]
+        span = f"from {low:g} to less than {high:g}" if open_high else f"from {low:g} to {high:g}"
+        raise ElfattError(f"{name}={value!r} is not accepted; give a number {span}.")
+
+
+def flag(name: str, value: object) -> None:
+    """Check that a value is True or False."""
+    if not isinstance(value, bool):
+        raise ElfattError(f"{name}={value!r} is not accepted; give True or False.")
+
+
+pass  # MOVED
+
+
+@dataclass(frozen=True)
+class OptionalPackage:
+    """A package that the core does without."""
+
+    module: str  # is there where the package is installed
+    purpose: str  # what it is for
+    extra: str = ""  # of elfatt-sd that installs it; empty for a package that is installed by itself
+
+    @property
+    def missing(self) -> bool:
+        return importlib.util.find_spec(self.module) is None
+
+
+PACKAGES = {
+    "torchmetrics": OptionalPackage("torchmetrics", "scores of evaluations", "eval"),
+    "matplotlib": OptionalPackage("matplotlib", "plots of evaluations and benchmarks", "eval"),
+    "jinja2": OptionalPackage("jinja2", "reports of evaluations", "eval"),
+    "markupsafe": OptionalPackage("markupsafe", "reports of evaluations", "eval"),
+    "tomesd": OptionalPackage("tomesd", "its rows in evaluations and benchmarks", "eval"),
+    "DeepCache": OptionalPackage("DeepCache", "its rows in evaluations and benchmarks", "peers"),
+    "tgate": OptionalPackage("tgate", "its rows in evaluations and benchmarks", "peers"),
+    "torch-fidelity": OptionalPackage("torch_fidelity", "FID with Inception", "inception"),
+    "torchvision": OptionalPackage("torchvision", "LPIPS, DISTS, and FID with Inception", "inception"),
+    "pyarrow": OptionalPackage("pyarrow", "a reference set in parquet files", "parquet"),
+    "peft": OptionalPackage("peft", "LoRA in diffusers"),
+    "gradio": OptionalPackage("gradio", "the page of elfatt-sd demo", "ui"),
+    "nbconvert": OptionalPackage("nbconvert", "executing the notebooks", "notebooks"),
+}
+REPORT = ("matplotlib", "jinja2", "markupsafe")
+
+
+def install_line(*names: str) -> str:
+    extras = dict.fromkeys(PACKAGES[name].extra for name in names if PACKAGES[name].extra)
+    own = [f"'elfatt-sd[{','.join(extras)}]'"] if extras else []
+    return " ".join(["pip install", *own, *(name for name in names if not PACKAGES[name].extra)])
+
+
+def need(what: str, *names: str) -> None:
+    """Check that packages are there, before the work that needs them begins."""
+    missing = [name for name in names if PACKAGES[name].missing]
+    if missing:
+        absent = f"{', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
+        raise ElfattError(f"{what} needs {absent}: {install_line(*missing)}")
+
+
+def remedy(error: ImportError) -> str:
+    module = (error.name or "").partition(".")[0]
+    return next((install_line(name) for name, package in PACKAGES.items() if package.module == module), "")
+
+
+_NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "status_alloc_failed",  # cuBLAS, and cuDNN before 9
+    "device_allocation_failed",  # cuDNN
+    "host_allocation_failed",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory ran out; of PyTorch's errors by their words, so that nothing needs to import it."""
+    said = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _NO_MEMORY)
+    return said or isinstance(error, MemoryError)
+
+
+def in_plain_words(error: Exception) -> str:
+    """Say what failed: a file by its path, memory by how much was asked for, anything else by its class and message."""
+    if isinstance(error, ElfattError):
+        return str(error)
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    if is_out_of_memory(error):
+        asked = re.search(r"ried to allocate ([\d.]+) (\w+)", str(error))
+        amount = f": {_readable(float(asked[1]), asked[2])} more were asked for" if asked else ""
+        return f"out of memory{amount}; give a smaller height and width, or close what else uses the memory"
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _readable(amount: float, unit: str) -> str:
+    return f"{amount / 2**30:.1f} GiB" if unit == "bytes" else f"{amount:g} {unit}"

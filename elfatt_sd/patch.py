@@ -9,10 +9,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack, cast
 
-from elfatt_sd.attention import make_ready
-from elfatt_sd.autotune import measure_phases
-from elfatt_sd.calls import Denoiser
-from elfatt_sd.choosing import (
+from elfatt_sd.attention.softmax import make_ready
+from elfatt_sd.config import DEFAULT, Method, PatchConfig
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import (
+    family_of,
+    find_denoisers,
+    unwrap,
+)
+from elfatt_sd.methods import Attention
+from elfatt_sd.phases import Settings
+from elfatt_sd.plans import Plan, PlanOnDemand, input_grid, make_plan
+from elfatt_sd.runtime.autotune import measure_phases
+from elfatt_sd.runtime.call import Denoiser
+from elfatt_sd.runtime.choosing import (
     choose_layers,
     class_names,
     fitted,
@@ -21,19 +31,8 @@ from elfatt_sd.choosing import (
     tell_left_alone,
     tell_without_effect,
 )
-from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.families import (
-    family_of,
-    find_denoisers,
-    unwrap,
-)
-from elfatt_sd.installed import OWNER, PATCH, Owner, Patch
-from elfatt_sd.methods import Attention
-from elfatt_sd.planning import input_grid, make_plan
-from elfatt_sd.plans import Plan, PlanOnDemand
-from elfatt_sd.presets import DEFAULT, Method
-from elfatt_sd.schedule import Schedule, SchedulerFinder
-from elfatt_sd.settings import Settings
+from elfatt_sd.runtime.denoiser import OWNER, PATCH, Owner, Patch
+from elfatt_sd.runtime.schedule import Schedule, SchedulerFinder
 
 Pipeline = TypeVar("Pipeline")
 

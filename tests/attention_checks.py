@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
+from elfatt_sd.attention.softmax import (
+    agent_attention,
+    block_attention,
+    elfatt_attention,
+    pool_agents,
+    softmax_attention,
+)
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.calls import Call, Denoiser
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import find_layers
-from elfatt_sd.layer_state import LayerState
 from elfatt_sd.methods import Grid
-from elfatt_sd.processor import PatchedLayer
+from elfatt_sd.runtime.call import Call, Denoiser, LayerState
+from elfatt_sd.runtime.processor import PatchedLayer
 
 SAMPLE = torch.zeros(2, 4, 16, 16)
 

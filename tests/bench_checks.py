@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.benchmarking.plots import save
-from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.record import Results
 from elfatt_sd.benchmarking.tables import clock
 
 QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}

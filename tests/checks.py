@@ -19,10 +19,10 @@ from diffusers.models.attention_processor import Attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
-from elfatt_sd import joint_processor, processor
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families import find_denoisers, find_layers, unwrap
-from elfatt_sd.processor import ElfattProcessor
+from elfatt_sd.runtime import joint_processor, processor
+from elfatt_sd.runtime.processor import ElfattProcessor
 
 FIRST = Phase(0.5, "elfatt", ratio=0.5, block_size=16, agents=8)
 TWO_PHASES = PatchConfig("two", (FIRST, Phase(1.0, "softmax", ratio=0.5)))
@@ -34,7 +34,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> None
     """Have the stopwatches read these times, one after the other."""
     readings = iter([moment for second in seconds for moment in (0.0, float(second))])
     stopped = SimpleNamespace(perf_counter=lambda: next(readings), monotonic=time.monotonic)
-    monkeypatch.setattr("elfatt_sd.measuring.clock.time", stopped)
+    monkeypatch.setattr("elfatt_sd.measure.time", stopped)
 
 
 def load_script(path: str) -> Any:

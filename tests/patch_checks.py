@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.presets import METHODS
-from elfatt_sd.processor import ElfattProcessor
+from elfatt_sd.config import METHODS
+from elfatt_sd.runtime.processor import ElfattProcessor
 
 ACTIVE = [method for method in METHODS if method != "sd"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import tiny_pipelines as tiny
 
-from elfatt_sd.schedule import Position
+from elfatt_sd.runtime.schedule import Position
 
 KARRAS = {"use_karras_sigmas": True}
 

@@ -11,10 +11,12 @@ import torch
 from checks import generator
 
 import elfatt_sd
-from elfatt_sd import PatchConfig, Phase, ahead, calls
-from elfatt_sd.ahead import RunDraws
+from elfatt_sd import PatchConfig, Phase
+from elfatt_sd.config import METHODS
 from elfatt_sd.methods import Blocks, Draws, Prepared
-from elfatt_sd.presets import METHODS
+from elfatt_sd.runtime import call as calls
+from elfatt_sd.runtime import memory as ahead
+from elfatt_sd.runtime.memory import RunDraws
 
 STEPS = 6
 CONFIGS = {

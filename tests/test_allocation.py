@@ -16,7 +16,7 @@ import resource
 import torch
 import elfatt_sd.evaluation.measure
 from elfatt_sd import cli
-from elfatt_sd.allocation import keep_freed_memory, keeps_freed_memory
+from elfatt_sd.devices import keep_freed_memory, keeps_freed_memory
 
 def faults():
     for turn in range(20):

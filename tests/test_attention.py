@@ -12,10 +12,16 @@ from attention_checks import DEVICES, LENGTHS, approximations, close, qkv
 from checks import Work
 from torch import Tensor
 
-from elfatt_sd import attention
-from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
-from elfatt_sd.config import ElfattError
-from elfatt_sd.tiling import partition
+from elfatt_sd.attention import softmax as attention
+from elfatt_sd.attention.ordering import partition
+from elfatt_sd.attention.softmax import (
+    agent_attention,
+    block_attention,
+    elfatt_attention,
+    pool_agents,
+    softmax_attention,
+)
+from elfatt_sd.errors import ElfattError
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, allowed: Tensor | None = None) -> Tensor:

@@ -18,9 +18,9 @@ from torch.nn import functional
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
+from elfatt_sd.config import complaints
 from elfatt_sd.families import find_layers
 from elfatt_sd.phases import DENSE
-from elfatt_sd.presets import complaints
 
 FAMILIES = ("sd3", "flux", "qwen_image", "z_image", "wan", "hunyuan_video")
 PHASES = {

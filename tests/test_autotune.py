@@ -16,11 +16,12 @@ from autotune_checks import SAMPLE, state_of
 from checks import runner
 
 import elfatt_sd
-from elfatt_sd import autotune, layer_state
-from elfatt_sd.autotune import Decision, Tuner
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families import find_layers
 from elfatt_sd.methods import Draws
+from elfatt_sd.runtime import autotune
+from elfatt_sd.runtime import call as layer_state
+from elfatt_sd.runtime.autotune import Decision, Tuner
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -15,9 +15,9 @@ from autotune_checks import SAMPLE, state_of
 from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
 
 import elfatt_sd
-from elfatt_sd import autotune
-from elfatt_sd.autotune import Decision, Decisions, decision_key
 from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.runtime import autotune
+from elfatt_sd.runtime.autotune import Decision, Decisions, decision_key
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -11,10 +11,15 @@ import torch
 from attention_checks import approximations, qkv
 from torch import Tensor
 
-from elfatt_sd import attention
-from elfatt_sd.attention import agent_attention, block_attention, elfatt_attention, pool_agents, softmax_attention
-from elfatt_sd.config import ElfattError
-from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.attention import softmax as attention
+from elfatt_sd.attention.softmax import (
+    agent_attention,
+    block_attention,
+    elfatt_attention,
+    pool_agents,
+    softmax_attention,
+)
+from elfatt_sd.errors import ElfattError, is_out_of_memory
 
 
 def test_auto_on_a_cpu_is_native() -> None:

@@ -13,7 +13,7 @@ import tiny_joint
 import tiny_pipelines
 import torch
 
-from elfatt_sd import budget
+from elfatt_sd.drawing import running as budget
 
 GIB = 2**30
 Needs = Callable[..., float]

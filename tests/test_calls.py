@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
-import elfatt_sd.calls as calls_module
-import elfatt_sd.processor as processor_module
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
+import elfatt_sd.runtime.call as calls_module
+import elfatt_sd.runtime.processor as processor_module
+from elfatt_sd.config import METHODS, PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import Given, find_layers
-from elfatt_sd.families.plain import PlainProjections
-from elfatt_sd.layer_state import LayerState
-from elfatt_sd.presets import METHODS
-from elfatt_sd.schedule import Position, Run
+from elfatt_sd.families.base import PlainProjections
+from elfatt_sd.runtime.call import LayerState
+from elfatt_sd.runtime.schedule import Position, Run
 
 
 @torch.no_grad()

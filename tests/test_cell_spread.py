@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from elfatt_sd import log_sum_exp
-from elfatt_sd.joint import cell_joint_attention
-from elfatt_sd.tiling import cell_blocks
+from elfatt_sd.attention import softmax as log_sum_exp
+from elfatt_sd.attention.joint import cell_joint_attention
+from elfatt_sd.attention.ordering import cell_blocks
 
 
 def qkv(tokens: int, heads: int = 3, size: int = 8, dtype: torch.dtype = torch.float32) -> Any:

@@ -10,10 +10,20 @@ from typing import Any
 import pytest
 
 from elfatt_sd import config as module
-from elfatt_sd.config import EXACT, ElfattError, PatchConfig, Phase, Settings, setting_names
+from elfatt_sd.config import (
+    EXACT,
+    METHODS,
+    PRESETS,
+    PatchConfig,
+    Phase,
+    Settings,
+    complaints,
+    known_method,
+    setting_names,
+)
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import Merge, attentions, is_own
-from elfatt_sd.presets import METHODS, PRESETS, complaints, known_method
-from elfatt_sd.settings import Narrower
+from elfatt_sd.phases import Narrower
 
 
 def shape(config: PatchConfig) -> list[tuple[float, str, float, int]]:

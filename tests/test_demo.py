@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.demo import Demo
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.drawing.demo import Demo
+from elfatt_sd.errors import ElfattError
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elfatt_sd.devices import cpu_name, device_name, is_out_of_memory, proc_value, synchronize
+from elfatt_sd.devices import cpu_name, device_name, proc_value, synchronize
+from elfatt_sd.errors import is_out_of_memory
 
 
 def test_the_machine_has_a_name() -> None:

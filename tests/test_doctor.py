@@ -9,10 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from elfatt_sd import attention, doctor, optional
+from elfatt_sd import errors as optional
+from elfatt_sd.attention import softmax as attention
 from elfatt_sd.cli import app
-from elfatt_sd.doctor import Finding, attention_error, examine, healthy
-from elfatt_sd.optional import OptionalPackage
+from elfatt_sd.drawing import doctor
+from elfatt_sd.drawing.doctor import Finding, attention_error, examine, healthy
+from elfatt_sd.errors import OptionalPackage
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 

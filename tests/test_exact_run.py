@@ -12,10 +12,10 @@ import tiny_transformers
 import torch
 from checks import runner
 
-from elfatt_sd.exact_run import ExactRun, image_of
 from elfatt_sd.families import find_denoisers, find_layers, main_denoiser
-from elfatt_sd.layer_state import LayerState
 from elfatt_sd.phases import Phase
+from elfatt_sd.runtime.call import LayerState
+from elfatt_sd.runtime.exact_run import ExactRun, image_of
 
 SAMPLED = Phase(1.0, "sampled", keys=4)
 

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from elfatt_sd.files import atomic_file, cache_folder, sha256_of_code, sha256_of_data, sha256_of_file, write_json
-from elfatt_sd.typed import read_json
+from elfatt_sd.files import (
+    atomic_file,
+    cache_folder,
+    read_json,
+    sha256_of_code,
+    sha256_of_data,
+    sha256_of_file,
+    write_json,
+)
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from elfatt_sd import timesteps as units
-from elfatt_sd.schedule import Position, Schedule
+from elfatt_sd.families import timesteps as units
+from elfatt_sd.runtime.schedule import Position, Schedule
 
 Handed = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 # How pipelines hand a timestep over, and the unit that their family says.

@@ -16,12 +16,12 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from patch_checks import ACTIVE, elfatt_processors, picture
 
 import elfatt_sd
-from elfatt_sd import processor as processor_module
-from elfatt_sd.benchmarking.repeated import forget_residuals, patched_layers
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.measuring.memory import peak_memory
-from elfatt_sd.presets import METHODS
-from elfatt_sd.processor import ElfattProcessor
+from elfatt_sd.benchmarking.variants import forget_residuals, patched_layers
+from elfatt_sd.config import METHODS, PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.measure import peak_memory
+from elfatt_sd.runtime import processor as processor_module
+from elfatt_sd.runtime.processor import ElfattProcessor
 
 
 def test_copies_of_a_patched_unet_work_on_their_own(pipe: Any) -> None:

@@ -11,9 +11,7 @@ import torch
 from checks import Work
 from torch import Tensor
 
-from elfatt_sd.attention import elfatt_attention
-from elfatt_sd.errors import ElfattError
-from elfatt_sd.joint import (
+from elfatt_sd.attention.joint import (
     Keys,
     cell_joint_attention,
     elfatt_joint_attention,
@@ -21,9 +19,18 @@ from elfatt_sd.joint import (
     run_agents,
     sampled_joint_attention,
 )
+from elfatt_sd.attention.ordering import (
+    Grid,
+    cell_counts,
+    cell_order,
+    inverse_permutation,
+    lattice_order,
+    partition,
+    stratified_samples,
+)
+from elfatt_sd.attention.softmax import elfatt_attention
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import CellSpread, Elfatt, Sampled, Size, Softmax
-from elfatt_sd.ordering import cell_order, inverse_permutation, lattice_order, stratified_samples
-from elfatt_sd.tiling import Grid, cell_counts, partition
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CELLS = [(12, 4, 3), (64, 8, 8), (64, 8, 2), (64, 16, 1), (35, 8, 2), (35, 8, 4), (67, 9, 7), (67, 9, 1), (30, 1, 5)]

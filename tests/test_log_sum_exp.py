@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from elfatt_sd import log_sum_exp
-from elfatt_sd.log_sum_exp import attend, key_bias
+from elfatt_sd.attention import softmax as log_sum_exp
+from elfatt_sd.attention.softmax import attend, key_bias
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -11,8 +11,8 @@ from checks import Work
 from tomesd.merge import bipartite_soft_matching_random2d
 from torch import Tensor
 
-from elfatt_sd import merging
-from elfatt_sd.merging import Matching, match_tokens
+from elfatt_sd.attention import merging
+from elfatt_sd.attention.merging import Matching, match_tokens
 
 GRIDS = [(32, 32), (24, 16), (33, 25), (7, 64)]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

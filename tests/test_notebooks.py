@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from elfatt_sd.pictures import fault_of
+from elfatt_sd.drawing.pictures import fault_of
 from elfatt_sd.toy.renderer import unknown_words
 
 FOLDER = Path(__file__).parents[1] / "notebooks"

@@ -13,10 +13,9 @@ import tiny_pipelines as tiny
 from typer.testing import CliRunner
 
 from elfatt_sd import cli
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import PACKAGES, ElfattError, OptionalPackage, install_line, need
 from elfatt_sd.evaluation.features import load_extractor
 from elfatt_sd.evaluation.sources import open_source
-from elfatt_sd.optional import PACKAGES, OptionalPackage, install_line, need
 
 ROOT = Path(__file__).parents[1]
 EVAL = "pip install 'elfatt-sd[eval]'"
@@ -119,7 +118,7 @@ def test_an_import_that_was_not_foreseen_names_its_extra(monkeypatch: Any) -> No
     def fails() -> None:
         raise ModuleNotFoundError("No module named 'torchmetrics.image'", name="torchmetrics.image")
 
-    monkeypatch.setattr("elfatt_sd.doctor.examine", fails)
+    monkeypatch.setattr("elfatt_sd.drawing.doctor.examine", fails)
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert (result.exit_code, result.stderr) == (2, f"error: torchmetrics.image is not installed: {EVAL}\n")
 

@@ -12,18 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from elfatt_sd.errors import ElfattError
-from elfatt_sd.ordering import (
+from elfatt_sd.attention.ordering import (
     MOST_FRAMES,
+    Grid,
     block_permutation,
     cell_order,
     compact_path,
     inverse_permutation,
     lattice_order,
     order_merged,
+    partition,
+    sample_counts,
     stratified_samples,
 )
-from elfatt_sd.tiling import Grid, partition, sample_counts
+from elfatt_sd.errors import ElfattError
 
 CPU = torch.device("cpu")
 ORDERS = ["windows", "curve", "strided", "spread"]

@@ -15,7 +15,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 import elfatt_sd
-from elfatt_sd.optional import PACKAGES
+from elfatt_sd.errors import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

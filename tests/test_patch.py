@@ -20,10 +20,11 @@ from checks import processors
 from patch_checks import ACTIVE, elfatt_processors, picture
 
 import elfatt_sd
-from elfatt_sd import layer_state as state_module
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.layer_state import LayerState
+from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.patch import current_config
+from elfatt_sd.runtime import call as state_module
+from elfatt_sd.runtime.call import LayerState
 
 EVERY_SETTING = [
     PatchConfig.preset("elfatt", active_fraction=1.0, block_order=order, block_size=37)

@@ -12,9 +12,10 @@ import tiny_joint
 import torch
 
 import elfatt_sd
-from elfatt_sd.config import EXACT, ElfattError, LayerPhases, PatchConfig, Phase
+from elfatt_sd.config import EXACT, LayerPhases, PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_layers, main_denoiser
-from elfatt_sd.layer_state import LayerState
+from elfatt_sd.runtime.call import LayerState
 
 CALLS = 5  # of the UNet for the four steps of PNDM
 SAMPLED = Phase(1.0, "sampled", keys=8)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from elfatt_sd.pictures import PAPER, fault_of, psnr, side_by_side
+from elfatt_sd.drawing.pictures import PAPER, fault_of, psnr, side_by_side
 
 
 def noise(seed: int, width: int = 64, height: int = 48) -> Image.Image:

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError, ElfattFailure
-from elfatt_sd.pipelines import pick_device, pick_dtype
+from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.loading import pick_device, pick_dtype
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,10 @@ import tiny_pipelines as tiny
 import torch
 
 import elfatt_sd
-from elfatt_sd.config import EXACT, PatchConfig, Phase
+from elfatt_sd.config import EXACT, METHODS, PatchConfig, Phase
+from elfatt_sd.families.shapes import sketch
 from elfatt_sd.methods import Grid
-from elfatt_sd.planning import _fitted, describe, multiply_adds
-from elfatt_sd.presets import METHODS
-from elfatt_sd.shapes import sketch
+from elfatt_sd.plans import _fitted, describe, multiply_adds
 
 SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 

@@ -8,10 +8,10 @@ from typing import Any
 import diffusers
 import pytest
 
-from elfatt_sd import preflight
-from elfatt_sd.config import ElfattError
-from elfatt_sd.preflight import check_steps
-from elfatt_sd.shapes import TRANSFORMERS
+from elfatt_sd.cli import preflight
+from elfatt_sd.cli.preflight import check_steps
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families.shapes import TRANSFORMERS
 from elfatt_sd.sizes import TRANSFORMER_NAMES
 
 

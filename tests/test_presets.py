@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import elfatt_sd
-from elfatt_sd.config import PatchConfig, Phase
-from elfatt_sd.presets import METHODS
+from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.toy import GUIDANCE
 from elfatt_sd.toy.features import load_feature_extractor
 from elfatt_sd.toy.renderer import class_labels, describe

@@ -12,15 +12,14 @@ from layer_checks import COLUMNS, ROWS, inputs
 from torch import Tensor
 
 import elfatt_sd
-import elfatt_sd.layer_state as state_module
 import elfatt_sd.patch as patch_module
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
+import elfatt_sd.runtime.call as state_module
+from elfatt_sd.attention.merging import find_candidates, match_candidates, split_grid
+from elfatt_sd.attention.ordering import Grid, block_permutation, partition, stratified_samples
+from elfatt_sd.config import METHODS, PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_layers
-from elfatt_sd.merging import find_candidates, match_candidates, split_grid
 from elfatt_sd.methods import Draws
-from elfatt_sd.ordering import block_permutation, stratified_samples
-from elfatt_sd.presets import METHODS
-from elfatt_sd.tiling import Grid, partition
 
 
 class Layer:

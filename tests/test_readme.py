@@ -11,10 +11,10 @@ import pytest
 import tiny_pipelines as tiny
 from typer.testing import CliRunner
 
-from elfatt_sd import methods, pipelines
+from elfatt_sd import loading as pipelines
+from elfatt_sd import methods
 from elfatt_sd.cli import app
-from elfatt_sd.config import setting_names
-from elfatt_sd.presets import METHODS
+from elfatt_sd.config import METHODS, setting_names
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

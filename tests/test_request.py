@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.request import SCHEDULERS, Request, check_quoted, scheduler_class
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.drawing.studio import SCHEDULERS, Request, check_quoted, scheduler_class
+from elfatt_sd.errors import ElfattError
 
 
 @pytest.mark.parametrize("prompts", [["a", "red", "star"], ["red", "star"], ["a red", "star", "here"]])

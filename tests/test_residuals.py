@@ -16,9 +16,8 @@ from checks import runner
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
-from elfatt_sd.kept import copies_of
-from elfatt_sd.residuals import GIB, Residual, check_memory, kept_bytes
-from elfatt_sd.settings import KEPT
+from elfatt_sd.phases import KEPT
+from elfatt_sd.runtime.memory import GIB, Residual, check_memory, copies_of, kept_bytes
 
 SHARED = PatchConfig("shared", (Phase(1.0, "sampled", keys=16, residual_steps=2),))
 

@@ -18,9 +18,8 @@ import tiny_transformers
 from checks import like
 
 from elfatt_sd import ElfattError, PatchConfig
-from elfatt_sd.generation import Studio
-from elfatt_sd.request import Request
-from elfatt_sd.running import (
+from elfatt_sd.drawing.compare import try_methods
+from elfatt_sd.drawing.running import (
     check_text_to_image,
     dimensions_of,
     guidance_options,
@@ -29,7 +28,7 @@ from elfatt_sd.running import (
     tell_cut_prompts,
     watched,
 )
-from elfatt_sd.trial import try_methods
+from elfatt_sd.drawing.studio import Request, Studio
 
 
 @pytest.fixture(scope="module")

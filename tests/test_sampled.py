@@ -9,9 +9,8 @@ import torch
 from checks import Work
 from torch import Tensor
 
-from elfatt_sd.ordering import stratified_samples
-from elfatt_sd.sampled import sampled_attention
-from elfatt_sd.tiling import Grid, sample_counts
+from elfatt_sd.attention.ordering import Grid, sample_counts, stratified_samples
+from elfatt_sd.attention.softmax import sampled_attention
 
 GRIDS = [(64, 64, 128, 8), (64, 64, 128, 32), (96, 64, 128, 8), (65, 49, 100, 7), (8, 8, 64, 1), (5, 7, 6, 5)]
 

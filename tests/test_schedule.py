@@ -13,9 +13,10 @@ import torch
 from schedulers import IDS, SCHEDULERS, scheduler
 
 import elfatt_sd
-from elfatt_sd.calls import Denoiser
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.schedule import Position, Schedule
+from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.runtime.call import Denoiser
+from elfatt_sd.runtime.schedule import Position, Schedule
 
 
 @pytest.fixture

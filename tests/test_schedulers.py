@@ -8,11 +8,10 @@ import diffusers
 import pytest
 import torch
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.drawing.running import check_steps
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.images import _scheduler
-from elfatt_sd.pipelines import load_pipeline
-from elfatt_sd.running import check_steps
-from elfatt_sd.schedulers import scheduler_like
+from elfatt_sd.loading import load_pipeline, scheduler_like
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 COMMON = {"DDIM", "DDPM", "PNDM", "EulerDiscrete", "EulerAncestralDiscrete", "HeunDiscrete", "KDPM2Discrete", "LCM"}

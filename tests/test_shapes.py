@@ -14,8 +14,8 @@ from torch import nn
 
 import elfatt_sd
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.families.shapes import TRANSFORMERS, Blueprint, Sketch, TransformerSketch, call_arguments, sketch
 from elfatt_sd.methods import Grid
-from elfatt_sd.shapes import TRANSFORMERS, Blueprint, Sketch, TransformerSketch, call_arguments, sketch
 from elfatt_sd.sizes import SHAPES
 
 

@@ -11,10 +11,9 @@ import pytest
 from checks import set_clock
 from PIL import Image
 
-from elfatt_sd import pictures
-from elfatt_sd.presets import METHODS
-from elfatt_sd.sheet import Line, Sheet, caption, chosen
-from elfatt_sd.trial import Row
+from elfatt_sd.config import METHODS
+from elfatt_sd.drawing import pictures
+from elfatt_sd.drawing.compare import Line, Row, Sheet, caption, chosen
 
 IMAGE = Image.new("RGB", (8, 8))
 UNTOUCHED = Row("sd", IMAGE, (2.0,), (1.0,), math.inf)
@@ -41,7 +40,7 @@ def test_captions_give_ratios() -> None:
 
 
 def test_sheet_is_drawn_and_written(pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elfatt_sd.sheet.chosen", lambda rows: [rows[0], *rows[1:3]])
+    monkeypatch.setattr("elfatt_sd.drawing.compare.chosen", lambda rows: [rows[0], *rows[1:3]])
     sheet = Sheet(lambda request: pipe, ["first", "second"], ["a cat", "a dog"], steps=2)
     names = [drawn.name for drawn in sheet.run(lambda step, steps: None)]
     assert len(names) == sheet.images == 2 * (len(METHODS) + 1 + 4)
@@ -63,7 +62,7 @@ def test_a_busy_machine_is_told_of(
     pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float, told: bool
 ) -> None:
     """The last untouched image of the second prompt takes longer than its equals."""
-    monkeypatch.setattr("elfatt_sd.sheet.LEAST", 0.0)
+    monkeypatch.setattr("elfatt_sd.drawing.compare.LEAST", 0.0)
     first, second = [9, 2, 9, 1, 2], [2, 1, last]  # the first prompt warms each method up
     set_clock(monkeypatch, [*first, *second])
     captions: list[tuple[str, str]] = []
@@ -75,7 +74,7 @@ def test_a_busy_machine_is_told_of(
         titles.append(title)
         return draw(images, written, title, columns)
 
-    monkeypatch.setattr("elfatt_sd.sheet.side_by_side", keep)
+    monkeypatch.setattr("elfatt_sd.drawing.compare.side_by_side", keep)
     sheet = Sheet(lambda request: pipe, ["toy"], ["a cat", "a dog"], ["sd", "tome"], steps=2)
     assert len(list(sheet.run(lambda step, steps: None))) == 6
     assert [row.ratios for row in sheet.lines[1].rows[1:]] == [pytest.approx((2.0, last))]

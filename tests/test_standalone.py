@@ -12,8 +12,8 @@ import torch
 import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families import find_layers
-from elfatt_sd.schedule import Position
-from elfatt_sd.standalone import StandaloneLayer
+from elfatt_sd.runtime.schedule import Position
+from elfatt_sd.runtime.standalone import StandaloneLayer
 
 PHASES = [
     Phase(1.0, "block", block_size=16, block_order="spread"),

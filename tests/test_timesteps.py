@@ -11,8 +11,8 @@ import tiny_pipelines as tiny
 import torch
 from schedulers import IDS, SCHEDULERS, place, scheduler
 
-from elfatt_sd import schedule as module
-from elfatt_sd.schedule import BEYOND, Position, Schedule
+from elfatt_sd.runtime import schedule as module
+from elfatt_sd.runtime.schedule import BEYOND, Position, Schedule
 
 
 def test_copied_timesteps_are_found_by_value_in_order() -> None:

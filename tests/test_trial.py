@@ -13,10 +13,10 @@ import tiny_pipelines as tiny
 from checks import set_clock
 from PIL import Image
 
-from elfatt_sd.config import ElfattError, PatchConfig
-from elfatt_sd.presets import METHODS
-from elfatt_sd.request import Request
-from elfatt_sd.trial import Row, Trial, try_methods
+from elfatt_sd.config import METHODS, PatchConfig
+from elfatt_sd.drawing.compare import Row, Trial, try_methods
+from elfatt_sd.drawing.studio import Request
+from elfatt_sd.errors import ElfattError
 
 PROMPT = "a red star"
 PICTURE = Image.new("RGB", (8, 8))

@@ -21,7 +21,7 @@ from typing import Any, assert_type
 
 import elfatt_sd
 from elfatt_sd import METHODS, Method, PatchConfig, Phase, Settings
-from elfatt_sd.planning import Plan
+from elfatt_sd.plans import Plan
 
 
 class Pipeline:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elfatt_sd.evaluation.report.palette import BASE, INK, METHODS, PAPER, RULE
+from elfatt_sd.config import PRESETS
+from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, PAPER, RULE
 from elfatt_sd.evaluation.report.plots import drawing, to_png
 from elfatt_sd.files import write_file
 from elfatt_sd.phases import Phase
-from elfatt_sd.presets import PRESETS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.console import DONE, FAILURE, complain
+from elfatt_sd.cli.console import DONE, FAILURE, complain
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/*.md", "eval/*.md", "benchmarks/*.md", "tools/*.md", "elfatt_sd/toy/*/*.md", "notebooks/*.ipynb")

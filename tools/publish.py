@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.console import DONE, FAILURE, WRONG_USE, complain
+from elfatt_sd.cli.console import DONE, FAILURE, WRONG_USE, complain
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report import load_results, replace_files, report_files
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.results import RESULTS_FILE

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elfatt_sd.console import DONE, FAILURE, complain
+from elfatt_sd.cli.console import DONE, FAILURE, complain
 
 ROOT = Path(__file__).parents[1]
 PACKAGE, TESTS = "elfatt_sd", "tests"

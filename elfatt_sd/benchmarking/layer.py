@@ -12,26 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.benchmarking.lineup import grid_side
+from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.benchmarking.models import fill
-from elfatt_sd.benchmarking.names import PEER
-from elfatt_sd.benchmarking.presets import layer_phases
-from elfatt_sd.benchmarking.record import Record, Session
-from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.timing import without_gradients
+from elfatt_sd.benchmarking.names import PEER, layer_phases
+from elfatt_sd.benchmarking.record import Record, Results, Session, without_gradients
+from elfatt_sd.benchmarking.variants import grid_side
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import standard_normal
+from elfatt_sd.errors import need
 from elfatt_sd.families import SelfAttention
-from elfatt_sd.layer_state import attend
-from elfatt_sd.measuring.clock import Call
-from elfatt_sd.measuring.memory import peak_memory
+from elfatt_sd.loading import pick_device, pick_dtype
+from elfatt_sd.measure import Call, peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax
-from elfatt_sd.optional import need
 from elfatt_sd.phases import EXACT
-from elfatt_sd.pipelines import pick_device, pick_dtype
-from elfatt_sd.schedule import Position
-from elfatt_sd.standalone import StandaloneLayer
-from elfatt_sd.tiling import Grid
+from elfatt_sd.runtime.call import attend
+from elfatt_sd.runtime.schedule import Position
+from elfatt_sd.runtime.standalone import StandaloneLayer
 
 Move = Callable[[Tensor], Tensor]
 CHANNELS, HEADS = 320, 8  # of the finest level of SD 1.5

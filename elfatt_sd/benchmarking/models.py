@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.benchmarking.lineup import Size, height_and_width
-from elfatt_sd.config import ElfattError
+from elfatt_sd.benchmarking.variants import Size, height_and_width
 from elfatt_sd.devices import standard_normal
+from elfatt_sd.drawing.running import dimensions_of
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, find_layers, main_denoiser, unwrap
+from elfatt_sd.families.shapes import TRANSFORMERS, call_arguments, empty_transformer, empty_unet
 from elfatt_sd.families.unet import SCALE
+from elfatt_sd.loading import load_pipeline
 from elfatt_sd.methods import Grid
-from elfatt_sd.pipelines import load_pipeline
-from elfatt_sd.running import dimensions_of
-from elfatt_sd.shapes import TRANSFORMERS, call_arguments, empty_transformer, empty_unet
 from elfatt_sd.sizes import SHAPE_VAE
 from elfatt_sd.sizes import SHAPES as SHAPES
 

@@ -10,18 +10,24 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.benchmarking.lineup import Size, as_size, height_and_width
 from elfatt_sd.benchmarking.models import make_pipeline
 from elfatt_sd.benchmarking.names import FLOOR, PEER, UNPATCHED
-from elfatt_sd.benchmarking.record import Record, Session
-from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.variants import Variant, fitted_methods, fitting, resolve_methods, whole
-from elfatt_sd.budget import warn_if_too_large
+from elfatt_sd.benchmarking.record import Record, Results, Session
+from elfatt_sd.benchmarking.variants import (
+    Size,
+    Variant,
+    as_size,
+    fitted_methods,
+    fitting,
+    height_and_width,
+    resolve_methods,
+    whole,
+)
 from elfatt_sd.config import PatchConfig
+from elfatt_sd.drawing.running import dimensions_of, exact_size, look_at, warn_if_too_large
 from elfatt_sd.families import copy_structure, main_denoiser, step_denoisers
-from elfatt_sd.measuring.memory import peak_memory
-from elfatt_sd.pipelines import pick_device, pick_dtype
-from elfatt_sd.running import dimensions_of, exact_size, look_at
+from elfatt_sd.loading import pick_device, pick_dtype
+from elfatt_sd.measure import peak_memory
 
 
 def pipeline(

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.benchmarking.names import is_reference
-from elfatt_sd.benchmarking.rows import Results, own_part
+from elfatt_sd.benchmarking.record import Results, own_part
 from elfatt_sd.benchmarking.tables import groups, markdown, mean_error, methods_of
+from elfatt_sd.errors import need
 from elfatt_sd.evaluation.report.plots import drawing
 from elfatt_sd.files import atomic_file, write_file
-from elfatt_sd.optional import need
 
 MOST_MAPS = 9  # of layers and steps in one plot
 _LARGE = 12  # points, readable where the plot is 400 pixels wide

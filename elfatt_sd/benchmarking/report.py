@@ -1,19 +1,63 @@
-"""Tables and plots of results on disk: of one benchmark, or of all parts of a suite (`benchmarks/gpu_suite.py`)."""
+"""Results for people at a terminal: tables that fit 80 columns, what is noise, and a conclusion."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from elfatt_sd.benchmarking.names import COMPILED, is_reference, legend
 from elfatt_sd.benchmarking.plots import plot, save
-from elfatt_sd.benchmarking.rows import Results
-from elfatt_sd.benchmarking.tables import markdown
-from elfatt_sd.config import ElfattError
+from elfatt_sd.benchmarking.record import Results, beats_its_floor
+from elfatt_sd.benchmarking.tables import clock, groups, lost, markdown, parts, scaled, spread
+from elfatt_sd.devices import short_commit
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
-from elfatt_sd.files import atomic_file, link, place_of
-from elfatt_sd.measuring.machine import short_commit
-from elfatt_sd.typed import read_typed
+from elfatt_sd.files import atomic_file, link, place_of, read_typed
+
+Row = Mapping[str, Any]
+MOST_GROUPS = 3  # that have sentences: the last ones, which are the largest
+
+
+def conclude(results: Results) -> list[str]:
+    named = list(groups(results["rows"]).items())[-MOST_GROUPS:]
+    return [f"{name}: {' '.join(_sentences(rows, results['bases']))}" for name, rows in named]
+
+
+def _sentences(rows: Sequence[Row], bases: Sequence[str]) -> Iterator[str]:
+    base = next((base for base in bases if any(base in row["speed"] for row in rows)), None)
+    ours = [row for row in rows if row["method"] not in bases and not is_reference(row["method"])]
+    if base is None or not ours:
+        yield "nothing was timed that could be compared."
+        return
+    speeds = {row["method"]: row["speed"].get(base + COMPILED * row["method"].endswith(COMPILED)) for row in ours}
+    speeds = {name: speed or row["speed"][base] for (name, speed), row in zip(speeds.items(), ours, strict=True)}
+    best = max(ours, key=lambda row: row["speed"][base]["median"])
+    yield from _fastest(best, base)
+    losers = {name: speed for name, speed in speeds.items() if speed["median"] <= 1}
+    if losers:
+        yield f"Does not pay: {', '.join(f'{name} {spread(speed)}' for name, speed in losers.items())}."
+    unsure = [name for name, speed in speeds.items() if speed["min"] <= 1 < speed["median"]]
+    if unsure:
+        yield f"Not faster in every round, so undecided: {', '.join(unsure)}."
+
+
+def _fastest(row: Row, base: str) -> Iterator[str]:
+    ratio, rounds = row["speed"][base], row["rounds"]
+    least = "" if ratio["min"] == ratio["max"] else f" ({ratio['min']:.2f} to {ratio['max']:.2f} in {rounds} rounds)"
+    if ratio["median"] > 1:
+        yield f"{row['method']} is fastest, {ratio['median']:.2f} times as fast as {base}{least}."
+    else:
+        yield f"no method is faster than {base}; the best is {row['method']}, {ratio['median']:.2f} times{least}."
+    if beats_its_floor(row):
+        yield "That is faster than its floor, so it is noise: repeat with more rounds."
+    elif rounds == 1:
+        yield "One round tells little: repeat with more rounds."
 
 
 def write_report(path: Path) -> list[Path]:
@@ -152,3 +196,56 @@ def _precision(results: Results) -> str:
 
 def _span(counts: Sequence[int]) -> str:
     return str(counts[0]) if len({*counts}) == 1 else f"{min(counts)} to {max(counts)}"
+
+
+pass  # MOVED
+
+WIDE = 110  # columns from which on every figure is shown
+
+
+def show(results: Results, console: Console) -> None:
+    """Print results, and at the end what they say."""
+    rows = results["rows"]
+    for name, own in groups(rows).items():
+        console.print(_speeds(name, own, results["bases"], console.width >= WIDE))
+    for line in _remarks(results):
+        console.print(Text(line))
+    for line in conclude(results) if rows else ():
+        console.print(Text(line, style="bold"))
+
+
+def _speeds(name: str, rows: Sequence[Mapping[str, Any]], bases: Sequence[str], wide: bool) -> Table:
+    bases = [base for base in bases if any(base in row["speed"] for row in rows)][: None if wide else 1]
+    floors = any(row["floor"] for row in rows)
+    peaks = any(row["peak_bytes"] is not None for row in rows)
+    growth = wide and any(row["bytes_per_picture"] is not None for row in rows)
+    table = Table(title=name, title_justify="left", box=SIMPLE)
+    table.add_column("method", overflow="fold")
+    for head in ["time", *(f"times as fast\nas {base}" for base in bases)]:
+        table.add_column(head, justify="right", no_wrap=True)
+    heads = ["times\nits floor"] * floors + ["peak\nMiB"] * peaks + ["GB for\n+1 image"] * growth
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        several = parts(row, indent="  ")
+        for each in (row, *several * (len(several) > 1)):
+            cells = [clock(each["seconds"]), *(spread(each["speed"].get(base)) for base in bases)]
+            cells += [_floor(each)] * floors
+            cells += [scaled(each.get("peak_bytes"), 2**20, 0)] * peaks
+            cells += [scaled(each.get("bytes_per_picture"), 1e9, 3)] * growth
+            style = "yellow" if beats_its_floor(each) else "" if each is row else "dim"
+            table.add_row(*map(Text, [each["method"], *cells]), style=style)
+    return table
+
+
+def _floor(row: Mapping[str, Any]) -> str:
+    return "" if row["floor"] is None else f"{row['floor']['median']:.2f}{'*' * beats_its_floor(row)}"
+
+
+def _remarks(results: Results) -> Iterator[str]:
+    rows = results["rows"]
+    if any(beats_its_floor(each) for row in rows for each in (row, *row.get("parts", ()))):
+        yield "* faster than its floor: noise, repeat with more rounds."
+    if named := legend({row["method"] for row in rows}):
+        yield named.replace("`", "")
+    yield from lost(results)

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elfatt_sd.benchmarking.names import UNPATCHED, legend, plain_name
-from elfatt_sd.benchmarking.record import title
-from elfatt_sd.benchmarking.rows import Results, beats_its_floor
-from elfatt_sd.measuring.clock import Spread
+from elfatt_sd.benchmarking.record import Results, beats_its_floor, title
+from elfatt_sd.measure import Spread
 
 MOST_COLUMNS = 10  # of a table of errors: where there are more steps and layers, they are lines
 KEYS = ("size", "tokens", "batch", "dtype", "part")

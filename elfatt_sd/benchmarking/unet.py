@@ -11,29 +11,31 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.benchmarking.lineup import Size, height_and_width
 from elfatt_sd.benchmarking.models import Model, make_model, unet_call
 from elfatt_sd.benchmarking.names import COMPILED, FLOOR, PEER, UNPATCHED
-from elfatt_sd.benchmarking.record import Record, Session
-from elfatt_sd.benchmarking.repeated import forget_matchings, forget_residuals, repeated_call
-from elfatt_sd.benchmarking.rows import Results
+from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.variants import (
+    Size,
     Variant,
     by_phase,
     fitted_methods,
     fitting,
+    forget_matchings,
+    forget_residuals,
+    height_and_width,
+    repeated_call,
     resolve_methods,
     with_autotuned,
     with_compiled,
     with_exact,
 )
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import synchronize
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import copy_structure
-from elfatt_sd.measuring.clock import Call
-from elfatt_sd.measuring.memory import little_garbage, peak_memory
-from elfatt_sd.pipelines import pick_device, pick_dtype
-from elfatt_sd.settings import Backend
+from elfatt_sd.loading import pick_device, pick_dtype
+from elfatt_sd.measure import Call, little_garbage, peak_memory
+from elfatt_sd.phases import Backend
 
 
 def unet(

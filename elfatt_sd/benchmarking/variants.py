@@ -1,32 +1,37 @@
-"""What is timed: the untouched model, the methods phase by phase, peers, and the floor."""
+"""What a benchmark is asked for, checked without PyTorch: methods with their settings, and sizes of grids."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from elfatt_sd.benchmarking.floors import leave_out
-from elfatt_sd.benchmarking.lineup import named, peer_settings, varied
+from elfatt_sd import errors as checks
 from elfatt_sd.benchmarking.names import (
+    ALONE,
     AUTOTUNED,
     COMPILED,
     EXACT_THROUGH,
     FLOOR,
+    MERGING,
     PEER,
     UNPATCHED,
+    VARIATIONS,
     differs_by_step,
     is_peer,
+    leave_out,
 )
-from elfatt_sd.benchmarking.presets import MERGING, VARIATIONS
-from elfatt_sd.benchmarking.repeated import forget_residuals, repeat_step
-from elfatt_sd.choosing import fits, fitted, tell_without_effect
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.config import METHODS, PatchConfig, method_named, method_names
+from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import (
     SelfAttention,
     family_of,
@@ -37,13 +42,61 @@ from elfatt_sd.families import (
     step_denoisers,
 )
 from elfatt_sd.families.unet import UNet
-from elfatt_sd.optional import need
+from elfatt_sd.methods import attention_named
 from elfatt_sd.patch import apply_patch
-from elfatt_sd.peers import running
-from elfatt_sd.phases import EXACT
-from elfatt_sd.planning import describe
-from elfatt_sd.presets import METHODS
-from elfatt_sd.settings import Backend
+from elfatt_sd.peers import PEERS, check_settings, running
+from elfatt_sd.phases import EXACT, Backend
+from elfatt_sd.plans import describe
+from elfatt_sd.runtime.call import STATE, Call
+from elfatt_sd.runtime.choosing import fits, fitted, tell_without_effect
+from elfatt_sd.runtime.processor import PatchedLayer
+
+
+def patched_layers(unet: nn.Module) -> list[PatchedLayer]:
+    return [getattr(module, STATE) for module in unet.modules() if hasattr(module, STATE)]
+
+
+def _latest_calls(unet: nn.Module) -> list[Call]:
+    found = {id(layer.denoiser): layer.denoiser.latest for layer in patched_layers(unet)}
+    return [call for call in found.values() if call is not None]
+
+
+def repeat_step(unet: nn.Module) -> None:
+    """Let the call that now begins take over what an earlier one kept, though it is of the same step."""
+    for call in _latest_calls(unet):
+        call.memory.repeat_step()
+
+
+@contextmanager
+def repeated_call(unet: nn.Module) -> Iterator[None]:
+    """Let `unet.forward` be a part of the latest call: nothing is drawn and no step is looked for."""
+    denoisers = {id(layer.denoiser): layer.denoiser for layer in patched_layers(unet)}.values()
+    for denoiser in denoisers:
+        if denoiser.latest is not None:
+            denoiser.latest.restart()
+            denoiser.enter(denoiser.latest)
+    try:
+        yield
+    finally:
+        for denoiser in denoisers:
+            denoiser.end()
+
+
+def forget_residuals(unet: nn.Module) -> None:
+    """Forget the differences to exact attention, so that the call that now begins measures them."""
+    for call in _latest_calls(unet):
+        for state in call.states.values():
+            state.residuals.clear()
+
+
+def forget_matchings(unet: nn.Module) -> None:
+    """Forget which tokens the last call merged, so that the call that now begins matches again."""
+    for call in _latest_calls(unet):
+        call.matchings.clear()
+
+
+pass  # MOVED
+pass  # MOVED
 
 ALL_LEVELS = 100
 STEPS = 50  # of the run that the phases of a method are added up to
@@ -324,3 +377,77 @@ def floor_name(config: PatchConfig) -> str:
     if config.max_downsample is not None:
         return f"{FLOOR} to 1/{config.max_downsample}"
     return FLOOR if config.levels == 1 else f"{FLOOR} of {config.levels} levels"
+
+
+SAVED = ".json"  # the end of a saved configuration's name
+Size = int | str  # of an image in pixels: the side of a square, or `WIDTHxHEIGHT`
+PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
+
+
+def check_method(name: str) -> None:
+    """Check the name of a method to time."""
+    if name.endswith(SAVED):
+        PatchConfig.load(name)
+    elif ":" in name:
+        attention_named(name)
+    else:
+        checks.choice("method", name, [*method_names(), *PEERS, *ALONE])
+
+
+def varied(method: str, **settings: Any) -> PatchConfig:
+    """Return a method with other settings, and these in its name: `elfatt-fast:levels=2`."""
+    if method == PEER and (unknown := sorted(settings.keys() - {*PEER_SETTINGS})):
+        raise ElfattError(f"setting {unknown[0]!r} of {PEER} is not known; accepted: {', '.join(PEER_SETTINGS)}.")
+    changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
+    config = named(method)
+    if method in PEERS and method != PEER:
+        check_settings(method, settings)
+    else:
+        config = config.with_settings(**settings)
+    return config.renamed(f"{config.method}:{changes}" if changes else config.method)
+
+
+def peer_settings(method: str) -> dict[str, Any]:
+    changes = method.partition(":")[2]
+    pairs = (change.split("=", 1) for change in changes.split(",") if change)
+    return {name: json.loads(value) for name, value in pairs}
+
+
+def named(method: str) -> PatchConfig:
+    """Return a preset, a peer, an attention after exact early steps, or a saved configuration."""
+    if method == PEER:
+        return dataclasses.replace(PatchConfig.preset(MERGING), method=PEER)
+    if method in PEERS:
+        return PatchConfig(method)
+    if method in ALONE:
+        return ALONE[method]
+    if method.endswith(SAVED):
+        return dataclasses.replace(PatchConfig.load(method), method=Path(method).stem)
+    check_method(method)
+    return method_named(method)
+
+
+def read_size(text: str) -> Size:
+    """Read a size in pixels: `1024`, or `832x480`, width first."""
+    found = re.fullmatch(r"(\d{1,18})(?:x(\d{1,18}))?", text.strip(), re.ASCII)
+    numbers = [int(number) for number in found.groups() if number] if found else [0]
+    if min(numbers) <= 0 or any(number % 8 for number in numbers):
+        raise ElfattError(f"size={text} is not accepted; give a positive multiple of 8, or two as in 832x480.")
+    return numbers[0] if len(numbers) == 1 else "x".join(map(str, numbers))
+
+
+def height_and_width(size: Size) -> tuple[int, int]:
+    width, _, height = str(size).partition("x")
+    return int(height or width), int(width)
+
+
+def as_size(height: int, width: int) -> Size:
+    return width if height == width else f"{width}x{height}"
+
+
+def grid_side(tokens: int) -> int:
+    """Return the side of a square grid."""
+    side = math.isqrt(max(tokens, 0))
+    if tokens < 1 or side * side != tokens:
+        raise ElfattError(f"tokens={tokens} is not accepted; give the number of tokens of a square grid.")
+    return side

@@ -23,11 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.decoding import decode, pixels_of
-from elfatt_sd.evaluation.entries import Entry, Source
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.processes import process_state, together
+from elfatt_sd.evaluation.run import process_state, together
+from elfatt_sd.evaluation.sources import Entry, Source, decode, pixels_of
 from elfatt_sd.evaluation.statistics import DAMAGED, is_finite, load_plain
 from elfatt_sd.files import atomic_file, write_file
 from elfatt_sd.progress import Lines, Progress

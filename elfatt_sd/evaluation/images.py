@@ -14,15 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.budget import warn_if_too_large
-from elfatt_sd.config import ElfattError
 from elfatt_sd.devices import standard_normal
+from elfatt_sd.drawing.pictures import fault_of
+from elfatt_sd.drawing.running import (
+    check_steps,
+    dimensions_of,
+    exact_size,
+    guidance_options,
+    rows_of,
+    taken,
+    warn_if_too_large,
+)
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
-from elfatt_sd.pictures import fault_of
-from elfatt_sd.planning import input_grid
-from elfatt_sd.running import check_steps, dimensions_of, exact_size, guidance_options, rows_of, taken
-from elfatt_sd.schedulers import scheduler_like
+from elfatt_sd.loading import scheduler_like
+from elfatt_sd.plans import input_grid
 
 
 def check_size(protocol: Protocol, pipe: Any) -> None:
@@ -46,7 +53,7 @@ def denoiser(pipe: Any) -> Any:
 
 def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any:
     """Load a protocol's pipeline with its scheduler, and without what would alter images (checker, watermark)."""
-    from elfatt_sd.pipelines import load_pipeline
+    from elfatt_sd.loading import load_pipeline
 
     place = device or protocol.device
     pipe = load_pipeline(protocol.model, device=place, dtype=protocol.dtype, variant=protocol.variant or None)

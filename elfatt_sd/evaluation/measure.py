@@ -4,23 +4,248 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.devices import empty_caches, is_out_of_memory
-from elfatt_sd.evaluation.environment import attention_kernels
+from elfatt_sd.devices import empty_caches, read_clocks
+from elfatt_sd.errors import ElfattError, is_out_of_memory
 from elfatt_sd.evaluation.images import denoiser, image_seed, load_protocol_pipeline, make_images, row_patch, to_uint8
 from elfatt_sd.evaluation.prompts import run_prompts
-from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Protocol, Time
-from elfatt_sd.evaluation.provenance import image_environment
-from elfatt_sd.evaluation.run import TIME_FILE, Run
+from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Memory, Protocol, Time
+from elfatt_sd.evaluation.provenance import code_hashes, image_environment
+from elfatt_sd.evaluation.records import Peaks, attention_kernels, read_data, same_images
+from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Run, RunFailure
+from elfatt_sd.evaluation.statistics import student_quantile
 from elfatt_sd.families import step_denoisers
-from elfatt_sd.files import write_json
-from elfatt_sd.measuring.clock import CallTimer, Spread, Stopwatch, Turn, interleave, now, ratios
-from elfatt_sd.measuring.machine import read_clocks
+from elfatt_sd.files import sha256_of_data, write_json
+from elfatt_sd.measure import CallTimer, PeakMeter, Spread, Stopwatch, Turn, interleave, now, ratios
+
+pass  # MOVED
+
+STAGES = ("text", "unet", "vae")
+_GIB = 2**30
+
+
+def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
+    """Measure all rows and write `memory.json` after each, so that a killed run goes on with the next row.
+
+    Rows whose programs are the same (the untouched pipeline and the null row) share one measurement. Out of
+    memory is reported as a result, and so is a system that does not tell. Rows that failed otherwise, or were measured
+    in another environment, are measured again.
+    """
+    protocol, settings = run.protocol, run.protocol.memory or Memory()
+    environment, unmeasured = _present_environment(protocol)
+    run.check_environment(environment)
+    path = run.folder / MEMORY_FILE
+    data = read_data(path, Peaks, "delete it to measure again") or {}
+    before = data.get("environment", {})
+    if data.get("identity") != protocol.identity or same_images(before, environment, protocol.cells):
+        data = {"format": 1, "identity": protocol.identity, "measured": now(), "environment": environment}
+        data |= {"rows": {}, "programs": {}, "errors": {}}
+    rows, programs, errors = data["rows"], data["programs"], data["errors"]
+    for name in list(errors):
+        rows.pop(name, None)
+        del errors[name]
+    for cell in protocol.cells:
+        program = program_of(cell)
+        if cell.name in rows:
+            continue
+        twin = programs.get(program)
+        if twin in rows:
+            rows[cell.name] = {**rows[twin], "same_program_as": twin}
+        elif unmeasured:
+            rows[cell.name] = summarize_memory([], [], unmeasured)
+        else:
+            try:
+                rows[cell.name] = _measure_row(protocol, cell, sorted(set(settings.batches)), report)
+                programs[program] = cell.name
+            except (ElfattError, RunFailure) as error:
+                errors[cell.name] = str(error)
+                rows[cell.name] = summarize_memory([], [], str(error))
+        write_json(path, data)
+    return data
+
+
+def program_of(cell: Cell) -> str:
+    return sha256_of_data([cell.config().to_dict(), cell.peer, cell.options])
+
+
+def _present_environment(protocol: Protocol) -> tuple[dict[str, Any], str]:
+    """Load the pipeline to see what it is, and leave the device empty for the processes that measure."""
+    pipe = load_protocol_pipeline(protocol)
+    device: torch.device = denoiser(pipe).device
+    environment = image_environment(protocol, pipe)
+    del pipe
+    free_memory()
+    told = PeakMeter(device).kind is not None
+    return environment, "" if told else f"not measured: {sys.platform} does not tell the peak of device {device.type!r}"
+
+
+def _measure_row(protocol: Protocol, cell: Cell, batches: Sequence[int], report: Report) -> dict[str, Any]:
+    place = f"row {protocol.cells.index(cell) + 1} of {len(protocol.cells)}"
+    results: dict[int, dict[str, Any]] = {}
+    notes = []
+    for batch in batches:
+        report(f"memory: {place}, {cell.name}, batch {batch}")
+        result = run_worker(protocol, cell, batch)
+        if "failed" in result:
+            notes.append(result["failed"])
+            break  # a larger batch would not fit either
+        if _whole(result["peaks"]) > result.get("loading", 0.0):
+            results[batch] = result
+        else:
+            notes.append(f"batch {batch} took less than loading the model, and is left out")
+    return summarize_memory(list(results), list(results.values()), "; ".join(notes) or None)
+
+
+def summarize_memory(
+    batches: Sequence[int], results: Sequence[Mapping[str, Any]], note: str | None = None
+) -> dict[str, Any]:
+    """Fit a line to the peaks of several batch sizes, over all and for each stage."""
+    summary: dict[str, Any] = {"batches": list(batches), "note": note, "failed": None if results else note}
+    if not results:
+        return summary
+    kind = results[0]["kind"]
+    summary |= {"kind": kind, **_line(batches, [_whole(result["peaks"]) for result in results])}
+    if all(set(STAGES) <= set(result["peaks"]) for result in results):
+        summary["stages"] = {stage: _line(batches, [result["peaks"][stage] for result in results]) for stage in STAGES}
+    if all("reserved" in result for result in results):
+        reserved = _line(batches, [_whole(result["reserved"]) for result in results])
+        summary["reserved"] = {"kind": kind.replace("allocated", "reserved"), **reserved}
+    return summary
+
+
+def _whole(peaks: Mapping[str, float]) -> float:
+    return max(peaks.values())
+
+
+def _line(batches: Sequence[int], peaks: Sequence[float]) -> dict[str, Any]:
+    """Fit `peak = intercept + slope * batch` by least squares."""
+    data: dict[str, Any] = {"peaks_gib": list(peaks)}
+    if len(batches) < 2:
+        return {"gib_per_image": None, "interval": None, "intercept_gib": None, "fit_error_gib": None, **data}
+    slope, intercept = statistics.linear_regression(batches, peaks)
+    residuals = [peak - intercept - slope * batch for batch, peak in zip(batches, peaks, strict=True)]
+    error = math.sqrt(sum(residual**2 for residual in residuals) / len(residuals))
+    return {
+        "gib_per_image": slope,
+        "interval": _slope_interval(batches, slope, error),
+        "intercept_gib": intercept,
+        "fit_error_gib": error,
+        **data,
+    }
+
+
+def _slope_interval(batches: Sequence[int], slope: float, error: float) -> list[float] | None:
+    count, middle = len(batches), statistics.fmean(batches)
+    if count < 3:
+        return None
+    spread = math.sqrt((count - 2) / count * sum((batch - middle) ** 2 for batch in batches))
+    half = student_quantile(0.975, count - 2) * error / spread
+    return [slope - half, slope + half]
+
+
+def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
+    """Measure one batch size in a fresh process."""
+    order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch, "code": code_hashes()})
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "elfatt_sd.evaluation.measure"]
+    done = subprocess.run(
+        command, input=order, capture_output=True, text=True, env={**_single_process(os.environ), "PYTHONPATH": path}
+    )
+    if done.returncode == -9:  # SIGKILL, which Windows has no name for
+        return {"failed": f"out of memory at batch {batch}"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise RunFailure(f"memory not measured at batch {batch}: {reason}")
+    result: dict[str, Any] = json.loads(lines[-1])
+    if "error" in result:
+        raise ElfattError(result["error"])
+    return result
+
+
+def _single_process(environment: Mapping[str, str]) -> dict[str, str]:
+    launched = re.compile(r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|GROUP_.*)")
+    return {name: value for name, value in environment.items() if not launched.fullmatch(name)}
+
+
+@torch.no_grad()
+def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
+    """Run a row once in this process and read the peak of each stage."""
+    pipe = load_protocol_pipeline(protocol)
+    short = dataclasses.replace(protocol, steps=(protocol.memory or Memory()).steps or protocol.steps)
+    stages = _Stages(PeakMeter(denoiser(pipe).device))
+    handles = [
+        denoiser(pipe).register_forward_pre_hook(lambda *_: stages.close("text"), prepend=True),
+        pipe.vae.decoder.register_forward_pre_hook(lambda *_: stages.close("unet")),
+    ]
+    seeds = [image_seed(protocol, cell, index) for index in range(batch)]
+    try:
+        with row_patch(pipe, cell, seeds[0]):
+            to_uint8(make_images(pipe, short, cycled_prompts(protocol, batch), seeds))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return stages.finish()
+
+
+class _Stages:
+    """Reads a meter at the end of each stage of a pipeline, or once at the end of all where it cannot start again."""
+
+    def __init__(self, meter: PeakMeter) -> None:
+        self.meter, self.restarts = meter, meter.restart()
+        self.loading = {} if self.restarts else {"loading": (meter.read() or 0) / _GIB}
+        self.peaks: dict[str, float] = {}
+        self.reserved: dict[str, float] = {}
+
+    def close(self, stage: str) -> None:
+        """Read the peak of a stage that has just ended; only its first end counts."""
+        if stage in self.peaks or (not self.restarts and stage != "all"):
+            return
+        self.peaks[stage] = (self.meter.read() or 0) / _GIB
+        if (held := self.meter.read_reserved()) is not None:
+            self.reserved[stage] = held / _GIB
+        self.meter.restart()
+
+    def finish(self) -> dict[str, Any]:
+        """Close the last stage, and return all that was read."""
+        self.close("vae" if self.restarts else "all")
+        reserved = {"reserved": self.reserved} if self.reserved else {}
+        return {"kind": self.meter.kind, "peaks": self.peaks, **self.loading, **reserved}
+
+
+def _worker() -> None:
+    """Read an order from stdin, measure, and print the result as the last line."""
+    order = json.load(sys.stdin)
+    protocol = Protocol.from_dict(order["protocol"])
+    try:
+        if order["code"] != code_hashes():
+            raise ElfattError("the code of elfatt_sd was changed during the run; put it back, or give a new folder.")
+        result = measure_peaks(protocol, protocol.cell(order["cell"]), order["batch"])
+    except Exception as error:
+        at = f"at batch {order['batch']}"
+        if is_out_of_memory(error):
+            result = {"failed": f"out of memory {at}"}
+        else:
+            result = {"error": reason(f"memory not measured {at}", error)}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _worker()
+
 
 WARMUP_STEPS = 5  # enough for every phase of the presets
 Report = Callable[[str], None]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.prompt_files import PromptFile, read_prompts, table_rows
 from elfatt_sd.evaluation.protocols import Protocol
 

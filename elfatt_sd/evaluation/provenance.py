@@ -15,38 +15,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from elfatt_sd import families, kernels, methods, peers
+from elfatt_sd import families, methods, peers
+from elfatt_sd.attention import triton as kernels
+from elfatt_sd.devices import describe_machine
 from elfatt_sd.evaluation import images
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.files import sha256_of_code, sha256_of_data, sha256_of_file, visible
-from elfatt_sd.measuring.machine import describe_machine
 
 _METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families
-    "ahead",
-    "attention",
-    "calls",
-    "choosing",
+    "attention.joint",
+    "attention.merging",
+    "attention.ordering",
+    "attention.softmax",
     "config",
-    "installed",
-    "joint",
-    "joint_processor",
-    "kept",
-    "layer_state",
-    "log_sum_exp",
-    "merging",
-    "ordering",
     "patch",
     "phases",
-    "presets",
-    "processor",
-    "residuals",
-    "runs",
-    "sampled",
-    "schedule",
-    "settings",
-    "tiling",
-    "timesteps",
+    "runtime.call",
+    "runtime.callers",
+    "runtime.choosing",
+    "runtime.denoiser",
+    "runtime.joint_processor",
+    "runtime.memory",
+    "runtime.processor",
+    "runtime.schedule",
 )
 _LONGEST = 4096  # tokens
 _IMAGE_CODE = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.evaluation.records import Cost, Peaks, Scores, Times, read_data
 from elfatt_sd.evaluation.run import COST_FILE, MEMORY_FILE, SCORES_FILE, TIME_FILE, Row, Run
+from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.files import write_json
 
 RESULTS_FILE = "results.json"

@@ -7,8 +7,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.cost import row_costs
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.generate import row_costs
 from elfatt_sd.evaluation.images import load_protocol_pipeline
 from elfatt_sd.evaluation.protocols import decisive
 from elfatt_sd.evaluation.records import MadeImage, ResultsRecord, read_data
@@ -21,9 +21,8 @@ from elfatt_sd.evaluation.run import (
     Run,
     clear_disk_errors,
 )
-from elfatt_sd.files import cache_folder, sha256_of_data, sha256_of_file, visible
+from elfatt_sd.files import cache_folder, read_json, sha256_of_data, sha256_of_file, visible
 from elfatt_sd.progress import Progress
-from elfatt_sd.typed import read_json
 
 TOLERANCE = 1e-3  # another machine sums in another order
 _ROUNDING = 1e-9

@@ -19,17 +19,21 @@ from elfatt_sd.families.base import (
     replaceable,
     unwrap,
 )
-from elfatt_sd.families.cogvideox import CogVideoX
-from elfatt_sd.families.flux import Chroma, Flux, FluxControlNet
-from elfatt_sd.families.flux2 import Flux2
-from elfatt_sd.families.hunyuan_video import HunyuanVideo, HunyuanVideo15
-from elfatt_sd.families.ltx_video import LTXVideo
-from elfatt_sd.families.pixart import PixArt
-from elfatt_sd.families.qwen_image import QwenImage, QwenImageControlNet
-from elfatt_sd.families.sd3 import SD3ControlNet, StableDiffusion3
+from elfatt_sd.families.images import (
+    Chroma,
+    Flux,
+    Flux2,
+    FluxControlNet,
+    PixArt,
+    QwenImage,
+    QwenImageControlNet,
+    SD3ControlNet,
+    StableDiffusion3,
+    ZImage,
+    ZImageControlNet,
+)
 from elfatt_sd.families.unet import UNet
-from elfatt_sd.families.wan import Wan
-from elfatt_sd.families.z_image import ZImage, ZImageControlNet
+from elfatt_sd.families.videos import CogVideoX, HunyuanVideo, HunyuanVideo15, LTXVideo, Wan
 
 __all__ = [
     "FAMILIES",

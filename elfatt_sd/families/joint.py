@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from elfatt_sd.attention.ordering import NO_GRID
 from elfatt_sd.devices import written
 from elfatt_sd.families.base import Fill, Given, SelfAttention
 from elfatt_sd.methods import Grid
-from elfatt_sd.tiling import NO_GRID
 
 Read = TypeVar("Read")
 DISPATCHED, PLAIN = "dispatch_attention_fn", "scaled_dot_product_attention"  # how processors call attention

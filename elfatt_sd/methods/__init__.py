@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+from collections.abc import Iterable
 from typing import Literal, TypeVar
 
+from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.methods.agents import Agents
 from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size, made_in_one_line
-from elfatt_sd.methods.blocks import Blocks
-from elfatt_sd.methods.cell_spread import CellSpread
-from elfatt_sd.methods.elfatt import Elfatt
-from elfatt_sd.methods.reuse import Reuse
-from elfatt_sd.methods.sampled import Sampled
-from elfatt_sd.methods.softmax import Softmax
-from elfatt_sd.tiling import Grid
+from elfatt_sd.methods.published import Agents, Blocks, Elfatt, Softmax
+from elfatt_sd.methods.sampled import CellSpread, Reuse, Sampled
 
 __all__ = [
     "Agents",
@@ -44,7 +40,7 @@ Kind = TypeVar("Kind", bound=type[Attention])
 AttentionName = Literal["softmax", "agent", "block", "elfatt", "cell_spread", "sampled", "reuse"]
 _OWN: tuple[type[Attention], ...] = (Softmax, Agents, Blocks, Elfatt, CellSpread, Sampled, Reuse)
 _known: dict[str, type[Attention]] = {kind.name: kind for kind in _OWN}
-_RESERVED = (
+_RESERVED = {  # names of fields that mean something in every method; `reserve` adds to them
     "until",
     "attention",
     "residual_steps",
@@ -52,7 +48,8 @@ _RESERVED = (
     "attention_dtype",
     "active_fraction",
     *(f.name for f in dataclasses.fields(Merge)),
-)
+}
+_TAKEN: set[str] = set()  # names of methods, by `reserve`
 
 
 def attentions() -> dict[str, type[Attention]]:
@@ -123,9 +120,17 @@ def check_declaration(kind: type[Attention]) -> None:
         kind()
 
 
+def reserve(methods: Iterable[str], fields: Iterable[str]) -> None:
+    """Keep names of methods and of settings from attentions of others, also from those that are registered already."""
+    _TAKEN.update(methods)
+    _RESERVED.update(fields)
+    for kind in _known.values():
+        if not is_own(kind):
+            check_declaration(kind)
+
+
 def _check_name_is_free(where: str, kind: type[Attention]) -> None:
     """Check that nothing else has the name; names that differ in case or dashes alone would share files of a run."""
-    from elfatt_sd.presets import COLOURED, METHODS
 
     def plain(name: str) -> str:
         return name.casefold().replace("-", "_")
@@ -135,15 +140,13 @@ def _check_name_is_free(where: str, kind: type[Attention]) -> None:
         if plain(other.name) == plain(kind.name) and (other.__module__, other.__qualname__) != own:
             taker = f"{other.__module__}:{other.__qualname__}"
             raise ElfattError(f"{where}: the name {kind.name!r} is taken by {taker}; give another one.")
-    for name in (*METHODS, *COLOURED):
+    for name in sorted(_TAKEN):
         if plain(name) == plain(kind.name) and not is_own(kind):
             raise ElfattError(f"{where}: the name {kind.name!r} is taken by the method {name!r}; give another one.")
 
 
 def _check_field(where: str, field: dataclasses.Field[object]) -> None:
-    from elfatt_sd.settings import RUN_SETTINGS
-
-    if field.name in _RESERVED or field.name in RUN_SETTINGS:
+    if field.name in _RESERVED:
         raise ElfattError(f"{where}: its field {field.name!r} means something else in every method; rename it.")
     value = field.default  # a default that a factory makes would be a list or the like, which settings cannot be
     if not (value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))):

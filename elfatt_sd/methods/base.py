@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
-from elfatt_sd import checks
+from elfatt_sd import errors as checks
+from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.tiling import Grid
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from elfatt_sd.joint import Keys
+    from elfatt_sd.attention.joint import Keys
 
 
 LEAST_KEYS = 32  # of a query, in what `elfatt_sd.tune` tries
@@ -90,7 +90,7 @@ class Size(NamedTuple):
 
 
 class Ahead(Protocol):
-    """Where what is drawn for several steps is kept; see `elfatt_sd.ahead`."""
+    """Where what is drawn for several steps is kept; see `elfatt_sd.runtime.memory`."""
 
     def made(self, draws: Draws, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what `Draws.made` does, in a buffer that has the numbers of whichever step is going on."""
@@ -195,7 +195,7 @@ class Layer(Protocol):
 
     @property
     def kernel(self) -> dict[str, Any]:
-        """Options of `elfatt_sd.attention.softmax_attention`: `fp32_logits` and `backend`, as the user chose."""
+        """Options of `attention.softmax.softmax_attention`: `fp32_logits` and `backend`, as the user chose."""
 
     @property
     def context(self) -> Keys | None:

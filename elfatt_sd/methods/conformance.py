@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elfatt_sd.attention.joint import Keys
+from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.joint import Keys
 from elfatt_sd.methods.base import Attention, Draws, Merge, Prepared, Size
-from elfatt_sd.tiling import Grid
 
 _GRIDS = (Grid.image(8, 8), Grid.image(5, 7))
 _HEADS, _HEAD_DIM, _BATCH = 2, 8, 2
@@ -110,7 +110,7 @@ def check_result(attention: Attention, result: object, shape: tuple[int, ...], d
 @contextmanager
 def raises_in_one_line(attention: Attention, what: str) -> Iterator[None]:
     """Turn what a class raises, but ours and what memory raises, into an error that names it."""
-    from elfatt_sd.devices import is_out_of_memory
+    from elfatt_sd.errors import is_out_of_memory
 
     try:
         yield

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from elfatt_sd import checks
-from elfatt_sd.errors import ElfattError
-from elfatt_sd.optional import need
+from elfatt_sd import errors as checks
+from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.peers import caches, deepcache, tgate, tomesd
 from elfatt_sd.peers.base import Peer
 
@@ -30,7 +29,7 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def packages_of(names: Iterable[str]) -> list[str]:
-    """Return the packages of peers, as `elfatt_sd.optional` names them."""
+    """Return the packages of peers, as `elfatt_sd.errors` names them."""
     return sorted({peer_named(name).package for name in names} - {""})
 
 

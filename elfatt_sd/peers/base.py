@@ -18,7 +18,7 @@ class Peer:
     """An accelerator that a user could pick instead."""
 
     name: str  # of it, in protocols and tables
-    package: str  # that has it, as `elfatt_sd.optional` names it; empty for diffusers itself
+    package: str  # that has it, as `elfatt_sd.errors` names it; empty for diffusers itself
     what: str  # it does, in a few words
     models: Models  # that it speeds up
     settings: Mapping[str, Any]  # their names, with what holds where nobody gives others

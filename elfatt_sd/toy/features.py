@@ -56,7 +56,7 @@ def load_feature_extractor(device: str | torch.device = "cpu", path: str | Path 
     """The trained classifier, in evaluation mode and float32."""
     from safetensors.torch import load_file
 
-    from elfatt_sd.config import ElfattError
+    from elfatt_sd.errors import ElfattError
 
     if not Path(path).is_file():
         raise ElfattError(f"no classifier at {path}; accepted is a file that the toy's recipe writes")

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.errors import ElfattError
 
 if TYPE_CHECKING:
-    from elfatt_sd.tuning.asked import Compare, Metric
+    from elfatt_sd.tuning.budget import Compare, Metric
     from elfatt_sd.tuning.tuned import Tuned
 
 SEARCHED, HELD_OUT = 3, 5  # images of the search, and of the proof
@@ -80,15 +81,14 @@ def tune(
         ElfattError: a budget that makes no sense, fewer than two prompts, or a pipeline that cannot be tuned.
         ElfattFailure: a speed that no choice has, or none that is as close as asked.
     """
+    from elfatt_sd.config import method_named
+    from elfatt_sd.drawing.running import check_steps, taken, tell_cut_prompts
+    from elfatt_sd.drawing.studio import check_run
     from elfatt_sd.families import main_denoiser
     from elfatt_sd.patch import patches_of, remove_patch, restored
-    from elfatt_sd.presets import method_named
-    from elfatt_sd.request import check_run
-    from elfatt_sd.running import check_steps, taken, tell_cut_prompts
-    from elfatt_sd.tuning.asked import Budget, check_closeness, check_images, measure_named
-    from elfatt_sd.tuning.runs import Runs, Settings
+    from elfatt_sd.tuning.budget import Budget, check_closeness, check_images, measure_named
+    from elfatt_sd.tuning.runs import Runs, Settings, Store
     from elfatt_sd.tuning.search import Search
-    from elfatt_sd.tuning.store import Store
 
     main_denoiser(pipe)
     if not {"prompt", "num_inference_steps"} <= taken(pipe).keys():
@@ -126,7 +126,7 @@ def tune(
 
 def _tuned(search: Any, known: Sequence[tuple[str, PatchConfig]], record: dict[str, Any]) -> Tuned:
     """Search, and prove what was found."""
-    from elfatt_sd.tuning.proving import Proving
+    from elfatt_sd.tuning.search import Proving
     from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
     start = time.monotonic()
@@ -178,7 +178,7 @@ def _teller(runs: Any, progress: Tell | None) -> Callable[[str, float], None]:
 
 
 def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
-    from elfatt_sd.running import own_settings
+    from elfatt_sd.drawing.running import own_settings
     from elfatt_sd.toy import EMBEDDED
     from elfatt_sd.toy.renderer import caption, sample_scenes
 
@@ -207,9 +207,9 @@ def _record(runs: Any) -> dict[str, Any]:
     from torch import nn
 
     from elfatt_sd.devices import device_name
-    from elfatt_sd.generation import versions
+    from elfatt_sd.drawing.studio import versions
     from elfatt_sd.methods import attentions
-    from elfatt_sd.tuning.store import fingerprint
+    from elfatt_sd.tuning.runs import fingerprint
 
     pipe, settings = runs.pipe, dataclasses.asdict(runs.settings)
     settings["inputs"] = {name: str(type(value)) for name, value in settings["inputs"].items()}

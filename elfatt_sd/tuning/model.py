@@ -19,8 +19,7 @@ import numpy as np
 
 from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.phases import EXACT, Phase
-from elfatt_sd.tuning.candidates import EXACTLY, Candidate, candidates
-from elfatt_sd.tuning.probe import LayerFigures, Stretch, slow_layers
+from elfatt_sd.tuning.probe import EXACTLY, Candidate, LayerFigures, Stretch, candidates, slow_layers
 from elfatt_sd.tuning.runs import Deviation
 
 _SLOPES = 400  # prices of an error that are tried

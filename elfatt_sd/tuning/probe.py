@@ -6,32 +6,127 @@ The run stays untouched: a layer's exact output goes on, and the approximations 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from elfatt_sd.calls import Call
-from elfatt_sd.devices import is_out_of_memory
-from elfatt_sd.errors import ElfattError
-from elfatt_sd.exact_run import ExactRun, image_of
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.errors import ElfattError, is_out_of_memory
 from elfatt_sd.families import find_denoisers
-from elfatt_sd.kept import copies_of
-from elfatt_sd.layer_state import LayerState
-from elfatt_sd.measuring.clock import Stopwatch, timed
-from elfatt_sd.methods import Draws
-from elfatt_sd.phases import DENSE, EXACT, Phase
-from elfatt_sd.settings import Narrower
-from elfatt_sd.tuning.candidates import bases
-from elfatt_sd.tuning.guided import Guidance
+from elfatt_sd.measure import Stopwatch, timed
+from elfatt_sd.methods import Draws, Merge, attentions, is_own
+from elfatt_sd.phases import DENSE, EXACT, Narrower, Phase
+from elfatt_sd.runtime.call import Call, LayerState
+from elfatt_sd.runtime.choosing import fits
+from elfatt_sd.runtime.exact_run import ExactRun, image_of
+from elfatt_sd.runtime.memory import copies_of
+
+RATIOS = (0.5, 0.7)  # of tokens that are merged before exact attention
+SHARED = (1, 2, 4, 8)  # steps that share a difference to exact attention, or a whole output
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A phase that a layer can have."""
+
+    phase: Phase  # until the end of the run
+    # number of the approximation among those that are measured; -1 computes nothing (the output of an earlier step is
+    # used again)
+    base: int
+
+    @property
+    def shares(self) -> bool:
+        return self.phase.residual_steps > 1
+
+
+EXACTLY = Candidate(EXACT, -2)
+
+
+def bases(tokens: int, denoisers: Mapping[str, nn.Module], dtype: Narrower | None = None) -> list[Phase]:
+    """Return the approximations to measure in a layer, each without sharing between steps."""
+    found = [] if dtype is None else [DENSE[dtype]]
+    for kind in attentions().values():
+        if kind.exact and kind.merges:
+            found += [Phase(1.0, kind(), merge=Merge(ratio), attention_dtype=dtype) for ratio in RATIOS]
+        elif not kind.exact and not kind.empty:
+            dtypes = (dtype,) if is_own(kind) else (dtype, None)  # what somebody else has written may not go with it
+            found += [Phase(1.0, one, attention_dtype=each) for one in kind.choices(tokens) for each in dtypes]
+    return [phase for phase in dict.fromkeys(found) if fits(PatchConfig("candidate", (phase,)), dict(denoisers))]
+
+
+def candidates(measured: Sequence[Phase], steps: int, *, share: bool = True, guided: bool = False) -> list[Candidate]:
+    """Return all phases that can be chosen, exact attention first."""
+    dtype = measured[0].attention_dtype if measured else None
+    groups = [count for count in SHARED if count <= steps and (share or count == 1)]
+    found = [EXACTLY]
+    for count in groups:
+        for number, phase in enumerate(measured):
+            shared = dataclasses.replace(phase, residual_steps=count)
+            if shared.residual_steps < count:  # exact attention has nothing to share
+                continue
+            found.append(Candidate(shared, number))
+            if guided and shared.corrects:
+                found.append(Candidate(dataclasses.replace(shared, residual_guidance=True), number))
+        if count > 1:
+            reused = [kind() for kind in attentions().values() if kind.empty]
+            found += [Candidate(Phase(1.0, kind, residual_steps=count, attention_dtype=dtype), -1) for kind in reused]
+    return found
+
+
+class Guidance(NamedTuple):
+    """How a denoiser is guided."""
+
+    scale: float | None = None  # of guidance
+    # of the same latents among the rows of a call: 2 where those without the prompt come first, and those with it last.
+    # Other numbers, or no scale, leave all rows as they are.
+    copies: int = 1
+
+    @property
+    def joins(self) -> bool:
+        return self.copies == 2 and self.scale is not None
+
+    def joined(self, output: Any) -> Tensor:
+        """Return `(1 - scale) without + scale with` of what a layer or a denoiser gave, as float32 without shape.
+
+        An error that both rows have in common counts once; that of one alone counts by the square of its factor.
+        """
+        if not self.joins or self.scale is None:
+            return flat(output)
+        without, given = self._halves(output)
+        return torch.lerp(without, given, self.scale)
+
+    def given(self, output: Any) -> Tensor:
+        return self._halves(output)[1] if self.joins else flat(output)
+
+    def _halves(self, output: Any) -> list[Tensor]:
+        parts = [each.detach().float().chunk(2) for each in _tensors(output)]
+        return [torch.cat([part[half].flatten() for part in parts]) for half in (0, 1)]
+
+
+def flat(output: Any) -> Tensor:
+    return torch.cat([each.detach().float().flatten() for each in _tensors(output)])
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, tuple | list):
+        return [tensor for each in output if each is not None for tensor in _tensors(each)]
+    return _tensors(output.sample)
+
+
+pass  # MOVED
+pass  # MOVED
 
 SINCE = (0, 1, 3, 7)  # steps since the difference to exact attention was measured; in between, errors are interpolated
 ALIGNED = 4  # stretches begin at multiples of it, where differences that steps share are measured

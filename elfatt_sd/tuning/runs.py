@@ -1,25 +1,172 @@
-"""Draw images with a pipeline as it is, or with a configuration, and keep the untouched ones."""
+"""Configurations that were run, and what held-out images say of one."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
+import json
+import math
+import shutil
+import statistics
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
-from elfatt_sd.devices import is_out_of_memory
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.drawing.pictures import Pixels
+from elfatt_sd.drawing.running import Shot, dimensions_of, draw, exact_size, guidance_options, taken
+from elfatt_sd.errors import ElfattError, ElfattFailure, is_out_of_memory
+from elfatt_sd.families import step_denoisers
+from elfatt_sd.files import atomic_file, cache_folder, write_json
 from elfatt_sd.patch import apply_patch, restored
-from elfatt_sd.pictures import Pixels
-from elfatt_sd.planning import input_grid
-from elfatt_sd.running import Shot, dimensions_of, draw, exact_size, guidance_options, taken
-from elfatt_sd.tuning.asked import Measure
-from elfatt_sd.tuning.playback import Playback
+from elfatt_sd.plans import input_grid
+from elfatt_sd.runtime.surroundings import around_forward
+from elfatt_sd.tuning.budget import Measure
+
+
+class Playback:
+    """The denoiser's outputs in one run, kept on the host."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        self._modules = list(step_denoisers(pipe).values())
+        self._outputs: list[Any] = []
+        self._ends: list[int] = []  # after each step, the number of calls so far
+
+    @property
+    def possible(self) -> bool:
+        return not any(module._compiled_call_impl for module in self._modules)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the run that was recorded."""
+        return len(self._ends)
+
+    def end_step(self) -> None:
+        """Take note that a step of the run is done."""
+        self._ends.append(len(self._outputs))
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep the outputs of the run within the `with` block."""
+
+        def keep(compute: Callable[[], Any]) -> Any:
+            output = compute()
+            self._outputs.append(_copied(output, torch.device("cpu")))
+            return output
+
+        with self._around(keep):
+            yield
+
+    @contextlib.contextmanager
+    def playing(self, steps: int) -> Iterator[None]:
+        """Give the kept outputs in the first steps of the run within the `with` block, and compute the others."""
+        calls, known = itertools.count(), self._ends[steps - 1] if steps else 0
+        device = self._pipe._execution_device
+
+        def play(compute: Callable[[], Any]) -> Any:
+            number = next(calls)
+            return _copied(self._outputs[number], device) if number < known else compute()
+
+        with self._around(play):
+            yield
+
+    @contextlib.contextmanager
+    def _around(self, around: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+        with contextlib.ExitStack() as undo:
+            for module in self._modules:
+                undo.callback(around_forward(module, around))
+            yield
+
+
+def _copied(output: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda each: each.detach().to(device, copy=True), output)
+
+
+pass  # MOVED
+
+Read = TypeVar("Read")
+
+
+class Store:
+    """A folder for one model, size, device and set of versions; where it cannot be written, a warning says so once."""
+
+    def __init__(self, key: Mapping[str, Any]) -> None:
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
+        self.folder = cache_folder() / "tune" / digest
+        self._told = False
+        with self._writing():
+            write_json(self.folder / "key.json", dict(key))
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Go on where a file cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                text = f"{error.filename}: {error.strerror}; what tuning measures is not kept for the next run"
+                warnings.warn(f"elfatt-sd: {text}. ELFATT_SD_CACHE names another folder.", stacklevel=4)
+            self._told = True
+
+    def known(self, name: str, make: Callable[[], Any], read: Callable[[Any], Read]) -> Read:
+        """Return what is kept under a name; it is made and kept if it is not there, or is damaged."""
+        path = self.folder / f"{name}.json"
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
+            return read(json.loads(path.read_text(encoding="utf-8")))
+        made = make()
+        with self._writing():
+            write_json(path, made)
+        return read(made)
+
+    def drawn(self, sample: Sample, make: Callable[[], Drawn]) -> Drawn:
+        """Return the untouched image of a sample; it is made and kept if it is not there."""
+        name = hashlib.sha256(f"{sample.seed}/{sample.prompt}".encode()).hexdigest()[:20]
+        folder = self.folder / "images" / name
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+            frames = tuple(_read(folder / f"{number}.png") for number in range(facts["frames"]))
+            return Drawn(frames, facts["seconds"], facts["peak"])
+        made = make()
+        with self._writing():
+            for number, frame in enumerate(made.frames):
+                with atomic_file(folder / f"{number}.png") as file:
+                    frame.save(file, format="PNG")
+            write_json(folder / "facts.json", {"frames": len(made.frames), "seconds": made.seconds, "peak": made.peak})
+        return made
+
+    def clear(self) -> None:
+        """Forget everything."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _read(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+@torch.no_grad()
+def fingerprint(module: nn.Module) -> str:
+    """Return a hash that changes with the weights of a model: of a few values of every one of them."""
+    digest = hashlib.sha256(type(module).__name__.encode())
+    for name, weight in module.named_parameters():
+        digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
+        if weight.device.type != "meta":
+            some = weight.detach().flatten()[:: max(1, weight.numel() // 8)][:8]
+            digest.update(str(some.float().tolist()).encode())
+    return digest.hexdigest()[:20]
+
+
+pass  # MOVED
 
 OnStep = Callable[[int, int], None]
 
@@ -196,3 +343,58 @@ def _kept(shot: Shot) -> Drawn:
 def closeness(measure: Measure, untouched: Drawn, other: Drawn) -> float:
     values = [measure.between(one, two) for one, two in zip(untouched.frames, other.frames, strict=True)]
     return float(np.mean(values))
+
+
+pass  # MOVED
+
+
+@dataclass(frozen=True)
+class Point:
+    """A configuration that was run."""
+
+    name: str  # of it, for tables and plots
+    config: PatchConfig  # it
+    predicted: float | None  # its predicted PSNR in dB; None for what was not chosen by prediction
+    closeness: tuple[float, ...]  # to the untouched image, by image
+    speed: tuple[float, ...]  # times as fast as the untouched pipeline, by run
+    busy: str = ""  # what to say where these are not to be trusted; empty otherwise
+
+    @property
+    def mean(self) -> float:
+        """Mean closeness."""
+        return statistics.fmean(self.closeness)
+
+    @property
+    def times(self) -> float:
+        """Median speed."""
+        return statistics.median(self.speed)
+
+
+@dataclass
+class Proof:
+    """What the held-out images say of a configuration."""
+
+    point: Point  # the configuration, with its closeness and speed
+    samples: Sequence[Sample]  # the held-out images
+    untouched: list[Drawn] = field(default_factory=list)  # them, drawn by the untouched pipeline
+    tuned: list[Drawn] = field(default_factory=list)  # them, drawn with the configuration
+    higher: bool = True  # whether a higher closeness is closer
+
+    def interval(self) -> float:
+        from elfatt_sd.evaluation.statistics import student_quantile
+
+        values = self.point.closeness
+        if len(values) < 2 or not all(map(math.isfinite, values)):
+            return math.inf
+        return student_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+    @property
+    def peak(self) -> int:
+        """Highest memory use, in bytes."""
+        return max((drawn.peak or 0 for drawn in self.tuned), default=0)
+
+    @property
+    def worst(self) -> int:
+        """Number of the image that is farthest from the untouched one."""
+        far = min if self.higher else max
+        return far(range(len(self.samples)), key=self.point.closeness.__getitem__)

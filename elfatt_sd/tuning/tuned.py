@@ -2,19 +2,241 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from PIL import Image
 
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.measuring.clock import Spread
+from elfatt_sd.drawing.pictures import side_by_side
+from elfatt_sd.errors import need
+from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS
+from elfatt_sd.evaluation.report.page import STYLE, flatten, page_template
+from elfatt_sd.evaluation.report.plots import drawing, to_png
+from elfatt_sd.files import write_file
+from elfatt_sd.measure import Spread
 from elfatt_sd.patch import apply_patch, remove_patch
-from elfatt_sd.tuning.asked import Budget, Measure
+from elfatt_sd.phases import Phase
+from elfatt_sd.tuning.budget import Budget, Measure
 from elfatt_sd.tuning.model import Choice
-from elfatt_sd.tuning.points import Point, Proof
+from elfatt_sd.tuning.runs import Point, Proof
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    pass  # MOVED
+
+_CHOSEN, _PREDICTED, _TRIED = METHODS[1], METHODS[0], METHODS[5]
+_MARKERS = {"elfatt": "o", "elfatt-fast": "s", "elfatt-quality": "^"}
+_CELL = 0.46  # inches of a layer in the map
+
+
+def curve(tuned: Tuned) -> Figure:
+    """Draw closeness over speed: what was predicted, what was run, and the choice."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.8, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    if tuned.measure.name == "PSNR":
+        shown = [(speed, choice.psnr) for choice, speed in _speeds(tuned) if math.isfinite(choice.psnr)]
+        axes.plot(*zip(*shown, strict=True), color=_PREDICTED, alpha=0.5, label="predicted best choices")
+    _draw_tried(axes, tuned)
+    if tuned.proof is not None and math.isfinite(tuned.proof.point.mean):
+        _draw_chosen(axes, tuned)
+    if tuned.budget.closeness is not None:
+        axes.axhline(tuned.budget.closeness, color=INK, linewidth=0.8, linestyle=":", label="asked for")
+    if tuned.budget.speed is not None:
+        axes.axvline(tuned.budget.speed, color=INK, linewidth=0.8, linestyle=":", label="asked for")
+    axes.set_xlabel("times as fast as untouched (right is better)")
+    better = "up" if tuned.measure.higher else "down"
+    unit = f" in {tuned.measure.unit}" if tuned.measure.unit else ""
+    axes.set_ylabel(f"{tuned.measure.name} to untouched{unit} ({better} is better)")
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def _draw_tried(axes: Any, tuned: Tuned) -> None:
+    """Draw what was run and not chosen; names stand in the legend, as points may lie close together."""
+    proven = None if tuned.proof is None else tuned.proof.point
+    shown = [point for point in tuned.points if point is not proven and math.isfinite(point.mean)]
+    if own := [(point.times, point.mean) for point in shown if point.predicted is not None]:
+        axes.plot(*zip(*own, strict=True), ".", color=_TRIED, label="tried choices")
+    for point in shown:
+        if point.predicted is None:
+            axes.plot(point.times, point.mean, _MARKERS.get(point.name, "D"), color=BASE, label=point.name)
+
+
+def _draw_chosen(axes: Any, tuned: Tuned) -> None:
+    assert tuned.proof is not None
+    point, half = tuned.proof.point, tuned.proof.interval()
+    error = None if math.isinf(half) else [[half], [half]]
+    span = [[point.times - min(point.speed)], [max(point.speed) - point.times]]
+    axes.errorbar(
+        point.times, point.mean, error, span, "*", color=_CHOSEN, markersize=12, linewidth=1, label="chosen, held-out"
+    )
+
+
+def _speeds(tuned: Tuned) -> Iterator[tuple[Any, float]]:
+    for choice in tuned.curve:
+        left = tuned.untouched_seconds - choice.saved * tuned.realised
+        if left > 0:
+            yield choice, tuned.untouched_seconds / left
+
+
+def choices(tuned: Tuned) -> Figure:
+    """Draw a map: layers by stretches of the run, what each does there, and how much of exact attention it costs."""
+    from matplotlib.figure import Figure
+
+    config = tuned.config
+    layers, ends = [own.layers for own in config.per_layer], config.stretches
+    figure = Figure(figsize=(6.4, 1.1 + _CELL * max(1, len(layers))), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(False)
+    for row, layer in enumerate(layers):
+        own = config.for_layer(layer)
+        for column, end in enumerate(ends):
+            phase = own.phase_until(end)
+            strength = 0.0 if phase.exact else 0.25 + 0.75 * _boldness(phase)
+            axes.barh(row, 1, 0.92, column, color=_PREDICTED, alpha=strength * 0.6, edgecolor="white", linewidth=1)
+            axes.text(column + 0.5, row, _short(phase), ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(layers)), [_name(layer) for layer in layers], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xticks(
+        range(len(ends) + 1), [f"{end:.0%}" for end in (0.0, *ends)]
+    )  # a single step has room for text, too
+    axes.set_xlim(0, len(ends))
+    axes.set_xlabel("of the run")
+    axes.spines[["left", "bottom"]].set_visible(False)
+    return figure
+
+
+def _boldness(phase: Phase) -> float:
+    if phase.attention.empty or phase.dense:
+        return float(phase.attention.empty)
+    keys = _keys(phase)
+    return max(0.0, min(1.0, 1 - math.log2(max(keys, 32) / 32) / 6)) if keys else 0.5
+
+
+def _keys(phase: Phase) -> int:
+    return max(int(getattr(phase.attention, name, 0)) for name in ("keys", "block_size"))
+
+
+def _short(phase: Phase) -> str:
+    if phase.dense:
+        return phase.attention_dtype or "exact"
+    text = f"{phase.attention.name.replace('_', ' ')} {_keys(phase) or ''}".strip()
+    if phase.merge.ratio:
+        text = f"merge {phase.merge.ratio:.0%}"
+    rows = "\nwith guidance" * phase.residual_guidance
+    return text + (f"\nshared by {phase.residual_steps}{rows}" if phase.residual_steps > 1 else "")
+
+
+def _name(layer: str) -> str:
+    return layer.replace(".transformer_blocks.", ".").replace(".attentions.", ".").removesuffix(".attn1")
+
+
+def describe(config: PatchConfig) -> list[tuple[str, str]]:
+    """Return what each layer does, stretch by stretch, for a table."""
+    rows = []
+    for own in config.per_layer:
+        start, parts = 0.0, []
+        for phase in own.phases:
+            parts.append(f"{start:.0%} to {phase.until:.0%}: {_short(phase)}".replace("\n", ", "))
+            start = phase.until
+        rows.append((own.layers, "; ".join(parts)))
+    return rows
+
+
+pass  # MOVED
+
+if TYPE_CHECKING:
+    pass  # MOVED
+
+_SIDE = 512  # pixels of an image on the page
+
+
+def write_page(tuned: Tuned, folder: Path) -> Path:
+    """Write `index.html` and the plots, and return the page's path."""
+    need("the page of a tuning", "jinja2", "matplotlib")
+    from markupsafe import Markup
+
+    with drawing():
+        plots = {"curve": to_png(curve(tuned))}
+        if tuned.config.per_layer:
+            plots["choices"] = to_png(choices(tuned))
+    if tuned.proof is not None:
+        plots["images"] = _png(_sheet(tuned))
+    page = page_template(Path(__file__).with_name("page.html.j2")).render(
+        tuned=tuned,
+        lines=tuned.lines(),
+        plots={name: _uri(data) for name, data in plots.items()},
+        pairs=_pairs(tuned),
+        layers=describe(tuned.config),
+        facts=flatten(tuned.record),
+        style=Markup(STYLE.read_text(encoding="utf-8")),
+    )
+    files = {f"{name}.png": data for name, data in plots.items()} | {"index.html": page.encode("utf-8")}
+    for name, data in files.items():
+        write_file(folder / name, data)
+    return folder / "index.html"
+
+
+def _pairs(tuned: Tuned) -> list[dict[str, Any]]:
+    proof = tuned.proof
+    if proof is None:
+        return []
+    return [
+        {
+            "prompt": proof.samples[number].prompt,
+            "seed": proof.samples[number].seed,
+            "closeness": tuned.measure.words(proof.point.closeness[number]),
+            "untouched": _uri(_small(proof.untouched[number].frames[0])),
+            "tuned": _uri(_small(proof.tuned[number].frames[0])),
+        }
+        for number in _farthest_first(tuned)
+    ]
+
+
+def _farthest_first(tuned: Tuned) -> list[int]:
+    assert tuned.proof is not None
+    close = tuned.proof.point.closeness
+    return sorted(range(len(close)), key=close.__getitem__, reverse=not tuned.measure.higher)
+
+
+def _sheet(tuned: Tuned) -> Image.Image:
+    proof = tuned.proof
+    assert proof is not None
+    order = _farthest_first(tuned)
+    pictures, captions = [], []
+    for what, number in {"worst": order[0], "median": order[len(order) // 2]}.items():
+        close = tuned.measure.words(proof.point.closeness[number])
+        pictures += [proof.untouched[number].frames[0], proof.tuned[number].frames[0]]
+        captions += [("untouched", proof.samples[number].prompt), (f"tuned, {what}", close)]
+    return side_by_side(pictures, captions, columns=2)
+
+
+def _small(image: Image.Image) -> bytes:
+    shown = image.copy()
+    shown.thumbnail((_SIDE, _SIDE))
+    return _png(shown)
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+def _uri(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
+
 
 Pipeline = TypeVar("Pipeline")
 UNTOUCHED = PatchConfig("untouched")
@@ -46,9 +268,9 @@ class Tuned:
 
     def report(self, folder: str | os.PathLike[str]) -> Path:
         """Write a page with the curve, the map of the choices, and images side by side, and return its path."""
-        from elfatt_sd.tuning import page
+        pass  # MOVED
 
-        return page.write_page(self, Path(folder))
+        return write_page(self, Path(folder))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON; values that are not finite are null."""

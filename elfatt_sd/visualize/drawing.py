@@ -1,19 +1,24 @@
-"""Draw what was seen over the image."""
+"""What `elfatt-sd generate --explain` writes next to its images."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from elfatt_sd.evaluation.report.palette import INK
-from elfatt_sd.evaluation.report.plots import drawing
-from elfatt_sd.visualize.looks import Grouping, Heads, Look
+from elfatt_sd.drawing.studio import Result, Studio
+from elfatt_sd.evaluation.report.charts import INK
+from elfatt_sd.evaluation.report.plots import drawing, to_png
+from elfatt_sd.files import write_file
+from elfatt_sd.visualize.looks import Asked, Grouping, Heads, Look
+from elfatt_sd.visualize.recording import watch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -189,3 +194,24 @@ def _darkest(weights: NDArray[np.float64], seen: NDArray[np.bool_]) -> float:
 
 def _most(values: NDArray[np.float64]) -> float:
     return max(float(np.quantile(values, 0.99)), 1e-12)
+
+
+pass  # MOVED
+
+
+def explain(studio: Studio, results: Sequence[Result], asked: Asked) -> Iterator[Path]:
+    """Draw every image of a studio once more, watched, and write what was seen next to it.
+
+    The times and the memory of the images are not those of the watched run, which takes more.
+    """
+    request = studio.request
+    seeds = range(request.seed, request.seed + request.num_images)
+    for result, (prompt, seed) in zip(results, itertools.product(request.prompts, seeds), strict=True):
+        with studio.patched(), watch(studio.pipe, asked.layer, asked.step, asked.at) as looks:
+            image = studio.draw(prompt, seed).frames[0]
+        layers = list(dict.fromkeys(look.layer for look in looks))
+        for look in looks:
+            number = f"-layer-{layers.index(look.layer) + 1}" if len(layers) > 1 else ""
+            path = result.path.with_name(f"{result.path.stem}-explained{number}-step-{look.step + 1}.png")
+            write_file(path, to_png(draw(look, image)))
+            yield path

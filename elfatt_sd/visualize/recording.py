@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.exact_run import image_of
-from elfatt_sd.installed import Patch
-from elfatt_sd.layer_state import LayerState
+from elfatt_sd.attention.ordering import order_merged
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared
-from elfatt_sd.ordering import order_merged
 from elfatt_sd.patch import patches_of
 from elfatt_sd.phases import EXACT, Phase
-from elfatt_sd.planning import describe
-from elfatt_sd.processor import PatchedLayer
-from elfatt_sd.surroundings import after_forward
-from elfatt_sd.visualize.asked import Asked
+from elfatt_sd.plans import describe
+from elfatt_sd.runtime.call import LayerState
+from elfatt_sd.runtime.denoiser import Patch
+from elfatt_sd.runtime.exact_run import image_of
+from elfatt_sd.runtime.processor import PatchedLayer
+from elfatt_sd.runtime.surroundings import after_forward
 from elfatt_sd.visualize.looks import (
+    Asked,
     Grouping,
     Heads,
     Labels,
@@ -39,7 +39,7 @@ from elfatt_sd.visualize.looks import (
 )
 
 if TYPE_CHECKING:
-    from elfatt_sd.joint import Keys
+    from elfatt_sd.attention.joint import Keys
 
 ROW = -1  # of a batch: with guidance, the one with the prompt
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elfatt_sd.benchmarking.conclusion import conclude
+from elfatt_sd.benchmarking.report import conclude, show
 from elfatt_sd.benchmarking.tables import markdown
-from elfatt_sd.benchmarking.terminal import show
 
 NOISE = "* faster than its floor: noise, repeat with more rounds."
 

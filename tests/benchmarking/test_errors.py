@@ -15,9 +15,10 @@ from torch import Tensor
 
 import elfatt_sd
 from benchmarks.errors import measure_errors
-from elfatt_sd.config import ElfattError, LayerPhases, PatchConfig, Phase
-from elfatt_sd.exact_run import ExactRun
+from elfatt_sd.config import LayerPhases, PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_layers, main_denoiser
+from elfatt_sd.runtime.exact_run import ExactRun
 
 PROMPTS = ["a cat", "a dog"]
 BLOCKS = PatchConfig("blocks", (Phase(1.0, "block", block_size=16),))

@@ -10,12 +10,12 @@ import torch
 from bench_checks import QUICK, check_saved
 
 import elfatt_sd.benchmarking.layer as layer_bench
-from elfatt_sd import layer_state as state_module
+from elfatt_sd.attention.ordering import BLOCK_ORDERS
 from elfatt_sd.benchmarking.layer import layer
-from elfatt_sd.benchmarking.presets import layer_phases
-from elfatt_sd.config import ElfattError
+from elfatt_sd.benchmarking.names import layer_phases
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import attentions
-from elfatt_sd.tiling import BLOCK_ORDERS
+from elfatt_sd.runtime import call as state_module
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,13 @@ import torch
 
 from benchmarks import orders as module
 from benchmarks.orders import joint_configs, order_configs, orders
+from elfatt_sd.attention.ordering import BLOCK_ORDERS
 from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.record import Session
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.exact_run import ExactRun
+from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import attentions
-from elfatt_sd.tiling import BLOCK_ORDERS
+from elfatt_sd.runtime.exact_run import ExactRun
 from elfatt_sd.toy import GUIDANCE, STEPS
 
 RUN: dict[str, Any] = {"prompts": ["a"], "steps": 3, "device": "cpu", "draws": 2}

@@ -20,9 +20,9 @@ from elfatt_sd.benchmarking.names import FLOOR
 from elfatt_sd.benchmarking.pipeline import pipeline, twin
 from elfatt_sd.benchmarking.variants import Variant
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.joint_processor import JointProcessor
 from elfatt_sd.phases import Phase
-from elfatt_sd.processor import ElfattProcessor
+from elfatt_sd.runtime.joint_processor import JointProcessor
+from elfatt_sd.runtime.processor import ElfattProcessor
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elfatt_sd.benchmarking.names import is_reference
-from elfatt_sd.benchmarking.rows import make_rows, own_part
+from elfatt_sd.benchmarking.record import make_rows, own_part
 
 
 def results(**changes: Any) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import elfatt_sd.benchmarking.layer as layer_bench
 from benchmarks.growth import fit_exponent, growth, make_exponents
 from benchmarks.host import Operations, host
 from benchmarks.merging import merging
+from elfatt_sd.attention.merging import Matching
+from elfatt_sd.benchmarking.names import layer_phases
 from elfatt_sd.benchmarking.plots import save
-from elfatt_sd.benchmarking.presets import layer_phases
-from elfatt_sd.merging import Matching
 
 
 def test_a_script_prints_its_table_and_writes_its_files(tmp_path: Path) -> None:

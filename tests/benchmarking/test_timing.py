@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from elfatt_sd.benchmarking import timing
-from elfatt_sd.benchmarking.timing import time_in_turns
+from elfatt_sd.benchmarking import record as timing
+from elfatt_sd.benchmarking.record import time_in_turns
 
 
 def calls(names: str, seen: list[str]) -> dict[str, Callable[[], None]]:

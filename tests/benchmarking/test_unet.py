@@ -15,21 +15,21 @@ import torch
 from bench_checks import QUICK, check_saved
 from torch import Tensor
 
-from elfatt_sd import layer_state as state_module
-from elfatt_sd import sampled
-from elfatt_sd.autotune import Tuner
-from elfatt_sd.benchmarking import timing
+from elfatt_sd.attention import softmax as sampled
+from elfatt_sd.benchmarking import record as timing
 from elfatt_sd.benchmarking.models import Model, unet_call
 from elfatt_sd.benchmarking.plots import plot
-from elfatt_sd.benchmarking.repeated import patched_layers
-from elfatt_sd.benchmarking.rows import make_rows
+from elfatt_sd.benchmarking.record import make_rows
 from elfatt_sd.benchmarking.tables import markdown
 from elfatt_sd.benchmarking.unet import _graphed_call, _peak, unet
-from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, varied
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, patched_layers, varied
+from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import copy_structure
-from elfatt_sd.layer_state import LayerState
-from elfatt_sd.measuring.memory import peak_memory
+from elfatt_sd.measure import peak_memory
+from elfatt_sd.runtime import call as state_module
+from elfatt_sd.runtime.autotune import Tuner
+from elfatt_sd.runtime.call import LayerState
 
 
 def test_unet(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_unet(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
 
 def test_a_reused_matching_is_timed_beside_one_that_is_made(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every timed call of the first kind matches in each of three layers; of the second kind, none does."""
-    from elfatt_sd import merging
+    from elfatt_sd.attention import merging
 
     monkeypatch.setattr(timing, "QUICK", 0.0)
     matched: list[int] = []

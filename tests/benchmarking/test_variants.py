@@ -26,10 +26,10 @@ from elfatt_sd.benchmarking.variants import (
     with_autotuned,
     with_compiled,
 )
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.config import METHODS, PatchConfig, Phase, for_transformers
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import copy_structure
-from elfatt_sd.presets import METHODS, for_transformers
-from elfatt_sd.processor import ElfattProcessor
+from elfatt_sd.runtime.processor import ElfattProcessor
 
 
 @pytest.mark.parametrize(

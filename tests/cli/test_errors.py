@@ -22,9 +22,9 @@ from PIL import Image
 from syrupy.assertion import SnapshotAssertion
 
 import elfatt_sd
+from elfatt_sd.drawing.running import check_text_to_image
+from elfatt_sd.drawing.studio import Studio
 from elfatt_sd.files import check_writable
-from elfatt_sd.generation import Studio
-from elfatt_sd.running import check_text_to_image
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
@@ -223,7 +223,7 @@ def test_failures_have_exit_code_one_and_show_where_on_request(model: Path, monk
     def explode(*_: object, **__: object) -> None:
         raise RuntimeError("out of luck\nsecond line")
 
-    monkeypatch.setattr("elfatt_sd.pipelines.load_pipeline", explode)
+    monkeypatch.setattr("elfatt_sd.loading.load_pipeline", explode)
     result = call("patch", model)
     assert result.exit_code == 1
     assert result.stderr == "error: RuntimeError: out of luck (--debug shows where)\n"
@@ -308,7 +308,7 @@ def test_failures_are_told_in_plain_words(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("elfatt_sd.pipelines.load_pipeline", fail)
+    monkeypatch.setattr("elfatt_sd.loading.load_pipeline", fail)
     result = call("patch", model)
     assert result.exit_code == 1
     assert told(repr(error), result.stderr) == snapshot

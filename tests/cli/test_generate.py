@@ -15,11 +15,10 @@ from cli_checks import PROMPT, break_decoder, call, draw, files, pixels
 from PIL import Image
 
 import elfatt_sd
-from elfatt_sd import generation
-from elfatt_sd.autotune import Decision, Tuner
-from elfatt_sd.generation import Studio, free_name
-from elfatt_sd.layer_state import LayerState
-from elfatt_sd.request import Request
+from elfatt_sd.drawing import studio as generation
+from elfatt_sd.drawing.studio import Request, Studio, free_name
+from elfatt_sd.runtime.autotune import Decision, Tuner
+from elfatt_sd.runtime.call import LayerState
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
@@ -210,7 +209,7 @@ def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Pat
 
 def test_autotune_is_passed_on(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("elfatt_sd.autotune.timed", lambda *_: 1.0)  # a decision is kept where rounds agree
+    monkeypatch.setattr("elfatt_sd.runtime.autotune.timed", lambda *_: 1.0)  # a decision is kept where rounds agree
     draw(model, tmp_path / "out", "--autotune", "--compare")
     assert json.loads((tmp_path / "out" / "0001-a-red-star.json").read_text())["autotune"] is True
     assert (tmp_path / "cache" / "autotune.json").exists()
@@ -228,7 +227,7 @@ def test_what_is_no_image_is_pointed_out_and_not_compared(
     model: Path, tmp_path: Path, value: float, says: str, monkeypatch: Any
 ) -> None:
     pipe = break_decoder(elfatt_sd.load_pipeline(model, device="cpu"), value)
-    monkeypatch.setattr("elfatt_sd.pipelines.load_pipeline", lambda *_, **__: pipe)
+    monkeypatch.setattr("elfatt_sd.loading.load_pipeline", lambda *_, **__: pipe)
     plain = draw(model, tmp_path)
     assert f"0001-a-red-star.png: the image {says}" in plain.stderr
     compared = draw(model, tmp_path, "--compare", "--method", "tome")
@@ -241,7 +240,7 @@ def test_what_is_no_image_is_pointed_out_and_not_compared(
 
 
 def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from elfatt_sd import pipelines
+    from elfatt_sd import loading as pipelines
 
     loaded = pipelines.load_pipeline(model, device="cpu")
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
@@ -253,7 +252,7 @@ def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypat
 
 
 def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from elfatt_sd import pipelines
+    from elfatt_sd import loading as pipelines
 
     loaded = pipelines.load_pipeline(model, device="cpu")
     monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)

@@ -23,7 +23,7 @@ def without_progress(text: str) -> str:
 
 def test_paths_go_to_a_pipe_beside_a_bar() -> None:
     """`elfatt-sd generate > list` at a terminal: the bar is drawn there, and the list is in the file."""
-    script = "from elfatt_sd.cli_output import progress\nwith progress(1):\n    print('a path')"
+    script = "from elfatt_sd.cli.output import progress\nwith progress(1):\n    print('a path')"
     ours, terminal = os.openpty()
     try:
         environment = {**os.environ, "TERM": "xterm"}

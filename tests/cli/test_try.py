@@ -11,7 +11,7 @@ import pytest
 from cli_checks import PROMPT, call, check_error, files
 
 import elfatt_sd
-from elfatt_sd.generation import Studio
+from elfatt_sd.drawing.studio import Studio
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 

@@ -15,7 +15,7 @@ import torch
 from checks import generator, recorded
 
 import elfatt_sd
-from elfatt_sd.presets import METHODS
+from elfatt_sd.config import METHODS
 
 ACTIVE = [method for method in METHODS if method != "sd"]
 FIRST = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"

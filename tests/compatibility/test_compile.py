@@ -12,7 +12,8 @@ from checks import TWO_PHASES, generator, processors, runner, with_effect
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 
 ONE_LEVEL: dict[str, Any] = {
     "sample_size": 8,

@@ -14,8 +14,9 @@ import torch
 from checks import generator
 
 import elfatt_sd
-from elfatt_sd import PatchConfig, Phase, ordering
-from elfatt_sd.presets import METHODS
+from elfatt_sd import PatchConfig, Phase
+from elfatt_sd.attention import ordering
+from elfatt_sd.config import METHODS
 from elfatt_sd.toy import renderer
 from elfatt_sd.toy.features import load_feature_extractor
 

@@ -12,7 +12,7 @@ import torch
 from checks import TWO_PHASES, check_patch, layer_calls, like, patched_layers, picture, processors, recorded, runner
 
 import elfatt_sd
-from elfatt_sd.processor import ElfattProcessor
+from elfatt_sd.runtime.processor import ElfattProcessor
 
 BOTH_PHASES = {"elfatt": 2, "softmax": 2}
 

@@ -12,7 +12,8 @@ import torch
 from checks import FIRST, STEPS, check_patch, like, patched_layers, picture, recorded, runner
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.errors import ElfattError
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_several_prompts_of_one_batch_are_independent(sd15: Any) -> None:
 
 
 def test_sd2_splits_channels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from elfatt_sd import attention
+    from elfatt_sd.attention import softmax as attention
 
     seen = set()
     agent_attention = attention.agent_attention

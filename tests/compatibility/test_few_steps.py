@@ -14,8 +14,7 @@ import torch
 from checks import generator, recorded
 
 import elfatt_sd
-from elfatt_sd.config import PatchConfig, Phase
-from elfatt_sd.presets import METHODS
+from elfatt_sd.config import METHODS, PatchConfig, Phase
 
 ACTIVE = [method for method in METHODS if method != "sd"]
 

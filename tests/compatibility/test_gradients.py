@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
-from elfatt_sd.presets import METHODS
+from elfatt_sd.config import METHODS, PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ from checks import FIRST, TWO_PHASES, check_patch, like, processors, recorded, r
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 
 import elfatt_sd
-from elfatt_sd.benchmarking.repeated import patched_layers
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.benchmarking.variants import patched_layers
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.errors import ElfattError
 
 
 @pytest.fixture

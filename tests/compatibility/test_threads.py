@@ -16,9 +16,9 @@ import torch
 from checks import generator, like
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError
-from elfatt_sd.presets import METHODS
-from elfatt_sd.runs import KEPT
+from elfatt_sd.config import METHODS
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.runtime.schedule import KEPT
 
 ACTIVE = [method for method in METHODS if method != "sd"]
 SIZES = [(32, 32), (48, 32)]

@@ -22,9 +22,9 @@ from checks import picture
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
-from elfatt_sd.calls import Denoiser
-from elfatt_sd.schedule import BEYOND, Position, Schedule
-from elfatt_sd.timesteps import FRACTION, RISING
+from elfatt_sd.families.timesteps import FRACTION, RISING
+from elfatt_sd.runtime.call import Denoiser
+from elfatt_sd.runtime.schedule import BEYOND, Position, Schedule
 
 SHARED = PatchConfig("shared", (Phase(0.25), Phase(1.0, "cell_spread", cell=4, block_size=4, residual_steps=3)))
 TEXT = tiny_joint.embeds(width=8)

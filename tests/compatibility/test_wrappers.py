@@ -15,7 +15,7 @@ from checks import recorded, runner
 from peft import LoraConfig, get_peft_model
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import unwrap
 
 

@@ -12,7 +12,7 @@ import small_run
 import torch
 from torch import nn
 
-from elfatt_sd.evaluation import memory
+from elfatt_sd.evaluation import measure as memory
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.report import charts, plots
 from elfatt_sd.evaluation.run import Run

@@ -20,7 +20,7 @@ from elfatt_sd.evaluation import score
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, Reference
-from elfatt_sd.evaluation.renders import Renders
+from elfatt_sd.evaluation.reference import Renders
 
 CELLS = (
     Cell("sd", "SD", "sd", role="baseline"),

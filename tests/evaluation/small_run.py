@@ -12,10 +12,9 @@ import tiny_pipelines as tiny
 from PIL import Image
 
 from elfatt_sd.evaluation import generate
-from elfatt_sd.evaluation.protocol_files import load_protocol
-from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
 from elfatt_sd.evaluation.run import RUN_FILE, Row, Run, clear_disk_errors
-from elfatt_sd.locks import folder_lock
+from elfatt_sd.files import folder_lock
 
 ROOT = Path(__file__).parents[2]
 LABELS = ("cat", "dog", "owl", "fox", "crane")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from elfatt_sd.evaluation.decoding import decode, is_image
+from elfatt_sd.evaluation.sources import decode, is_image
 
 
 def saved(image: Image.Image, format: str, **options: Any) -> bytes:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elfatt_sd.evaluation import dry_run
-from elfatt_sd.evaluation.memory import program_of
-from elfatt_sd.evaluation.metrics.choice import MetricChoice
+from elfatt_sd.evaluation import stages as dry_run
+from elfatt_sd.evaluation.measure import program_of
+from elfatt_sd.evaluation.metrics.base import MetricChoice
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from elfatt_sd import attention
-from elfatt_sd.evaluation.environment import attention_kernels, same_images
+from elfatt_sd.attention import softmax as attention
+from elfatt_sd.devices import describe_machine
 from elfatt_sd.evaluation.protocols import Cell
-from elfatt_sd.measuring.machine import describe_machine
+from elfatt_sd.evaluation.records import attention_kernels, same_images
 
 SD = Cell("sd", "SD", "sd", role="baseline")
 TOME = Cell("tome", "ToMe", "tome")

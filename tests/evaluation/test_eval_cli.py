@@ -11,9 +11,9 @@ import small_run
 from small_run import full_overrides, row_of
 
 from elfatt_sd.cli import app
+from elfatt_sd.cli.evaluation import build_protocol
 from elfatt_sd.evaluation import generate
-from elfatt_sd.evaluation.cli import build_protocol
-from elfatt_sd.evaluation.protocol_files import load_protocol
+from elfatt_sd.evaluation.protocols import load_protocol
 from elfatt_sd.evaluation.run import Run
 
 COMMANDS = ("run", "generate", "reference", "score", "report", "verify")

@@ -12,11 +12,10 @@ from extractors import regions
 from PIL import Image
 from reference_files import FILES, build, encoded, expected_statistics, flat, picture
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import extraction, reference
-from elfatt_sd.evaluation.decoding import decode
 from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages, extract
-from elfatt_sd.evaluation.sources import open_source
+from elfatt_sd.evaluation.sources import decode, open_source
 
 
 def test_resize_is_shorter_side_and_centre() -> None:

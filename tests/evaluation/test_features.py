@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import features, vision
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation import features
+from elfatt_sd.evaluation import features as vision
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.files import sha256_of_file
 

@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchmetrics.image.fid import FrechetInceptionDistance
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import frechet, kernel, spectrum, statistics
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation import frechet, statistics
+from elfatt_sd.evaluation import frechet as spectrum
+from elfatt_sd.evaluation import statistics as kernel
 from elfatt_sd.evaluation.frechet import Target, frechet_distance, frechet_figures
-from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, left_out
-from elfatt_sd.evaluation.kernel import kernel_distance
+from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, kernel_distance, left_out
 
 FIGURES = ("published", "least", "most")
 

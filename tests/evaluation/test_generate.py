@@ -20,11 +20,11 @@ import torch
 from PIL import Image
 from small_run import ROOT, make, row_of, run_data
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run, RunFailure
-from elfatt_sd.locks import HOLDER_FILE, folder_lock
+from elfatt_sd.files import HOLDER_FILE, folder_lock
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -89,9 +89,9 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from elfatt_sd.evaluation import generate
-from elfatt_sd.evaluation.protocol_files import load_protocol
+from elfatt_sd.evaluation.protocols import load_protocol
 from elfatt_sd.evaluation.run import Run
-from elfatt_sd.locks import folder_lock
+from elfatt_sd.files import folder_lock
 
 protocol = load_protocol({str(run_dir.parent / "small.toml")!r})
 pipe = generate.load_protocol_pipeline(protocol)

@@ -12,14 +12,13 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate
-from elfatt_sd.evaluation.dry_run import obstacles
 from elfatt_sd.evaluation.images import check_images, row_patch, start_noise, to_uint8
-from elfatt_sd.evaluation.progress import image_progress
 from elfatt_sd.evaluation.prompts import run_prompts, spread
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.run import Run
+from elfatt_sd.evaluation.run import Run, image_progress
+from elfatt_sd.evaluation.stages import obstacles
 
 
 def test_latents_do_not_depend_on_batches_or_rows(protocol: Protocol) -> None:
@@ -115,7 +114,7 @@ def test_schedulers_by_name(tmp_path: Path, model: Path) -> None:
     plms = small_run.small_protocol(tmp_path, model, "scheduler=PLMS")
     pipe.scheduler.register_to_config(skip_prk_steps=False)  # as of a model that is not stored with PLMS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elfatt_sd.pipelines.load_pipeline", lambda *_, **__: pipe)
+        patch.setattr("elfatt_sd.loading.load_pipeline", lambda *_, **__: pipe)
         generate.load_protocol_pipeline(plms)
     pipe.scheduler.set_timesteps(4)
     assert type(pipe.scheduler).__name__ == "PNDMScheduler"

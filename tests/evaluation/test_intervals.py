@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elfatt_sd.evaluation.intervals import (
+from elfatt_sd.evaluation.statistics import (
     BETTER,
     FEWEST_CLASSES,
     NO_DIFFERENCE,

@@ -7,9 +7,9 @@ import torch
 from draws import normal
 from torchmetrics.image.kid import poly_mmd
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import kernel
-from elfatt_sd.evaluation.kernel import kernel_distance
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation import statistics as kernel
+from elfatt_sd.evaluation.statistics import kernel_distance
 
 
 def test_kernel_distance_against_torchmetrics_and_the_definition() -> None:

@@ -12,13 +12,14 @@ import pytest
 import small_run
 import torch
 
-from elfatt_sd import attention
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import generate, measure, memory
+from elfatt_sd import measure as clocks
+from elfatt_sd.attention import softmax as attention
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation import generate, measure
+from elfatt_sd.evaluation import measure as memory
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.run import Run
-from elfatt_sd.locks import folder_lock
-from elfatt_sd.measuring import clock as clocks
+from elfatt_sd.files import folder_lock
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -12,8 +12,9 @@ import pytest
 import small_run
 import torch
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import generate, memory
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation import generate
+from elfatt_sd.evaluation import measure as memory
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.run import Run, RunFailure
 
@@ -260,7 +261,7 @@ def test_a_system_that_does_not_tell_is_a_result(
     timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no error, which would be tried again for ever."""
-    monkeypatch.setattr("elfatt_sd.measuring.memory.process_peak", lambda: None)
+    monkeypatch.setattr("elfatt_sd.measure.process_peak", lambda: None)
     monkeypatch.setattr(memory, "run_worker", lambda *_: pytest.fail("measured"))
     data = memory.measure_memory(Run(tmp_path, timed), lambda line: None)
     assert data["errors"] == {}

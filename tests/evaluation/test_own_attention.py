@@ -11,8 +11,7 @@ import tiny_pixart
 import torch
 
 from elfatt_sd.evaluation.generate import generate
-from elfatt_sd.evaluation.protocol_files import load_protocol
-from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.protocols import Protocol, load_protocol
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.stages import evaluate
 

@@ -8,12 +8,12 @@ import pytest
 import small_run
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.environment import same_images
 from elfatt_sd.evaluation.images import load_protocol_pipeline
 from elfatt_sd.evaluation.prompt_files import PROMPT_LISTS, FilePrompt, PromptFile, read_prompts
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.provenance import image_environment
+from elfatt_sd.evaluation.records import same_images
 
 
 def write(folder: Path, name: str, content: str | bytes) -> str:
@@ -123,7 +123,7 @@ def test_without_a_file_the_identity_is_what_it_was(tmp_path: Path, model: Path)
 
 
 def test_the_command_takes_a_file(tmp_path: Path) -> None:
-    from elfatt_sd.evaluation.cli import build_protocol
+    from elfatt_sd.cli.evaluation import build_protocol
 
     file = write(tmp_path, "mine.txt", "a cat\na dog\n")
     assert [each.text for each in run_prompts(build_protocol("toy", prompts=file))] == ["a cat", "a dog"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import prompts
 from elfatt_sd.evaluation.prompts import Label, build_prompts, imagenet_labels, load_labels, read_labels, toy_labels
 

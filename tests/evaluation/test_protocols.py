@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import small_run
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.protocol_files import load_protocol
-from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Protocol, decisive, differences
+from elfatt_sd.attention.ordering import partition
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Protocol, decisive, differences, load_protocol
 from elfatt_sd.files import sha256_of_data
-from elfatt_sd.tiling import partition
 
 EVAL = Path(__file__).parents[2] / "eval"
 SHIPPED = sorted(EVAL.glob("*.toml"))
@@ -187,7 +186,7 @@ def test_printed_figures_have_known_names(tmp_path: Path, published: dict[str, A
 def test_the_identity_covers_what_presets_resolve_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import dataclasses
 
-    from elfatt_sd.presets import PRESETS
+    from elfatt_sd.config import PRESETS
 
     before = load(tmp_path)
     preset = PRESETS["elfatt"]

@@ -12,7 +12,7 @@ import small_run
 import torch
 from small_run import ROOT, make, row_of, run_data
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate, provenance
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.provenance import image_environment

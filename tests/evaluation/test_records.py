@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import stages
 from elfatt_sd.evaluation.generate import generate
 from elfatt_sd.evaluation.prompts import read_labels

@@ -19,12 +19,11 @@ import torch
 from extractors import regions
 from reference_files import COUNT, build, encoded, expected_statistics, flat, picture
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import extraction, reference, statistics
 from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages, extract
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.reference import Reference
-from elfatt_sd.evaluation.renders import Renders
+from elfatt_sd.evaluation.reference import Reference, Renders
 from elfatt_sd.evaluation.sources import open_source
 
 
@@ -127,7 +126,7 @@ from pathlib import Path
 from extractors import regions
 from reference_files import build
 from elfatt_sd.evaluation import extraction
-from elfatt_sd.evaluation.processes import leave_processes, process_state
+from elfatt_sd.evaluation.run import leave_processes, process_state
 
 process_state("cpu")
 extraction.CHUNK = 5

@@ -11,13 +11,12 @@ import pytest
 import small_run
 from small_run import row_of, run_data
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate
+from elfatt_sd.evaluation.generate import take_over
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.reuse import take_over
 from elfatt_sd.evaluation.run import RUN_FILE, Row, Run
-from elfatt_sd.files import write_json
-from elfatt_sd.locks import folder_lock
+from elfatt_sd.files import folder_lock, write_json
 
 
 def make(run_dir: Path, protocol: Protocol, *reuse: Path) -> None:

@@ -15,14 +15,13 @@ import small_run
 import tiny_pipelines as tiny
 from small_run import row_of
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.config import METHODS
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate, stages
-from elfatt_sd.evaluation.protocol_files import load_protocol
-from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.protocols import Protocol, load_protocol
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.verify import unequal
 from elfatt_sd.files import sha256_of_file
-from elfatt_sd.presets import METHODS
 
 
 def test_the_papers_table_runs_to_the_end(workplace: Path, own_cache: Path, in_process: None, tmp_path: Path) -> None:

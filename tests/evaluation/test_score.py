@@ -17,18 +17,18 @@ from scored_runs import CELLS, COUNT, counting, protocol, write_run
 from small_run import row_of
 from torch import Tensor
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation import pairs, scales, score
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation import frechet as scales
+from elfatt_sd.evaluation import score
+from elfatt_sd.evaluation import score as pairs
 from elfatt_sd.evaluation.features import ToyExtractor, load_extractor
-from elfatt_sd.evaluation.frechet import frechet_distance
-from elfatt_sd.evaluation.intervals import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, student_quantile
+from elfatt_sd.evaluation.frechet import Scale, frechet_distance
+from elfatt_sd.evaluation.generate import Images
 from elfatt_sd.evaluation.metrics.scores import Scorer
 from elfatt_sd.evaluation.protocols import Reference
-from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.evaluation.run import Run
-from elfatt_sd.evaluation.scales import Scale
 from elfatt_sd.evaluation.score import build_references, score_run
-from elfatt_sd.evaluation.statistics import FeatureStatistics
+from elfatt_sd.evaluation.statistics import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, FeatureStatistics, student_quantile
 
 
 @pytest.fixture(scope="module")

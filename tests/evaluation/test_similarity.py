@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchmetrics.functional.image import structural_similarity_index_measure
 
-from elfatt_sd.evaluation.similarity import structural_similarity
+from elfatt_sd.evaluation.score import structural_similarity
 
 
 def pictures(seed: int, *shape: int) -> Tensor:

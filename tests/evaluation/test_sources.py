@@ -27,11 +27,10 @@ from reference_files import (
     tables,
 )
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import extraction
-from elfatt_sd.evaluation.decoding import decode
 from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages
-from elfatt_sd.evaluation.sources import left_out_words, open_source
+from elfatt_sd.evaluation.sources import decode, left_out_words, open_source
 
 
 @pytest.mark.parametrize("kind", KINDS)

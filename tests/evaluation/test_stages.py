@@ -14,7 +14,7 @@ import pytest
 import small_run
 from small_run import row_of
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate, sources, stages
 from elfatt_sd.evaluation import score as scoring
 from elfatt_sd.evaluation.features import load_extractor

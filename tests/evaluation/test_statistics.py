@@ -14,7 +14,7 @@ import pytest
 import torch
 from draws import normal
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.extraction import _read_chunk
 from elfatt_sd.evaluation.statistics import FeatureStatistics, is_finite, load_moments, read_array
 

@@ -23,11 +23,10 @@ from PIL import Image
 from weights import write_classifier, write_clip
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation import memory
+from elfatt_sd.evaluation import measure as memory
+from elfatt_sd.evaluation.generate import Images
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, make_images
-from elfatt_sd.evaluation.protocol_files import load_protocol
-from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.row_images import Images
+from elfatt_sd.evaluation.protocols import Protocol, load_protocol
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.stages import evaluate
 from elfatt_sd.evaluation.verify import verify_run

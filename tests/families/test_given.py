@@ -16,10 +16,10 @@ import torch
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
-from elfatt_sd.calls import Denoiser
 from elfatt_sd.families import FAMILIES, Given, family_of
+from elfatt_sd.families.timesteps import FRACTION, RISING
 from elfatt_sd.methods import Grid
-from elfatt_sd.timesteps import FRACTION, RISING
+from elfatt_sd.runtime.call import Denoiser
 
 ROWS = 3
 CONTROL: dict[str, Any] = {"joint_attention_dim": tiny.WIDTH, "num_layers": 1, "attention_head_dim": 16}

@@ -17,8 +17,8 @@ from checks import picture, recorded
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
+from elfatt_sd.attention.merging import Matching
 from elfatt_sd.families import family_of, find_denoisers, find_layers
-from elfatt_sd.merging import Matching
 from elfatt_sd.methods import Grid
 
 FEW = PatchConfig("few", (Phase(1.0, "cell_spread", block_size=4),))

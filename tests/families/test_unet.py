@@ -12,7 +12,8 @@ from checks import recorded
 from torch import nn
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import SelfAttention, find_denoisers, find_layers, is_denoiser, select_layers, unwrap
 from elfatt_sd.methods import Grid
 

@@ -11,8 +11,8 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 import elfatt_sd
-from elfatt_sd.presets import METHODS
-from elfatt_sd.shapes import sketch
+from elfatt_sd.config import METHODS
+from elfatt_sd.families.shapes import sketch
 from elfatt_sd.sizes import SHAPE_NAMES
 
 

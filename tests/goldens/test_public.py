@@ -18,8 +18,8 @@ from typer import rich_utils
 import elfatt_sd
 import elfatt_sd.visualize
 from elfatt_sd.cli import app
-from elfatt_sd.evaluation.protocol_files import load_protocol
-from elfatt_sd.presets import PRESETS
+from elfatt_sd.config import PRESETS
+from elfatt_sd.evaluation.protocols import load_protocol
 
 LISTED = re.compile(r"^::: (.+)\.(\w+)$(?:\n    options:\n      members: (.+))?", re.MULTILINE)
 API = LISTED.findall((ROOT / "docs" / "api.md").read_text(encoding="utf-8"))

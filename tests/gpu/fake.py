@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elfatt_sd.families import family_of, joint, unwrap
 from elfatt_sd.methods import Grid
-from elfatt_sd.schedule import Position, Schedule, _Found
+from elfatt_sd.runtime.schedule import Position, Schedule, _Found
 
 GPU, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
 STEPS = 4

@@ -18,16 +18,16 @@ import tiny_transformers
 import torch
 from torch import Tensor
 
-from elfatt_sd import joint, merging
+from elfatt_sd.attention import joint, merging
+from elfatt_sd.attention.joint import Keys
+from elfatt_sd.attention.merging import Split, split_grid
+from elfatt_sd.attention.ordering import Grid, lattice_order
+from elfatt_sd.attention.softmax import sampled_attention
+from elfatt_sd.attention.triton import matching
+from elfatt_sd.attention.triton import sampled as sampled_launch
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.joint import Keys
-from elfatt_sd.kernels import matching, sampled_launch
-from elfatt_sd.merging import Split, split_grid
-from elfatt_sd.ordering import lattice_order
 from elfatt_sd.patch import patched
 from elfatt_sd.phases import Phase
-from elfatt_sd.sampled import sampled_attention
-from elfatt_sd.tiling import Grid
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -17,8 +17,8 @@ from fake import GPU, OTHER, STEPS, Machine, fake_machine
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
+from elfatt_sd.config import METHODS
 from elfatt_sd.families import main_denoiser
-from elfatt_sd.presets import METHODS
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is not built for CUDA")
 HALF = [torch.float16, torch.bfloat16]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import elfatt_sd
-from elfatt_sd import kernels
-from elfatt_sd.config import ElfattError
+from elfatt_sd.attention import triton as kernels
+from elfatt_sd.errors import ElfattError
 
 HERE = Path(__file__).parent
 needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton is there for Linux")

@@ -11,8 +11,8 @@ from checks import with_effect
 
 import elfatt_sd
 from elfatt_sd import ElfattError
-from elfatt_sd.presets import METHODS
-from elfatt_sd.sampled import sampled_attention
+from elfatt_sd.attention.softmax import sampled_attention
+from elfatt_sd.config import METHODS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +56,7 @@ def test_a_graph_around_a_patched_model_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [40, 64, 128, 160])
 def test_triton_attends_as_pytorch_does(dtype: torch.dtype, size: int) -> None:
-    from elfatt_sd.kernels import sampled_launch
+    from elfatt_sd.attention.triton import sampled as sampled_launch
 
     pytest.importorskip("triton")
     q = torch.randn(2, 1000, 4, size, device="cuda", dtype=dtype)

@@ -15,14 +15,18 @@ from fake import GPU, Machine, fake_machine
 from torch.nn import functional
 
 import elfatt_sd
-from elfatt_sd import ElfattError, attention, autotune, devices, doctor, merging
-from elfatt_sd.attention import make_ready, softmax_attention
-from elfatt_sd.families.plain import PlainProjections
-from elfatt_sd.generation import peak_in_words
-from elfatt_sd.measuring import machine as machines
-from elfatt_sd.measuring.memory import PeakMeter, peak_memory
-from elfatt_sd.merging import match_tokens
-from elfatt_sd.pipelines import pick_device
+from elfatt_sd import ElfattError, devices
+from elfatt_sd import devices as machines
+from elfatt_sd.attention import merging
+from elfatt_sd.attention import softmax as attention
+from elfatt_sd.attention.merging import match_tokens
+from elfatt_sd.attention.softmax import make_ready, softmax_attention
+from elfatt_sd.drawing import doctor
+from elfatt_sd.drawing.studio import peak_in_words
+from elfatt_sd.families.base import PlainProjections
+from elfatt_sd.loading import pick_device
+from elfatt_sd.measure import PeakMeter, peak_memory
+from elfatt_sd.runtime import autotune
 from elfatt_sd.visualize import looks
 
 
@@ -144,7 +148,7 @@ def test_sampled_keys_are_projected_alone_by_a_fused_weight(bias: bool) -> None:
 
 
 def test_on_a_gpu_ten_calls_are_timed_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    from elfatt_sd.measuring import clock
+    from elfatt_sd import measure as clock
 
     events: list[str] = []
     monkeypatch.setattr(clock, "synchronize", lambda device: events.append("wait"))

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from elfatt_sd.measuring import clock
-from elfatt_sd.measuring.clock import CallTimer, Comparison, Spread, Stopwatch, Turn, interleave, ratios, timed
+from elfatt_sd import measure as clock
+from elfatt_sd.measure import CallTimer, Comparison, Spread, Stopwatch, Turn, interleave, ratios, timed
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elfatt_sd.measuring import machine
-from elfatt_sd.measuring.machine import Bystanders, commit_of, describe_machine, read_clocks, short_commit
+from elfatt_sd import devices as machine
+from elfatt_sd.devices import Bystanders, commit_of, describe_machine, read_clocks, short_commit
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.measuring import memory
-from elfatt_sd.measuring.memory import PeakMeter, peak_memory, process_peak
+from elfatt_sd import measure as memory
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.measure import PeakMeter, peak_memory, process_peak
 
 MIB = 2**20
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -16,7 +16,7 @@ import torch
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase, methods
-from elfatt_sd.evaluation.metrics.choice import MetricChoice
+from elfatt_sd.evaluation.metrics.base import MetricChoice
 from elfatt_sd.evaluation.metrics.own import load_own
 from elfatt_sd.methods import Attention
 from elfatt_sd.methods.conformance import check
@@ -155,7 +155,7 @@ class NoAttend(Attention):
         (Taken, "'sampled' is taken by elfatt_sd.methods.sampled:Sampled"),
         (AsAPreset, "'tome' is taken by the method 'tome'"),
         (AlmostAPreset, "'ELFATT_Fast' is taken by the method 'elfatt-fast'"),
-        (AlmostTaken, "'Cell-Spread' is taken by elfatt_sd.methods.cell_spread:CellSpread"),
+        (AlmostTaken, "'Cell-Spread' is taken by elfatt_sd.methods.sampled:CellSpread"),
         (Endless, "'what' is not one that JSON can hold"),
         (Changing, "'what' is not one that JSON can hold"),
         (FailingDefault, "'what' is not one that JSON can hold"),
@@ -253,9 +253,9 @@ def test_a_class_can_be_named_by_its_module(module: str) -> None:
 
 
 def test_it_gets_a_row_in_a_bench(module: str, pipe: Any) -> None:
-    from elfatt_sd.benchmark_cli import _method
     from elfatt_sd.benchmarking.models import Model
     from elfatt_sd.benchmarking.unet import unet
+    from elfatt_sd.cli.bench import _method
 
     chosen = [_method(f"{module}:factor=0.5"), _method(module)]
     model = Model(pipe.unet, pipe.vae_scale_factor)
@@ -264,7 +264,7 @@ def test_it_gets_a_row_in_a_bench(module: str, pipe: Any) -> None:
 
 
 def test_it_is_a_method_on_the_command_line(module: str, tmp_path: Path) -> None:
-    from elfatt_sd.console import choose
+    from elfatt_sd.cli.console import choose
 
     chosen = choose(method=module, set=["factor=0.5"])
     assert chosen.config.phases[0].attention.factor == 0.5  # type: ignore[attr-defined]

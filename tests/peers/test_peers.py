@@ -15,8 +15,10 @@ import tiny_transformers
 import torch
 
 import elfatt_sd
-from elfatt_sd import optional, peers
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd import errors as optional
+from elfatt_sd import peers
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.phases import Phase
 
 SETTINGS: dict[str, dict[str, Any]] = {

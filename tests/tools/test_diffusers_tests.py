@@ -10,8 +10,8 @@ import pytest
 import tiny_pipelines as tiny
 import torch
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.presets import METHODS
+from elfatt_sd.config import METHODS
+from elfatt_sd.errors import ElfattError
 from tools import diffusers_tests
 from tools.diffusers_tests import Comparison, Ending, find_tests, main, read_endings, read_known
 from tools.diffusers_tests_plugin import configuration, failure_kind

@@ -9,7 +9,7 @@ from pathlib import Path
 import fake_run
 import pytest
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report import charts, load_results, plots, write_report, written_tables
 from tools import publish as tool
 from tools.pages.__main__ import main as fill

@@ -10,7 +10,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 import elfatt_sd
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.toy import GUIDANCE, TOY
 from elfatt_sd.toy.features import CLASSIFIER_FILE, load_feature_extractor
 from elfatt_sd.toy.renderer import ATTRIBUTES, VOCABULARY, class_labels, describe, render, sample_scenes

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from elfatt_sd import running
-from elfatt_sd.measuring import clock
+from elfatt_sd import measure as clock
+from elfatt_sd.drawing import running
 from elfatt_sd.tuning import probe
 
 PROMPTS = ["a cat", "a dog", "a red star", "two birds"]

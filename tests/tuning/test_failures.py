@@ -17,14 +17,13 @@ import torch
 
 import elfatt_sd
 from elfatt_sd import methods
-from elfatt_sd.config import ElfattError, ElfattFailure
+from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.families import find_layers
 from elfatt_sd.patch import current_config
 from elfatt_sd.tuning import tune
 from elfatt_sd.tuning.probe import Probe
-from elfatt_sd.tuning.proving import Proving
 from elfatt_sd.tuning.runs import Runs
-from elfatt_sd.tuning.search import Search
+from elfatt_sd.tuning.search import Proving, Search
 
 NO_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elfatt_sd.tuning.guided import Guidance, flat
+from elfatt_sd.tuning.probe import Guidance, flat
 
 WITHOUT, GIVEN = torch.arange(6.0).reshape(1, 2, 3), torch.ones(1, 2, 3)
 BOTH = torch.cat([WITHOUT, GIVEN])

@@ -13,9 +13,8 @@ import pytest
 import tiny_pipelines as tiny
 
 from elfatt_sd.phases import DENSE, Phase
-from elfatt_sd.tuning.candidates import EXACTLY, Candidate, bases, candidates
 from elfatt_sd.tuning.model import Model
-from elfatt_sd.tuning.probe import REUSED, LayerFigures, Stretch, stretches_of
+from elfatt_sd.tuning.probe import EXACTLY, REUSED, Candidate, LayerFigures, Stretch, bases, candidates, stretches_of
 from elfatt_sd.tuning.runs import Deviation
 
 BASES = [Phase(1.0, "sampled", keys=keys) for keys in (32, 128)]

@@ -21,8 +21,7 @@ from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.methods import Attention
 from elfatt_sd.patch import patched
 from elfatt_sd.tuning import probe as probing
-from elfatt_sd.tuning.guided import Guidance
-from elfatt_sd.tuning.probe import REUSED, Probe, Stretch, stretches_of
+from elfatt_sd.tuning.probe import REUSED, Guidance, Probe, Stretch, stretches_of
 from elfatt_sd.tuning.runs import Runs, Sample, Settings
 
 

@@ -10,9 +10,8 @@ import pytest
 from elfatt_sd import tuning
 from elfatt_sd.phases import Phase
 from elfatt_sd.tuning.probe import LayerFigures
-from elfatt_sd.tuning.runs import Runs, Settings
+from elfatt_sd.tuning.runs import Runs, Settings, Store
 from elfatt_sd.tuning.search import read_figures
-from elfatt_sd.tuning.store import Store
 
 DAMAGED = [b"", b"{", b"null", b"[]", b"{}", b'"x"', b'{"a": 1}', b'{"a": {"bases": [{}]}}', b"\xff\xfe"]
 

@@ -19,12 +19,15 @@ import tiny_transformers
 import torch
 
 import elfatt_sd
-from elfatt_sd import optional, peers
-from elfatt_sd.config import ElfattError, ElfattFailure, PatchConfig
+from elfatt_sd import errors as optional
+from elfatt_sd import measure as clock
+from elfatt_sd import peers
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.families import find_layers
-from elfatt_sd.measuring import clock
 from elfatt_sd.phases import Phase
-from elfatt_sd.tuning import PRESETS, probe, proving, search, tune
+from elfatt_sd.tuning import PRESETS, probe, search, tune
+from elfatt_sd.tuning import search as proving
 from elfatt_sd.tuning.runs import Deviation, Runs, Sample, Settings
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from elfatt_sd import optional
-from elfatt_sd.config import ElfattError
-from elfatt_sd.tiling import Grid
+from elfatt_sd import errors as optional
+from elfatt_sd.attention.ordering import Grid
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.visualize import Grouping, Heads, Look, draw
 
 GRID = Grid.image(4, 6)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from elfatt_sd.attention import block_attention, softmax_attention
-from elfatt_sd.joint import Keys, exact_attention
-from elfatt_sd.tiling import Grid
+from elfatt_sd.attention.joint import Keys, exact_attention
+from elfatt_sd.attention.ordering import Grid
+from elfatt_sd.attention.softmax import block_attention, softmax_attention
 from elfatt_sd.visualize import looks
 
 SHAPE = (1, 12, 2, 8)

@@ -15,8 +15,9 @@ import torch
 from checks import runner
 
 import elfatt_sd
-from elfatt_sd.attention import softmax_attention
-from elfatt_sd.config import ElfattError, PatchConfig, Phase
+from elfatt_sd.attention.softmax import softmax_attention
+from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import Attention
 from elfatt_sd.visualize import Look, watch
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.console import DONE, FAILURE, WRONG_USE, complain
+from elfatt_sd.cli.console import DONE, FAILURE, WRONG_USE, complain
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import write_file
 from tools.pages import bench, evaluation
 from tools.pages.blocks import check_results

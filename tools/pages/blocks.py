@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 
 MISSING = "Not measured yet."  # in the place of results that are not there
 

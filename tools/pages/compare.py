@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.intervals import Estimate as Mean
-from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.rows import Row
-from elfatt_sd.evaluation.report.text import decimals_for, fixed, interval
-from elfatt_sd.evaluation.report.values import Estimate
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.report.data import Estimate, Results, Row
+from elfatt_sd.evaluation.report.tables import decimals_for, fixed, interval
 from elfatt_sd.evaluation.report.writers import md_table
-from elfatt_sd.measuring.clock import Spread, ratios
+from elfatt_sd.evaluation.statistics import Estimate as Mean
+from elfatt_sd.measure import Spread, ratios
 
 _MEASURES = {"psnr": "PSNR, dB", "ssim": "SSIM"}
 _SAME = ("model", "scheduler", "guidance", "height", "width", "steps", "dtype", "seed")  # what runs must have in common

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.devices import short_commit
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
-from elfatt_sd.evaluation.report.tables import study_table
-from elfatt_sd.evaluation.report.text import plural
+from elfatt_sd.evaluation.report.tables import plural, study_table
 from elfatt_sd.evaluation.report.writers import to_markdown
 from elfatt_sd.files import link, place_of
-from elfatt_sd.measuring.machine import short_commit
 from tools.pages.blocks import MISSING, check_markers, check_results, fill_blocks
 from tools.pages.compare import compare_rows
 from tools.pages.short import short_study

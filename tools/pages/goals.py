@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.benchmarking.names import PEER, UNPATCHED
+from elfatt_sd.benchmarking.record import KEPT, Results, greatest_peak, own_part
 from elfatt_sd.benchmarking.report import few_rounds, verdict
-from elfatt_sd.benchmarking.rows import KEPT, Results, greatest_peak, own_part
 from elfatt_sd.benchmarking.tables import spread
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
-from elfatt_sd.typed import read_typed
+from elfatt_sd.files import read_typed
 
 Row = Mapping[str, Any]
 BUSY = 0.05  # fraction of the processors' time that other processes may take

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.benchmarking.tables import spread
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes
-from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.palette import INK, Palette
-from elfatt_sd.evaluation.report.rows import Row
-from elfatt_sd.evaluation.report.text import TIMES, fixed, interval, span
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.report.charts import INK, Chart, Palette, figure_and_axes
+from elfatt_sd.evaluation.report.data import Results, Row
+from elfatt_sd.evaluation.report.tables import TIMES, fixed, interval, span
 
 CALLS = {"unet-512": "SD 1.5, 512", "unet-1024": "SD 1.5, 1024", "sdxl-1024": "SDXL, 1024"}
 _ROOM = 0.15  # beyond the outermost points, as a fraction of the plot

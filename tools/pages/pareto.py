@@ -9,18 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from elfatt_sd.config import ElfattError
-from elfatt_sd.evaluation.report.charts import Chart, figure_and_axes, legend_above
-from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.palette import INK, PAPER
-from elfatt_sd.evaluation.report.palette import METHODS as COLOURS
-from elfatt_sd.evaluation.report.rows import METHOD, Row
-from elfatt_sd.evaluation.report.scatter import CROWDED_HEIGHT, Spot, draw_front, front, write_beside
-from elfatt_sd.evaluation.report.text import TIMES, decimals_for, fixed, interval, span
-from elfatt_sd.evaluation.report.values import Estimate, dig, number, setting_text
+from elfatt_sd.config import METHODS
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.report.charts import INK, PAPER, Chart, figure_and_axes, legend_above
+from elfatt_sd.evaluation.report.charts import METHODS as COLOURS
+from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, dig, number, setting_text
+from elfatt_sd.evaluation.report.plots import CROWDED_HEIGHT, Spot, draw_front, front, write_beside
+from elfatt_sd.evaluation.report.tables import TIMES, decimals_for, fixed, interval, span
 from elfatt_sd.evaluation.report.writers import md_table
 from elfatt_sd.phases import Phase
-from elfatt_sd.presets import METHODS
 from tools.pages.compare import check_alike
 
 _MERGING = "merging (ToMe)"

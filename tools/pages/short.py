@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elfatt_sd.benchmarking.rows import Results as Benchmark
+from elfatt_sd.benchmarking.record import Results as Benchmark
 from elfatt_sd.benchmarking.tables import KEYS, clock, scaled, spread
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.tables import Line, Table, study_table
 from elfatt_sd.evaluation.report.writers import to_markdown

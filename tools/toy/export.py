@@ -111,7 +111,7 @@ def load_half(module: nn.Module, folder: Path) -> None:
     """
     from safetensors.torch import load_file
 
-    from elfatt_sd.config import ElfattError
+    from elfatt_sd.errors import ElfattError
 
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:

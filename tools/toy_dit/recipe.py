@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elfatt_sd.measuring.clock import timed
+from elfatt_sd.measure import timed
 from elfatt_sd.toy import TOY
 from elfatt_sd.toy.renderer import ATTRIBUTES, render_parameters, sample_parameters
 from tools.toy import recipe as first

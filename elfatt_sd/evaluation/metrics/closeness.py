@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.features import exact_float32
-from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
-from elfatt_sd.evaluation.metrics.choice import check_side
+from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric, check_side
 from elfatt_sd.files import sha256_of_file
-from elfatt_sd.optional import need
 
 # The name of each network, a weight that only it has, and how the hash of torchvision's file begins.
 _NETWORKS = {

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.intervals import Estimate, Groups
-from elfatt_sd.evaluation.statistics import Features, take
+from elfatt_sd.evaluation.statistics import Estimate, Features, Groups, take
 
 NEIGHBOURS = 5  # as Naeem et al. have it
 ROWS = 512  # of a piece of the matrix of distances

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
-from elfatt_sd.evaluation.metrics.choice import MetricChoice
+from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric, MetricChoice
 from elfatt_sd.files import sha256_of_code
 
 # Figures that a report has already: distances, and what compares with the untouched image.

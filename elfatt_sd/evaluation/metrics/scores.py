@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,99 @@ from torch import Tensor
 from torch.nn import functional
 
 from elfatt_sd.devices import plain_defaults
+from elfatt_sd.drawing.running import tell_cut
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation import features as vision
 from elfatt_sd.evaluation.extraction import quiet_pillow
-from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.intervals import Estimate, even_classes, figure_as_dict, verdict
-from elfatt_sd.evaluation.kernel import gaussian, kernel_distance
-from elfatt_sd.evaluation.metrics.base import Batch, Better, ImageMetric
-from elfatt_sd.evaluation.metrics.choice import MetricChoice
+from elfatt_sd.evaluation.features import Extractor, exact_float32
+from elfatt_sd.evaluation.frechet import Scale
+from elfatt_sd.evaluation.generate import Images
+from elfatt_sd.evaluation.metrics.base import Batch, Better, ImageMetric, MetricChoice
 from elfatt_sd.evaluation.metrics.neighbours import neighbour_figures
-from elfatt_sd.evaluation.row_images import Images
-from elfatt_sd.evaluation.scales import Scale
-from elfatt_sd.evaluation.statistics import is_finite, read_array, take
+from elfatt_sd.evaluation.statistics import (
+    Estimate,
+    even_classes,
+    figure_as_dict,
+    gaussian,
+    is_finite,
+    kernel_distance,
+    read_array,
+    take,
+    verdict,
+)
 from elfatt_sd.files import atomic_file, sha256_of_data
 from elfatt_sd.progress import Progress
+
+_TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"}
+
+
+def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
+    """Load one of the three."""
+    from transformers import AutoTokenizer, CLIPModel
+
+    who = f"metric {kind!r}: {folder}"
+    config = vision.read_config(folder, who, ("clip",), "the directory of a CLIP model")
+    model = vision.read_model(folder, who, CLIPModel, config).eval().requires_grad_(False)
+    with vision.loading(who):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    seen = config.vision_config
+    recipe = vision.read_recipe("clip", folder, seen.image_size)
+    named = seen.hidden_size in vision.SIZES
+    shape = vision.model_title(seen, seen.image_size) if named else recipe["sha256"][:8]
+    title = f"CLIPScore ({shape})" if kind == "clip-score" else _TITLES[kind]
+    cosine = _Cosine(title, model.to(device), tokenizer, recipe, device)
+    described = {"model": shape, **recipe}
+    return ImageMetric(title, _scaled(kind, cosine, model), described, better="higher", reads=cosine.reads)
+
+
+def _scaled(kind: str, cosine: Callable[[Batch], Tensor], model: Any) -> Callable[[Batch], Tensor]:
+    scale = float(model.logit_scale.detach().exp()) if kind == "pickscore" else 100.0
+    least = 0.0 if kind == "clip-score" else -scale
+
+    def measure(batch: Batch) -> Tensor:
+        return batch.by_image((scale * cosine(batch)).clamp(min=least))
+
+    return measure
+
+
+class _Cosine:
+    """The cosine of each frame with its prompt."""
+
+    def __init__(self, title: str, model: Any, tokenizer: Any, recipe: dict[str, Any], device: str) -> None:
+        self.title, self.model, self.tokenizer, self.recipe = title, model, tokenizer, recipe
+        self.device = torch.device(device)
+        self.limit = model.config.text_config.max_position_embeddings
+        self._read: set[str] = set()
+
+    def reads(self, prompts: Sequence[str]) -> None:
+        """Warn of prompts that are cut off, unless that was said of them before."""
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._read]
+        self._read.update(new)
+        if new:
+            room = self.limit - self.tokenizer.num_special_tokens_to_add()
+            tell_cut(f"prompts of {self.title}", new, room, self.tokenizer)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Tensor:
+        self.reads(batch.prompts)
+        with exact_float32(self.device):
+            texts = functional.normalize(self._texts(list(batch.prompts)), dim=1)
+            frames = torch.cat([self._frames(part) for part in torch.split(batch.frames(), 8)])
+        each = len(frames) // len(texts)
+        return (functional.normalize(frames, dim=1) * texts.repeat_interleave(each, 0)).sum(1)
+
+    def _texts(self, prompts: list[str]) -> Tensor:
+        options = {"padding": True, "truncation": True, "max_length": self.limit, "return_tensors": "pt"}
+        tokens = self.tokenizer(prompts, **options)
+        given = {key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")}
+        found: Tensor = self.model.text_projection(self.model.text_model(**given).pooler_output)
+        return found
+
+    def _frames(self, frames: Tensor) -> Tensor:
+        pixels = vision.to_input(frames.to(self.device), "clip", self.recipe)
+        found: Tensor = self.model.visual_projection(self.model.vision_model(pixel_values=pixels).pooler_output)
+        return found
+
 
 OF_FEATURES = ("prdc", "cmmd")
 _LARGEST = 1e100  # of a metric; squares of larger numbers overflow
@@ -53,7 +133,7 @@ def _load(choice: MetricChoice, device: str) -> ImageMetric:
         from elfatt_sd.evaluation.metrics.closeness import load_dists, load_lpips
 
         return (load_lpips if choice.metric == "lpips" else load_dists)(weights, device)
-    from elfatt_sd.evaluation.metrics.alignment import load_alignment
+    pass  # MOVED
 
     return load_alignment(choice.metric, weights, device)
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import REPORT, ElfattError, need
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.files import is_full, write_file
-from elfatt_sd.optional import REPORT, need
 
 __all__ = [
     "PAGE",
@@ -37,9 +36,8 @@ def write_report(results: Results) -> Path:
 def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
     """Return the whole report: page, tables and plots, by the names of their files."""
     need("a report", *REPORT)
-    from elfatt_sd.evaluation.report.page import render_page
-    from elfatt_sd.evaluation.report.palette import Palette
-    from elfatt_sd.evaluation.report.pictures import Pictures
+    from elfatt_sd.evaluation.report.charts import Palette
+    from elfatt_sd.evaluation.report.page import Pictures, render_page
     from elfatt_sd.evaluation.report.plots import draw_plots
 
     plots, missing = draw_plots(results, Palette(results))
@@ -69,11 +67,9 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 def written_tables(results: Results) -> dict[str, str]:
     """Return the table in its three written forms, by the names of their files."""
-    from elfatt_sd.evaluation.report.metrics import metrics_table
     from elfatt_sd.evaluation.report.published import comparable_words
     from elfatt_sd.evaluation.report.summary import findings, headline
-    from elfatt_sd.evaluation.report.tables import main_table, more_table
-    from elfatt_sd.evaluation.report.text import shown
+    from elfatt_sd.evaluation.report.tables import main_table, metrics_table, more_table, shown
     from elfatt_sd.evaluation.report.writers import md_escape, to_csv, to_latex, to_markdown
 
     main, told, words = main_table(results), headline(results), comparable_words(results)

@@ -3,25 +3,166 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
-from elfatt_sd.evaluation.report.data import PARTS, Results
-from elfatt_sd.evaluation.report.metrics import metrics_table
-from elfatt_sd.evaluation.report.palette import METHODS, METHODS_DARK, Palette
-from elfatt_sd.evaluation.report.pictures import DETAILS, Detail, Pictures
+from elfatt_sd.evaluation.records import MadeImage
+from elfatt_sd.evaluation.report.charts import METHODS, METHODS_DARK, Palette
+from elfatt_sd.evaluation.report.data import NULL, PARTS, Results, Row, is_kernel, number
 from elfatt_sd.evaluation.report.plots import Plot
 from elfatt_sd.evaluation.report.published import comparability, comparable_words, published_source
-from elfatt_sd.evaluation.report.rows import is_kernel
 from elfatt_sd.evaluation.report.summary import findings, headline, recommended
-from elfatt_sd.evaluation.report.tables import main_table, more_table, published_table
-from elfatt_sd.evaluation.report.text import shown
+from elfatt_sd.evaluation.report.tables import main_table, metrics_table, more_table, published_table, shown
+from elfatt_sd.evaluation.run import RowFolder
+from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
+from elfatt_sd.files import is_plain_name, read_plain
 
 if TYPE_CHECKING:
     import jinja2
+
+
+@dataclass(frozen=True)
+class Detail:
+    """How much of the images a page shows."""
+
+    edge: int  # longest side in pixels; smaller images keep their size
+    quality: int  # of the WebP file, from 0 to 100
+    columns: int  # number of latents in the grid
+    pairs: int  # number of most changed images per row
+
+
+_SHOWN = 24  # frames of a clip
+DETAILS = (
+    Detail(448, 84, 6, 3),
+    Detail(384, 80, 6, 3),
+    Detail(320, 78, 6, 3),
+    Detail(256, 75, 6, 3),
+    Detail(256, 72, 5, 2),
+    Detail(192, 70, 4, 2),
+    Detail(128, 65, 4, 1),
+    Detail(96, 60, 3, 1),
+    Detail(64, 50, 2, 0),
+    Detail(64, 50, 0, 0),
+)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image of one row; `uri` is None where it cannot be shown, and `gap` says why."""
+
+    row: Row
+    index: int
+    prompt: str
+    uri: str | None
+    gap: str = ""
+
+
+@dataclass
+class Pictures:
+    """The images of a run, read from `RUN/cells/CELL/images`, as the lists of its rows name them."""
+
+    results: Results  # of the run
+    _encoded: dict[tuple[str, int, int, int], Picture] = field(default_factory=dict)
+    _made: dict[str, dict[int, MadeImage]] = field(default_factory=dict)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The rows that start from the same latents and have images: all but the null row."""
+        return [row for row in self.results.rows if row.role != NULL and self._listed(row)]
+
+    @cached_property
+    def prompts(self) -> dict[int, str]:
+        """The prompt of each index."""
+        return {index: made.prompt for row in reversed(self.rows) for index, made in self._listed(row).items()}
+
+    def latents(self, count: int) -> list[int]:
+        """Choose indices evenly from those that most rows have, unfinished rows left aside."""
+        finished = [row for row in self.rows if not row.failed] or self.rows
+        held = [set(self._listed(row)) for row in finished]
+        if not held or count < 1:
+            return []
+        votes = {index: sum(index in have for have in held) for index in set().union(*held)}
+        shared = sorted(index for index, number in votes.items() if number == max(votes.values()))
+        count = min(count, len(shared))
+        return [shared[(2 * place + 1) * len(shared) // (2 * count)] for place in range(count)]
+
+    def grid(self, detail: Detail) -> list[list[Picture]]:
+        return [[self._picture(row, index, detail) for index in self.latents(detail.columns)] for row in self.rows]
+
+    def most_changed(self, detail: Detail) -> list[tuple[Row, list[tuple[Picture, Picture]]]]:
+        """Return for each method the pairs (untouched, method) that differ most."""
+        base = self.results.baseline
+        if base is None or base not in self.rows:
+            return []
+        found = []
+        for row in self.rows:
+            shared = [index for index in row.most_changed if index in self._listed(row)][: detail.pairs]
+            pairs = [(self._picture(base, index, detail), self._picture(row, index, detail)) for index in shared]
+            if row is not base and pairs:
+                found.append((row, pairs))
+        return found
+
+    def _picture(self, row: Row, index: int, detail: Detail) -> Picture:
+        key = (row.cell, index, detail.edge, detail.quality)
+        if key not in self._encoded:
+            made = self._listed(row).get(index)
+            path = self._folder(row).image_file(index)
+            uri, gap = _data_uri(path, made.sha256, detail, *self._clip) if made else (None, "no image")
+            self._encoded[key] = Picture(row, index, self.prompts[index], uri, gap)
+        return self._encoded[key]
+
+    @property
+    def _clip(self) -> tuple[int, float]:
+        """Frames of each image, and how many are shown a second."""
+        frames, rate = (number(self.results.protocol, key) for key in ("frames", "frame_rate"))
+        return max(int(frames or 1), 1), rate if rate and 0.01 <= rate <= 1000 else 16.0
+
+    def _folder(self, row: Row) -> RowFolder:
+        return RowFolder(self.results.folder / "cells" / row.cell)
+
+    def _listed(self, row: Row) -> dict[int, MadeImage]:
+        """The row's images by their indices."""
+        if row.cell not in self._made:
+            known = self._folder(row).known_images() if is_plain_name(row.cell) else []  # a folder of this run alone
+            self._made[row.cell] = {made.index: made for made in known}
+        return self._made[row.cell]
+
+
+def _data_uri(path: Path, sha256: str, detail: Detail, frames: int, rate: float) -> tuple[str | None, str]:
+    from PIL import Image
+
+    try:
+        content = read_plain(path)
+        if hashlib.sha256(content).hexdigest() != sha256:
+            return None, "altered after generation"
+        with Image.open(io.BytesIO(content)) as source:
+            picture = source.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None, "no image"
+    if picture.height % frames:
+        return None, f"no {frames} frames"
+    height, every = picture.height // frames, -(-frames // _SHOWN)
+    shown = [
+        picture.crop((0, place * height, picture.width, (place + 1) * height)) for place in range(0, frames, every)
+    ]
+    for frame in shown:
+        frame.thumbnail((detail.edge, detail.edge), Image.Resampling.LANCZOS)
+    options: dict[str, Any] = {"quality": detail.quality, "method": 4, "use_sharp_yuv": True}
+    if frames > 1:
+        options |= {"save_all": True, "append_images": shown[1:], "duration": round(1000 * every / rate), "loop": 0}
+    stream = io.BytesIO()
+    shown[0].save(stream, "WEBP", **options)
+    return f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode('ascii')}", ""
+
+
+pass  # MOVED
+
 
 MAX_BYTES = 5 * 1000 * 1000
 _HERE = Path(__file__).parent

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elfatt_sd.config import ElfattError, PatchConfig
+from elfatt_sd.config import PatchConfig, known_method
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.protocols import PRINTED
-from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.rows import BASELINE, NULL, Row
-from elfatt_sd.evaluation.report.values import dig, setting_text
-from elfatt_sd.presets import known_method
+from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row, dig, setting_text
 
 FIGURES = dict(zip(PRINTED, (("FID ↓", 1), ("s/img", 3), ("GB/img", 2)), strict=True))
 

@@ -14,12 +14,11 @@ from torch import Tensor
 from weights import write_classifier, write_clip
 
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.generate import Images
 from elfatt_sd.evaluation.metrics import closeness
-from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
-from elfatt_sd.evaluation.metrics.choice import MetricChoice
+from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric, MetricChoice
 from elfatt_sd.evaluation.metrics.scores import Scorer, _cmmd, check_feature_metrics, load_metrics
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.row_images import Images
 from elfatt_sd.files import sha256_of_file
 
 PROMPTS = ["a cat", "a dog in the snow", "an owl"]

@@ -8,8 +8,8 @@ from draws import normal
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.intervals import Estimate
 from elfatt_sd.evaluation.metrics.neighbours import NEIGHBOURS, neighbour_figures
+from elfatt_sd.evaluation.statistics import Estimate
 
 
 def by_definition(images: Tensor, known: Tensor) -> dict[str, float]:

@@ -7,8 +7,8 @@ from fake_run import build_run, build_sweep
 from report_pages import Page
 
 from elfatt_sd.evaluation.report import charts, load_results, plots, write_report
+from elfatt_sd.evaluation.report.charts import Palette
 from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.palette import Palette
 from elfatt_sd.evaluation.report.plots import draw_plots
 
 

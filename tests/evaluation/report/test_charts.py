@@ -8,13 +8,11 @@ from PIL import Image
 from report_pages import lowest_psnr
 
 from elfatt_sd.evaluation.report import charts
-from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.palette import Palette
-from elfatt_sd.evaluation.report.plots import draw_plots
-from elfatt_sd.evaluation.report.scatter import Spot, closeness_over_time, distance_over_time, front
+from elfatt_sd.evaluation.report.charts import Palette
+from elfatt_sd.evaluation.report.data import Estimate, Results
+from elfatt_sd.evaluation.report.plots import Spot, closeness_over_time, distance_over_time, draw_plots, front
 from elfatt_sd.evaluation.report.summary import findings
 from elfatt_sd.evaluation.report.tables import main_table, study_table
-from elfatt_sd.evaluation.report.values import Estimate
 from elfatt_sd.evaluation.report.writers import to_csv, to_markdown
 
 

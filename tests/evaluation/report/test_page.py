@@ -8,11 +8,11 @@ import pytest
 from fake_run import NO_MEMORY, build_run, save
 from report_pages import Page, latex_rows, markdown_tables
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report import load_results, write_report
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.summary import headline
-from elfatt_sd.evaluation.report.terminal import terminal_summary
+from elfatt_sd.evaluation.report.writers import terminal_summary
 from elfatt_sd.evaluation.run import RunFailure, clear_disk_errors
 
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> $\\frac{ & | _x % {{ 7 * 7 }} \N{SNOWMAN}"

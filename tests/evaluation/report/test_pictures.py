@@ -8,11 +8,11 @@ from fake_run import FAILED, build_run, picture, prompt
 from PIL import Image
 from report_pages import Page
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report import load_results, page, write_report
+from elfatt_sd.evaluation.report.charts import Palette
 from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.palette import Palette
-from elfatt_sd.evaluation.report.pictures import Pictures
+from elfatt_sd.evaluation.report.page import Pictures
 from elfatt_sd.evaluation.report.plots import draw_plots
 
 

@@ -8,17 +8,15 @@ import pytest
 from fake_run import save
 from report_pages import Page, told_of
 
-from elfatt_sd.evaluation.intervals import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.evaluation.report import charts, load_results, write_report
-from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.palette import PAPER, Palette
+from elfatt_sd.evaluation.report.charts import PAPER, Palette
+from elfatt_sd.evaluation.report.data import Estimate, Results
+from elfatt_sd.evaluation.report.plots import distance_over_time
 from elfatt_sd.evaluation.report.published import comparability, comparable_words
-from elfatt_sd.evaluation.report.scatter import distance_over_time
 from elfatt_sd.evaluation.report.summary import findings, headline, recommended
 from elfatt_sd.evaluation.report.tables import main_table, more_table, study_table
-from elfatt_sd.evaluation.report.terminal import terminal_summary
-from elfatt_sd.evaluation.report.values import Estimate
-from elfatt_sd.evaluation.report.writers import to_markdown
+from elfatt_sd.evaluation.report.writers import terminal_summary, to_markdown
+from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
 
 
 def verdicts(results, *said):

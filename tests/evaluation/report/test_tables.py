@@ -9,11 +9,9 @@ from fake_run import save
 from report_pages import Page, latex_rows, lowest_psnr, markdown_tables
 
 from elfatt_sd.evaluation.report import load_results, write_report
-from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.data import Estimate, Results, shortened
 from elfatt_sd.evaluation.report.summary import findings, headline
-from elfatt_sd.evaluation.report.tables import main_table, more_table, study_table
-from elfatt_sd.evaluation.report.text import decimals_for, fixed, unit_for
-from elfatt_sd.evaluation.report.values import Estimate, shortened
+from elfatt_sd.evaluation.report.tables import decimals_for, fixed, main_table, more_table, study_table, unit_for
 from elfatt_sd.evaluation.report.writers import tex_escape, to_csv, to_latex, to_markdown
 
 

@@ -18,7 +18,7 @@ from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.variants import resolve_methods
 from elfatt_sd.cli import app
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import write_json
 from tools.pages.__main__ import main as fill
 from tools.pages.bench import fill_page, render

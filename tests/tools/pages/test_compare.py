@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
 from elfatt_sd.files import write_json

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.text import TIMES
+from elfatt_sd.evaluation.report.tables import TIMES
 from elfatt_sd.evaluation.results import FORMAT
 from tools.pages.headline import draw_headline, headline_table
 

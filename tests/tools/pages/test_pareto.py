@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.text import TO
+from elfatt_sd.evaluation.report.tables import TO
 from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
 from elfatt_sd.files import write_json
 from tools.pages.blocks import MISSING

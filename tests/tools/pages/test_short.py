@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import load_results
-from elfatt_sd.evaluation.report.text import TIMES
+from elfatt_sd.evaluation.report.tables import TIMES
 from tools.pages.evaluation import fill_page
 from tools.pages.short import short_study
 

@@ -10,7 +10,7 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from recipe_checks import check_killed_run, check_same
 from safetensors.torch import load_file
 
-from elfatt_sd.config import ElfattError
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.toy import TOY
 from elfatt_sd.toy.renderer import sample_parameters
 from tools.toy import export, growing, models, recipe, training

@@ -1,0 +1,1 @@
+"""Attention and merging on tensors alone."""

@@ -1,0 +1,473 @@
+"""Attention to a stratified random sample of the image. Pure tensors.
+
+Every query sees the same number of keys, one from each compact cell of the grid, so its cost does not grow with the
+image. Keys and values are projected for the sampled tokens alone. Queries are dealt to groups by their position
+modulo the number of groups, which is a view that turns groups into heads; `ordering.lattice_order` puts the queries
+in an order that spreads each group over the image. A relative is ToDo (arXiv:2402.13573), where all queries share
+a fixed coarse grid of keys and values.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import functional
+
+from elfatt_sd.attention import triton as kernels
+from elfatt_sd.attention.ordering import partition
+from elfatt_sd.devices import is_device_error
+from elfatt_sd.errors import ElfattError, is_out_of_memory
+
+_ALWAYS = "'native' needs no package, 'auto' takes what there is."
+GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
+GRID_FREE = ("cpu",)  # devices without such a limit
+_CUDNN_CAPABILITIES = (9, 10)  # major numbers of the cards for which PyTorch prefers cuDNN's attention
+PACKAGES = {  # of the dispatcher's backends: module, and how it is installed
+    "flash": ("flash_attn", "pip install flash-attn --no-build-isolation"),
+    "flash_hub": ("kernels", "pip install kernels"),
+    "_flash_3": ("flash_attn_interface", "build the `hopper` folder of flash-attention"),
+    "_flash_3_hub": ("kernels", "pip install kernels"),
+    "sage": ("sageattention", "pip install sageattention"),
+    "sage_hub": ("kernels", "pip install kernels"),
+    "xformers": ("xformers", "pip install xformers"),
+}
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    fp32_logits: bool = False,
+    backend: str = "native",
+) -> Tensor:
+    """Exact attention through a fused kernel: `softmax(scale * q k^T + mask) v`.
+
+    Args:
+        q: queries `[batch, queries, heads, head_dim]`.
+        k: keys `[batch, keys, heads, head_dim]`.
+        v: values, shaped as the keys.
+        scale: None is `head_dim ** -0.5`.
+        mask: boolean (True attends) or additive, broadcastable to `[batch, heads, queries, keys]`.
+        fp32_logits: compute in float32 and return the dtype of `q`; where the fused kernel does so by itself
+            (`sums_in_float32`), nothing changes.
+        backend: `native` (PyTorch), `auto` (flash-attn where it is installed and takes these tensors, else native), or
+            the name of a backend of diffusers' attention dispatcher.
+
+    Returns:
+        As the queries.
+
+    Raises:
+        ElfattError: the backend is not there or rejects these tensors.
+    """
+    if (
+        fp32_logits
+        and not sums_in_float32(q)
+        and (q.dtype != torch.float32 or torch.is_autocast_enabled(q.device.type))
+    ):
+        mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+        with torch.autocast(q.device.type, enabled=False):
+            out = softmax_attention(q.float(), k.float(), v.float(), scale=scale, mask=mask, backend=backend)
+        return out.to(q.dtype)
+    for dim in (0, 2):  # CUDA's kernels put batch and heads in grid dimensions that have a limit
+        if q.shape[dim] > GRID_LIMIT and q.device.type not in GRID_FREE:
+            return _in_turns(q, k, v, scale, mask, backend, dim)
+    if backend == "triton":  # it has no exact attention
+        backend = "native"
+    if backend == "auto":
+        backend = "flash" if mask is None and flash_takes(q) else "native"
+    if backend != "native":
+        return _dispatch(q, k, v, scale, mask, backend)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, **kernel: Any) -> Tensor:
+    """Softmax attention inside each block of consecutive tokens; the blocks tile the sequence (`partition`).
+
+    Args:
+        q: queries `[batch, tokens, heads, head_dim]`.
+        k: keys, shaped as the queries.
+        v: values, shaped as the queries.
+        block_size: wanted tokens in a block.
+        **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
+
+    Returns:
+        As the queries.
+    """
+    _no_mask(kernel)
+    blocks, _, _ = partition(q.shape[1], block_size)
+    if blocks == 1:
+        return softmax_attention(q, k, v, **kernel)
+    parts = equal_parts(q.shape[1], blocks)
+    return _join([_equal_blocks(q[:, part], k[:, part], v[:, part], size, kernel) for part, size in parts], dim=1)
+
+
+def pool_agents(q: Tensor, agents: int) -> Tensor:
+    """Average neighbouring queries (ELFATT-SD's `Pooling(Q)`); the neighbourhoods tile any length.
+
+    Args:
+        q: queries `[batch, tokens, heads, head_dim]`.
+        agents: number of agents; with more agents than tokens, every token is one.
+
+    Returns:
+        Agents `[batch, agents, heads, head_dim]`.
+    """
+    tokens = q.shape[1]
+    if agents >= tokens:
+        return q
+    parts = equal_parts(tokens, agents)
+    means = [q[:, part].reshape(q.shape[0], -1, size, *q.shape[2:]).mean(dim=2) for part, size in parts]
+    return _join(means, dim=1)
+
+
+def agent_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    agents: Tensor,
+    *,
+    query_scale: float | None = None,
+    value_shortcut: float = 0.0,
+    **kernel: Any,
+) -> Tensor:
+    """Attention through agents: `softmax(s2 Q A^T) softmax(s A K^T) V + value_shortcut * V`.
+
+    Args:
+        q: queries `[batch, tokens, heads, head_dim]`.
+        k: keys, shaped as the queries.
+        v: values, shaped as the queries.
+        agents: `[batch, agents, heads, head_dim]`.
+        query_scale: scale `s2` of the queries' softmax over agents; None is the same as the first one.
+        value_shortcut: fraction of the values that is added.
+        **kernel: `scale` (s), `fp32_logits`, `backend` of `softmax_attention`.
+
+    Returns:
+        As the queries.
+    """
+    _no_mask(kernel)
+    gathered = softmax_attention(agents, k, v, **kernel)
+    if query_scale is not None:
+        kernel = {**kernel, "scale": query_scale}
+    out = softmax_attention(q, agents, gathered, **kernel)
+    return torch.add(out, v, alpha=value_shortcut) if value_shortcut else out
+
+
+def elfatt_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    agents: int | Tensor,
+    block_size: int,
+    agent_share: float = 0.5,
+    split: str = "auto",
+    query_scale: float | None = None,
+    value_shortcut: float = 0.0,
+    **kernel: Any,
+) -> Tensor:
+    """ELFATT-SD: one part of the heads or channels attends through agents, the other inside blocks.
+
+    Args:
+        q: queries `[batch, tokens, heads, head_dim]`.
+        k: keys, shaped as the queries.
+        v: values, shaped as the queries.
+        agents: number of agents pooled from the queries, or the agents `[batch, agents, heads, head_dim]`.
+        block_size: wanted tokens in a block.
+        agent_share: fraction of the heads or channels that attend through agents.
+        split: `heads` (eq. lepe2sd), `channels` of every head (eq. lepe1sd; each part is scaled by its own size), or
+            `auto`: heads where that fraction of them is a whole number.
+        query_scale: see `agent_attention`.
+        value_shortcut: see `agent_attention`.
+        **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
+
+    Returns:
+        As the queries.
+
+    Raises:
+        ElfattError: the split is not known.
+    """
+    heads, head_dim = q.shape[2:]
+    if split == "auto":
+        split = "heads" if float(heads * agent_share).is_integer() else "channels"
+    if split == "heads":
+        dim, first = 2, round(heads * agent_share)
+    elif split == "channels":
+        dim, first = 3, _channels_for_agents(head_dim, agent_share)
+    else:
+        raise ElfattError(f"split={split!r} is not known; accepted: auto, heads, channels.")
+    sizes = [first, q.shape[dim] - first]
+    (qa, qb), (ka, kb), (va, vb) = (torch.split(x, sizes, dim=dim) for x in (q, k, v))
+    done = []
+    if sizes[0]:
+        own = agents.narrow(dim, 0, first) if isinstance(agents, Tensor) else pool_agents(qa, agents)
+        done.append(agent_attention(qa, ka, va, own, query_scale=query_scale, value_shortcut=value_shortcut, **kernel))
+    if sizes[1]:
+        done.append(block_attention(qb, kb, vb, block_size, **kernel))
+    return _join(done, dim)
+
+
+def equal_parts(tokens: int, count: int) -> list[tuple[slice, int]]:
+    """Cut a sequence in `count` runs as `partition` does: where the runs of one size lie, and that size."""
+    base, larger = tokens // count, tokens % count
+    cut = larger * (base + 1)
+    return [(slice(0, cut), base + 1), (slice(cut, None), base)] if larger else [(slice(None), base)]
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate, without a copy where there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _channels_for_agents(head_dim: int, share: float) -> int:
+    """Split a head's channels, both parts a multiple of 8 (what fused kernels need) where that is near the share."""
+    if share in (0, 1):
+        return int(head_dim * share)
+    for unit in (8, 4, 2):
+        first = unit * round(head_dim * share / unit)
+        if head_dim % unit == 0 and 0 < first < head_dim and abs(first / head_dim - share) <= 1 / 8:
+            return first
+    return min(max(round(head_dim * share), 1), head_dim - 1)
+
+
+def _equal_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, kernel: dict[str, Any]) -> Tensor:
+    """Attend inside blocks of one size, all in one call with the blocks in the batch dimension."""
+    blocks = (x.reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
+    return softmax_attention(*blocks, **kernel).reshape(q.shape)
+
+
+def _in_turns(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, backend: str, dim: int
+) -> Tensor:
+    """Attend in several calls, each of as many rows (dimension 0) or heads (dimension 2) as a kernel's grid takes."""
+    pieces = list(zip(*(torch.split(x, GRID_LIMIT, dim) for x in (q, k, v)), strict=True))
+    masks: list[Tensor | None] = [mask] * len(pieces)
+    axis = {0: -4, 2: -3}[dim]  # of the mask, which may lack its first dimensions
+    if mask is not None and mask.ndim >= -axis and mask.shape[axis] > 1:
+        masks = list(torch.split(mask, GRID_LIMIT, axis))
+    parts = (
+        softmax_attention(*piece, scale=scale, mask=own, backend=backend)
+        for piece, own in zip(pieces, masks, strict=True)
+    )
+    return torch.cat(list(parts), dim)
+
+
+def _no_mask(kernel: dict[str, Any]) -> None:
+    if kernel.get("mask") is not None:
+        raise ElfattError("mask is not accepted by approximate attention; use softmax_attention for masked layers.")
+
+
+def sums_in_float32(q: Tensor) -> bool:
+    """Whether the fused kernels for tensors like this one keep logits and sums in float32 by themselves."""
+    half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    return q.device.type == "cuda" and half and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def flash_takes(q: Tensor) -> bool:
+    """Whether flash-attn is installed, takes tensors like this one, and is not slower than PyTorch's own kernels.
+
+    On Hopper and on Blackwell's data centre cards PyTorch takes cuDNN's attention, which is faster than flash-attn 2.
+    """
+    if not sums_in_float32(q) or torch.cuda.get_device_capability(q.device)[0] in _CUDNN_CAPABILITIES:
+        return False
+    try:
+        from diffusers.models import attention_dispatch
+    except ImportError:  # diffusers before 0.35
+        return False
+    return bool(attention_dispatch._CAN_USE_FLASH_ATTN)
+
+
+def make_ready(backend: str) -> None:
+    """Check that a backend's package is there, and fetch its kernel from the Hub, once; a call of it does neither.
+
+    Raises:
+        ElfattError: it is not there, or the kernel cannot be fetched.
+    """
+    if backend in ("auto", "native"):
+        return
+    if backend == "triton":
+        return kernels.check_there()
+    name = _backend_named(backend)
+    from diffusers.models import attention_dispatch
+
+    fetch = getattr(attention_dispatch, "_maybe_download_kernel_for_backend", None)
+    try:
+        attention_dispatch._check_attention_backend_requirements(name)
+        if fetch is not None:
+            fetch(name)
+    except Exception as error:  # whatever the Hub, or a package, raises
+        raise _missing(backend) or ElfattError(
+            f"attention_backend={backend!r} cannot be used ({_in_one_line(error)}). {_ALWAYS}"
+        ) from error
+
+
+def _backend_named(backend: str) -> Any:
+    """Return the dispatcher's backend of a name."""
+    try:
+        from diffusers.models.attention_dispatch import AttentionBackendName
+    except ImportError as error:
+        raise ElfattError(f"attention_backend={backend!r} needs diffusers 0.35; pip install -U diffusers.") from error
+    try:
+        return AttentionBackendName(backend)
+    except ValueError as error:
+        accepted = ", ".join(known.value for known in AttentionBackendName)
+        raise ElfattError(f"attention_backend={backend!r} is not known; accepted: native, auto, {accepted}.") from error
+
+
+def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, backend: str) -> Tensor:
+    """Attend through a backend of diffusers' dispatcher."""
+    name = _backend_named(backend)
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    try:
+        return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=name)
+    except Exception as error:
+        if is_out_of_memory(error) or is_device_error(error):  # of any kernel before, which the device tells of late
+            raise
+        tensors = f"{str(q.dtype).removeprefix('torch.')} tensors with head size {q.shape[-1]} on {q.device.type}"
+        raise _missing(backend) or ElfattError(
+            f"attention_backend={backend!r} does not take {tensors} ({_in_one_line(error)}). {_ALWAYS}"
+        ) from error
+
+
+def _missing(backend: str) -> ElfattError | None:
+    """Return the error that says which package a backend lacks; None where it is installed."""
+    package, install = PACKAGES.get(backend, ("torch", ""))
+    if importlib.util.find_spec(package) is not None:
+        return None
+    return ElfattError(f"attention_backend={backend!r} needs {package}, which is not installed: {install}. {_ALWAYS}")
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+pass  # MOVED
+
+
+class Part(NamedTuple):
+    """What queries gather from one part of the keys.
+
+    Attributes:
+        mixed: the part's own softmax times its values, `[B, Q, H, D]`.
+        total: log-sum-exp `[B, Q, H]` of its logits, in float32 at least.
+    """
+
+    mixed: Tensor
+    total: Tensor
+
+    def weighted(self, log_weight: Tensor | float) -> Part:
+        """Let every key stand for `exp(log_weight)` of them."""
+        return Part(self.mixed, self.total + log_weight)
+
+    def joined(self, other: Part) -> Part:
+        """Return the softmax over the keys of both."""
+        weight = torch.sigmoid(other.total - self.total).unsqueeze(3).to(self.mixed.dtype)
+        return Part(torch.lerp(self.mixed, other.mixed, weight), torch.logaddexp(self.total, other.total))
+
+    def view(self, shape: tuple[int, ...] | torch.Size) -> Part:
+        """Return the same queries arranged as `[B, Q, H, D]` of another shape."""
+        return Part(self.mixed.reshape(shape), self.total.reshape(shape[:3]))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, bias: Tensor | None = None) -> Part:
+    """Attend to one part of the keys through a fused kernel; with gradients, through plain operations.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        scale: of the logits; None is `head_dim ** -0.5`.
+        bias: added to the logits, `[B or 1, 1, Q or 1, K]`, in the queries' dtype. Its entries are finite
+            (`excluded`): the kernels' log-sum-exps of a row of `-inf` are not.
+    """
+    for dim in (0, 2):  # CUDA's kernels put batch and heads in grid dimensions that have a limit
+        if q.shape[dim] > GRID_LIMIT and q.device.type not in GRID_FREE:
+            return _attend_in_turns(q, k, v, scale, bias, dim)
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # the kernels' own calls do not check it
+    learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    fused = {"cpu": _fused_cpu, "cuda": _fused_cuda}.get(q.device.type)
+    if learning or fused is None or q.dtype == torch.float64:  # the log-sum-exp of fused kernels has no gradient
+        fused = _unfused
+    mixed, total = fused(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, scale)
+    return Part(mixed.transpose(1, 2), total[:, :, : q.shape[1]].transpose(1, 2).contiguous())
+
+
+def key_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Turn a mask of keys `[B, K]`, True where one counts or what is added to its logits, into the bias of `attend`."""
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        return mask.to(dtype).clamp(min=excluded(dtype))[:, None, None, :]
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return bias.masked_fill_(~mask, excluded(dtype))[:, None, None, :]
+
+
+def excluded(dtype: torch.dtype) -> float:
+    """Return the bias that excludes a key; finite, so that a part without any key weighs nothing and is not NaN."""
+    return torch.finfo(dtype).min / 2
+
+
+def _attend_in_turns(q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias: Tensor | None, dim: int) -> Part:
+    pieces = list(zip(*(torch.split(x, GRID_LIMIT, dim) for x in (q, k, v)), strict=True))
+    biases = [bias] * len(pieces)
+    if bias is not None and dim == 0:
+        biases = list(torch.split(bias.expand(len(q), -1, -1, -1), GRID_LIMIT))
+    parts = [attend(*piece, scale=scale, bias=own) for piece, own in zip(pieces, biases, strict=True)]
+    return Part(torch.cat([part.mixed for part in parts], dim), torch.cat([part.total for part in parts], dim))
+
+
+def _unfused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    precision = torch.promote_types(q.dtype, torch.float32)
+    logits = q.to(precision) @ k.to(precision).transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    logits = logits if bias is None else logits + bias
+    return logits.softmax(dim=3).to(v.dtype) @ v, logits.logsumexp(dim=3)
+
+
+def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=bias, scale=scale
+    )
+    return out
+
+
+def _fused_cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if ampere and bias is None and q.dtype != torch.float32 and q.shape[3] % 8 == 0 and q.shape[3] <= 256:
+        out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+        return out[0], out[1]
+    if bias is not None:  # the kernel wants rows that start at multiples of 16 bytes
+        room = -bias.shape[3] % 16
+        bias = functional.pad(bias, (0, room))[..., : bias.shape[3]].expand(*q.shape[:2], q.shape[2], -1)
+    out = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
+    return out[0], out[1]
+
+
+pass  # MOVED
+
+
+def sampled_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, **kernel: Any) -> Tensor:
+    """Softmax attention of each group of queries to its own sample: `softmax(s q_n K_g^T) V_g`, `g = n mod groups`.
+
+    Args:
+        q: queries `[batch, tokens, heads, head_dim]`; a copy is made where the groups do not divide them.
+        k: keys `[batch, samples * groups, heads, head_dim]`; those of group g are at g, g + groups, ...
+        v: values, shaped as the keys.
+        groups: divides the keys.
+        **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
+
+    Returns:
+        As the queries.
+    """
+    batch, tokens, heads, size = q.shape
+    missing = -tokens % groups
+    padded = functional.pad(q, (0, 0, 0, 0, 0, missing)) if missing else q
+    grouped = (batch, -1, groups * heads, size)
+    mixed = softmax_attention(*(x.reshape(grouped) for x in (padded, k, v)), **kernel).reshape(padded.shape)
+    return mixed[:, :tokens]

@@ -1,0 +1,179 @@
+"""The launch of the kernel of `sampled`: what it is given, and its sizes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from elfatt_sd.attention.joint import Keys, near_cells
+from elfatt_sd.attention.softmax import Part, key_bias
+from elfatt_sd.attention.triton.arrangement import Arrangement
+
+# mypy: disable-error-code="no-untyped-def"
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _seen(q, most, total, mixed, k, v, k_stride, v_stride, start, end, step, first, bias, scale, log_weight, own,
+          cells, larger, log_larger, HAS_BIAS: tl.constexpr, CELLS: tl.constexpr, D: tl.constexpr, BK: tl.constexpr,
+          BD: tl.constexpr):  # fmt: skip
+    channel = tl.arange(0, BD)
+    for begin in range(start, end, BK):
+        index = begin + tl.arange(0, BK)
+        inside = index < end
+        place = (first + index * step).to(tl.int64)
+        loaded = inside[:, None] & (channel[None, :] < D)
+        keys = tl.load(k + place[:, None] * k_stride + channel[None, :], mask=loaded, other=0.0)
+        values = tl.load(v + place[:, None] * v_stride + channel[None, :], mask=loaded, other=0.0)
+        logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale + log_weight
+        if HAS_BIAS:
+            logits += tl.load(bias + index, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if CELLS:  # the own cell was seen; a larger one has a token more for each that is drawn
+            cell = index % cells
+            logits = tl.where(cell[None, :] == own[:, None], -float("inf"), logits)
+            logits += tl.where(cell < larger, log_larger, 0.0)[None, :]
+        logits = tl.where(inside[None, :], logits, -float("inf"))
+        now = tl.maximum(most, tl.max(logits, 1))
+        now_finite = tl.where(now == -float("inf"), 0.0, now)
+        part = tl.exp(logits - now_finite[:, None])
+        shrunk = tl.exp(most - now_finite)
+        total = total * shrunk + tl.sum(part, 1)
+        mixed = mixed * shrunk[:, None] + tl.dot(part.to(values.dtype), values, input_precision="ieee")
+        most = now
+    return most, total, mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def kernel(q, k, v, out, order, seen, seen_total, text_k, text_v, text_bias,
+           q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
+           tk_batch, tk_token, tk_head, tv_batch, tv_token, tv_head, bias_batch,
+           queries, keys, texts, heads, q_group, q_step, k_group, k_step, tokens, cells, larger,
+           scale, log_weight, log_text, log_larger,
+           ORDERED: tl.constexpr, SEEN: tl.constexpr, TEXT: tl.constexpr, BIAS: tl.constexpr, CELLS: tl.constexpr,
+           D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """Attend from a block of a group's queries: program `(block, group, batch and head)`."""
+    group, batch, head = tl.program_id(1), tl.program_id(2) // heads, tl.program_id(2) % heads
+    index, channel = tl.program_id(0) * BQ + tl.arange(0, BQ), tl.arange(0, BD)
+    place = group * q_group + index * q_step
+    inside = (index < queries) & (place < tokens)
+    token = tl.load(order + place, mask=inside, other=0).to(tl.int64) if ORDERED else place.to(tl.int64)
+    whole = inside[:, None] & (channel[None, :] < D)
+    at = batch.to(tl.int64) * q_batch + token[:, None] * q_token + head * q_head + channel[None, :]
+    query = tl.load(q + at, mask=whole, other=0.0)
+    at = batch.to(tl.int64) * out_batch + token[:, None] * out_token + head * out_head + channel[None, :]
+    if SEEN:
+        most = tl.load(seen_total + (batch.to(tl.int64) * tokens + token) * heads + head, mask=inside, other=0.0)
+        total = tl.full([BQ], 1.0, tl.float32)
+        mixed = tl.load(seen + at, mask=whole, other=0.0).to(tl.float32)
+    else:
+        most = tl.full([BQ], -float("inf"), tl.float32)
+        total = tl.zeros([BQ], tl.float32)
+        mixed = tl.zeros([BQ, BD], tl.float32)
+    own = index % cells
+    most, total, mixed = _seen(
+        query, most, total, mixed, k + batch.to(tl.int64) * k_batch + head * k_head,
+        v + batch.to(tl.int64) * v_batch + head * v_head, k_token, v_token, 0, keys, k_step, group * k_group, text_bias,
+        scale, log_weight, own, cells, larger, log_larger, False, CELLS, D, BK, BD)  # fmt: skip
+    if TEXT:
+        most, total, mixed = _seen(
+            query, most, total, mixed, text_k + batch.to(tl.int64) * tk_batch + head * tk_head,
+            text_v + batch.to(tl.int64) * tv_batch + head * tv_head, tk_token, tv_token, 0, texts, 1, 0,
+            text_bias + batch * bias_batch, scale, log_text, own, cells, larger, log_larger, BIAS, False, D, BK,
+            BD)  # fmt: skip
+    tl.store(out + at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
+
+
+pass  # MOVED
+
+# By the channels that a head is padded to: keys in a block, warps and stages, such that nothing spills on sm_80, sm_89,
+# sm_90 and sm_120 (`python benchmarks/kernels.py`).
+_SIZES = {64: (64, 4, 3), 128: (64, 8, 1), 256: (32, 8, 2)}
+
+
+def sizes(head_size: int) -> tuple[dict[str, int], dict[str, int]]:
+    padded = max(16, 1 << (head_size - 1).bit_length())
+    keys, warps, stages = _SIZES[min(max(padded, 64), 256)]
+    return {"D": head_size, "BQ": 64, "BK": keys, "BD": padded}, {"num_warps": warps, "num_stages": stages}
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arranged: Arrangement,
+    *,
+    order: Tensor | None = None,
+    log_weight: float = 0.0,
+    seen: Part | None = None,
+    context: Keys | None = None,
+    log_context: float = 0.0,
+) -> Tensor:
+    """Attend from each group of queries to its own keys, to what was seen already, and to the context."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    batch, tokens, heads, head_size = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    text_k, text_v, bias = (k, v, None) if context is None else (context.k, context.v, key_bias(context.mask, q.dtype))
+    text_k, text_v = (x if x.stride(3) == 1 else x.contiguous() for x in (text_k, text_v))
+    if bias is not None:
+        bias = bias.expand(batch, -1, -1, -1).reshape(batch, -1).contiguous()
+    dummy = q
+    pointers = (q, k, v, out, dummy if order is None else order, *((dummy, dummy) if seen is None else seen))
+    strides = [each.stride(dim) for each in (q, k, v, out, text_k, text_v) for dim in (0, 1, 2)]
+    texts = 0 if context is None else text_k.shape[1]
+    numbers: tuple[int, ...] = (arranged.queries, arranged.keys, texts, heads, arranged.group, arranged.step)
+    numbers += (arranged.key_group, arranged.step, tokens, max(arranged.cells, 1), arranged.larger)
+    logits = (head_size**-0.5, log_weight, log_context, arranged.log_larger)
+    blocks, options = sizes(head_size)
+    flags = {"ORDERED": order is not None, "SEEN": seen is not None, "TEXT": context is not None}
+    flags |= {"BIAS": bias is not None, "CELLS": arranged.cells > 0}
+    grid = (-(-arranged.queries // blocks["BQ"]), arranged.groups, batch * heads)
+    launch: Any = kernel[grid]
+    text = (text_k, text_v, dummy if bias is None else bias)
+    launch(
+        *pointers,
+        *text,
+        *strides,
+        0 if bias is None else bias.stride(0),
+        *numbers,
+        *logits,
+        **flags,
+        **blocks,
+        **options,
+    )
+    return out
+
+
+def sampled(
+    q: Tensor, k: Tensor, v: Tensor, groups: int, *, order: Tensor | None, stands_for: float, context: Keys | None
+) -> Tensor:
+    """Do what `joint.sampled_joint_attention` does, with queries in their places."""
+    arranged = Arrangement.sampled(q.shape[1], k.shape[1], groups)
+    if context is None:
+        return attend(q, k, v, arranged, order=order)
+    log_context = math.log(context.stands_for)
+    weight = math.log(stands_for)
+    return attend(q, k, v, arranged, order=order, log_weight=weight, context=context, log_context=log_context)
+
+
+def cells(
+    q: Tensor, k: Tensor, v: Tensor, count: int, groups: int, *, weighted: bool = True, context: Keys | None = None
+) -> Tensor:
+    """Do what `joint.cell_joint_attention` does; the own cell is seen first, through PyTorch's kernel."""
+    tokens = q.shape[1]
+    arranged = Arrangement.cells_of(tokens, count, groups, weighted)
+    log_weight = math.log(groups) if weighted else 0.0
+    log_context = 0.0 if context is None else math.log(context.stands_for)
+    near = near_cells(q, k, v, count)
+    given: dict[str, Any] = {"log_weight": log_weight, "context": context, "log_context": log_context}
+    matrix = tokens - arranged.larger
+    parts = [slice(0, matrix)] + [slice(matrix, None)] * bool(arranged.larger)
+    done = []
+    for part in parts:  # the tokens left over see what the first group sees
+        seen = Part(near.mixed[:, part].contiguous(), near.total[:, part].contiguous())
+        own = arranged if part.start == 0 else arranged._replace(groups=1, queries=arranged.larger)
+        done.append(attend(q[:, part], k, v, own, seen=seen, **given))
+    return done[0] if len(done) == 1 else torch.cat(done, 1)

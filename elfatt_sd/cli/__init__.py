@@ -1,0 +1,309 @@
+"""The command line: parse, call, print. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elfatt_sd import __version__
+from elfatt_sd.cli.console import Chosen, OneLineErrors, from_file, lazy_group, quiet_libraries, takes_patch
+from elfatt_sd.cli.options import MODELS, Height, Json, Model, Source, Width, takes_drawing, takes_source
+from elfatt_sd.cli.output import print_findings, print_plan, print_summary, print_trial, progress, python_lines
+from elfatt_sd.cli.tune import tune
+from elfatt_sd.config import METHODS, PatchConfig, known_method
+from elfatt_sd.devices import keep_freed_memory
+from elfatt_sd.drawing.studio import Request, check_quoted, check_sizes, read_prompts
+from elfatt_sd.errors import ElfattError, need
+from elfatt_sd.files import check_writable
+from elfatt_sd.sizes import SHAPE_NAMES
+from elfatt_sd.toy import EMBEDDED, PROMPT
+from elfatt_sd.visualize.looks import Asked
+
+if TYPE_CHECKING:
+    from elfatt_sd.drawing.studio import Result, Studio
+
+app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
+app.add_typer(
+    lazy_group("elfatt_sd.cli.evaluation:app"), name="eval", help="Measure quality, time and memory of methods."
+)
+app.add_typer(lazy_group("elfatt_sd.cli.bench:app"), name="bench", help="Time and memory, side by side in one run.")
+
+EXPLAIN = "Draw once more and show what a layer does: merged tokens, keys of a query, agents, blocks, error."
+MEASURED_CALLS = 20  # of every layer, by --autotune
+
+
+def main() -> None:
+    """Run the command line."""
+    for variable, level in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "99")):
+        os.environ.setdefault(variable, level)  # of PyTorch's libraries, which read it when they are loaded
+    keep_freed_memory()
+    app(prog_name="elfatt-sd")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"elfatt-sd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False,
+) -> None:
+    """Faster Stable Diffusion without training, and what it costs."""
+
+
+@app.command()
+@takes_patch
+@takes_source()
+@takes_drawing
+def generate(
+    chosen: Chosen,
+    drawing: dict[str, Any],
+    source: Any,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts to draw.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
+    model: Model = "toy",
+    seed: Annotated[int, typer.Option(help="Seed of each prompt's first image; the next ones count up.")] = 0,
+    num_images: Annotated[int, typer.Option(help="Images for each prompt.")] = 1,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the images.")] = Path("outputs"),
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Draw untouched and patched images, side by side.")
+    ] = False,
+    each: Annotated[bool, typer.Option("--each", help="Accept prompts of one word: draw each one.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN)] = False,
+    layer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="--explain: a layer as `patch --json` lists them, or with *.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="--explain: a timestep, from 1; one of each phase if not given.")
+    ] = None,
+    at: Annotated[
+        str, typer.Option(metavar="X,Y", help="--explain: point of the image, whose query is followed.")
+    ] = "0.5,0.5",
+) -> None:
+    """Draw images, each a PNG with its settings inside and a JSON file next to it."""
+    words = list(prompts or ())
+    if not each:
+        check_quoted(words, "elfatt-sd generate")
+    prompts = [*words, *(read_prompts(prompt_file) if prompt_file else ())]
+    if not prompts:
+        raise ElfattError("there is no prompt; give one, such as 'a red star', or --prompt-file FILE.")
+    asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
+    request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
+    check_writable(out)
+    looking = _explaining(explain, chosen, layer, step, at)
+    pipe = source(model).load_for(request)
+
+    from elfatt_sd.drawing.studio import Studio
+
+    results = []
+    studio = Studio(pipe, request, out)
+    images = request.num_images * len(prompts)
+    with progress(images, 2 * images + 1 if compare else images) as (studio.on_step, on_image):
+        for result in studio.results():
+            results.append(result.without_picture())  # there may be more than memory holds
+            on_image(result)
+    print_summary(results)
+    if explain:
+        _explain(studio, results, looking)
+
+
+def _explaining(explain: bool, chosen: Chosen, layer: str | None, step: int | None, at: str) -> Asked:
+    """Check what to look at, before anything is drawn."""
+    asked = Asked.read(layer, step, at)
+    if explain and not chosen.config.active:
+        raise ElfattError(f"method={chosen.config.method!r} changes nothing to explain; give another method.")
+    if explain:
+        need("--explain", "matplotlib")
+    return asked
+
+
+def _explain(studio: Studio, results: list[Result], asked: Asked) -> None:
+    """Draw each image once more, watched, and print where what was seen lies."""
+    from elfatt_sd.visualize.drawing import explain
+
+    studio.on_step = lambda step, steps: None
+    for path in explain(studio, results, asked):
+        print(path)
+
+
+@app.command(name="try")
+@takes_source()
+@takes_drawing
+def try_methods(
+    drawing: dict[str, Any],
+    source: Any,
+    model: Annotated[str | None, typer.Argument(help=f"{MODELS}.", show_default="toy")] = None,
+    prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="The prompt to draw.")] = None,
+    models: Annotated[list[str] | None, typer.Option("--model", help="Another model; several times.")] = None,
+    prompts: Annotated[list[str] | None, typer.Option("--prompt", help="Another prompt; several times.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of all images.")] = 0,
+    rounds: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            autocompletion=lambda: list(METHODS),
+            help=f"One of {', '.join(METHODS)}, or package.module:Class; several times, or all if none is given.",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the strip and its JSON.")] = Path("outputs"),
+) -> None:
+    """Draw a prompt with every method: a strip, times, closeness, and which method to use here.
+
+    Of several prompts or models, a sheet: untouched, the fastest method and the closest one, as the first prompt shows.
+    """
+    words = [" ".join(prompt)] if prompt else []
+    all_prompts, all_models = [*words, *(prompts or ())] or [PROMPT], [*([model] if model else []), *(models or ())]
+    sources = {name: source(name) for name in all_models or ["toy"]}
+    request = Request((all_prompts[0],), PatchConfig.preset("sd"), model=next(iter(sources)), seed=seed, **drawing)
+    if rounds < 1:
+        raise ElfattError(f"rounds={rounds} is not accepted; give a whole number of at least 1.")
+    chosen: list[str] = [known_method(method) for method in methods or METHODS]
+    check_writable(out)
+    if len(sources) > 1 or len(all_prompts) > 1:
+        _draw_sheet(sources, all_prompts, chosen, rounds, {"seed": seed, **drawing}, out)
+        return
+    pipe = sources[request.model].load_for(request)
+
+    from elfatt_sd.drawing.compare import Trial
+
+    trial = Trial(pipe, request, chosen, rounds)
+    interrupted = False
+    with progress(trial.images) as (on_step, on_image):
+        try:
+            for shot in trial.run(on_step):
+                on_image(shot)
+        except KeyboardInterrupt:
+            interrupted = True
+    if trial.rows:
+        print_trial(trial, trial.write(out))
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _draw_sheet(
+    sources: dict[str, Source], prompts: list[str], methods: list[str], rounds: int, settings: dict[str, Any], out: Path
+) -> None:
+    for each in sources.values():
+        each.check()
+
+    from elfatt_sd.drawing.compare import Sheet
+
+    sheet = Sheet(
+        lambda request: sources[request.model].load_for(request), list(sources), prompts, methods, rounds, **settings
+    )
+    with progress(sheet.images) as (on_step, on_image):
+        for image in sheet.run(on_step):
+            on_image(image)
+    print("\n".join(sheet.summary()))
+    print(sheet.write(out))
+
+
+@app.command()
+@takes_patch
+@takes_source("cpu")
+def patch(
+    chosen: Chosen,
+    source: Any,
+    model: Annotated[
+        str,
+        typer.Argument(help=f"{MODELS}; {', '.join(SHAPE_NAMES)} load nothing."),
+    ] = "toy",
+    height: Height = None,
+    width: Width = None,
+    as_json: Json = False,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the configuration as JSON.")] = None,
+) -> None:
+    """Show what would be patched, layer by layer, and the Python lines that do it."""
+    check_sizes(height, width)
+    if save is not None:
+        if save.exists():
+            raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
+        check_writable(save.parent, f"save={str(save)!r}")
+    from_where: Source = source(model)
+    if model in SHAPE_NAMES:
+        pipe = _sketch(from_where, chosen.autotune)
+    else:
+        from_where.check()
+        pipe = from_where.load()
+
+    from elfatt_sd.patch import plan
+
+    planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
+    if save is not None:
+        chosen.config.save(save)
+    saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
+    lines = python_lines(from_where, saved or chosen.arguments)
+    if as_json:
+        print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
+        return
+    print_plan(planned)
+    print("\nIn Python:\n\n" + "\n".join(f"    {line}" for line in lines))
+
+
+app.command()(tune)
+
+
+@app.command()
+def demo(
+    model: Annotated[list[str] | None, typer.Option(help="Model to choose from; may be given several times.")] = None,
+    method: Annotated[str, typer.Option(help="Method that is chosen at first.")] = "elfatt-fast",
+    steps: Annotated[int, typer.Option(min=1, max=50, help="Denoising steps that are chosen at first.")] = 12,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of the page, which only this machine can open.")
+    ] = 7860,
+    browse: Annotated[bool, typer.Option("--browse", help="Open the page in a browser.")] = False,
+) -> None:
+    """Serve a page that draws untouched and patched images side by side; Ctrl-C ends it."""
+    need("elfatt-sd demo", "gradio")
+    known_method(method)
+    from elfatt_sd.loading import check_model, load_pipeline
+
+    for name in model or ():
+        check_model(name)
+    quiet_libraries()
+    from elfatt_sd.drawing.demo import Demo, make_page
+
+    page = make_page(Demo(load_pipeline), model or list(EMBEDDED), method, steps)
+    print(f"http://127.0.0.1:{port}  (Ctrl-C ends it)")
+    try:
+        page.launch(server_name="127.0.0.1", server_port=port, share=False, inbrowser=browse, quiet=True)
+    except OSError as error:
+        raise ElfattError(f"port={port} is taken; give another one, such as --port {port + 1}.") from error
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Tell what this machine has and what is missing; exit code 1 if something needed is missing."""
+    from elfatt_sd.drawing.doctor import examine, healthy
+
+    sections = examine()
+    if as_json:
+        data = {name: [finding.to_dict() for finding in findings] for name, findings in sections.items()}
+        print(json.dumps({"healthy": healthy(sections), **data}, indent=2))
+    else:
+        print_findings(sections)
+    if not healthy(sections):
+        raise typer.Exit(1)
+
+
+def _sketch(source: Source, autotune: bool) -> Any:
+    from elfatt_sd.families.shapes import sketch
+
+    model = source.model
+    if autotune:
+        raise ElfattError(
+            f"model={model!r} is a shape without weights, which --autotune cannot measure; give a model, or time the "
+            f"shape with elfatt-sd bench denoiser --model {model} --autotune."
+        )
+    quiet_libraries()
+    return sketch(model)

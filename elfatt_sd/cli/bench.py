@@ -1,0 +1,269 @@
+"""`elfatt-sd bench`: parse, call `elfatt_sd.benchmarking`, print."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elfatt_sd import errors as checks
+from elfatt_sd.benchmarking.names import ALONE, PEER
+from elfatt_sd.benchmarking.variants import Size, check_method, height_and_width, read_size, varied
+from elfatt_sd.cli.console import FAILURE, adds_options, name_and_value, optional, output, quiet_libraries
+from elfatt_sd.cli.options import MODELS, Device, Dtype, Variant
+from elfatt_sd.cli.preflight import check_device, check_sizes, check_steps
+from elfatt_sd.config import METHODS, PatchConfig
+from elfatt_sd.errors import ElfattError, need
+from elfatt_sd.loading import check_model, check_names
+from elfatt_sd.peers import PEERS
+from elfatt_sd.progress import Forecast, progress_of
+from elfatt_sd.sizes import SHAPE_NAMES, UNET_NAMES
+
+if TYPE_CHECKING:
+    from elfatt_sd.benchmarking.record import Session
+
+app = typer.Typer(no_args_is_help=True)
+
+Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
+Sizes = Annotated[
+    list[str],
+    typer.Option("--size", help="Side of the images in pixels, or 832x480, width first; may be given several times."),
+]
+ONE_OF = (
+    "One of {}, a saved FILE.json, or package.module:Class; with settings as in elfatt-fast:block_size=512,levels=2; "
+    "several times, or the benchmark's own set."
+)
+CallMethods = Annotated[
+    list[str] | None, typer.Option("--method", help=ONE_OF.format(", ".join((*METHODS, PEER, *ALONE))))
+]
+RunMethods = Annotated[
+    list[str] | None, typer.Option("--method", help=ONE_OF.format(", ".join((*METHODS, *PEERS, *ALONE))))
+]
+Model = Annotated[str, typer.Option(help=f"{', '.join(SHAPE_NAMES)} (random weights), {MODELS}.")]
+PipelineModel = Annotated[str, typer.Option(help=f"{', '.join(UNET_NAMES)} (random weights), {MODELS}.")]
+Ratio = Annotated[float | None, typer.Option(help="Fraction of the tokens that are merged, for all that merge.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
+Batch = Annotated[int, typer.Option(help="Images at a time.")]
+Rows = Annotated[int, typer.Option("--batch", help="Rows of a UNet's batch: two for each image with guidance.")]
+Repeats = Annotated[int, typer.Option(help="Rounds that count.")]
+MaxSeconds = Annotated[float, typer.Option(help="Leave out what is expected to take longer for one call.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Time all but other packages through torch.compile too.")]
+Autotune = Annotated[
+    bool, typer.Option("--autotune", help="Time every method also with only those layers patched that it makes faster.")
+]
+Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Also measure the peak memory.")]
+MemoryBatch = Annotated[
+    list[int] | None,
+    typer.Option(
+        help="Rows at which the peak is measured, two such batches for the growth; if not given --batch and twice that."
+    ),
+]
+Seconds = Annotated[float, typer.Option(help="Start no further round past this time, for each size.")]
+Steps = Annotated[int, typer.Option(help="Denoising steps.")]
+SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "out": optional(
+        Path, metavar="DIR", help="Folder for JSON, a Markdown table and a plot; earlier ones are replaced."
+    ),
+    "name": optional(str, help="Of those files, if not the benchmark's."),
+    "as_markdown": optional(bool, "--markdown", help="Print the table as Markdown, as it stands in the file."),
+}
+
+
+def build_session(out: Path | None, name: str | None, as_markdown: bool | None) -> Callable[[], Session]:
+    """Check the folder, and return what makes the place where results go, which needs PyTorch.
+
+    Raises:
+        ElfattError: the folder cannot be written, or the name is not a file name.
+    """
+    from elfatt_sd.files import check_writable
+
+    if name is not None and (out is None or Path(name).name != name):
+        raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
+    if out is not None:
+        check_writable(out)
+
+    def make() -> Session:
+        from elfatt_sd.benchmarking.record import Session
+
+        return Session(out, name, shlex.join(["elfatt-sd", *sys.argv[1:]]), markdown=bool(as_markdown))
+
+    return make
+
+
+takes_session = adds_options("session", SESSION_OPTIONS, build_session)
+
+
+@app.command()
+@takes_session
+def layer(
+    session: Any,
+    tokens: Tokens = [4096, 16384],  # noqa: B006
+    batch: Rows = 2,
+    repeats: Repeats = 5,
+    block_size: BlockSize = 128,
+    max_seconds: MaxSeconds = float("inf"),
+    memory: Memory = True,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """One self-attention layer of SD 1.5's finest level, attention alone and with its projections."""
+    options = {"batch": batch, "repeats": repeats, "block_size": block_size, "max_seconds": max_seconds}
+    _run("layer", session, tokens=tokens, memory=memory, device=device, dtype=dtype, **options)
+
+
+@app.command()
+@takes_session
+def denoiser(
+    session: Any,
+    model: Model = "sd15",
+    sizes: Sizes = ["512", "1024"],  # noqa: B006
+    methods: CallMethods = None,
+    ratio: Ratio = None,
+    batch: Rows = 2,
+    repeats: Repeats = 5,
+    seconds: Seconds = float("inf"),
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    compile: Compile = False,
+    autotune: Autotune = False,
+    memory: Memory = True,
+    memory_batch: MemoryBatch = None,
+    variant: Variant = None,
+) -> None:
+    """One call of a UNet or transformer in every phase of every method, added up over a run."""
+    chosen = [*map(read_size, sizes)]
+    _check(model, variant, device, dtype, chosen)
+    if memory_batch and not memory:
+        raise ElfattError("--memory-batch is not accepted with --no-memory; leave one of them out.")
+    if compile and autotune:
+        raise ElfattError("--autotune is not accepted with --compile; compiled layers cannot be measured.")
+    checks.whole("memory_batch", min(memory_batch or [1]), 1)
+    options = {"batch": batch, "repeats": repeats, "seconds": seconds, **_given(ratio=ratio, variant=variant)}
+    options |= {"model": model, "sizes": chosen, "methods": methods, "memory": memory_batch if memory else []}
+    options |= {"compile": compile, "autotune": autotune}
+    _run("unet", session, device=device, dtype=dtype, **options)
+
+
+app.command("unet", hidden=True)(denoiser)  # its name before transformers had a place
+
+
+@app.command()
+@takes_session
+def pipeline(
+    session: Any,
+    model: PipelineModel = "toy",
+    sizes: Sizes = [],  # noqa: B006
+    methods: RunMethods = None,
+    ratio: Ratio = None,
+    batch: Batch = 1,
+    repeats: Repeats = 5,
+    steps: Steps = 25,
+    memory: Memory = True,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    variant: Variant = None,
+) -> None:
+    """A whole pipeline with guidance, from prompt to image."""
+    chosen = [*map(read_size, sizes)]
+    check_steps(model, steps)
+    _check(model, variant, device, dtype, chosen)
+    options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory}
+    options |= _given(ratio=ratio, variant=variant)
+    _run("pipeline", session, model=model, sizes=chosen, methods=methods, device=device, dtype=dtype, **options)
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What a benchmark or a suite wrote.")],
+) -> None:
+    """Tables and plots of results, next to their file: of a benchmark, or of all parts of benchmarks/gpu_suite.py."""
+    need("elfatt-sd bench", "matplotlib")
+    from elfatt_sd.benchmarking.report import write_report
+
+    for file in files:
+        for made in write_report(file):
+            print(made)
+
+
+def _given(**settings: Any) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def _check(
+    model: str,
+    variant: str | None,
+    device: str,
+    dtype: str = "auto",
+    sizes: Sequence[Size] = (),
+) -> None:
+    """Check what can be checked before PyTorch is imported: the model, the device and the sizes of images."""
+    check_names(device, dtype)
+    check_device(device)
+    if model not in SHAPE_NAMES:
+        check_model(model, variant=variant)
+    elif variant is not None:
+        raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
+    check_sizes(model, map(height_and_width, sizes))
+
+
+def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None:
+    """Run a benchmark, and show what it has, also when it is stopped."""
+    need("elfatt-sd bench", "matplotlib", "tomesd")
+    for option in ("batch", "repeats", "steps"):
+        checks.whole(option, options.get(option, 1), 1)
+    for option in ("seconds", "max_seconds"):
+        if not options.get(option, 1.0) > 0:
+            raise ElfattError(f"{option}={options[option]:g} is not accepted; give a number above 0.")
+    check_names(options["device"], options["dtype"])
+    check_device(options["device"])
+    if options.get("ratio") is not None:
+        PatchConfig.preset("tome", ratio=options["ratio"])  # checks it
+    if "block_size" in options:
+        PatchConfig.preset("elfatt", block_size=options["block_size"])
+    if options.get("methods") is not None:
+        options["methods"] = [read_method(text) for text in options["methods"]]
+    session = make_session()
+    bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
+    quiet_libraries()
+    try:
+        with progress_of("calls") as tell:
+            session.progress = Forecast(tell)
+            bench(session=session, **options)
+    finally:
+        _show(session)
+    if session.results is not None and not session.results["rows"]:  # nothing fitted into memory, as is told
+        raise typer.Exit(FAILURE)
+
+
+def read_method(text: str) -> Any:
+    """Return what `--method` names, with the settings that follow its name."""
+    method, _, settings = text.rpartition(":")
+    if "=" not in settings:  # a name alone, or package.module:Class
+        check_method(text)
+        return text
+    check_method(method)
+    return varied(method, **dict(map(name_and_value, settings.split(","))))
+
+
+def _show(session: Session) -> None:
+    """Print the rows that there are and what they say, and write them as JSON, a table and a plot."""
+    from elfatt_sd.benchmarking.plots import save
+    from elfatt_sd.benchmarking.report import show
+    from elfatt_sd.benchmarking.tables import markdown
+    from elfatt_sd.files import write_json
+
+    if session.results is None:
+        return
+    if session.markdown:
+        print(markdown(session.results), end="")
+    else:
+        show(session.results, output())
+    path = session.path(session.results["kind"])
+    if path is not None and session.results["rows"]:
+        write_json(path, session.results)
+        print("\n".join(map(str, save(session.results, path))))

@@ -1,0 +1,273 @@
+"""The commands of `elfatt-sd eval`: parse, call, print."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from elfatt_sd.cli.console import (
+    FAILURE,
+    WRONG_USE,
+    adds_options,
+    complain,
+    one_line,
+    optional,
+    output,
+    quiet_libraries,
+)
+from elfatt_sd.cli.preflight import check_device, check_sizes, check_steps
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.prompt_files import read_prompts
+from elfatt_sd.evaluation.protocols import Protocol, check_packages, load_protocol
+from elfatt_sd.evaluation.run import Run, RunFailure
+from elfatt_sd.evaluation.sources import check_exists
+from elfatt_sd.files import check_writable
+from elfatt_sd.loading import check_model, check_names
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="The run's folder.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only the result.")]
+Reuse = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="RUN", help="Another run, whose rows are copied where they are the same; several times."),
+]
+PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "protocol_file": (
+        Annotated[str, typer.Argument(metavar="PROTOCOL", help="A TOML file, or the name of one under eval/.")],
+        inspect.Parameter.empty,
+    ),
+    "set": optional(list[str], metavar="KEY=VALUE", help="Change a value, as in time.repeats=10."),
+    "limit": optional(int, min=1, help="A quick look: so many images a row, and short timing and memory."),
+    "model": optional(str, help="In place of the protocol's model."),
+    "variant": optional(str, help="Of its weights: fp16 loads *.fp16.safetensors."),
+    "device": optional(str, help="In place of the protocol's device."),
+    "dtype": optional(str, help="In place of the protocol's dtype."),
+    "prompts": optional(str, metavar="FILE", help="Prompts: one a line, .csv or .tsv; in place of labels."),
+    "reference": optional(str, metavar="SOURCE", help="Folder, .parquet, .npz, or toy."),
+    "allow_count": optional(
+        bool, "--allow-count", help="Take a reference of another size; the metric's name then says so."
+    ),
+    "inception_weights": optional(str, metavar="FILE", help="Inception's weights, for use offline."),
+}
+_KEYS = {"prompts": "prompts.file", "reference": "reference.source", "allow_count": "reference.allow_count"}
+
+
+def build_protocol(
+    protocol_file: str, set: list[str] | None = None, limit: int | None = None, **options: Any
+) -> Protocol:
+    """Load a protocol with what the options change; None is not given.
+
+    Raises:
+        ElfattError: no such protocol, an unknown key, or a value that is not accepted.
+    """
+    given = {_KEYS.get(name, name): value for name, value in options.items() if value is not None}
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
+    return load_protocol(protocol_file, [*(set or ()), *overrides], limit)
+
+
+takes_protocol = adds_options("protocol", PROTOCOL_OPTIONS, build_protocol)
+
+
+def reports_failure(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a failure of a command one line and exit code 1."""
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> Any:
+        try:
+            return command(**given)
+        except RunFailure as failure:
+            complain(str(failure))
+            raise typer.Exit(FAILURE) from failure
+
+    return wrapper
+
+
+@app.command("run")
+@takes_protocol
+@reports_failure
+def run_command(
+    protocol: Protocol,
+    out: Out,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print rows, images, disk, what is to do and all obstacles, and stop.")
+    ] = False,
+    reuse: Reuse = None,
+    quiet: Quiet = False,
+) -> None:
+    """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
+    if not dry_run:
+        check_packages(protocol)
+        _check_early(protocol, out)
+        others = [Run.open(other) for other in reuse or ()]
+    from elfatt_sd.evaluation.report import load_results
+    from elfatt_sd.evaluation.report.writers import terminal_summary
+    from elfatt_sd.evaluation.run import is_first
+    from elfatt_sd.evaluation.stages import evaluate
+
+    quiet_libraries()
+    run = Run(out, protocol)
+    if dry_run:
+        _print_plan(run, reuse or ())
+        return
+    failed = evaluate(run, _reporter(quiet), reuse=others, show_progress=not quiet)
+    if is_first():
+        typer.echo(terminal_summary(load_results(out)))
+        typer.echo(f"\n{out / 'report' / 'index.html'}")
+        _name_failures(failed)
+
+
+@app.command("generate")
+@takes_protocol
+@reports_failure
+def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Quiet = False) -> None:
+    """Make the images of every row. Several processes share them under `accelerate launch`."""
+    _check_early(protocol, out)
+    others = [Run.open(other) for other in reuse or ()]
+    from elfatt_sd.evaluation.generate import generate
+    from elfatt_sd.evaluation.run import is_first, leave_processes
+
+    quiet_libraries()
+    run = Run(out, protocol)
+    with run.writing():
+        failed = generate(run, reuse=others, show_progress=not quiet)
+        leave_processes()
+    if is_first():
+        typer.echo(out / "cells")
+        _name_failures(failed)
+
+
+@app.command("reference")
+@takes_protocol
+@reports_failure
+def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
+    """Compute the statistics of a protocol's reference, or find them in the cache."""
+    check_exists(protocol.reference.source)
+    from elfatt_sd.evaluation.extraction import every_minute
+    from elfatt_sd.evaluation.score import build_references
+
+    quiet_libraries()
+    for reference in build_references(protocol, progress=every_minute(_reporter(quiet))):
+        typer.echo(json.dumps({**reference.description, "unreadable": len(reference.unreadable)}, ensure_ascii=False))
+        if "left_out" in reference.description:
+            complain(f"reference: {reference.description['left_out']}", "warning")
+        for name in reference.unreadable:
+            complain(f"not readable: {name}", "warning")
+
+
+@app.command("score")
+@reports_failure
+def score_command(run: RunDir, quiet: Quiet = False) -> None:
+    """Score the images of a run against the reference and against the untouched pipeline."""
+    opened = Run.open(run)
+    from elfatt_sd.evaluation.results import write_results
+    from elfatt_sd.evaluation.run import leave_processes, scoring_device
+    from elfatt_sd.evaluation.stages import score
+
+    quiet_libraries()
+    with opened.writing(scoring_device(opened.protocol.device)) as first:
+        score(opened, _reporter(quiet))
+        leave_processes()
+        if first:
+            write_results(opened)
+
+
+@app.command("report")
+@reports_failure
+def report_command(run: RunDir) -> None:
+    """Write the page, the tables and the plots of a run from what was measured so far."""
+    opened = Run.open(run)
+    from elfatt_sd.evaluation.report import load_results, write_report
+    from elfatt_sd.evaluation.results import write_results
+    from elfatt_sd.evaluation.run import scoring_device
+
+    with opened.writing(scoring_device(opened.protocol.device)):
+        write_results(opened)
+        typer.echo(write_report(load_results(run)))
+
+
+@app.command("verify")
+@reports_failure
+def verify_command(
+    run: RunDir,
+    recompute: Annotated[
+        bool, typer.Option("--recompute/--hashes-only", help="Compute all scores again from the images.")
+    ] = True,
+    quiet: Quiet = False,
+) -> None:
+    """Check every image of a run against its hash, and its table against one computed again."""
+    opened = Run.open(run)
+    from elfatt_sd.evaluation.extraction import every_minute
+    from elfatt_sd.evaluation.verify import verify_run
+
+    quiet_libraries()
+    problems = verify_run(opened, recompute=recompute, progress=every_minute(_reporter(quiet)))
+    for problem in problems:
+        complain(problem)
+    if problems:
+        raise typer.Exit(FAILURE)
+    typer.echo(f"{run}: images and figures are as they were made")
+
+
+def _check_early(protocol: Protocol, out: Path) -> None:
+    """Check folder, device, model and size, before PyTorch is imported."""
+    check_writable(out)
+    if protocol.limit == 1:
+        raise ElfattError("limit=1 is not accepted; 1 image a row has no distance, so give at least 2.")
+    check_names(protocol.device, protocol.dtype)
+    check_device(protocol.device)
+    check_model(protocol.model, variant=protocol.variant or None)
+    if protocol.extractors:
+        check_exists(protocol.reference.source)
+    if protocol.prompts is not None:
+        read_prompts(protocol.prompts)
+    weights = protocol.inception_weights
+    if weights and not Path(weights).is_file():
+        raise ElfattError(f"inception_weights={weights!r} is not a file; give the one that Inception's weights are in.")
+    check_steps(protocol.model, protocol.steps)
+    check_sizes(protocol.model, [(protocol.height, protocol.width)])
+
+
+def _print_plan(run: Run, reuse: Sequence[Path]) -> None:
+    """Print what a run would do, and every obstacle."""
+    from rich.table import Table
+
+    from elfatt_sd.evaluation.stages import count_images, disk_gib, obstacles, to_do
+
+    table = Table("cell", "label", "role", "settings", title=f"{run.protocol.name} {run.protocol.identity[:12]}")
+    for cell in run.protocol.cells:
+        settings = ", ".join(f"{key} {value}" for key, value in cell.shown.items())
+        table.add_row(cell.name, one_line(cell.label), cell.role, one_line(settings))
+    console = output()
+    console.print(table)
+    found = obstacles(run, reuse)
+    with contextlib.suppress(ElfattError):  # it is among the obstacles
+        console.print(
+            f"{count_images(run)} images, {len(run.prompts)} a row, about {disk_gib(run):.2g} GiB of disk "
+            f"({run.free_gib:.3g} GiB are free)"
+        )
+        console.print(f"to do: {to_do(run)}")
+    for line in found:
+        complain(line)
+    if found:
+        raise typer.Exit(WRONG_USE)
+
+
+def _reporter(quiet: bool) -> Callable[[str], None]:
+    return lambda line: None if quiet else typer.echo(one_line(line), err=True)
+
+
+def _name_failures(failed: Mapping[str, str]) -> None:
+    """Name the rows that failed and end with the exit code of a failure."""
+    for cell, reason in failed.items():
+        complain(f"row {cell} failed: {reason}")
+    if failed:
+        raise typer.Exit(FAILURE)

@@ -1,0 +1,1 @@
+"""Draw images with a patched pipeline, and compare them."""

@@ -1,0 +1,382 @@
+"""Transformers that draw images."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from elfatt_sd.attention.ordering import NO_GRID
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families.base import Fill, Given, SelfAttention, latent_size, some_timestep
+from elfatt_sd.families.joint import JointFamily, grid_of_ids, named
+from elfatt_sd.families.timesteps import FRACTION, RISING
+from elfatt_sd.methods import Grid
+
+
+class Flux(JointFamily):
+    """`FluxTransformer2DModel`: text first, then the image, then reference images (Kontext)."""
+
+    classes = ("FluxTransformer2DModel",)
+    processors: ClassVar[tuple[str, ...]] = (
+        "FluxAttnProcessor",
+        "FluxAttnProcessor2_0",
+        "FusedFluxAttnProcessor2_0",
+        "FluxSingleAttnProcessor2_0",
+    )
+    text = 512
+    axes: ClassVar[int] = 3  # columns of the position ids; the second counts rows, the third one columns
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        double = self.blocks(module, "transformer_blocks", "attn", "norm1")
+        return double + self.blocks(module, "single_transformer_blocks", "attn", "norm")
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        given = named(module, args, kwargs)
+        text, grid = given["encoder_hidden_states"].shape[1], grid_of_ids(given["img_ids"])
+        return Given(given["hidden_states"], given["timestep"], grid, before=text, unit=FRACTION)
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        sample = fill(batch, grid.tokens, config.in_channels)
+        ids = torch.zeros(grid.tokens, self.axes, device=sample.device, dtype=sample.dtype)
+        place = torch.arange(grid.tokens, device=sample.device)
+        ids[:, 1], ids[:, 2] = place // grid.columns, place % grid.columns
+        given = {
+            "hidden_states": sample,
+            "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
+            "timestep": some_timestep(sample.device, FRACTION).expand(batch),
+            "img_ids": ids,
+            "txt_ids": torch.zeros(self.text, self.axes, device=sample.device, dtype=sample.dtype),
+        }
+        if "pooled_projection_dim" in config:
+            given["pooled_projections"] = fill(batch, config.pooled_projection_dim)
+        return {**given, "guidance": fill(batch) + 3.5} if config.get("guidance_embeds") else given
+
+
+class FluxControlNet(Flux):
+    """`FluxControlNetModel`: blocks of Flux; one that takes several kinds of images is told which by a text token."""
+
+    classes = ("FluxControlNetModel",)
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        given = super().call(module, args, kwargs)
+        return replace(given, before=given.before + bool(module.union))
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        given = super().arguments(module, grid, batch, fill)
+        given["controlnet_cond"] = given["hidden_states"]
+        if module.input_hint_block is not None:  # three convolutions halve its image
+            pixels = 8 * module.config.patch_size  # type: ignore[operator,union-attr]
+            given["controlnet_cond"] = fill(batch, 3, grid.rows * pixels, grid.columns * pixels)
+        return {**given, "controlnet_mode": fill(batch, 1).long()} if module.union else given
+
+
+class Chroma(Flux):
+    """`ChromaTransformer2DModel`: Flux without pooled text, where a mask leaves the padding of the text out."""
+
+    classes = ("ChromaTransformer2DModel",)
+    masks_text = True
+
+
+pass  # MOVED
+
+_CACHING = ("Flux2KVAttnProcessor", "Flux2KVParallelSelfAttnProcessor")
+_REASON = "keeps keys and values of reference images from its first step, which cannot be approximated"
+
+
+class Flux2(Flux):
+    """`Flux2Transformer2DModel`: text first, then the image, then reference images."""
+
+    classes = ("Flux2Transformer2DModel",)
+    processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
+    axes = 4
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        """Return the attention of every block of both kinds."""
+        layers = super().layers(module)
+        caching = next((layer.processor_name for layer in layers if layer.processor_name in _CACHING), None)
+        if caching is not None:
+            raise ElfattError(f"{caching} {_REASON}; give a Flux2KleinPipeline with a transformer of its own.")
+        return layers
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call was given."""
+        mode = named(module, args, kwargs).get("kv_cache_mode")
+        if mode is not None:
+            raise ElfattError(f"kv_cache_mode={mode!r} {_REASON}; call elfatt_sd.remove_patch(pipe) first.")
+        return super().call(module, args, kwargs)
+
+
+class QwenImage(JointFamily):
+    """`QwenImageTransformer2DModel`."""
+
+    classes = ("QwenImageTransformer2DModel",)
+    processors = ("QwenDoubleStreamAttnProcessor2_0",)
+    text = 256
+    default = Grid.image(166, 166)
+
+    def latent(self, module: nn.Module) -> Grid:
+        return Grid(5, 80, 80) if _is_layered(module) else self.default
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        return self.blocks(module, "transformer_blocks", "attn", "img_norm1")
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call was given; of the shapes of its images, the first is that of the one to be made.
+
+        A layered model makes all but the last: its layers are frames.
+        """
+        given = named(module, args, kwargs)
+        shapes = given["img_shapes"][0]
+        (frames, rows, columns), *others = shapes if isinstance(shapes, list) else [shapes]
+        if _is_layered(module) and others:
+            alike = all(tuple(shape) == (frames, rows, columns) for shape in others[:-1])
+            frames = frames * len(others) if alike else 0
+        text = given["encoder_hidden_states"].shape[1]
+        grid = Grid(frames, rows, columns)
+        return Given(given["hidden_states"], given["timestep"], grid, before=text, unit=FRACTION)
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        sample = fill(batch, grid.tokens, config.in_channels)
+        given = {
+            "hidden_states": sample,
+            "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
+            "timestep": some_timestep(sample.device, FRACTION).expand(batch),
+            "img_shapes": [[tuple(grid)]] * batch,
+        }
+        if config.get("use_additional_t_cond"):
+            given["additional_t_cond"] = fill(batch).long()
+        if _is_layered(module):  # the image that is taken apart comes last
+            layer = (1, grid.rows, grid.columns)
+            given["img_shapes"] = [[layer] * (grid.frames + 1)] * batch
+            given["hidden_states"] = fill(batch, grid.tokens + grid.rows * grid.columns, config.in_channels)
+        return given
+
+
+class QwenImageControlNet(QwenImage):
+    """`QwenImageControlNetModel`: blocks of Qwen-Image."""
+
+    classes = ("QwenImageControlNetModel",)
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        config: Any = module.config
+        channels = config.in_channels + config.extra_condition_channels
+        return {**super().arguments(module, grid, batch, fill), "controlnet_cond": fill(batch, grid.tokens, channels)}
+
+
+def _is_layered(module: nn.Module) -> bool:
+    config: Any = module.config
+    return bool(config.get("use_layer3d_rope"))
+
+
+_MULTIPLE = 32  # of tokens, that texts and images are padded to
+
+
+class ZImage(JointFamily):
+    """`ZImageTransformer2DModel`, which is given a list of images, or of lists of images."""
+
+    classes = ("ZImageTransformer2DModel",)
+    processors = ("ZSingleStreamAttnProcessor",)
+    text = 128
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        return self.blocks(module, "layers", "attention", "attention_norm1")
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call was given; images of several sizes have no grid.
+
+        Rows of several images (Omni) are texts, images of which the last one is to be made, and what an encoder sees in
+        them. Where those before it are not equally long in all rows, it has no grid.
+        """
+        given = named(module, args, kwargs)
+        rows, side, time = given["x"], given.get("patch_size", 2), given.get("f_patch_size", 1)
+        several = isinstance(rows[0], list)
+        images = [row[-1] for row in rows] if several else rows
+        grids = {_grid(image, side, time) for image in images}
+        texts = zip(rows, given["cap_feats"], strict=True)
+        starts = {_before(row, text, side, time) for row, text in texts} if several else {0}
+        grid = grids.pop() if len(grids) == len(starts) == 1 else NO_GRID
+        return Given(_batch(images), given["t"], grid, before=starts.pop(), unit=RISING)
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        sample = fill(module.in_channels, grid.frames, 2 * grid.rows, 2 * grid.columns)
+        return {
+            "x": [sample] * batch,
+            "t": some_timestep(sample.device, RISING).expand(batch),
+            "cap_feats": [fill(self.text, module.config.cap_feat_dim)] * batch,  # type: ignore[union-attr]
+        }
+
+
+class ZImageControlNet(ZImage):
+    """`ZImageControlNetModel`: it shares the embeddings and refiners of its transformer."""
+
+    classes = ("ZImageControlNetModel",)
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        return self.blocks(module, "control_layers", "attention", "attention_norm1")
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call, for a model that has its transformer's embeddings."""
+        config: Any = module.config
+        size = grid.frames, 2 * grid.rows, 2 * grid.columns
+        embedder: Any = module.all_x_embedder
+        width: Any = module.cap_embedder
+        sample = fill(embedder["2-1"].in_features // 4, *size)
+        return {
+            "x": [sample] * batch,
+            "t": some_timestep(sample.device, RISING).expand(batch),
+            "cap_feats": [fill(self.text, width[0].weight.shape[0])] * batch,
+            "control_context": [fill(config.control_in_dim, *size)] * batch,
+        }
+
+
+def _batch(images: list[Tensor]) -> Tensor:
+    first = images[0]
+    if torch.is_grad_enabled() or any(image.shape != first.shape for image in images):
+        return first[None].expand(len(images), *first.shape)
+    return torch.stack(images)
+
+
+def _grid(image: Tensor, side: int, time: int) -> Grid:
+    _, frames, rows, columns = map(int, image.shape)
+    return Grid(frames // time, rows // side, columns // side)
+
+
+def _before(row: list[Any], texts: list[Any], side: int, time: int) -> int:
+    images = (_MULTIPLE if image is None else _grid(image, side, time).tokens for image in row[:-1])
+    return sum(-(-length // _MULTIPLE) * _MULTIPLE for length in (*map(len, texts), *images))
+
+
+class StableDiffusion3(JointFamily):
+    """`SD3Transformer2DModel`; in 3.5 medium, some blocks have a second attention over the image alone."""
+
+    classes = ("SD3Transformer2DModel",)
+    processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
+    text = 333
+    merges = True
+
+    def latent(self, module: nn.Module) -> Grid:
+        side = int(module.config.sample_size)  # type: ignore[union-attr, arg-type]
+        return Grid.image(side, side)
+
+    def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
+        side = int(module.config.patch_size)  # type: ignore[union-attr, arg-type]
+        return 1, side, side
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        """Return the attention of every block, and the second one where there is one."""
+        layers = []
+        for index, block in enumerate(module.transformer_blocks):  # type: ignore[arg-type]
+            name = f"transformer_blocks.{index}.attn"
+            layers.append(self.layer(name, block.attn, block.norm1))
+            if getattr(block, "attn2", None) is not None:
+                layers.append(self.layer(f"{name}2", block.attn2, block.norm1, text=0))
+        return layers
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        given = named(module, args, kwargs)
+        sample = given["hidden_states"]
+        grid = self.grid(module, Grid.image(*map(int, sample.shape[-2:])))
+        return Given(sample, given["timestep"], grid, partial=bool(given.get("skip_layers")))
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        sample = fill(batch, config.in_channels, grid.rows * config.patch_size, grid.columns * config.patch_size)
+        text = config.joint_attention_dim  # none in a ControlNet of 3.5 large
+        return {
+            "hidden_states": sample,
+            "encoder_hidden_states": None if text is None else fill(batch, self.text, text),
+            "pooled_projections": fill(batch, config.pooled_projection_dim),
+            "timestep": some_timestep(sample.device).expand(batch),
+        }
+
+
+class SD3ControlNet(StableDiffusion3):
+    """`SD3ControlNetModel`: blocks of Stable Diffusion 3; that of 3.5 large has no text, and is given tokens."""
+
+    classes = ("SD3ControlNetModel",)
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        layers = super().layers(module)
+        return layers if module.context_embedder is not None else [replace(layer, text=0) for layer in layers]
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        given = named(module, args, kwargs)
+        latent = Grid.image(*map(int, given["controlnet_cond"].shape[-2:]))
+        return Given(given["hidden_states"], given["timestep"], self.grid(module, latent))
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        given = super().arguments(module, grid, batch, fill)
+        size = given["hidden_states"].shape[-2:]
+        given["controlnet_cond"] = fill(batch, config.in_channels + config.extra_conditioning_channels, *size)
+        if module.pos_embed is None:
+            given["hidden_states"] = fill(batch, grid.tokens, module.inner_dim)
+        return given
+
+
+_TEXT_TOKENS = 120
+
+
+class PixArt:
+    """`PixArtTransformer2DModel`, whose patches are the tokens; see `families.base.Family`."""
+
+    part = "transformer"
+    title = "transformer"
+    joint = False
+    merges = True
+    text = 0
+    what = "PixArtTransformer2DModel"
+
+    def matches(self, module: object) -> bool:
+        return type(module).__name__ == "PixArtTransformer2DModel"
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        patch: int = module.config.patch_size  # type: ignore[assignment,union-attr]
+        rounding = (False,) * (patch.bit_length() - 1)
+        return [
+            SelfAttention(f"transformer_blocks.{index}.attn1", block.attn1, block.norm1, patch, rounding=rounding)
+            for index, block in enumerate(module.transformer_blocks)  # type: ignore[arg-type]
+        ]
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        sample = args[0] if args else kwargs["hidden_states"]
+        timestep = args[2] if len(args) > 2 else kwargs["timestep"]
+        return Given.latent(sample, timestep)
+
+    def latent(self, module: nn.Module) -> Grid:
+        return latent_size(module)
+
+    def grid(self, module: nn.Module, latent: Grid) -> Grid:
+        """Its input is the latent."""
+        return latent
+
+    def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+        """Patches are cut before the timestep is embedded."""
+        return ("sample", module.pos_embed), ("timestep", module.adaln_single)  # type: ignore[return-value]
+
+    def takes_noise_levels(self, module: nn.Module) -> bool:
+        """It takes timesteps."""
+        return False
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        sample = fill(batch, config.in_channels, grid.rows, grid.columns)
+        sizes: dict[str, Any] = {"resolution": None, "aspect_ratio": None}
+        if module.use_additional_conditions:
+            sizes = {"resolution": fill(batch, 2), "aspect_ratio": fill(batch, 1)}
+        return {
+            "hidden_states": sample,
+            "encoder_hidden_states": fill(batch, _TEXT_TOKENS, config.caption_channels or config.cross_attention_dim),
+            "timestep": some_timestep(sample.device).expand(batch),
+            "added_cond_kwargs": sizes,
+        }

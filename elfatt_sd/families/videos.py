@@ -1,0 +1,201 @@
+"""Transformers that draw videos."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elfatt_sd.attention.ordering import NO_GRID
+from elfatt_sd.families.base import Fill, Given, SelfAttention, some_timestep
+from elfatt_sd.families.joint import JointFamily, named, read_once
+from elfatt_sd.methods import Grid
+
+
+class Wan(JointFamily):
+    """`WanTransformer3DModel`; 2.2 goes on with a second one in the low noise."""
+
+    classes = ("WanTransformer3DModel",)
+    processors = ("WanAttnProcessor", "WanAttnProcessor2_0")
+    default = Grid(21, 60, 104)
+
+    def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
+        frames, rows, columns = module.config.patch_size  # type: ignore[union-attr, misc]
+        return frames, rows, columns
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        return self.blocks(module, "blocks", "attn1", "norm1")
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        given = named(module, args, kwargs)
+        sample, timestep = given["hidden_states"], given["timestep"]
+        latent = Grid(*map(int, sample.shape[-3:]))
+        return Given(sample, timestep.amax(1) if timestep.ndim == 2 else timestep, self.grid(module, latent))
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        size = [tokens * patch for tokens, patch in zip(grid, self.patch_of(module), strict=True)]
+        sample = fill(batch, config.in_channels, *size)
+        given = {
+            "hidden_states": sample,
+            "timestep": some_timestep(sample.device).expand(batch),
+            "encoder_hidden_states": fill(batch, 512, config.text_dim),
+        }
+        if config.image_dim:
+            given["encoder_hidden_states_image"] = fill(batch, 257, config.image_dim)
+        return given
+
+
+_TEXT_TOKENS = 128
+
+
+class LTXVideo(JointFamily):
+    """`LTXVideoTransformer3DModel`, which is given tokens, and their frames, rows and columns."""
+
+    classes = ("LTXVideoTransformer3DModel",)
+    processors = ("LTXVideoAttnProcessor", "LTXVideoAttentionProcessor2_0")
+    default = Grid(21, 16, 22)
+    patch = (1, 1, 1)
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        return self.blocks(module, "transformer_blocks", "attn1", "norm1")
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call was given; of timesteps by token, the noisiest one."""
+        given = named(module, args, kwargs)
+        timestep, coordinates = given["timestep"], given.get("video_coords")
+        size = [given.get(name) for name in ("num_frames", "height", "width")]
+        before, grid = 0, NO_GRID if None in size else Grid(*size)  # type: ignore[arg-type]
+        if coordinates is not None:
+            before, grid = read_once(coordinates, lambda: _read_video(coordinates))
+        noisiest = timestep.amax(1) if timestep.ndim == 2 else timestep
+        return Given(given["hidden_states"], noisiest, grid, before=before)
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        sample = fill(batch, grid.tokens, config.in_channels)
+        return {
+            "hidden_states": sample,
+            "encoder_hidden_states": fill(batch, _TEXT_TOKENS, config.caption_channels),
+            "timestep": some_timestep(sample.device).expand(batch),
+            "encoder_attention_mask": torch.ones(batch, _TEXT_TOKENS, device=sample.device, dtype=sample.dtype),
+            "num_frames": grid.frames,
+            "height": grid.rows,
+            "width": grid.columns,
+        }
+
+
+def _read_video(coordinates: Tensor) -> tuple[int, Grid]:
+    """Read off coordinates `[batch, axes, tokens]` how many tokens of given frames come first, and the video's grid."""
+    known = coordinates[0].to("cpu", torch.float64)
+    before = int((known == known.amin(1, keepdim=True)).all(0).nonzero().amax())
+    own = known[:, before:]
+    axes = [axis.unique() for axis in own]
+    whole = own.shape[1] == math.prod(map(len, axes)) and torch.equal(torch.cartesian_prod(*axes).T, own)
+    return (before, Grid(*map(len, axes))) if whole else (0, NO_GRID)
+
+
+class HunyuanVideo(JointFamily):
+    """`HunyuanVideoTransformer3DModel`: blocks of both kinds."""
+
+    classes = ("HunyuanVideoTransformer3DModel",)
+    processors = ("HunyuanVideoAttnProcessor2_0",)
+    text = 256
+    masks_text = True
+    default = Grid(33, 90, 160)
+
+    def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
+        config: Any = module.config
+        return config.patch_size_t, config.patch_size, config.patch_size
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        double = self.blocks(module, "transformer_blocks", "attn", "norm1")
+        return double + self.blocks(module, "single_transformer_blocks", "attn", "norm")
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        given = named(module, args, kwargs)
+        sample = given["hidden_states"]
+        return Given(sample, given["timestep"], self.grid(module, Grid(*map(int, sample.shape[-3:]))))
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        config: Any = module.config
+        given = self._video(module, grid, batch, fill)
+        given["pooled_projections"] = fill(batch, config.pooled_projection_dim)
+        return {**given, "guidance": fill(batch) + 6.0} if config.guidance_embeds else given
+
+    def _video(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        config: Any = module.config
+        size = [tokens * patch for tokens, patch in zip(grid, self.patch_of(module), strict=True)]
+        sample = fill(batch, config.in_channels, *size)
+        return {
+            "hidden_states": sample,
+            "timestep": some_timestep(sample.device, dtype=sample.dtype).expand(batch),
+            "encoder_hidden_states": fill(batch, self.text, config.text_embed_dim),
+            "encoder_attention_mask": torch.ones(batch, self.text, device=sample.device, dtype=torch.long),
+        }
+
+
+class HunyuanVideo15(HunyuanVideo):
+    """`HunyuanVideo15Transformer3DModel`: joint blocks alone, text of two encoders and of an image."""
+
+    classes = ("HunyuanVideo15Transformer3DModel",)
+    processors = ("HunyuanVideo15AttnProcessor2_0",)
+    text = 1000
+    default = Grid(31, 45, 80)
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        return self.blocks(module, "transformer_blocks", "attn", "norm1")
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        given = self._video(module, grid, batch, fill)
+        device = given["hidden_states"].device
+        return {
+            **given,
+            "encoder_hidden_states_2": fill(batch, 256, config.text_embed_2_dim),
+            "encoder_attention_mask_2": torch.ones(batch, 256, device=device, dtype=torch.long),
+            "image_embeds": fill(batch, 729, config.image_embed_dim),
+        }
+
+
+class CogVideoX(JointFamily):
+    """`CogVideoXTransformer3DModel`, which is given frames before channels."""
+
+    classes = ("CogVideoXTransformer3DModel",)
+    processors = ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
+    default = Grid(13, 60, 90)
+
+    def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
+        config: Any = module.config
+        return config.get("patch_size_t") or 1, config.patch_size, config.patch_size
+
+    def layers(self, module: nn.Module) -> list[SelfAttention]:
+        text: int = module.config.max_text_seq_length  # type: ignore[assignment,union-attr]
+        return self.blocks(module, "transformer_blocks", "attn1", "norm1", text)
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        given = named(module, args, kwargs)
+        sample = given["hidden_states"]
+        _, frames, _, rows, columns = map(int, sample.shape)
+        grid = self.grid(module, Grid(frames, rows, columns))
+        return Given(sample, given["timestep"], grid, before=given["encoder_hidden_states"].shape[1])
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        """Return arguments of a call."""
+        config: Any = module.config
+        frames, rows, columns = (size * patch for size, patch in zip(grid, self.patch_of(module), strict=True))
+        sample = fill(batch, frames, config.in_channels, rows, columns)
+        given: dict[str, Any] = {
+            "hidden_states": sample,
+            "encoder_hidden_states": fill(batch, config.max_text_seq_length, config.text_embed_dim),
+            "timestep": some_timestep(sample.device).expand(batch),
+        }
+        if config.use_rotary_positional_embeddings:
+            turn = fill(grid.tokens, config.attention_head_dim)
+            given["image_rotary_emb"] = (turn, turn)
+        return given

@@ -1,0 +1,439 @@
+"""Load a pipeline: toy, folder, hub or single file; device, dtype and scheduler."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.files import visible
+from elfatt_sd.sizes import SHAPE_NAMES
+from elfatt_sd.toy import EMBEDDED
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model_index.json"
+PICKLES = {".ckpt", ".pt", ".pth", ".bin"}
+_WITH_VOCABULARY = ("CLIPTokenizer", "T5Tokenizer", "Qwen2Tokenizer")  # others, such as ByT5's, have none
+_VOCABULARY = ("vocab.json", "vocab.txt", "tokenizer.json", "vocab.jsonl", ".model", ".tiktoken")
+_VARIANT = re.compile(r"\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.safetensors")  # of model.fp16.safetensors: fp16
+
+
+def check_directory(path: Path, given: Collection[str], allow_pickle: bool, variant: str | None) -> None:
+    """Check that a directory has all parts, with weights of the variant that may be loaded."""
+    wanted = [name for name in _parts(path) if name not in given]
+    missing = [name for name in wanted if not (path / name).is_dir()]
+    if missing:
+        raise ElfattError(f"model={str(path)!r} lacks a part: {', '.join(missing)} (named in its {INDEX}).")
+    if wordless := [name for name in wanted if _lacks_words(path / name, str(_index(path)[name][-1]))]:
+        raise ElfattError(f"model={str(path)!r} has no vocabulary in {', '.join(wordless)}.")
+    pickled = [name for name in wanted if _only_pickles(path / name)]
+    if pickled and not allow_pickle:
+        raise ElfattError(
+            f"model={str(path)!r} has no .safetensors weights in {', '.join(pickled)}; convert it, or allow pickles "
+            "with allow_pickle=True (--allow-pickle)."
+        )
+    _check_variant(path, {name: set(_variants(path / name)) for name in wanted}, variant)
+
+
+def _lacks_words(part: Path, kind: str) -> bool:
+    return kind.startswith(_WITH_VOCABULARY) and not any(
+        file.name.endswith(_VOCABULARY) for file in visible(part.iterdir())
+    )
+
+
+def _check_variant(path: Path, found: dict[str, set[str]], variant: str | None) -> None:
+    """Check that the weights of every part have the variant, or are plain where there is none of it."""
+    named = sorted(set().union(*found.values()) - {""})
+    if variant is not None and found and variant not in named and any(found.values()):
+        there = ", ".join(map(repr, named)) or "weights without a variant alone"
+        raise ElfattError(f"variant={variant!r} is not in model={str(path)!r}; there is: {there}.")
+    lacking = [name for name, kinds in found.items() if kinds and not kinds & {"", variant}]
+    if lacking:
+        raise ElfattError(
+            f"model={str(path)!r} has weights of a variant alone in {', '.join(lacking)}; "
+            f"give variant={named[0]!r} (--variant {named[0]})."
+        )
+
+
+def _variants(part: Path) -> Iterator[str]:
+    for file in visible(part.glob("*.safetensors")):
+        found = _VARIANT.search(file.name)
+        yield found[1] if found else ""
+
+
+def _parts(path: Path) -> list[str]:
+    return [name for name, kind in _index(path).items() if isinstance(kind, list) and kind and kind[0]]
+
+
+def kind_of_directory(path: Path) -> str | None:
+    return str(_index(path)["_class_name"]) if (path / INDEX).is_file() else None
+
+
+def _index(path: Path) -> dict[str, Any]:
+    """Read the index of a pipeline directory."""
+    index = path / INDEX
+    if not index.is_file():
+        raise ElfattError(f"model={str(path)!r} has no {INDEX}; give a diffusers pipeline directory.")
+    try:
+        parts = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        parts = None
+    if not isinstance(parts, dict) or not isinstance(parts.get("_class_name"), str):
+        raise ElfattError(f"{index} names no pipeline (its _class_name); the model directory is damaged.")
+    return parts
+
+
+def _only_pickles(part: Path) -> bool:
+    suffixes = {file.suffix for file in visible(part.iterdir())}
+    return bool(suffixes & PICKLES) and ".safetensors" not in suffixes
+
+
+pass  # MOVED
+
+_STEPS = 10  # of a trial; with fewer, some schedulers begin far below the highest timestep
+
+
+def scheduler_like(own: Any, kind: Any, **settings: Any) -> Any:
+    """Make a scheduler of another class with the settings of a model's own."""
+    try:
+        made = kind.from_config(own.config, **settings)
+        begins, wanted = (_try(copy.deepcopy(each)) for each in (made, own))
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ElfattError(f"it fails with the model's settings ({shortened(error)})") from error
+    if _predicted(made) != _predicted(own):
+        raise ElfattError(f"it takes the model's {_predicted(own)} for {_predicted(made)}")
+    if not wanted / 2 <= begins <= wanted * 2:
+        raise ElfattError(f"its first timestep is {begins:g} where the model's is {wanted:g}")
+    return made
+
+
+def _try(scheduler: Any) -> float:
+    """Do the first step of a run, and return its timestep; whatever fails is raised."""
+    count = min(_STEPS, scheduler.config.get("num_train_timesteps") or _STEPS)
+    scheduler.set_timesteps(count, **({"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}))
+    first, sample = scheduler.timesteps[0], torch.zeros(1, 3, 8, 8, dtype=torch.float32, device="cpu")
+    with torch.random.fork_rng(devices=[]):
+        scheduler.step(sample, first, sample)
+    return float(first)
+
+
+def _predicted(scheduler: Any) -> str:
+    """Name what a scheduler takes the network's output for."""
+    declared = inspect.signature(type(scheduler).__init__).parameters  # other settings are kept without an effect
+    settings = {name: value for name, value in scheduler.config.items() if name in declared}
+    if hasattr(scheduler, "scale_noise") or settings.get("use_flow_sigmas"):
+        return "flow_prediction"
+    return str(settings.get("prediction_type", "something else"))
+
+
+def call_loader(model: str | Path, load: Callable[..., Any], *args: Any, source: str = "", **options: Any) -> Any:
+    """Call a loader of diffusers, which raises errors of any kind for a model that is damaged or not there."""
+    try:
+        return load(*args, **options)
+    except Exception as error:
+        kind = ElfattFailure if _unreachable(error) else ElfattError
+        if kind is ElfattFailure:
+            source = source.replace("the hub", "the hub, which cannot be reached")
+        reason = _lacking(error) or shortened(error.__cause__ or error)
+        raise kind(f"model={str(model)!r} could not be loaded{source}: {reason}") from error
+
+
+def _lacking(error: Exception) -> str:
+    found = re.search(r"diffusers['`]? has no (?:attribute|class) ['`]?(\w+)", str(error))
+    lacks = f"the installed diffusers {version('diffusers')} has no "
+    return f"{lacks}{found[1]}; pip install -U diffusers." if found else ""
+
+
+_NOT_REACHED = {"ConnectionError", "TransportError", "Timeout", "TimeoutError", "gaierror", "OfflineModeIsEnabled"}
+_REACHED = {"RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "RemoteEntryNotFoundError"}
+
+
+def _unreachable(error: BaseException) -> bool:
+    chain = list(_causes(error))
+    names = {kind.__name__ for each in chain for kind in type(each).__mro__}
+    statuses = [getattr(getattr(each, "response", None), "status_code", 0) for each in chain]
+    return bool(names & _NOT_REACHED or max(statuses) >= 500) and not names & _REACHED
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def first_cause(error: BaseException) -> BaseException:
+    return list(_causes(error))[-1]
+
+
+def dtype_keyword() -> str:
+    import diffusers
+
+    renamed = tuple(int(part) for part in diffusers.__version__.split(".")[:2]) >= (0, 42)
+    return "dtype" if renamed else "torch_dtype"
+
+
+def shortened(error: BaseException) -> str:
+    return textwrap.shorten(str(error), 240, placeholder=" ...") or type(error).__name__
+
+
+pass  # MOVED
+pass  # MOVED
+
+Shapes = dict[str, tuple[int, ...]]
+# The first convolution of a UNet, which tells by its input channels what the pipeline hands it.
+_FIRST = "model.diffusion_model.input_blocks.0.0.weight"
+_SD_KINDS = {
+    4: "StableDiffusionPipeline",
+    5: "StableDiffusionDepth2ImgPipeline",
+    7: "StableDiffusionUpscalePipeline",
+    8: "StableDiffusionInstructPix2PixPipeline",
+    9: "StableDiffusionInpaintPipeline",
+}
+_SDXL_KINDS = {
+    4: "StableDiffusionXLPipeline",
+    8: "StableDiffusionXLInstructPix2PixPipeline",
+    9: "StableDiffusionXLInpaintPipeline",
+}
+_REFINER_KINDS = {4: "StableDiffusionXLImg2ImgPipeline"}
+_CONFIGS = {  # the hub's configurations of kinds that diffusers does not tell from text to image
+    "StableDiffusionInstructPix2PixPipeline": "timbrooks/instruct-pix2pix",
+    "StableDiffusionXLInstructPix2PixPipeline": "diffusers/sdxl-instructpix2pix-768",
+}
+
+
+def load_file(path: Path, options: dict[str, Any]) -> Any:
+    """Load a pipeline from one file; its configuration is next to it, or comes from the hub."""
+    import diffusers
+
+    shapes = weight_shapes(path) if path.suffix.lower() == ".safetensors" else _pickled_shapes(path)
+    kind = kind_of_file(path, shapes)
+    if not options.keys() & {"config", "original_config"}:
+        if kind_of_directory(path.parent) == kind:
+            options["config"] = str(path.parent)
+        elif kind in _CONFIGS:
+            options["config"] = _CONFIGS[kind]
+    try:
+        return call_loader(path, lambda: getattr(diffusers, kind).from_single_file(str(path), **options))
+    except ElfattFailure as error:
+        raise ElfattFailure(
+            f"model={str(path)!r} needs the configuration of a {kind}, which is not on this machine, and the hub "
+            f"cannot be reached ({shortened(first_cause(error))}); put its {INDEX} and the folders named there next to "
+            "the file, or give config=DIRECTORY in Python."
+        ) from error
+
+
+def weight_shapes(path: Path) -> Shapes:
+    """Return the shapes of the weights in a `.safetensors` file; its data is not read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ElfattError(f"model={str(path)!r} is not a readable .safetensors file: {shortened(error)}") from error
+
+
+def _pickled_shapes(path: Path) -> Shapes:
+    import torch
+
+    weights = call_loader(path, torch.load, path, map_location="meta", weights_only=False)
+    weights = weights.get("state_dict", weights) if isinstance(weights, dict) else {}
+    return {name: tuple(weight.shape) for name, weight in weights.items() if hasattr(weight, "shape")}
+
+
+def kind_of_file(path: Path, shapes: Shapes) -> str:
+    """Return the class of pipeline that a checkpoint is of, by its text encoders and by what its UNet takes."""
+    if _FIRST not in shapes:
+        raise ElfattError(f"model={str(path)!r} is not a Stable Diffusion checkpoint: it has no {_FIRST!r}.")
+    channels = shapes[_FIRST][1]
+    if any(name.startswith("conditioner.embedders.1.") for name in shapes):
+        family, kinds = "SDXL", _SDXL_KINDS
+    elif any(name.startswith("conditioner.embedders.0.model.") for name in shapes):
+        family, kinds = "the SDXL refiner", _REFINER_KINDS
+    else:
+        family, kinds = "Stable Diffusion", _SD_KINDS
+    if channels not in kinds:
+        accepted = ", ".join(map(str, kinds))
+        raise ElfattError(
+            f"model={str(path)!r} is of {family}, and its UNet takes {channels} channels, which no known pipeline "
+            f"hands it; accepted: {accepted}."
+        )
+    return kinds[channels]
+
+
+pass  # MOVED
+pass  # MOVED
+pass  # MOVED
+
+
+_EMBEDDED = " or ".join(map(repr, EMBEDDED))
+_DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+_LONGEST_NAME = 240  # characters of a model that a message repeats
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
+
+
+def load_pipeline(
+    model: str | Path = "toy",
+    *,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    allow_pickle: bool = False,
+    variant: str | None = None,
+    **options: Any,
+) -> Any:
+    """Load a pipeline.
+
+    Args:
+        model: `toy` or `toy-dit` (the pipelines in this package), a diffusers directory, a `.safetensors` checkpoint,
+            or a hub id. A checkpoint says nothing about the configuration of its parts: it comes from the folder of the
+            file, if a `model_index.json` of the same kind lies there, otherwise from the hub (or from `config=`, see
+            diffusers).
+        device: `auto` (CUDA, then XPU, then MPS, then the CPU) or a torch device.
+        dtype: `auto` (float16 on an accelerator, float32 on the CPU), `float32`, `float16` or `bfloat16`.
+        allow_pickle: load pickled weights too; they can run any code.
+        variant: of the weights in a directory or on the hub: `fp16` loads `*.fp16.safetensors`.
+        **options: passed on to diffusers.
+
+    Returns:
+        The diffusers pipeline, on the device.
+
+    Raises:
+        ElfattError: device, dtype or model that is not there, a pickle, or a directory that lacks a part.
+        ElfattFailure: the hub cannot be reached.
+    """
+    check_names(device, dtype)
+    source = check_model(model, allow_pickle=allow_pickle, variant=variant, given=options)
+    place = pick_device(device)
+    picked = pick_dtype(dtype, place)
+    if (place.type, str(picked)) == ("cpu", "torch.float16"):
+        warnings.warn("dtype='float16' is many times slower than float32 on a CPU; give float32.", stacklevel=2)
+    options = {dtype_keyword(): picked, **options}
+    if isinstance(source, Path) and source.is_file():
+        return load_file(source, options).to(place)
+    return _from_pretrained(source, allow_pickle, {"variant": variant, **options}).to(place)
+
+
+def check_names(device: str, dtype: str | torch.dtype) -> None:
+    """Check that a device and a dtype have names that are known; whether they are on this machine is seen later."""
+    if not _DEVICE.fullmatch(str(device)):
+        raise ElfattError(f"device={str(device)!r} is not known; accepted: auto, cpu, cuda, cuda:N, mps, xpu.")
+    if str(dtype).removeprefix("torch.") not in ("auto", *_DTYPES):
+        raise ElfattError(f"dtype={str(dtype)!r} is not known; accepted: auto, {', '.join(_DTYPES)}.")
+
+
+def check_model(
+    model: str | Path, *, allow_pickle: bool = False, variant: str | None = None, given: Collection[str] = ()
+) -> Path | str:
+    """Check what can be known of a model before it is loaded."""
+    if not isinstance(model, str | os.PathLike):
+        raise ElfattError(f"model={model!r} is not accepted; give a name or a path.")
+    path = EMBEDDED[str(model)].folder if str(model) in EMBEDDED else Path(model)
+    if path.suffix.lower() in PICKLES and not allow_pickle:
+        raise ElfattError(
+            f"model={str(model)!r} is a pickle, which can run any code when it is loaded; convert it to .safetensors, "
+            "or allow it with allow_pickle=True (--allow-pickle)."
+        )
+    if os.path.isdir(path):  # which takes any name
+        check_directory(path, given, allow_pickle, variant)
+        return path
+    if os.path.isfile(path):
+        _check_file(path, variant)
+        return path
+    if _HUB_ID.fullmatch(str(model)):
+        return str(model)
+    if str(model) in SHAPE_NAMES:
+        raise ElfattError(
+            f"model={str(model)!r} is a shape without weights, for elfatt-sd bench and patch; give {_EMBEDDED}, a "
+            "diffusers directory, a .safetensors file, or a hub id."
+        )
+    named = str(model)[:_LONGEST_NAME]
+    raise ElfattError(
+        f"model={named!r} does not exist; give {_EMBEDDED}, a diffusers directory, a .safetensors file, or a hub id "
+        "such as 'owner/name'."
+    )
+
+
+def pick_device(device: str) -> torch.device:
+    """Return the torch device that a name stands for."""
+    import torch
+
+    from elfatt_sd.devices import accelerators
+
+    check_names(device, "auto")
+    there = accelerators()
+    if device == "auto":
+        return torch.device(next(iter(there), "cpu"))
+    place = torch.device(device)
+    if (place.index or 0) >= {"cpu": 1, **there}.get(place.type, 0):
+        raise ElfattError(f"device={device!r} is not on this machine; there is: {_devices()}.")
+    return place
+
+
+def _devices() -> str:
+    from elfatt_sd.devices import accelerators
+
+    found = (f"{kind}:{index}" for kind, count in accelerators().items() for index in range(count))
+    return ", ".join(["cpu", *(name.removesuffix(":0") if name.startswith("mps") else name for name in found)])
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the torch dtype that a name stands for on a device."""
+    import torch
+
+    from elfatt_sd.devices import device_name
+
+    check_names("auto", dtype)
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.float16
+    found: torch.dtype = getattr(torch, _DTYPES[str(dtype).removeprefix("torch.")])
+    supported = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
+    if found == torch.bfloat16 and supported is not None and not supported():
+        raise ElfattError(f"dtype={str(dtype)!r} is not there on {device_name(device)}; give float16.")
+    return found
+
+
+def _check_file(path: Path, variant: str | None) -> None:
+    suffix = path.suffix.lower()
+    if suffix != ".safetensors" and suffix not in PICKLES:
+        raise ElfattError(f"model={str(path)!r} is not a checkpoint; give a .safetensors file, or a directory.")
+    if variant is not None:
+        raise ElfattError(f"variant={variant!r} is for a directory or a hub id, and model={str(path)!r} is one file.")
+    if suffix == ".safetensors":
+        kind_of_file(path, weight_shapes(path))
+
+
+def _from_pretrained(model: str | Path, allow_pickle: bool, options: dict[str, Any]) -> Any:
+    from diffusers import DiffusionPipeline
+
+    safe = None if allow_pickle else True
+    source = "" if isinstance(model, Path) else " from the hub, and there is no such directory here"
+    load = DiffusionPipeline.from_pretrained
+    try:
+        return call_loader(model, load, model, source=source, use_safetensors=safe, **options)
+    except ElfattError as error:
+        if source and options.get("variant") is None and "no file named" in str(error):
+            remedy = "if its weights are *.fp16.safetensors alone, give variant='fp16' (--variant fp16)"
+            raise ElfattError(f"{error}; {remedy}.") from error
+        raise

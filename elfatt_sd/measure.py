@@ -1,0 +1,381 @@
+"""The clock: things run one after the other in each round, and ratios are taken within a round.
+
+A machine whose clock drifts slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import psutil
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from elfatt_sd.devices import memory_counters, proc_value, synchronize
+from elfatt_sd.errors import is_out_of_memory
+
+pass  # MOVED
+
+_PROCESS_KINDS = {"linux": "VmHWM", "win32": "peak working set", "darwin": "maximum resident set"}
+
+
+def process_peak() -> int | None:
+    if sys.platform == "darwin":
+        return _resident_on_macos()
+    if value := proc_value("/proc/self/status", "VmHWM"):  # ru_maxrss would include the parent's before `exec`
+        return int(value.split()[0]) * 1024
+    peak: int | None = getattr(psutil.Process().memory_info(), "peak_wset", None)  # on Windows
+    return peak
+
+
+def _resident_on_macos() -> int | None:
+    try:
+        import resource
+    except ImportError:
+        return None
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # in bytes there
+
+
+class PeakMeter:
+    """Reads the highest memory use of a device: PyTorch's on CUDA, ROCm and XPU, on a CPU that of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.kind: str | None = None  # what is counted; None where it cannot be measured
+        self._counters = memory_counters(device)
+        if self._counters is not None:
+            self.kind = f"{device.type.upper()} allocated"
+            self.restart()
+        elif device.type == "cpu" and process_peak() is not None:
+            self.kind = _PROCESS_KINDS.get(sys.platform, sys.platform)
+
+    def restart(self) -> bool:
+        """Start again from the present use; tell whether that was possible."""
+        if self._counters is not None:
+            synchronize(self.device)
+            self._counters.reset_peak_memory_stats(self.device)
+            return True
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> int | None:
+        """Wait for the device, and return the highest use in bytes; None where it cannot be measured."""
+        synchronize(self.device)
+        if self._counters is not None:
+            return int(self._counters.max_memory_allocated(self.device))
+        return process_peak() if self.device.type == "cpu" else None
+
+    def read_reserved(self) -> int | None:
+        return None if self._counters is None else int(self._counters.max_memory_reserved(self.device))
+
+
+@contextmanager
+def little_garbage() -> Iterator[None]:
+    """Look for garbage once, and pass over what is there: copies of a model take seconds at every `gc.collect`."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def peak_memory(call: Call, device: torch.device) -> int | None:
+    """Return the bytes that tensors hold at the highest point of a call, beyond what they hold before it.
+
+    On a CPU this is the running sum of what PyTorch's profiler sees allocated and freed. What libraries take without
+    PyTorch's allocator, and the pages of the code that runs, is not in it.
+    """
+    counters = memory_counters(device)
+    if counters is None and device.type != "cpu":
+        return None
+    gc.collect()
+    try:
+        return _tensors_on_cpu(call) if counters is None else _tensors_on_gpu(call, device, counters)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _tensors_on_gpu(call: Call, device: torch.device, counters: Any) -> int:
+    meter, before = PeakMeter(device), int(counters.memory_allocated(device))
+    call()
+    return (meter.read() or 0) - before
+
+
+def _tensors_on_cpu(call: Call) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    profiler: Any = profiled.profiler
+    events = profiler.kineto_results.events()
+    changes: list[tuple[int, int]] = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
+    return max(itertools.accumulate((size for _, size in changes), initial=0))
+
+
+pass  # MOVED
+
+
+def replayed(call: Call, device: torch.device) -> Call:
+    """Return a call that replays a CUDA graph of another one, which leaves out the host's time; on a CPU that one."""
+    if device.type != "cuda":
+        return call
+
+    @cache
+    def capture() -> torch.cuda.CUDAGraph:
+        call()
+        synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.graph(graph):
+            call()
+        return graph
+
+    return lambda: capture().replay()
+
+
+Reading = TypeVar("Reading")
+Call = Callable[[], Any]
+_CPU = torch.device("cpu")
+BUSY = 1.2  # longest over shortest time of equal runs, above which something else took the machine
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One thing's turn."""
+
+    name: str  # of the thing
+    number: int  # of the round; those below 0 warm up
+    place: int  # within the round, from 1
+
+
+def interleave(
+    names: Sequence[str],
+    take: Callable[[Turn], Reading],
+    rounds: Iterable[int],
+    *,
+    seconds: float = math.inf,
+    lose: Callable[[Turn, Exception], None] | None = None,
+) -> Iterator[Iterator[tuple[Turn, Reading]]]:
+    """Run things one after the other in every round, each round starting with another one."""
+    start, lost = time.monotonic(), set[str]()
+    for index, number in enumerate(rounds):
+        if index and time.monotonic() - start > seconds:
+            return
+        shift = number % len(names)
+        yield _round([*names[shift:], *names[:shift]], number, take, lost, lose)
+
+
+def _round(
+    names: Sequence[str],
+    number: int,
+    take: Callable[[Turn], Reading],
+    lost: set[str],
+    lose: Callable[[Turn, Exception], None] | None,
+) -> Iterator[tuple[Turn, Reading]]:
+    for place, name in enumerate(names, 1):
+        if name in lost:
+            continue
+        turn = Turn(name, number, place)
+        try:
+            reading = take(turn)
+        except Exception as error:
+            if lose is None:
+                raise
+            lose(turn, error)
+            lost.add(name)
+        else:
+            yield turn, reading
+
+
+def _keep_on(done: int, total: int) -> None:
+    """Tell nobody."""
+
+
+@dataclass
+class Comparison:
+    """Things that are timed against each other: a warm-up, then interleaved rounds."""
+
+    names: list[str]  # of the things; without those that were lost
+    take: Callable[[Turn], float]  # runs one of them once, and returns its seconds
+    rounds: int = 1  # that count
+    tell: Callable[[int, int], None] = _keep_on  # called after every turn, with the number of turns so far and in all
+    # told what a turn raised; the thing is then left out. Without it, the exception goes on to the caller.
+    lose: Callable[[str, Exception], None] | None = None
+    times: dict[str, list[float]] = field(default_factory=dict)  # seconds of each turn that counts, by name
+
+    def __post_init__(self) -> None:
+        self.times |= {name: [] for name in self.names}
+        self._done, self._total = 0, self.rounds * len(self.names)
+
+    def warm_up(
+        self, take: Callable[[Turn], float] | None = None, names: Iterable[str] | None = None
+    ) -> dict[str, float]:
+        """Run things once without counting it, in other ways or others in their place; return the seconds of each."""
+        chosen, seconds = list(self.names if names is None else names), {}
+        self._total += len(chosen)
+        lose, round_before = None if self.lose is None else self._lost, -len(chosen)  # in which the first one begins
+        for turns in interleave(chosen, take or self.take, [round_before] * bool(chosen), lose=lose):
+            for turn, taken in turns:
+                seconds[turn.name] = taken
+                self._count()
+        return seconds
+
+    def run(self, seconds: float = math.inf) -> None:
+        """Run the rounds that count; none starts past these seconds, once there is one."""
+        if self.names:
+            rounds = interleave(self.names, self.take, range(self.rounds), seconds=seconds)
+            for turn, taken in itertools.chain.from_iterable(rounds):
+                self.times[turn.name].append(taken)
+                self._count()
+
+    def drop_unfinished_round(self) -> None:
+        """Forget what a round measured that was stopped."""
+        whole = min((len(self.times[name]) for name in self.names), default=0)
+        for name in self.names:
+            del self.times[name][whole:]
+
+    def speed(self, name: str, base: str) -> Spread:
+        return Spread.over(ratios(self.times[base], self.times[name]))
+
+    def busy(self) -> str:
+        return busy(times for times in self.times.values() if times)
+
+    def _count(self) -> None:
+        self._done += 1
+        self.tell(self._done, self._total)
+
+    def _lost(self, turn: Turn, error: Exception) -> None:
+        """Leave out what failed as it warmed up; what only stood in for it is not among the things."""
+        if self.lose is None or turn.name not in self.names:
+            raise error
+        self.lose(turn.name, error)
+        self.names.remove(turn.name)
+        self._total -= self.rounds
+        self._count()
+
+
+class Stopwatch:
+    """Measures the `seconds` of a block, between moments at which the device has nothing left to do."""
+
+    seconds = 0.0
+
+    def __init__(self, device: torch.device = _CPU) -> None:
+        self._device = device
+
+    def __enter__(self) -> Self:
+        synchronize(self._device)
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        synchronize(self._device)
+        self.seconds = time.perf_counter() - self._start
+
+
+def timed(call: Call, device: torch.device, repeated: int = 1) -> float:
+    with Stopwatch(device) as watch:
+        for _ in range(repeated):
+            call()
+    return watch.seconds / repeated
+
+
+class CallTimer:
+    """Adds up the time of calls of modules that do not call each other; on CUDA without waiting between them."""
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        self.modules, self.device = tuple(modules), device
+        self.marks: list[Any] = []
+        self.handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for module in self.modules:
+            self.handles.append(module.register_forward_pre_hook(lambda *_: self._mark(), prepend=True))
+            self.handles.append(module.register_forward_hook(lambda *_: self._mark()))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _mark(self) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
+            self.marks.append(event)
+        else:
+            synchronize(self.device)
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        pairs = list(zip(self.marks[::2], self.marks[1::2], strict=True))
+        if self.device.type != "cuda":
+            return float(sum(end - start for start, end in pairs))
+        synchronize(self.device)
+        return sum(float(start.elapsed_time(end)) for start, end in pairs) / 1000
+
+
+def ratios(base: Sequence[float], own: Sequence[float]) -> tuple[float, ...]:
+    return tuple(before / after for before, after in zip(base, own, strict=False))
+
+
+def busy(times: Iterable[Sequence[float]]) -> str:
+    """Return what to say where equal runs took times so far apart that no ratio of them counts; empty otherwise."""
+    shortest, longest = max(((min(each), max(each)) for each in times), key=lambda pair: pair[1] / pair[0])
+    if longest <= BUSY * shortest:
+        return ""
+    return (
+        f"the machine was busy: equal runs took {shortest:.2f} to {longest:.2f} s. Do not trust these speeds: close "
+        "what else runs, and repeat"
+    )
+
+
+def times_as_fast(speed: str, busy: bool) -> str:
+    return "machine busy, speed unknown" if busy else f"{speed} times as fast"
+
+
+class Spread(NamedTuple):
+    """What values of several rounds have in the middle, at least and at most."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def over(cls, values: Iterable[float]) -> Self:
+        """Work it out."""
+        values = list(values)
+        return cls(statistics.median(values), min(values), max(values))
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Self:
+        """Read it from results, which may say more."""
+        return cls(data["median"], data["min"], data["max"])
+
+    def words(self, digits: int = 2) -> str:
+        median, least, greatest = (f"{value:.{digits}f}" for value in self)
+        return median if least == greatest else f"{median} ({least} to {greatest})"
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

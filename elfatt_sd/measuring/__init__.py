@@ -1,1 +1,0 @@
-"""How time and memory are measured, and the machine that they are measured on: one of each."""

@@ -1,0 +1,489 @@
+"""The published attentions: softmax, agents, blocks, and ELFATT, which has both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+
+from elfatt_sd import errors as checks
+from elfatt_sd.attention.ordering import BLOCK_ORDERS, BlockOrder, Grid, partition
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from elfatt_sd.attention.joint import Keys
+
+
+@dataclass(frozen=True)
+class Softmax(Attention):
+    """Exact attention among the tokens that merging leaves, `softmax(s Q K^T) V`: ToMe (arXiv:2303.17604)."""
+
+    name: ClassVar[str] = "softmax"
+    exact: ClassVar[bool] = True
+    joint: ClassVar[bool] = True
+
+    def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
+        """Attend through a fused kernel."""
+        from elfatt_sd.attention.joint import Keys, exact_attention
+        from elfatt_sd.attention.softmax import softmax_attention
+
+        q, k, v = layer.project(tokens)
+        if layer.context is None:
+            return softmax_attention(q, k, v, **layer.kernel)
+        return exact_attention(q, [Keys(k, v), layer.context])
+
+    @property
+    def is_random(self) -> bool:
+        """Nothing is drawn."""
+        return False
+
+    def cost(self, size: Size) -> float:
+        """Every query of the image meets every key."""
+        pairs = size.tokens * (size.tokens + size.context)
+        return size.projections(size.tokens, size.tokens) + 2 * pairs * size.channels
+
+    def words(self, fitted: Sequence[Self]) -> str:
+        """Name it."""
+        return "softmax attention"
+
+    @property
+    def family(self) -> str:
+        """What is left when tokens are merged before it."""
+        return "merging (ToMe)"
+
+
+pass  # MOVED
+
+
+AgentSource = Literal["pooled", "merged"]
+AGENT_SOURCES: tuple[AgentSource, ...] = get_args(AgentSource)
+
+
+@dataclass(frozen=True)
+class Agents(Attention):
+    """Every query attends to agents, which attend to all keys (agent attention, arXiv:2312.08874).
+
+    `softmax(s2 Q A^T) softmax(s A K^T) V + value_shortcut V` with agents A and `s = head_dim ** -0.5`.
+
+    Attributes:
+        agents: number of agent tokens when they are pooled.
+        agent_source: `pooled` averages neighbouring queries (the paper's `Pooling(Q)`); `merged` projects tokens
+            that are merged at `agent_ratio` (Agent-SD).
+        agent_ratio: fraction of the tokens that is merged away to form the agents, for `agent_source="merged"`.
+        agent_scale: the queries' softmax has scale `s2 = head_dim ** (-0.5 * agent_scale)`; 1 is the usual scale.
+        value_shortcut: fraction of the values that is added to the output.
+        block_order: which queries are neighbours, for `agent_source="pooled"`: see `Blocks`.
+    """
+
+    name: ClassVar[str] = "agent"
+    joint: ClassVar[bool] = True
+
+    agents: int = 64
+    agent_source: AgentSource = "pooled"
+    agent_ratio: float = 0.95
+    agent_scale: float = 1.0
+    value_shortcut: float = 0.0
+    block_order: BlockOrder = "sequence"
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ElfattError: a field is out of range.
+        """
+        checks.whole("agents", self.agents, 1)
+        checks.choice("agent_source", self.agent_source, AGENT_SOURCES)
+        checks.real("agent_ratio", self.agent_ratio, 0.0, 1.0, open_high=True)
+        checks.real("agent_scale", self.agent_scale, 0.0, 2.0)
+        checks.real("value_shortcut", self.value_shortcut, 0.0, 1.0)
+        check_order("block_order", self.block_order)
+
+    def prepare(self, grid: Grid, draws: Draws) -> Prepared:
+        """Order the tokens so that those of one pool lie together."""
+        size = max(1, grid.tokens // self.agents)
+        return Prepared() if self.matches else order_tokens(self.block_order, grid, size, draws)
+
+    def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
+        """Attend through agents."""
+        from elfatt_sd.attention.softmax import agent_attention, pool_agents
+
+        q, k, v = layer.project(tokens)
+        if layer.context is not None:
+            return self.attend_joint(q, k, v, layer.context, q.shape[2])
+        agents = self.merged_agents(layer) if self.matches else pool_agents(q, self.agents)
+        scale = self.query_scale(q.shape[-1])
+        return agent_attention(q, k, v, agents, query_scale=scale, value_shortcut=self.value_shortcut, **layer.kernel)
+
+    def cost(self, size: Size) -> float:
+        """Every agent meets every token twice: as a query, and as a key; every token meets the context."""
+        pairs = 2.0 * self.count(size.grid) + size.context
+        return self.projections(size) + round(2 * size.tokens * pairs * size.channels)
+
+    @classmethod
+    def choices(cls, tokens: int) -> list[Self]:
+        """Pools of neighbours in the image."""
+        return [cls(block_order="windows")]
+
+    def fit(self, grid: Grid, merge: Merge) -> Self:
+        """At most as many agents as tokens, and as many merged tokens as the stride allows."""
+        ratio = merge.merged(grid, self.agent_ratio) / grid.tokens
+        return dataclasses.replace(self, agents=min(self.agents, merge.kept(grid)), agent_ratio=ratio)
+
+    def words(self, fitted: Sequence[Self]) -> str:
+        """Say where the agents come from."""
+        if self.agent_source == "merged":
+            return self.said(fitted, "agent_ratio", "agents merged at #", "{:.0%}")
+        return self.said(fitted, "agents", "# agents")
+
+    def pools(self, tokens: int) -> Sequence[int]:
+        """Neighbours in the order of the tokens, unless agents are merged tokens."""
+        if self.matches:
+            return ()
+        count = min(self.agents, tokens)
+        return [tokens // count + (number < tokens % count) for number in range(count)]
+
+    @property
+    def family(self) -> str:
+        """What plots group it with."""
+        return "agents"
+
+    @property
+    def matches(self) -> bool:
+        """Agent-SD's agents are merged tokens."""
+        return self.agent_source == "merged"
+
+    @property
+    def is_random(self) -> bool:
+        """Pools are drawn if they are spread."""
+        return self.agent_source == "pooled" and self.block_order == "spread"
+
+    @property
+    def used_settings(self) -> frozenset[str]:
+        """The settings that change what it does."""
+        by_source = {"agent_ratio"} if self.agent_source == "merged" else {"agents", "block_order"}
+        return frozenset({"agent_source", "agent_scale", "value_shortcut"} | by_source)
+
+    def attend_joint(self, q: Tensor, k: Tensor, v: Tensor, context: Keys, heads: int, block_size: int = 1) -> Tensor:
+        """Attend with text, the first heads through agents, the others inside blocks.
+
+        Raises:
+            ElfattError: agents are merged tokens, which have no rotary position; or every head's channels are split.
+        """
+        from elfatt_sd.attention.joint import elfatt_joint_attention
+
+        if self.matches:
+            raise ElfattError("agent_source='merged' is not accepted where there is text; give agent_source='pooled'.")
+        return elfatt_joint_attention(
+            q,
+            k,
+            v,
+            agents=self.agents,
+            block_size=block_size,
+            agent_heads=heads,
+            query_scale=self.query_scale(q.shape[-1]),
+            value_shortcut=self.value_shortcut,
+            context=context,
+        )
+
+    def merged_agents(self, layer: Layer) -> Tensor:
+        """Return Agent-SD's agents, the queries of merged tokens."""
+        return layer.queries(layer.merged(self.agent_ratio))
+
+    def query_scale(self, head_dim: int) -> float | None:
+        """Return the scale `s2` of the queries' softmax; None is the usual one."""
+        scale: float | None = head_dim ** (-0.5 * self.agent_scale) if self.agent_scale != 1 else None
+        return scale
+
+    def count(self, grid: Grid) -> int:
+        """Return the number of agents, once it is fitted to a grid."""
+        merged = self.agent_source == "merged"
+        return round(grid.tokens * (1 - self.agent_ratio)) if merged else self.agents
+
+    def projections(self, size: Size) -> float:
+        """Return the multiply-adds of all projections; merged agents have one of their own."""
+        own = self.count(size.grid) * size.channels**2 if self.matches else 0
+        return size.projections(size.tokens, size.tokens) + own
+
+
+@dataclass
+class _Halves(Prepared):
+    """The order of the first half of the heads; of the second half, the places from the first one there, and back."""
+
+    there: Any = None
+    back: Any = None
+
+
+@dataclass(frozen=True)
+class Blocks(Attention):
+    """Every token attends to the tokens of its block: `softmax(s Q_b K_b^T) V_b` for block b, `s = head_dim ** -0.5`.
+
+    Attributes:
+        block_size: tokens in a block, to the nearest size that tiles the sequence.
+        block_order: which tokens share a block: `sequence` (as they come: after merging, by similarity), `raster`,
+            `windows` (rectangles, as square as the size allows), `curve` (Hilbert curve), `strided` (every n-th token)
+            or `spread` (stratified random sample of the image, drawn from seed, step and layer).
+        second_order: another such order for the second half of the heads; None is the same for all heads.
+        redraw: whether what is random is drawn again in every step, or once for a run.
+    """
+
+    name: ClassVar[str] = "block"
+    joint: ClassVar[bool] = True
+
+    block_size: int = 128
+    block_order: BlockOrder = "sequence"
+    second_order: BlockOrder | None = None
+    redraw: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ElfattError: a field is out of range.
+        """
+        checks.whole("block_size", self.block_size, 1)
+        check_order("block_order", self.block_order)
+        checks.flag("redraw", self.redraw)
+        if self.second_order is not None:
+            check_order("second_order", self.second_order)
+
+    def accepts(self, merge: Merge) -> None:
+        """Check what is merged before it.
+
+        Raises:
+            ElfattError: it merges, and the heads have two orders.
+        """
+        if self.second_order is not None and merge.ratio > 0:
+            raise ElfattError(f"ratio={merge.ratio!r} is not accepted with a second_order; give ratio=0.")
+
+    def prepare(self, grid: Grid, draws: Draws) -> Prepared:
+        """Order the tokens block by block."""
+        draws = draws if self.redraw else draws.once
+        first = order_tokens(self.block_order, grid, self.block_size, draws)
+        if self.second_order is None:
+            return first
+        import torch
+
+        from elfatt_sd.attention.ordering import inverse_permutation
+
+        second = order_tokens(self.second_order, grid, self.block_size, draws, "second blocks").order
+        second = torch.arange(grid.tokens, device=draws.device) if second is None else second
+        there = second if first.inverse is None else first.inverse[second]
+        return _Halves(first.order, first.inverse, first.sorts_merged, there, inverse_permutation(there))
+
+    def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
+        """Attend inside blocks; the second half of the heads in blocks of its own order if it has one."""
+        import torch
+
+        q, k, v = layer.project(tokens)
+        if not isinstance(prepared, _Halves):
+            return self._inside(q, k, v, layer, slice(None))
+        cut = q.shape[2] // 2
+        halves = [cut, q.shape[2] - cut]
+        (q1, q2), (k1, k2), (v1, v2) = (torch.split(x, halves, dim=2) for x in (q, k, v))
+        first = self._inside(q1, k1, v1, layer, slice(0, cut))
+        q2, k2, v2 = (x.index_select(1, prepared.there) for x in (q2, k2, v2))
+        second = self._inside(q2, k2, v2, layer, slice(cut, None))
+        return torch.cat([first, second.index_select(1, prepared.back)], dim=2)
+
+    def _inside(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, heads: slice) -> Tensor:
+        """Attend inside blocks and to those heads' context."""
+        from elfatt_sd.attention.joint import elfatt_joint_attention
+        from elfatt_sd.attention.softmax import block_attention
+
+        context = layer.context
+        if context is None:
+            return block_attention(q, k, v, self.block_size, **layer.kernel)
+        own = context._replace(k=context.k[:, :, heads], v=context.v[:, :, heads])
+        return elfatt_joint_attention(q, k, v, agents=1, block_size=self.block_size, agent_heads=0, context=own)
+
+    def cost(self, size: Size) -> float:
+        """Every token meets those of its block, and the context."""
+        attention = round(2 * size.tokens * float(self.block_size + size.context) * size.channels)
+        return size.projections(size.tokens, size.tokens) + attention
+
+    @classmethod
+    def choices(cls, tokens: int) -> list[Self]:
+        """Compact blocks of an eighth of the tokens."""
+        return [cls(block_size=max(tokens // 8, LEAST_KEYS), block_order="windows")]
+
+    def fit(self, grid: Grid, merge: Merge) -> Self:
+        """Take the size that tiles the sequence."""
+        return dataclasses.replace(self, block_size=fitted_block_size(self.block_size, merge.kept(grid)))
+
+    def words(self, fitted: Sequence[Self]) -> str:
+        """Say which blocks."""
+        orders = self.block_order + (f" and {self.second_order}" if self.second_order else "")
+        return self.said(fitted, "block_size", f"{orders} blocks of #")
+
+    @property
+    def is_random(self) -> bool:
+        """Blocks are drawn if they are spread."""
+        return "spread" in (self.block_order, self.second_order)
+
+    @property
+    def family(self) -> str:
+        """What plots group it with."""
+        orders = {self.block_order, self.second_order or self.block_order}
+        return "spread blocks" if orders == {"spread"} else "other blocks"
+
+
+def check_order(name: str, order: object) -> None:
+    """Check the name of an order."""
+    checks.choice(name, order, BLOCK_ORDERS)
+
+
+def order_tokens(order: BlockOrder, grid: Grid, size: int, draws: Draws, what: str = "blocks") -> Prepared:
+    """Order the tokens of a grid so that those of one block lie together; see `ordering.block_permutation`.
+
+    Args:
+        order: its name.
+        grid: of the tokens.
+        size: wanted tokens in a block.
+        draws: for `spread`.
+        what: the blocks are for; other words give other draws.
+    """
+    from elfatt_sd.attention.ordering import block_permutation, inverse_permutation
+
+    noise = draws.made(what, grid.tokens, lambda drawn: drawn) if order == "spread" else None
+    draws.anew = draws.anew or noise is not None  # sorted on the device, which is faster at it
+    places = block_permutation(order, grid, size, noise=noise, device=draws.device)
+    inverse = None if places is None else inverse_permutation(places)
+    return Prepared(places, inverse, sorts_merged=order != "sequence")
+
+
+def fitted_block_size(wanted: int, tokens: int) -> int:
+    """Return the tokens of the largest block of a sequence."""
+    _, base, larger = partition(tokens, wanted)
+    return wanted if base <= wanted <= base + (larger > 0) else base + (larger > 0)
+
+
+pass  # MOVED
+pass  # MOVED
+
+
+Split = Literal["auto", "heads", "channels"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+
+@dataclass(frozen=True)
+class Elfatt(Agents):
+    """Global attention through agents and local attention inside blocks, each in a part of the heads or channels.
+
+    In the first part `softmax(s2 Q A^T) softmax(s A K^T) V` with agents `A = Pooling(Q)`; in the other
+    `softmax(s Q_b K_b^T) V_b` inside block b (ELFATT-SD, of the appendix of doi:10.1145/3746027.3754825).
+    The paper's ELFATT for vision transformers has EFFATT in the place of agents, and LePE; both need training. The
+    paper does not give the number of agents, nor says whether Agent-SD's scale, shortcut and stride are kept: here
+    they are 64, the usual scale, none and 2.
+
+    Its fields are those of `Agents`, where `block_order` also says which tokens share a block (see `Blocks`), and:
+
+    Attributes:
+        block_size: tokens in a block, to the nearest size that tiles the sequence.
+        redraw: whether what is random is drawn again in every step, or once for a run.
+        agent_share: fraction of the heads (or channels) that attends through agents.
+        split: `heads` gives each half its own heads (eq. lepe2sd), `channels` half of every head's channels
+            (eq. lepe1sd), `auto` splits heads where their number allows it.
+    """
+
+    name: ClassVar[str] = "elfatt"
+
+    block_size: int = 128
+    redraw: bool = True
+    agent_share: float = 0.5
+    split: Split = "auto"
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ElfattError: a field is out of range.
+        """
+        super().__post_init__()
+        checks.whole("block_size", self.block_size, 1)
+        checks.flag("redraw", self.redraw)
+        checks.real("agent_share", self.agent_share, 0.0, 1.0)
+        checks.choice("split", self.split, SPLITS)
+
+    def prepare(self, grid: Grid, draws: Draws) -> Prepared:
+        """Order the tokens block by block; without blocks, pool by pool."""
+        draws = draws if self.redraw else draws.once
+        if not self._blocks:
+            return super().prepare(grid, draws)
+        return order_tokens(self.block_order, grid, self.block_size, draws)
+
+    def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
+        """Attend in both ways."""
+        from elfatt_sd.attention.softmax import elfatt_attention
+
+        q, k, v = layer.project(tokens)
+        if layer.context is not None:
+            heads = round(q.shape[2] * self.agent_share)
+            return self.attend_joint(q, k, v, layer.context, heads, self.block_size)
+        return elfatt_attention(
+            q,
+            k,
+            v,
+            agents=self.merged_agents(layer) if self.matches else self.agents,
+            block_size=self.block_size,
+            agent_share=self.agent_share,
+            split=self.split,
+            query_scale=self.query_scale(q.shape[-1]),
+            value_shortcut=self.value_shortcut,
+            **layer.kernel,
+        )
+
+    def cost(self, size: Size) -> float:
+        """Both parts, by the fraction of the heads that each has."""
+        share = self.agent_share
+        pairs = share * 2 * self.count(size.grid) + (1 - share) * self.block_size + size.context
+        return self.projections(size) + round(2 * size.tokens * pairs * size.channels)
+
+    def fit(self, grid: Grid, merge: Merge) -> Self:
+        """Take the block size that tiles the sequence, and at most as many agents as tokens."""
+        size = fitted_block_size(self.block_size, merge.kept(grid)) if self._blocks else self.block_size
+        return dataclasses.replace(super().fit(grid, merge), block_size=size)
+
+    def words(self, fitted: Sequence[Self]) -> str:
+        """Say which agents and which blocks."""
+        blocks = self.said(fitted, "block_size", f"{self.block_order} blocks of #")
+        return f"{super().words(fitted)} and {blocks}"
+
+    def pools(self, tokens: int) -> Sequence[int]:
+        """Those of the agents, where heads attend through any."""
+        return super().pools(tokens) if self._agents else ()
+
+    @property
+    def family(self) -> str:
+        """What plots group it with; with agents in none or all of the heads, it is what is left of it."""
+        if not self._agents:
+            return "spread blocks" if self.block_order == "spread" else "other blocks"
+        return "ELFATT" if self._blocks else "agents"
+
+    @property
+    def matches(self) -> bool:
+        """Agent-SD's agents are merged tokens."""
+        return self._agents and self.agent_source == "merged"  # torch.compile takes super().matches to be true
+
+    @property
+    def used_settings(self) -> frozenset[str]:
+        """The settings that change what it does."""
+        of_agents = super().used_settings if self._agents else frozenset()
+        of_blocks = {"block_size", "block_order"} if self._blocks else set()
+        return of_agents | of_blocks | {"agent_share", "split"} | ({"redraw"} if self.is_random else set())
+
+    @property
+    def is_random(self) -> bool:
+        """Blocks or, without any, pools are drawn if they are spread."""
+        return self.block_order == "spread" if self._blocks else super().is_random
+
+    @property
+    def _agents(self) -> bool:
+        return self.agent_share > 0
+
+    @property
+    def _blocks(self) -> bool:
+        return self.agent_share < 1

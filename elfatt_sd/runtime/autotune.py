@@ -1,0 +1,338 @@
+"""Decide by measurement which layers a method makes faster on this device; the others are left alone.
+
+A layer is timed with random tokens of the shape it really gets, the approximation and the untouched attention in turn.
+Decisions are kept in a file, by device, versions, shape, exact attention and phase. Where it cannot be decided, a layer
+is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+import elfatt_sd
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.devices import device_name, standard_normal
+from elfatt_sd.errors import is_out_of_memory
+from elfatt_sd.families import SelfAttention, family_of, unwrap
+from elfatt_sd.files import cache_folder, write_json
+from elfatt_sd.measure import timed
+from elfatt_sd.methods import Grid
+from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.runtime.call import Call, LayerState
+from elfatt_sd.runtime.joint_processor import attention_alone
+from elfatt_sd.runtime.memory import AT_ONCE
+from elfatt_sd.runtime.processor import PatchedLayer, approximate
+
+ROUNDS, MOST_ROUNDS, WARM_UP = 7, 21, 2
+_IN_A_ROW = 10
+LONG = 30  # seconds of a measurement that are worth a word
+CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, to the same side
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Whether a phase pays in a layer."""
+
+    # median over the rounds of time with the approximation by time untouched; nan where nothing was measured
+    ratio: float = math.nan
+    low: float = math.nan  # lower bound of the median, with about 95 % confidence
+    high: float = math.nan  # upper bound
+    obstacle: str = ""  # why nothing was measured; empty where something was
+
+    @property
+    def settled(self) -> bool:
+        return self.high <= 1 or self.low >= 1
+
+    @property
+    def pays(self) -> bool:
+        return self.high <= 1 and self.ratio < 1
+
+    def __str__(self) -> str:
+        if self.obstacle:
+            return f"left alone: {self.obstacle}"
+        times = f"{self.ratio:.2f} ({self.low:.2f} to {self.high:.2f}) of the untouched time, measured here"
+        return times if self.pays else f"left alone: {times}" + ", undecided" * (not self.settled)
+
+
+_COMPILED = Decision(obstacle="not measured, because torch.compile was applied")
+_OFFLOADED = Decision(obstacle="not measured, because its weights are offloaded")
+_NO_WEIGHTS = Decision(obstacle="not measured, because the model has no weights")
+_MERGED = Decision(obstacle="not measured, because it merges tokens of an image that is joined with text")
+_NO_MEMORY = Decision(obstacle="memory ran out in the measurement")
+
+
+class Decisions:
+    """Decisions made on this machine, in memory and in a file that processes share."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or cache_folder() / "autotune.json"
+        self._known: dict[str, Decision] = {}
+
+    def get(self, key: str) -> Decision | None:
+        if key not in self._known:
+            self._known = self._read() | self._known
+        return self._known.get(key)
+
+    def put(self, key: str, decision: Decision) -> None:
+        """Keep a decision, in the file only a settled one.
+
+        A folder that cannot be written only costs another measurement next time.
+        """
+        self._known[key] = decision
+        if decision.settled:
+            kept = {**self._read(), key: decision}
+            with contextlib.suppress(OSError):
+                write_json(self.path, {known: dataclasses.asdict(value) for known, value in kept.items()})
+
+    def _read(self) -> dict[str, Decision]:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            return {key: Decision(**value) for key, value in kept.items()}
+        return {}
+
+
+_decisions = functools.cache(Decisions)  # a plan and the patch after it decide alike, also where nothing is settled
+
+
+class Tuner:
+    """Decides for the layers of one denoiser."""
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        self.compiling = False  # whether a call comes from torch.compile, wherever that was applied
+        self._denoiser = denoiser
+        self._decisions = _decisions(cache_folder() / "autotune.json")
+        self._warned = False
+        self._keys: dict[object, str] = {}  # by all that can change from call to call
+
+    def pays(self, state: LayerState, phase: Phase, sample: Tensor) -> bool:
+        decision = self.decide(state, phase, sample)
+        if decision.obstacle and not self._warned:
+            self._warned = True
+            warnings.warn(f"elfatt-sd: with autotune, {state.layer.name} is {decision}.", stacklevel=2)
+        return decision.pays
+
+    def decide(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
+        """Look a decision up, or measure it; `state` must know its grid and stays as it is."""
+        if self.compiling or _is_compiled(self._denoiser, state.layer.name):
+            return _COMPILED
+        key = self._key(state, phase, sample)
+        decision = self._decisions.get(key)
+        if decision is None:
+            try:
+                decision = self._measure(state, phase, sample)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                decision = _NO_MEMORY
+            self._decisions.put(key, decision)
+        return decision
+
+    def _key(self, state: LayerState, phase: Phase, sample: Tensor) -> str:
+        kind = sample.device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        where = state.index, state.grid, state.original, state.fused, phase
+        given = sample.shape, sample.dtype, sample.device, autocast, torch.get_num_threads(), _copies(state, phase)
+        if (where, given) not in self._keys:
+            self._keys[where, given] = decision_key(state, phase, sample)
+        return self._keys[where, given]
+
+    def _measure(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
+        if sample.device.type == "meta":
+            return _NO_WEIGHTS
+        if state.layer.joint:
+            return self._measure_joint(state, phase, sample)
+        attention: Any = state.layer.attention
+        hook: Any = getattr(self._denoiser, "_hf_hook", None)
+        if hook is not None:  # accelerate keeps the weights elsewhere until the call
+            hook.pre_forward(self._denoiser)
+        brought = any(hasattr(attention.to_q, name) for name in ("_hf_hook", "_diffusers_hook"))  # for each call of it
+        if attention.to_q.weight.device != sample.device and not brought:
+            return _OFFLOADED
+        size = (_batch(sample), state.grid.tokens, attention.query_dim)
+        tokens = standard_normal(size, torch.Generator().manual_seed(0)).to(sample)
+        block_input = tokens.mT.contiguous().mT if state.layer.channels_first else tokens
+        twin = copy.copy(state)
+        given = state.layer.projections(attention, tokens, fused=state.fused)
+        twin.call = Call(state.call.config)  # so that the matchings of the real call stay
+        begin = _beginning(twin, phase, sample.device)
+
+        def untouched() -> None:
+            if twin.call.config.attention_backend == "auto":
+                state.exact(attention, tokens)
+            else:
+                approximate(given, twin, EXACT, given.tokens)
+
+        def reusing() -> None:
+            begin()
+            twin.block_input = block_input
+            approximate(given, twin, phase, given.tokens)
+
+        def matching() -> None:
+            twin.call.matchings.clear()
+            reusing()
+
+        uses = _uses(state, phase)
+        calls = [(matching, 1 / uses)]
+        if uses > 1:
+            calls.append((reusing, 1 - 1 / uses))
+        if phase.residual_steps > 1:
+            calls.append((untouched, _exact_share(state, phase)))
+        return measure(untouched, calls, sample.device)
+
+    def _measure_joint(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
+        """Time the attention alone: projections are the same with and without the patch."""
+        if phase.merge.ratio:
+            return _MERGED
+        twin = copy.copy(state)
+        twin.call = Call(state.call.config)
+        exact, approximation = attention_alone(twin, sample)
+        begin = _beginning(twin, phase, sample.device)
+
+        def approximated() -> None:
+            begin()
+            approximation()
+
+        calls = [(approximated, 1.0)]
+        if phase.residual_steps > 1:
+            calls.append((exact, _exact_share(state, phase)))
+        return measure(exact, calls, sample.device)
+
+
+def _exact_share(state: LayerState, phase: Phase) -> float:
+    return 1 / phase.residual_steps / _copies(state, phase)
+
+
+def _copies(state: LayerState, phase: Phase) -> int:
+    return state.call.copies if phase.shares_guidance else 1
+
+
+def _beginning(state: LayerState, phase: Phase, device: torch.device) -> Callable[[], None]:
+    kept = state.begin(phase, 0, device) and device.type not in AT_ONCE
+
+    def begin() -> None:
+        if kept:  # what is drawn is there already; see `ahead`
+            state.candidates = None
+        else:
+            state.begin(phase, 0, device)
+
+    return begin
+
+
+def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase, Decision]:
+    """Decide on every phase for one image with guidance, without a patch."""
+    device = _execution_device(denoiser)
+    fill = functools.partial(torch.zeros, device=device, dtype=denoiser.dtype)
+    module = unwrap(denoiser)
+    sample = family_of(module).call(module, (), family_of(module).arguments(module, size, 2, fill)).sample
+    tuner, decisions = Tuner(denoiser), {}
+    state = LayerState(layer, Call(layer.denoiser.config), layer.layer.grid(size))
+    state.call.copies = len(sample)
+    for phase in layer.config.phases:
+        if not phase.exact:
+            state.begin(phase, 0, device)
+            decisions[phase] = tuner.decide(state, phase, sample)
+    return decisions
+
+
+def matching_uses(config: PatchConfig, layer: SelfAttention, layers: Iterable[SelfAttention]) -> int:
+    """Return how many calls of layers share one matching, by `reuse_layers` and `reuse_steps`."""
+    alike = sum(other.downsample == layer.downsample for other in layers) if config.reuse_layers else 1
+    return max(alike, 1) * config.reuse_steps
+
+
+def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
+    """Return what a decision depends on, as text: device, versions, shape, exact attention, phase and run settings."""
+    attention: Any = state.layer.attention
+    config, device = state.call.config, sample.device
+    settings = {**phase.to_dict(), "until": 1.0, "uses": _uses(state, phase), "copies": _copies(state, phase)}
+    settings |= {name: getattr(config, name) for name in ("attention_backend", "fp32_logits", "use_rand")}
+    settings |= {"channels_first": state.layer.channels_first and phase.matches}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    sizes = (len(sample), *state.grid, state.layer.text) if state.layer.joint else (_batch(sample), *state.grid[1:])
+    shape = "x".join(map(str, (*sizes, attention.inner_dim)))
+    dtype = str(sample.dtype)
+    if torch.is_autocast_enabled(device.type):
+        dtype += f" under autocast to {torch.get_autocast_dtype(device.type)}"
+    exact = type(state.original).__qualname__ + ", fused projections" * state.fused
+    versions = f"torch {torch.__version__}, diffusers {diffusers.__version__}, elfatt-sd {elfatt_sd.__version__}"
+    parts = [_device_key(device), versions, f"{shape}, {attention.heads} heads, {dtype}", exact]
+    return "; ".join([*parts, f"{phase.attention.name} {digest}"])
+
+
+def measure(
+    untouched: Callable[[], None], approximated: Sequence[tuple[Callable[[], None], float]], device: torch.device
+) -> Decision:
+    """Time functions in turn, until it is clear which is faster, or there is no time left for it."""
+    ratios: list[float] = []
+    with torch.no_grad():
+        for index in range(WARM_UP + MOST_ROUNDS):
+            begun = time.monotonic()
+            before = _seconds(untouched, device)
+            after = sum(share * _seconds(function, device) for function, share in approximated)
+            rest = (WARM_UP + ROUNDS - 1) * (time.monotonic() - begun)
+            if index == 0 and rest > LONG:
+                text = f"elfatt-sd: autotune measures a layer of this size for about {rest:.0f} s; the result is kept."
+                warnings.warn(text, stacklevel=2)
+            if index >= WARM_UP:
+                ratios.append(after / before)
+                decision = _decide(ratios)
+                if _is_clear(ratios) or (len(ratios) >= ROUNDS and decision.settled):
+                    break
+    return decision
+
+
+def _decide(ratios: list[float]) -> Decision:
+    ranked = sorted(ratios)
+    cut = max(0, int(len(ranked) / 2 - math.sqrt(len(ranked))))
+    return Decision(statistics.median(ranked), ranked[cut], ranked[-1 - cut])
+
+
+def _is_clear(ratios: list[float]) -> bool:
+    rounds, factor = CLEAR
+    return len(ratios) >= rounds and (max(ratios) < 1 / factor or min(ratios) > factor)
+
+
+def _seconds(function: Any, device: torch.device) -> float:
+    return timed(function, device, 1 if device.type == "cpu" else _IN_A_ROW)
+
+
+def _batch(sample: Tensor) -> int:
+    """Images, or frames, in an input of the denoiser."""
+    return sample.numel() // (sample.shape[1] * sample.shape[-2] * sample.shape[-1])
+
+
+def _uses(state: LayerState, phase: Phase) -> int:
+    layers = (other.layer for other in state.patched.denoiser.layers)
+    return matching_uses(state.call.config, state.layer, layers) if phase.matches else 1
+
+
+def _is_compiled(denoiser: nn.Module, layer: str) -> bool:
+    path = itertools.accumulate(layer.split("."), getattr, initial=denoiser)
+    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in path)
+
+
+def _execution_device(denoiser: Any) -> torch.device:
+    hooks = (getattr(module, "_hf_hook", None) for module in denoiser.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((device for device in devices if device is not None), denoiser.device))
+
+
+def _device_key(device: torch.device) -> str:
+    return device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} of {device_name(device)}"

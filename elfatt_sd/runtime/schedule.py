@@ -1,0 +1,424 @@
+"""Where in the denoising run a call is: units of timesteps, runs over schedules, and the lookup."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from elfatt_sd.devices import beneath_transforms, written
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import timesteps as units
+from elfatt_sd.runtime.callers import schedulers_of_callers
+
+KEPT = 8  # runs of one thread that may go on, as of requests that a server interleaves
+
+
+class Run:
+    """A run over a schedule, as far as its steps follow each other one by one."""
+
+    def __init__(self, schedule: Any = None, first: int = -1) -> None:
+        # the storage of the timesteps, by which they are known as long as anybody holds them; None for a call on no
+        # schedule
+        self.schedule = None if schedule is None else StorageWeakRef(schedule.untyped_storage())  # type: ignore[no-untyped-call]
+        self._address = 0 if schedule is None else address(schedule)
+        # first: step that it began with
+        # step: its latest step
+        self.first = self.step = first
+        self.steps = 0  # of its schedule
+        # a weak reference to the one whose schedule it is; None where no scheduler has it
+        self.scheduler: weakref.ref[Any] | None = None
+        self.unit: int | None = None  # which of `timesteps.other_units` its pipeline hands over; None for timesteps
+        # calls: of its latest step
+        # calls_before: of the step before
+        self.calls = self.calls_before = 0
+        # its latest timestep, where the scheduler's counter told its step, and its place in memory
+        self.copy: tuple[torch.Tensor, tuple[int, ...]] | None = None
+        self.former: Run | None = None  # a run over the same schedule that this one has broken into, and that may go on
+        self.strange: object = None  # a schedule on which a value of this thread was in no unit that is known
+        # what denoisers keep from step to step, by denoiser
+        self.kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # GiB that the differences among it may take, where the user gives none; None until some are planned
+        self.limit: float | None = None
+
+    @property
+    def may_go_on(self) -> bool:
+        return self.schedule is not None and not self.schedule.expired()  # type: ignore[no-untyped-call]
+
+    def is_over(self, schedule: Any) -> bool:
+        return self.may_go_on and self._address == address(schedule)
+
+    def goes_on(self, schedule: Any, step: int) -> bool:
+        return self.is_over(schedule) and self.step <= step <= self.step + 1
+
+    def advance(self, step: int) -> None:
+        """Count a call; a run that goes on by itself forgets the one that it has broken into."""
+        if step != self.step:
+            self.former = None
+            self.calls_before, self.calls = self.calls, 0
+        self.step = step
+        self.calls += 1
+
+
+class Runs:
+    """The runs of each thread, one for each schedule, the latest last."""
+
+    def __init__(self) -> None:
+        self._of: weakref.WeakKeyDictionary[threading.Thread, list[Run]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    @property
+    def threads(self) -> int:
+        """Number of threads that have any."""
+        return len(self._of)
+
+    @property
+    def _mine(self) -> list[Run]:
+        with self._lock:
+            return self._of.setdefault(threading.current_thread(), [Run()])
+
+    @property
+    def latest(self) -> Run:
+        """The run of this thread's latest call on a schedule."""
+        return self._mine[-1]
+
+    def over(self, schedule: Any) -> Run:
+        return next((run for run in reversed(self._mine) if run.is_over(schedule)), self.latest)
+
+    def follow(self, schedule: Any, step: int) -> Run:
+        run = self.over(schedule)
+        if not run.goes_on(schedule, step):
+            run = self._taken_over(schedule, step) or _begun(run if run.is_over(schedule) else None, schedule, step)
+        others = [other for other in self._mine if other.may_go_on and not other.is_over(schedule)]
+        self._mine[:] = [*others[1 - KEPT :], run]
+        return run
+
+    def _taken_over(self, schedule: Any, step: int) -> Run | None:
+        """Take the run that goes on with a step from another thread, as an executor hands steps to any of them."""
+        with self._lock:
+            for runs in self._of.values():
+                run = next((run for run in runs if run.is_over(schedule) and run.step + 1 == step), None)
+                if run is not None:
+                    runs[:] = [other for other in runs if other is not run] or [Run()]
+                    return run
+        return None
+
+
+def _begun(before: Run | None, schedule: Any, step: int) -> Run:
+    former = None if before is None else before.former
+    if former is not None and former.step + 1 == step:
+        return former
+    run = Run(schedule, step)
+    if before is not None:
+        run.former = before if before.step < before.steps - 1 else None  # it is not at its end
+        before.former = None
+    return run
+
+
+def address(tensor: Any) -> int:
+    return tensor.untyped_storage().data_ptr()  # type: ignore[no-any-return]
+
+
+pass  # MOVED
+
+
+class Position(NamedTuple):
+    """Index of a step in the schedule, and the number of steps of the whole schedule.
+
+    `scheduled` tells whether the call is one of a run over a schedule; if not, the step is the place of its noise level
+    among all that the model was trained on.
+    """
+
+    step: int
+    steps: int
+    scheduled: bool = True
+
+
+ANYWHERE = Position(0, 1, scheduled=False)  # for a method to which the step does not matter
+BEYOND = Position(1, 1, scheduled=False)  # of a value in a unit that is not known: past the last phase
+
+
+class _Found(NamedTuple):
+    """A position, and how it was found."""
+
+    position: Position  # of the call
+    schedule: torch.Tensor | None = None  # a tensor in the storage of the schedule
+    scheduler: Any = None  # whose schedule it is; None where no scheduler has it
+    unit: int | None = None  # which of `timesteps.other_units` it is in; None for timesteps
+    copy: torch.Tensor | None = None  # the timestep, where the scheduler's counter told its step
+
+
+class SchedulerFinder:
+    """Looks up a pipeline's scheduler again, without keeping the pipeline alive."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = weakref.ref(pipe)
+
+    def __call__(self) -> Any:
+        return getattr(self._pipe(), "scheduler", None)
+
+    def __deepcopy__(self, copied: dict[int, Any]) -> SchedulerFinder:
+        pipe = self._pipe()
+        return self if pipe is None else SchedulerFinder(copied.get(id(pipe), pipe))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _KeptScheduler, (self(),)
+
+
+@dataclass
+class _KeptScheduler:
+    """What a `SchedulerFinder` is after pickling."""
+
+    scheduler: Any
+
+    def __call__(self) -> Any:
+        return self.scheduler
+
+
+class Schedule:
+    """Follows the runs of one denoiser, in each thread.
+
+    Pipelines around one denoiser have schedulers of their own. A timestep is looked up on those of the functions that
+    lead to the call, from the innermost outwards, and on the patched pipeline's at last.
+    """
+
+    def __init__(self, find_scheduler: Callable[[], Any], trained_on_noise_levels: bool = False) -> None:
+        self._find_scheduler = find_scheduler
+        self._noise_levels = trained_on_noise_levels
+        self.runs = Runs()
+        self._values: tuple[object, list[float]] = None, []  # of a schedule on a device, read once
+        self._loop = threading.local()  # its `value`: the latest timestep of a loop of one's own, on no schedule
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Schedule, (self._find_scheduler, self._noise_levels)
+
+    @property
+    def run(self) -> Run:
+        """The run that the latest call of this thread on a schedule belongs to."""
+        return self.runs.latest
+
+    def locate(self, timestep: torch.Tensor | float, unit: int | None = None) -> Position | None:
+        """Return the position of a call."""
+        if isinstance(timestep, torch.Tensor):
+            timestep = beneath_transforms(timestep)
+        found = self._from_view(timestep, unit)
+        if found is None and not _on_device(timestep):
+            found = self._from_value(timestep, unit)
+        elif found is None and not torch.is_grad_enabled():  # in training, it is drawn
+            found = self._from_copy(timestep, unit)
+        if found is None:
+            return None
+        self._follow(found)
+        return found.position
+
+    def _known(self) -> Iterator[list[tuple[Any, torch.Tensor]]]:
+        for held in itertools.chain(schedulers_of_callers(), [[self._find_scheduler()]]):
+            yield [(scheduler, steps) for scheduler in held if (steps := _timesteps(scheduler)) is not None]
+
+    def _caller(self) -> Any:
+        return next((scheduler for group in self._known() for scheduler, _ in group), None)
+
+    def _from_view(self, timestep: torch.Tensor | float, unit: int | None) -> _Found | None:
+        """Read the index off the storage that a timestep is a view of."""
+        if not isinstance(timestep, torch.Tensor) or (timestep.numel() > 1 and any(timestep.stride())):
+            return None
+        length = timestep.untyped_storage().nbytes() // timestep.element_size()
+        if length < 2 and not _on_device(timestep):  # a value alone; a schedule of one step is found by it
+            return None
+        run, step = self.runs.over(timestep), int(timestep.storage_offset())
+        scheduler = run.scheduler() if run.scheduler is not None and run.is_over(timestep) else None
+        own = _timesteps(scheduler)
+        if own is None or address(own) != address(timestep):
+            if run.goes_on(timestep, step):  # nothing is read any more
+                return _Found(Position(step, run.steps), timestep, unit=run.unit)
+            groups = itertools.islice(self._known(), 1 if length < 2 else None)  # it may well be no view
+            known = (pair for group in groups for pair in group)
+            scheduler, own = next((pair for pair in known if address(pair[1]) == address(timestep)), (None, None))
+        if own is not None:
+            step, between = divmod(step - int(own.storage_offset()), own.stride(0))
+            if between or not 0 <= step < len(own):
+                return None
+            if run.goes_on(own, step):
+                return _Found(Position(step, len(own)), own, scheduler, run.unit)
+            return _Found(_position(step, self._on_host(own)), own, scheduler)
+        if length >= units.SHORTEST and not timestep.is_meta:
+            values = self._on_host(timestep.new_empty(0).set_(timestep.untyped_storage()))
+            falling = [1 - value for value in values] if unit == units.RISING else values
+            length = units.schedule_length(falling, self._caller())
+        return _Found(Position(step, length), timestep) if length >= units.SHORTEST and step < length else None
+
+    def _on_host(self, timesteps: torch.Tensor) -> list[float]:
+        if timesteps.device.type == "cpu":
+            return timesteps.tolist()
+        if self._values[0] != (state := written(timesteps)):
+            self._values = state, timesteps.tolist()
+        return self._values[1]
+
+    def _from_value(self, timestep: Any, unit: int | None) -> _Found | None:
+        """Look a value up on the schedules that are known; find the place of one that is on none."""
+        value = _value(timestep)
+        if value is None:
+            return None
+        latest = getattr(self._loop, "value", None)
+        goes_on = unit is None and latest is not None and 0 <= value <= latest
+        best, agrees = None, -1
+        for group in self._known():
+            for scheduler, timesteps in group:
+                found = self._on_schedule(value, units.rounding(timestep), scheduler, timesteps, unit, goes_on)
+                if found is not None and (more := self._agreement(found)) > agrees:
+                    best, agrees = found, more
+            if agrees > 1:  # it is this function's
+                break
+        if best is not None:
+            self._loop.value = value if goes_on and best.unit is None else None
+            return best
+        return self._off_schedule(value, unit, goes_on)
+
+    def _off_schedule(self, value: float, unit: int | None, goes_on: bool) -> _Found:
+        caller = self._caller()
+        if unit is not None:  # a fraction of the run
+            whole = units.train_steps(caller)
+            value = whole * (value if unit == units.FRACTION else 1 - value)
+        elif near := self._near(value):
+            return near
+        place = None if self._noise_levels else units.place(value, caller, certain=unit is not None or goes_on)
+        self._loop.value = None if place is None or unit is not None or isinstance(value, int) else value
+        if place is None:
+            self.run.strange = _timesteps(caller)
+            return _Found(BEYOND)
+        return _Found(Position(place, units.train_steps(caller), scheduled=False))
+
+    def _near(self, value: float) -> _Found | None:
+        for scheduler, timesteps in (pair for group in self._known() for pair in group):
+            run, known = self.runs.over(timesteps), self._on_host(timesteps)
+            if run.is_over(timesteps) and run.unit is not None:
+                levels = dict(enumerate(units.other_units(scheduler, known))).get(run.unit)
+                near = None if levels is None else units.nearest(levels, value)
+                return None if near is None else _Found(_position(near, known, live=False))
+        return None
+
+    def _on_schedule(
+        self,
+        value: float,
+        rounding: float,
+        scheduler: Any,
+        timesteps: torch.Tensor,
+        unit: int | None,
+        plain: bool,
+    ) -> _Found | None:
+        """Look a value up in all units, first in that of the run first; an `int` or a `plain` one is a timestep."""
+        known, run = self._on_host(timesteps), self.runs.over(timesteps)
+        own = run.unit if run.is_over(timesteps) else None
+        others = () if isinstance(value, int) or plain else enumerate(units.other_units(scheduler, known))
+        strange = run.strange is timesteps and own is None  # what now is in one of those, is so by chance
+        levels: dict[int | None, Sequence[float]] = {None: known, **(dict(others) if not strange else {})}
+        if unit is not None:
+            levels = {unit: list(units.other_units(scheduler, known))[unit]}
+        for one in sorted(levels, key=lambda one: one != own):
+            steps = units.matches(levels[one], value, rounding)
+            counted = _counted(scheduler, timesteps) if rounding and len(steps) > 1 else None
+            step = counted if counted in steps else self._choose(steps, timesteps)
+            if step is not None:
+                return _Found(_position(step, known, _is_set(scheduler, timesteps)), timesteps, scheduler, one)
+        return None
+
+    def _agreement(self, found: _Found) -> int:
+        """Tell how well a step agrees with what its scheduler has come to: 3 by its count, 2 by its run, 1 not."""
+        step, schedule, scheduler = found.position.step, found.schedule, found.scheduler
+        if schedule is None or not _is_set(scheduler, schedule):
+            return 0
+        if _counted(scheduler, schedule) == step:
+            return 3
+        steps_by_itself = getattr(scheduler, "step_index", None) is not None
+        return 2 if not steps_by_itself and self.runs.over(schedule).goes_on(schedule, step) else 1
+
+    def _choose(self, steps: Sequence[int], timesteps: torch.Tensor) -> int | None:
+        run = self.runs.over(timesteps)
+        if not steps or not run.is_over(timesteps):
+            return steps[0] if steps else None
+        if run.step in steps and run.calls < run.calls_before:
+            return run.step
+        return next((step for step in steps if step > run.step), steps[0])
+
+    def _from_copy(self, timestep: Any, unit: int | None) -> _Found | None:
+        for group in self._known():
+            on = [pair for pair in group if _is_set(*pair) and _counted(*pair) is not None]
+            run = self.runs.over(on[0][1]) if len(on) == 1 else None
+            if run is not None and run.copy is not None and run.is_over(on[0][1]):
+                (scheduler, timesteps), counted = on[0], _counted(*on[0])
+                if counted == run.step + (run.copy[1] != _place_in_memory(timestep)):
+                    return _Found(Position(counted, len(timesteps)), timesteps, scheduler, run.unit, timestep)
+            if on:
+                break
+        if all(_counted(*pair) is None for group in self._known() for pair in group):
+            return None
+        found = self._from_value(timestep, unit)
+        if found is None or found.schedule is None or not found.position.scheduled:
+            return found
+        begins = _counted(found.scheduler, found.schedule) == found.position.step
+        return found._replace(copy=timestep) if begins else found
+
+    def _follow(self, found: _Found) -> None:
+        """Let a run of this thread go on with a call, or begin another one."""
+        position = found.position
+        if not position.scheduled:  # a preview between two steps does not end their run
+            return
+        run = self.runs.follow(found.schedule, position.step)
+        run.advance(position.step)
+        run.steps, run.unit = position.steps, found.unit
+        run.copy = None if found.copy is None else (found.copy, _place_in_memory(found.copy))
+        run.scheduler = None if found.scheduler is None else weakref.ref(found.scheduler)
+
+
+def _position(step: int, timesteps: Sequence[float], live: bool = True) -> Position:
+    if units.rises(timesteps):
+        return Position(len(timesteps) - 1 - step, len(timesteps), scheduled=False)
+    return Position(step, len(timesteps), scheduled=live)
+
+
+def _timesteps(scheduler: Any) -> torch.Tensor | None:
+    timesteps = getattr(scheduler, "timesteps", None)
+    return timesteps if isinstance(timesteps, torch.Tensor) and timesteps.ndim == 1 and len(timesteps) else None
+
+
+def _place_in_memory(tensor: torch.Tensor) -> tuple[int, ...]:
+    return address(tensor), int(tensor.storage_offset()), 0 if tensor.is_inference() else tensor._version
+
+
+def _is_set(scheduler: Any, timesteps: torch.Tensor) -> bool:
+    unset = None if len(timesteps) == units.train_steps(scheduler) else len(timesteps)
+    return getattr(scheduler, "num_inference_steps", unset) is not None
+
+
+def _on_device(timestep: torch.Tensor | float) -> bool:
+    return isinstance(timestep, torch.Tensor) and timestep.device.type != "cpu"
+
+
+def _counted(scheduler: Any, timesteps: torch.Tensor) -> int | None:
+    if not hasattr(scheduler, "step_index"):
+        return None
+    begin = getattr(scheduler, "begin_index", None) or 0
+    step = begin if scheduler.step_index is None else int(scheduler.step_index)
+    return step if step < len(timesteps) else None
+
+
+def _value(timestep: torch.Tensor | float) -> float | None:
+    if isinstance(timestep, torch.Tensor):
+        values = set() if timestep.is_meta else set(timestep.flatten().tolist())
+        return values.pop() if len(values) == 1 else None
+    return int(timestep) if isinstance(timestep, Integral) else float(timestep)
+
+
+def unknown_position(phases: int) -> ElfattError:
+    needs = f"has {phases} phases" if phases > 1 else "keeps something from step to step"
+    return ElfattError(
+        f"the denoising step of this call is not known, and the patch {needs}; iterate over "
+        "scheduler.timesteps, or give the timestep as a whole number that is the same for the whole batch."
+    )
