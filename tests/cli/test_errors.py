@@ -104,7 +104,6 @@ bench unet --method tome:ratio=7
 bench unet --ratio 7
 bench unet --compile --autotune
 bench unet --memory-batch 0
-bench pipeline --device cpu --model sd15 --batch 100000
 bench layer --tokens 5
 bench layer --block-size 0
 """
@@ -237,10 +236,10 @@ def test_failures_have_exit_code_one_and_show_where_on_request(model: Path, monk
 def test_interrupting_keeps_what_is_finished(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     drawn = Studio.draw
 
-    def second_is_interrupted(self: Studio, prompt: str, seed: int, steps: int | None = None) -> Any:
+    def second_is_interrupted(self: Studio, prompt: str, seed: int) -> Any:
         if seed == 1:
             raise KeyboardInterrupt
-        return drawn(self, prompt, seed, steps)
+        return drawn(self, prompt, seed)
 
     monkeypatch.setattr(Studio, "draw", second_is_interrupted)
     result = call("generate", PROMPT, "--model", model, "--steps", 1, "--out", tmp_path, "--num-images", 3)

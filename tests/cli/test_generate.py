@@ -167,7 +167,7 @@ def test_a_long_list_of_prompts_is_told_of_in_a_line(model: Path, tmp_path: Path
     (tmp_path / "prompts.txt").write_text("\n".join([*words, *words]), encoding="utf-8-sig")
     shown = draw(model, tmp_path / "out", "--prompt-file", tmp_path / "prompts.txt", "--steps", 1).stderr
     assert shown.count("cut off") == 1
-    assert "8 of 8 prompts are cut off: the text encoder takes 75 tokens, and the first of them has 90" in shown
+    assert "8 of 9 prompts are cut off: the text encoder takes 75 tokens, and the first of them has 90" in shown
     assert metadata(sorted((tmp_path / "out").glob("*.png"))[1])["prompt"] == words[0]
 
 
