@@ -1,4 +1,4 @@
-"""Accelerators of other packages, in place of a patch or together with one."""
+"""Accelerators of other packages, each a file: what a user could pick instead, or together with a patch."""
 
 from __future__ import annotations
 
