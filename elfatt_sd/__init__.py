@@ -60,7 +60,7 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
         "load_pipeline": "loading",
         "patched": "patch",
         "plan": "patch",
-        "register": "config",
+        "register": "methods",
         "remove_patch": "patch",
         "tune": "tuning",
     }

@@ -1,4 +1,4 @@
-"""The denoisers that can be patched: one file for each family, and how they are found in a pipeline."""
+"""The denoisers that can be patched, and how they are found in a pipeline."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class SelfAttention:
 
 
 class Family(Protocol):
-    """A kind of denoiser: one file each."""
+    """A kind of denoiser."""
 
     part: str  # where a pipeline holds it
     title: str  # how it is called in sentences

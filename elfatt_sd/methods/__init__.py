@@ -1,4 +1,4 @@
-"""The attentions that a configuration can name: one file each, and those that others register."""
+"""Attentions, and their registry: the package's own and those that others add."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What happens in a patched run."""
+"""A patched run: where each call is, what its layers do, and what is kept from step to step."""
