@@ -61,6 +61,11 @@ def accelerators() -> dict[str, int]:
     return found
 
 
+def interprets_triton() -> bool:
+    """Tell whether Triton's kernels run without a GPU, interpreted."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a device has done what it was given; the CPU always has."""
     wait = getattr(_of(device), "synchronize", None)

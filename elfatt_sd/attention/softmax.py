@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import functional
 
-from elfatt_sd.attention import triton as kernels
 from elfatt_sd.attention.ordering import partition
-from elfatt_sd.devices import is_device_error
+from elfatt_sd.devices import accelerators, interprets_triton, is_device_error
 from elfatt_sd.errors import ElfattError, is_out_of_memory
 
 _ALWAYS = "'native' needs no package, 'auto' takes what there is."
@@ -292,7 +291,11 @@ def make_ready(backend: str) -> None:
     if backend in ("auto", "native"):
         return
     if backend == "triton":
-        return kernels.check_there()
+        if importlib.util.find_spec("triton") is None:
+            raise ElfattError("attention_backend='triton' needs triton, which is not installed: pip install triton.")
+        if not (interprets_triton() or "cuda" in accelerators()):
+            raise ElfattError("attention_backend='triton' needs a GPU with CUDA; leave it out, or give 'native'.")
+        return
     name = _backend_named(backend)
     from diffusers.models import attention_dispatch
 
