@@ -336,5 +336,5 @@ def test_tokens_stay_where_columns_are_the_lattice() -> None:
 
 def test_the_picture_of_what_a_query_sees_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["what_a_query_sees.py", str(tmp_path / "seen.png")])
-    runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "what_a_query_sees.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "what_a_query_sees.py"), run_name="__main__")
     assert (tmp_path / "seen.png").read_bytes().startswith(b"\x89PNG")
