@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, cast, get_args
+from typing import Any, ClassVar, Literal, Unpack, cast, get_args
 
-from elfatt_sd import errors as checks
+from elfatt_sd import errors
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.files import write_json
 from elfatt_sd.methods import attention_named, attentions, is_own, reserve
@@ -35,10 +35,6 @@ from elfatt_sd.phases import (
     phases_of,
     setting_names,
 )
-
-if TYPE_CHECKING:
-    pass  # MOVED
-
 
 __all__ = ["EXACT", "ElfattError", "ElfattFailure", "LayerPhases", "PatchConfig", "Phase", "Settings", "setting_names"]
 
@@ -97,16 +93,16 @@ class PatchConfig:
             isinstance(self.max_downsample, bool) or self.max_downsample not in DOWNSAMPLES
         ):
             raise ElfattError(f"max_downsample={self.max_downsample!r} is not accepted; give 1, 2, 4, 8 or None.")
-        checks.whole("seed", self.seed, 0, 2**63 - 1)
-        checks.whole("levels", self.levels, 1)
-        checks.flag("use_rand", self.use_rand)
-        checks.flag("reuse_layers", self.reuse_layers)
-        checks.whole("reuse_steps", self.reuse_steps, 1)
-        checks.choice("attention_backend", self.attention_backend, BACKENDS)
-        checks.flag("fp32_logits", self.fp32_logits)
-        checks.choice("residuals", self.residuals, KEPT)
+        errors.whole("seed", self.seed, 0, 2**63 - 1)
+        errors.whole("levels", self.levels, 1)
+        errors.flag("use_rand", self.use_rand)
+        errors.flag("reuse_layers", self.reuse_layers)
+        errors.whole("reuse_steps", self.reuse_steps, 1)
+        errors.choice("attention_backend", self.attention_backend, BACKENDS)
+        errors.flag("fp32_logits", self.fp32_logits)
+        errors.choice("residuals", self.residuals, KEPT)
         if self.residual_limit is not None:
-            checks.real("residual_limit", self.residual_limit, 0.0, 10**6)
+            errors.real("residual_limit", self.residual_limit, 0.0, 10**6)
         narrower = next((phase.attention_dtype for phase in self.all_phases if phase.attention_dtype), None)
         if self.fp32_logits and narrower:
             raise ElfattError(
@@ -153,8 +149,6 @@ class PatchConfig:
         Raises:
             ElfattError: unknown method or setting, or a value out of range.
         """
-        pass  # MOVED
-
         return method_named(method).with_settings(**settings)
 
     def with_settings(self, /, **settings: Unpack[Settings]) -> PatchConfig:
@@ -173,7 +167,7 @@ class PatchConfig:
         self._check_merging(per_phase.get("ratio", 0))
         fraction = settings.get("active_fraction")
         if fraction is not None:
-            checks.real("active_fraction", fraction, 0.0, 1.0)
+            errors.real("active_fraction", fraction, 0.0, 1.0)
 
         def with_changes(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
             phases = tuple(phase if phase.exact else phase.with_settings(per_phase) for phase in phases)
@@ -197,8 +191,6 @@ class PatchConfig:
 
     def _check_merging(self, ratio: float) -> None:
         """Check a ratio that a user gave, in the words of the method."""
-        pass  # MOVED
-
         if ratio > 0 and not all(phase.attention.merges for phase in self.all_phases):
             merging = [name for name, config in PRESETS.items() if any(phase.merge.ratio for phase in config.phases)]
             raise ElfattError(
@@ -347,8 +339,6 @@ def _with_active_fraction(phases: tuple[Phase, ...], fraction: float) -> tuple[P
     return (dataclasses.replace(first, until=border), *(phase for phase in rest if phase.until > border))
 
 
-pass  # MOVED
-
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]
 """The name of a preset, for type checkers; `sd` is the untouched model."""
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -379,7 +369,7 @@ def known_method(name: object) -> Method:
     """
     if isinstance(name, str) and ":" in name:
         name = attention_named(name).name
-    checks.choice("method", name, method_names())
+    errors.choice("method", name, method_names())
     return cast(Method, name)
 
 

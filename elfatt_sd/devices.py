@@ -24,6 +24,27 @@ import elfatt_sd
 from elfatt_sd.errors import ElfattError
 
 _DEVICE_ERROR = re.compile(r"(CUDA|HIP|XPU) error: ")
+_PACKAGES = (
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "tomesd",
+    "DeepCache",
+    "tgate",
+    "torchmetrics",
+    "torch-fidelity",
+    "torchvision",
+    "numpy",
+    "pillow",
+    "flash-attn",
+    "flash-attn-3",
+    "kernels",
+    "sageattention",
+    "xformers",
+)
+_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # the times of a processor, as psutil names them
+_IDLE = ("idle", "iowait")
 
 
 def device_name(device: torch.device) -> str:
@@ -59,6 +80,11 @@ def accelerators() -> dict[str, int]:
         if module is not None and available is not None and available():
             found[kind] = int(module.device_count())
     return found
+
+
+def interprets_triton() -> bool:
+    """Tell whether Triton's kernels run without a GPU, interpreted."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def synchronize(device: torch.device) -> None:
@@ -177,8 +203,6 @@ def memory_of(device: torch.device) -> tuple[float, float]:
     if hasattr(kind, "recommended_max_memory"):  # MPS, which shares the memory of the CPU
         whole = float(kind.recommended_max_memory())
         return whole, max(0.0, whole - kind.driver_allocated_memory())
-    import psutil
-
     memory, own = psutil.virtual_memory(), psutil.Process().memory_info().rss
     try:  # what a container may have, where there is a limit
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
@@ -214,32 +238,6 @@ def keep_freed_memory() -> bool:
 def keeps_freed_memory() -> bool:
     """Tell whether `keep_freed_memory` did so in this process."""
     return _kept
-
-
-pass  # MOVED
-pass  # MOVED
-
-_PACKAGES = (
-    "torch",
-    "diffusers",
-    "transformers",
-    "accelerate",
-    "tomesd",
-    "DeepCache",
-    "tgate",
-    "torchmetrics",
-    "torch-fidelity",
-    "torchvision",
-    "numpy",
-    "pillow",
-    "flash-attn",
-    "flash-attn-3",
-    "kernels",
-    "sageattention",
-    "xformers",
-)
-_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # the times of a processor, as psutil names them
-_IDLE = ("idle", "iowait")
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -17,11 +17,7 @@ class ElfattFailure(ElfattError):
     """What was asked for is right, but it could not be done: the hub, a disk or the memory is at fault."""
 
 
-pass  # MOVED
-
-
 def choice(name: str, value: object, accepted: Collection[str]) -> None:
-    """Check that a value is one of some words."""
     if value not in accepted:
         raise ElfattError(f"{name}={value!r} is not known; accepted: {', '.join(accepted)}.")
 
@@ -43,12 +39,8 @@ def real(name: str, value: object, low: float, high: float, *, open_high: bool =
 
 
 def flag(name: str, value: object) -> None:
-    """Check that a value is True or False."""
     if not isinstance(value, bool):
         raise ElfattError(f"{name}={value!r} is not accepted; give True or False.")
-
-
-pass  # MOVED
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from filelock import FileLock, Timeout
 
 from elfatt_sd.errors import ElfattError, ElfattFailure
 
+Shape = TypeVar("Shape")
+LOCK_FILE, HOLDER_FILE = ".lock", ".locked-by"  # no process can read the first one on Windows while it is held
 _NAME = re.compile(r"[\w=+-][\w.=+-]*(?<!\.)")
 _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE)  # on Windows, whatever the suffix
 _LEAST = 4096  # bytes that a folder has room for
@@ -32,6 +34,16 @@ _LONGEST_NAME = 160  # bytes; file systems take 255, and names get endings
 _PLAIN_LIST = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s+\]")  # of numbers; a line break stands in no JSON string
 _SYSTEMS = frozenset(("thumbs.db", "desktop.ini", "__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found"))
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_KINDS = {  # of values, as msgspec names them and as messages do
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
+_RANGES = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
+_LONGEST = 120  # characters of a value that a message repeats
 
 
 def is_hidden(name: str) -> bool:
@@ -161,11 +173,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elfatt-sd"
 
 
-pass  # MOVED
-
-LOCK_FILE, HOLDER_FILE = ".lock", ".locked-by"  # no process can read the first one on Windows while it is held
-
-
 @contextlib.contextmanager
 def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock of a folder, which is made."""
@@ -193,21 +200,6 @@ def _named(holder: Path) -> str:
         return read_plain(holder).decode(errors="replace").strip() or "another process"
     except OSError:
         return "another process"
-
-
-pass  # MOVED
-
-Shape = TypeVar("Shape")
-_KINDS = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a table",
-}
-_RANGES = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
-_LONGEST = 120  # characters of a value that a message repeats
 
 
 def refused(what: str, accepted: str) -> ElfattError:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 
-from elfatt_sd import errors as checks
+from elfatt_sd import errors
 from elfatt_sd.attention.ordering import BlockOrder
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import Attention, AttentionName, Merge, attention_named, attentions
@@ -128,10 +128,10 @@ def check_phase_settings(
     residual_steps: object = 1, residual_guidance: object = False, attention_dtype: object = None
 ) -> None:
     """Check a phase's own settings."""
-    checks.whole("residual_steps", residual_steps, 1)
-    checks.flag("residual_guidance", residual_guidance)
+    errors.whole("residual_steps", residual_steps, 1)
+    errors.flag("residual_guidance", residual_guidance)
     if attention_dtype is not None:
-        checks.choice("attention_dtype", attention_dtype, NARROWER)
+        errors.choice("attention_dtype", attention_dtype, NARROWER)
 
 
 def known_keys(what: str, data: Mapping[str, Any], accepted: Iterable[str]) -> None:
@@ -139,9 +139,6 @@ def known_keys(what: str, data: Mapping[str, Any], accepted: Iterable[str]) -> N
     unknown = sorted(set(data) - set(accepted), key=str)
     if unknown:
         raise ElfattError(f"{what} key {unknown[0]!r} is not known; accepted: {', '.join(accepted)}.")
-
-
-pass  # MOVED
 
 
 @dataclass(frozen=True, init=False)
@@ -197,7 +194,7 @@ class Phase:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        checks.real("until", until, 0.0, 1.0)
+        errors.real("until", until, 0.0, 1.0)
         if until == 0:
             raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
         check_phase_settings(residual_steps, residual_guidance, attention_dtype)

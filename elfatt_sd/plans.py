@@ -25,6 +25,7 @@ from elfatt_sd.runtime.autotune import Decision, matching_uses
 from elfatt_sd.runtime.memory import kept_bytes, readable
 
 PAYS = 8000  # tokens of a transformer, from about which on attention is a large part of its step
+_ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 _MOST_PLACES = 8  # that a plan lists one by one; a UNet has fewer blocks on a level
 
 
@@ -265,14 +266,6 @@ def places(layers: Sequence[PlannedLayer]) -> list[str]:
         return found
     kinds = [list(blocks) for _, blocks in itertools.groupby(found, lambda block: block.rpartition(".")[0])]
     return [f"{kind[0]} to {kind[-1].rpartition('.')[2]}" if len(kind) > 1 else kind[0] for kind in kinds]
-
-
-pass  # MOVED
-pass  # MOVED
-pass  # MOVED
-pass  # MOVED
-
-_ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 
 
 def make_plan(

@@ -24,7 +24,7 @@ THIRD_PARTY = (
     "ignore:__array_wrap__ must accept context:DeprecationWarning",
 )
 
-# What a preset gains depends on the size, and the models of tests are tiny; `test_planning` looks at the warning.
+# What a preset gains depends on the size, and the models of tests are tiny; `test_plans` looks at the warning.
 TINY = "ignore:.* is expected to be slower than untouched:UserWarning"
 
 SOMEONES_OWN = """

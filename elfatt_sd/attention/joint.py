@@ -1,7 +1,7 @@
 """Approximate attention of image or video tokens that are joined with exact keys, such as text. Pure tensors.
 
 Image queries see some of the image's keys, and all keys of the context: text, several segments of it, reference images.
-Queries of the context are exact. What is seen in parts is joined by log-sum-exps (`log_sum_exp`), where a sampled key
+Queries of the context are exact. What is seen in parts is joined by log-sum-exps (`softmax.Part`), where a sampled key
 has the weight of the tokens that it stands for. Unweighted, the image would count less, the fewer keys are drawn.
 
 Shapes: B batch, N image tokens, T tokens of the context, H heads, D head size. q, k, v and every result are
@@ -26,20 +26,12 @@ from elfatt_sd.errors import ElfattError
 
 
 class Keys(NamedTuple):
-    """Keys that are seen exactly.
+    """Keys that are seen exactly. A mask costs a slower kernel on a GPU."""
 
-    Attributes:
-        k: keys `[B, T, H, D]`.
-        v: values, shaped as the keys.
-        mask: `[B, T]`, True where a key counts, or what is added to its logits; None where all count alike. A mask
-            costs a slower kernel on a GPU.
-        stands_for: tokens that each key stands for, as where tokens are merged.
-    """
-
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None = None
-    stands_for: float = 1.0
+    k: Tensor  # `[B, T, H, D]`
+    v: Tensor  # values, shaped as the keys
+    mask: Tensor | None = None  # `[B, T]`, True where a key counts, or what is added to its logits
+    stands_for: float = 1.0  # tokens that each key stands for, as where tokens are merged
 
 
 def exact_attention(q: Tensor, parts: Sequence[Keys]) -> Tensor:
@@ -239,7 +231,7 @@ def _through_agents(q: Tensor, k: Tensor, v: Tensor, count: int, query_scale: fl
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> Part:
-    """Attend inside each block of consecutive tokens; the blocks tile the sequence (`tiling.partition`)."""
+    """Attend inside each block of consecutive tokens; the blocks tile the sequence (`ordering.partition`)."""
     blocks, _, _ = partition(q.shape[1], block_size)
     parts = []
     for piece, size in equal_parts(q.shape[1], blocks):

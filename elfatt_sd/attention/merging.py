@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elfatt_sd.attention import triton as kernels
+from elfatt_sd.attention.ordering import inverse_permutation
 from elfatt_sd.devices import memory_of
 
 # The similarity matrix is made in chunks, which stay in cache on a CPU and are small on a GPU: the fewest elements of
@@ -24,17 +25,11 @@ _FOLD = 16
 
 
 class Split(NamedTuple):
-    """Which tokens of a grid are destinations, and which are sources.
+    """Which tokens of a grid are destinations, and which are sources."""
 
-    Attributes:
-        places: grid positions `[N]` of the sources and then of the destinations, each in raster order.
-        slot: place `[N]` of each grid token among these.
-        sources: number of sources.
-    """
-
-    places: Tensor
-    slot: Tensor
-    sources: int
+    places: Tensor  # grid positions `[N]` of the sources and then of the destinations, each in raster order
+    slot: Tensor  # place `[N]` of each grid token among these
+    sources: int  # number of sources
 
     @classmethod
     def of(cls, places: Tensor, destinations: int) -> Split:
@@ -44,48 +39,22 @@ class Split(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Each source token and the destination that it is most similar to, before it is settled how many are merged.
+    """Each source token and the destination that it is most similar to, before it is settled how many are merged."""
 
-    Attributes:
-        similarity: cosine similarity `[B, sources]`.
-        nearest: index `[B, sources]` among the destinations.
-        split: which tokens these are.
-    """
-
-    similarity: Tensor
-    nearest: Tensor
-    split: Split
+    similarity: Tensor  # cosine similarity `[B, sources]`
+    nearest: Tensor  # index `[B, sources]` among the destinations
+    split: Split  # which tokens these are
 
 
 class Matching:
     """Groups of tokens that are merged into one each. Its indices are int32: layers and steps may keep them.
 
-    Attributes:
+    Args:
+        rows: place `[B, N]` of each token's group in the flattened `[B * M]` merged tokens.
         positions: grid position `[B, M]` of each merged token: its own where it stands alone, else its destination's.
     """
 
-    def __init__(self, groups: Tensor, positions: Tensor) -> None:
-        """Store which tokens are merged.
-
-        Args:
-            groups: index `[B, N]` of the merged token that each grid token belongs to.
-            positions: see the attributes.
-        """
-        self._keep((groups + _rows_like(positions)[:, :1]), positions)
-
-    @classmethod
-    def of_rows(cls, rows: Tensor, positions: Tensor) -> Matching:
-        """Store which tokens are merged.
-
-        Args:
-            rows: place `[B, N]` of each token's group in the flattened `[B * M]` merged tokens.
-            positions: see the attributes.
-        """
-        matching = cls.__new__(cls)
-        matching._keep(rows, positions)
-        return matching
-
-    def _keep(self, rows: Tensor, positions: Tensor) -> None:
+    def __init__(self, rows: Tensor, positions: Tensor) -> None:
         self.positions = positions.int()
         self._rows = rows.int().flatten()
         self._members: tuple[Tensor, Tensor] | None = None
@@ -139,9 +108,8 @@ class Matching:
         Args:
             permutation: `[B, M]`; token i of the new sequence is token `permutation[:, i]` of this one.
         """
-        places = torch.arange(permutation.shape[1], device=permutation.device).expand_as(permutation)
-        new_place = torch.empty_like(permutation).scatter_(1, permutation, places)
-        return Matching(new_place.gather(1, self.groups.long()), self.positions.gather(1, permutation))
+        groups = inverse_permutation(permutation).gather(1, self.groups.long())
+        return Matching(groups + _rows_like(permutation)[:, :1], self.positions.gather(1, permutation))
 
 
 def match_tokens(
@@ -215,7 +183,7 @@ def match_candidates(candidates: Candidates, ratio: float) -> Matching | None:
     positions = torch.cat([places[:sources][stay], destinations], dim=1)
     rows = _rows_like(positions).long()
     of_sources = (nearest + rows[:, staying : staying + 1]).scatter_(1, stay, rows[:, :staying])
-    return Matching.of_rows(torch.cat([of_sources, rows[:, staying:]], dim=1).index_select(1, slot), positions)
+    return Matching(torch.cat([of_sources, rows[:, staying:]], dim=1).index_select(1, slot), positions)
 
 
 def split_grid(
@@ -325,15 +293,7 @@ def _normalise_(x: Tensor) -> Tensor:
 
 
 def _members(rows: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """List the tokens group by group.
-
-    Args:
-        rows: the group `[B * N]` of every token of the batch.
-        groups: their number.
-
-    Returns:
-        The tokens sorted by group, and the start of each group in that list.
-    """
+    """Return the tokens sorted by group, and the start of each group in that list."""
     ordered, order = rows.sort()
     return order.int(), torch.searchsorted(ordered, _numbers(groups, rows.device), out_int32=True)
 

@@ -1,7 +1,7 @@
 """Orders, cells, lattices and samples of the tokens of a grid of frames, rows and columns. Pure tensors.
 
 An image is a grid of one frame. Positions count columns first, then rows, then frames. A permutation lists positions
-in block order; block i is its i-th run after `tiling.partition`.
+in block order; block i is its i-th run after `partition`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,22 @@ from elfatt_sd.errors import ElfattError
 
 BlockOrder = Literal["sequence", "raster", "windows", "curve", "strided", "spread"]
 BLOCK_ORDERS: tuple[BlockOrder, ...] = get_args(BlockOrder)
+MOST_FRAMES = 4  # in a cell: a latent frame is four frames of the video already, and things move
 
 
 class Grid(NamedTuple):
-    """The image tokens of a layer: columns first, then rows, then frames.
+    """The image tokens of a layer: columns first, then rows, then frames."""
 
-    Attributes:
-        frames: of the latent video; an image has one.
-        rows: of a frame.
-        columns: of a frame.
-    """
-
-    frames: int
-    rows: int
-    columns: int
+    frames: int  # of the latent video; an image has one
+    rows: int  # of a frame
+    columns: int  # of a frame
 
     @classmethod
     def image(cls, rows: int, columns: int) -> Self:
-        """Return the grid of an image."""
         return cls(1, rows, columns)
 
     @property
     def tokens(self) -> int:
-        """Their number."""
         return self.frames * self.rows * self.columns
 
     def __str__(self) -> str:
@@ -68,12 +61,7 @@ def partition(tokens: int, block_size: int) -> tuple[int, int, int]:
 
 
 def cell_blocks(tokens: int, block_size: int) -> int:
-    """Return the number of blocks that divides the tokens and comes closest to the wanted size.
-
-    Args:
-        tokens: of the grid.
-        block_size: wanted tokens in a block.
-    """
+    """Return the number of blocks that divides the tokens and comes closest to the wanted size."""
     lower = [divisor for divisor in range(1, math.isqrt(tokens) + 1) if tokens % divisor == 0]
     divisors = [*lower, *(tokens // divisor for divisor in reversed(lower))]
     return min(divisors, key=lambda blocks: abs(math.log(tokens / blocks / block_size)))
@@ -111,16 +99,8 @@ def cell_counts(tokens: int, cell: int, keys: int) -> tuple[int, int]:
 
     wanted = min(max(1, tokens // cell), tokens)
     choices = range(max(1, wanted // 2), min(tokens, 2 * wanted) + 1)
-    return min(((cells, groups) for cells in choices for groups in _divisors(tokens // cells)), key=badness)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-pass  # MOVED
-
-MOST_FRAMES = 4  # in a cell: a latent frame is four frames of the video already, and things move
+    divisors = ((cells, groups) for cells in choices for groups in range(1, tokens // cells + 1))
+    return min(((cells, groups) for cells, groups in divisors if tokens // cells % groups == 0), key=badness)
 
 
 def block_permutation(
@@ -316,7 +296,6 @@ def _bands(grid: Grid, cell: int) -> Iterator[Tensor]:
 
 
 def _cut(length: int, parts: int) -> list[slice]:
-    """Cut a side in nearly equal parts."""
     edges = [length * part // parts for part in range(parts + 1)]
     return [slice(*pair) for pair in itertools.pairwise(edges)]
 
@@ -394,9 +373,12 @@ def _hilbert(width: int, height: int) -> list[tuple[int, int]]:
     """
     points: list[tuple[int, int]] = []
 
+    def sign(value: int) -> int:
+        return (value > 0) - (value < 0)
+
     def walk(x: int, y: int, ax: int, ay: int, bx: int, by: int) -> None:
         along, across = abs(ax + ay), abs(bx + by)
-        step_a, step_b = (_sign(ax), _sign(ay)), (_sign(bx), _sign(by))
+        step_a, step_b = (sign(ax), sign(ay)), (sign(bx), sign(by))
         if across == 1:
             points.extend((x + i * step_a[0], y + i * step_a[1]) for i in range(along))
             return
@@ -423,7 +405,3 @@ def _hilbert(width: int, height: int) -> list[tuple[int, int]]:
     else:
         walk(0, 0, 0, height, width, 0)
     return points
-
-
-def _sign(value: int) -> int:
-    return (value > 0) - (value < 0)

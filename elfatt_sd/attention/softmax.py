@@ -1,10 +1,7 @@
-"""Attention to a stratified random sample of the image. Pure tensors.
+"""Softmax attention, and what is made of it: blocks, agents, ELFATT, samples, parts of the keys. Pure tensors.
 
-Every query sees the same number of keys, one from each compact cell of the grid, so its cost does not grow with the
-image. Keys and values are projected for the sampled tokens alone. Queries are dealt to groups by their position
-modulo the number of groups, which is a view that turns groups into heads; `ordering.lattice_order` puts the queries
-in an order that spreads each group over the image. A relative is ToDo (arXiv:2402.13573), where all queries share
-a fixed coarse grid of keys and values.
+`softmax_attention` takes the fused kernel that a backend names. `attend` returns a log-sum-exp too, by which parts of
+the keys are joined to one softmax.
 """
 
 from __future__ import annotations
@@ -15,11 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import functional
 
-from elfatt_sd.attention import triton as kernels
 from elfatt_sd.attention.ordering import partition
-from elfatt_sd.devices import is_device_error
+from elfatt_sd.devices import accelerators, interprets_triton, is_device_error
 from elfatt_sd.errors import ElfattError, is_out_of_memory
 
 _ALWAYS = "'native' needs no package, 'auto' takes what there is."
@@ -213,6 +208,30 @@ def elfatt_attention(
     return _join(done, dim)
 
 
+def sampled_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, **kernel: Any) -> Tensor:
+    """Softmax attention of each group of queries to its own sample: `softmax(s q_n K_g^T) V_g`, `g = n mod groups`.
+
+    A sample has one key of each compact cell of the grid, so that the cost of a query does not grow with the image.
+    `ordering.lattice_order` puts queries in an order that spreads each group over the image.
+
+    Args:
+        q: queries `[batch, tokens, heads, head_dim]`; a copy is made where the groups do not divide them.
+        k: keys `[batch, samples * groups, heads, head_dim]`; those of group g are at g, g + groups, ...
+        v: values, shaped as the keys.
+        groups: divides the keys.
+        **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
+
+    Returns:
+        As the queries.
+    """
+    batch, tokens, heads, size = q.shape
+    missing = -tokens % groups
+    padded = F.pad(q, (0, 0, 0, 0, 0, missing)) if missing else q
+    grouped = (batch, -1, groups * heads, size)
+    mixed = softmax_attention(*(x.reshape(grouped) for x in (padded, k, v)), **kernel).reshape(padded.shape)
+    return mixed[:, :tokens]
+
+
 def equal_parts(tokens: int, count: int) -> list[tuple[slice, int]]:
     """Cut a sequence in `count` runs as `partition` does: where the runs of one size lie, and that size."""
     base, larger = tokens // count, tokens % count
@@ -221,7 +240,6 @@ def equal_parts(tokens: int, count: int) -> list[tuple[slice, int]]:
 
 
 def _join(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate, without a copy where there is one part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
@@ -284,15 +302,15 @@ def flash_takes(q: Tensor) -> bool:
 
 
 def make_ready(backend: str) -> None:
-    """Check that a backend's package is there, and fetch its kernel from the Hub, once; a call of it does neither.
-
-    Raises:
-        ElfattError: it is not there, or the kernel cannot be fetched.
-    """
+    """Check that a backend's package is there, and fetch its kernel from the Hub, once; a call of it does neither."""
     if backend in ("auto", "native"):
         return
     if backend == "triton":
-        return kernels.check_there()
+        if importlib.util.find_spec("triton") is None:
+            raise ElfattError("attention_backend='triton' needs triton, which is not installed: pip install triton.")
+        if not (interprets_triton() or "cuda" in accelerators()):
+            raise ElfattError("attention_backend='triton' needs a GPU with CUDA; leave it out, or give 'native'.")
+        return
     name = _backend_named(backend)
     from diffusers.models import attention_dispatch
 
@@ -308,7 +326,6 @@ def make_ready(backend: str) -> None:
 
 
 def _backend_named(backend: str) -> Any:
-    """Return the dispatcher's backend of a name."""
     try:
         from diffusers.models.attention_dispatch import AttentionBackendName
     except ImportError as error:
@@ -321,7 +338,6 @@ def _backend_named(backend: str) -> Any:
 
 
 def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, backend: str) -> Tensor:
-    """Attend through a backend of diffusers' dispatcher."""
     name = _backend_named(backend)
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
@@ -348,19 +364,11 @@ def _in_one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-pass  # MOVED
-
-
 class Part(NamedTuple):
-    """What queries gather from one part of the keys.
+    """What queries gather from one part of the keys."""
 
-    Attributes:
-        mixed: the part's own softmax times its values, `[B, Q, H, D]`.
-        total: log-sum-exp `[B, Q, H]` of its logits, in float32 at least.
-    """
-
-    mixed: Tensor
-    total: Tensor
+    mixed: Tensor  # the part's own softmax times its values, `[B, Q, H, D]`
+    total: Tensor  # log-sum-exp `[B, Q, H]` of its logits, in float32 at least
 
     def weighted(self, log_weight: Tensor | float) -> Part:
         """Let every key stand for `exp(log_weight)` of them."""
@@ -444,30 +452,6 @@ def _fused_cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: flo
         return out[0], out[1]
     if bias is not None:  # the kernel wants rows that start at multiples of 16 bytes
         room = -bias.shape[3] % 16
-        bias = functional.pad(bias, (0, room))[..., : bias.shape[3]].expand(*q.shape[:2], q.shape[2], -1)
+        bias = F.pad(bias, (0, room))[..., : bias.shape[3]].expand(*q.shape[:2], q.shape[2], -1)
     out = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
     return out[0], out[1]
-
-
-pass  # MOVED
-
-
-def sampled_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, **kernel: Any) -> Tensor:
-    """Softmax attention of each group of queries to its own sample: `softmax(s q_n K_g^T) V_g`, `g = n mod groups`.
-
-    Args:
-        q: queries `[batch, tokens, heads, head_dim]`; a copy is made where the groups do not divide them.
-        k: keys `[batch, samples * groups, heads, head_dim]`; those of group g are at g, g + groups, ...
-        v: values, shaped as the keys.
-        groups: divides the keys.
-        **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
-
-    Returns:
-        As the queries.
-    """
-    batch, tokens, heads, size = q.shape
-    missing = -tokens % groups
-    padded = functional.pad(q, (0, 0, 0, 0, 0, missing)) if missing else q
-    grouped = (batch, -1, groups * heads, size)
-    mixed = softmax_attention(*(x.reshape(grouped) for x in (padded, k, v)), **kernel).reshape(padded.shape)
-    return mixed[:, :tokens]

@@ -17,9 +17,56 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.timesteps import FRACTION
 from elfatt_sd.methods import Grid
 
+Module = TypeVar("Module", bound=nn.Module)
+Fill = Callable[..., Tensor]
+STEP = 720  # of 1000: the first of those that share something, whether 2, 3, 4, 5, 6 or 8 do
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a call of a denoiser was given."""
+
+    sample: Tensor  # the input, `[batch, ...]`
+    timestep: Any  # of the call
+    grid: Grid  # of the input: that of the latent or, where the input is tokens, theirs
+    _: KW_ONLY
+    before: int = 0  # tokens of text before those of the image, in the sequence that attention sees
+    frames: int = 1  # of a clip, each of which is a row of the layers' batch
+    unit: int | None = None  # of the timestep, of `timesteps.other_units`; None for timesteps
+    partial: bool = False  # whether the call leaves out some layers
+    differentiated: bool = False  # whether it has gradients, for which a checkpoint may compute it once more
+    compiled: bool = False  # whether `torch.compile` serves it or a part of it
+
+    @classmethod
+    def latent(cls, sample: Tensor, timestep: Any) -> Self:
+        return cls(sample, timestep, Grid.image(*map(int, sample.shape[-2:])))
+
+    @property
+    def rows(self) -> int:
+        """Of the layers' batch."""
+        return len(self.sample) * self.frames
+
+
+class Projections(Protocol):
+    """What a layer does around attention, in one call: from what it is given to tokens, and back."""
+
+    tokens: Tensor  # of the image, `[batch, tokens, channels]`
+
+    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, `[batch, tokens, heads, head_dim]`; k and v of the tokens at the places `keys` alone."""
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        """Return q."""
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Project what attention returned, to `[batch, tokens, channels]`."""
+
+    def close(self, tokens: Tensor) -> Tensor:
+        """Return what the layer's processor returns."""
+
 
 class PlainProjections:
-    """What `AttnProcessor2_0` does around attention; see `families.base.Projections`."""
+    """What `AttnProcessor2_0` does around attention; see `Projections`."""
 
     def __init__(self, attention: Any, hidden_states: Tensor, temb: Tensor | None = None, fused: bool = False) -> None:
         self._attention = attention
@@ -91,56 +138,6 @@ def _sliced(fused: nn.Linear, tokens: Tensor, some: Tensor) -> tuple[Tensor, ...
     return query, *functional.linear(some, fused.weight[cut:], bias[1]).chunk(2, dim=-1)
 
 
-pass  # MOVED
-
-Module = TypeVar("Module", bound=nn.Module)
-Fill = Callable[..., Tensor]
-STEP = 720  # of 1000: the first of those that share something, whether 2, 3, 4, 5, 6 or 8 do
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a call of a denoiser was given."""
-
-    sample: Tensor  # the input, `[batch, ...]`
-    timestep: Any  # of the call
-    grid: Grid  # of the input: that of the latent or, where the input is tokens, theirs
-    _: KW_ONLY
-    before: int = 0  # tokens of text before those of the image, in the sequence that attention sees
-    frames: int = 1  # of a clip, each of which is a row of the layers' batch
-    unit: int | None = None  # of the timestep, of `timesteps.other_units`; None for timesteps
-    partial: bool = False  # whether the call leaves out some layers
-    differentiated: bool = False  # whether it has gradients, for which a checkpoint may compute it once more
-    compiled: bool = False  # whether `torch.compile` serves it or a part of it
-
-    @classmethod
-    def latent(cls, sample: Tensor, timestep: Any) -> Self:
-        return cls(sample, timestep, Grid.image(*map(int, sample.shape[-2:])))
-
-    @property
-    def rows(self) -> int:
-        """Of the layers' batch."""
-        return len(self.sample) * self.frames
-
-
-class Projections(Protocol):
-    """What a layer does around attention, in one call: from what it is given to tokens, and back."""
-
-    tokens: Tensor  # of the image, `[batch, tokens, channels]`
-
-    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, `[batch, tokens, heads, head_dim]`; k and v of the tokens at the places `keys` alone."""
-
-    def queries(self, tokens: Tensor) -> Tensor:
-        """Return q."""
-
-    def output(self, mixed: Tensor) -> Tensor:
-        """Project what attention returned, to `[batch, tokens, channels]`."""
-
-    def close(self, tokens: Tensor) -> Tensor:
-        """Return what the layer's processor returns."""
-
-
 @dataclass(frozen=True)
 class SelfAttention:
     """A self-attention layer over the tokens of an image."""
@@ -199,11 +196,8 @@ class SelfAttention:
     @property
     def obstacle(self) -> str:
         """Why its processor is left alone; empty if it is plain attention, which a method may take the place of."""
-        return (
-            ""
-            if self.knows(self.processor)
-            else f"its processor, {self.processor_name}, is not known to be plain attention"
-        )
+        known = self.knows(self.processor)
+        return "" if known else f"its processor, {self.processor_name}, is not known to be plain attention"
 
 
 class Family(Protocol):

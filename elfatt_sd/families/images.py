@@ -39,7 +39,6 @@ class Flux(JointFamily):
         return Given(given["hidden_states"], given["timestep"], grid, before=text, unit=FRACTION)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         config: Any = module.config
         sample = fill(batch, grid.tokens, config.in_channels)
         ids = torch.zeros(grid.tokens, self.axes, device=sample.device, dtype=sample.dtype)
@@ -82,8 +81,6 @@ class Chroma(Flux):
     masks_text = True
 
 
-pass  # MOVED
-
 _CACHING = ("Flux2KVAttnProcessor", "Flux2KVParallelSelfAttnProcessor")
 _REASON = "keeps keys and values of reference images from its first step, which cannot be approximated"
 
@@ -96,7 +93,6 @@ class Flux2(Flux):
     axes = 4
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        """Return the attention of every block of both kinds."""
         layers = super().layers(module)
         caching = next((layer.processor_name for layer in layers if layer.processor_name in _CACHING), None)
         if caching is not None:
@@ -104,7 +100,6 @@ class Flux2(Flux):
         return layers
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given."""
         mode = named(module, args, kwargs).get("kv_cache_mode")
         if mode is not None:
             raise ElfattError(f"kv_cache_mode={mode!r} {_REASON}; call elfatt_sd.remove_patch(pipe) first.")
@@ -141,7 +136,6 @@ class QwenImage(JointFamily):
         return Given(given["hidden_states"], given["timestep"], grid, before=text, unit=FRACTION)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         config: Any = module.config
         sample = fill(batch, grid.tokens, config.in_channels)
         given = {
@@ -286,7 +280,6 @@ class StableDiffusion3(JointFamily):
         return Given(sample, given["timestep"], grid, partial=bool(given.get("skip_layers")))
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         config: Any = module.config
         sample = fill(batch, config.in_channels, grid.rows * config.patch_size, grid.columns * config.patch_size)
         text = config.joint_attention_dim  # none in a ControlNet of 3.5 large
@@ -313,7 +306,6 @@ class SD3ControlNet(StableDiffusion3):
         return Given(given["hidden_states"], given["timestep"], self.grid(module, latent))
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         config: Any = module.config
         given = super().arguments(module, grid, batch, fill)
         size = given["hidden_states"].shape[-2:]
@@ -368,7 +360,6 @@ class PixArt:
         return False
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         config: Any = module.config
         sample = fill(batch, config.in_channels, grid.rows, grid.columns)
         sizes: dict[str, Any] = {"resolution": None, "aspect_ratio": None}

@@ -35,7 +35,6 @@ class Wan(JointFamily):
         return Given(sample, timestep.amax(1) if timestep.ndim == 2 else timestep, self.grid(module, latent))
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         config: Any = module.config
         size = [tokens * patch for tokens, patch in zip(grid, self.patch_of(module), strict=True)]
         sample = fill(batch, config.in_channels, *size)
@@ -75,7 +74,6 @@ class LTXVideo(JointFamily):
         return Given(given["hidden_states"], noisiest, grid, before=before)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         config: Any = module.config
         sample = fill(batch, grid.tokens, config.in_channels)
         return {
@@ -151,7 +149,6 @@ class HunyuanVideo15(HunyuanVideo):
         return self.blocks(module, "transformer_blocks", "attn", "norm1")
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         config: Any = module.config
         given = self._video(module, grid, batch, fill)
         device = given["hidden_states"].device
@@ -186,7 +183,6 @@ class CogVideoX(JointFamily):
         return Given(sample, given["timestep"], grid, before=given["encoder_hidden_states"].shape[1])
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call."""
         config: Any = module.config
         frames, rows, columns = (size * patch for size, patch in zip(grid, self.patch_of(module), strict=True))
         sample = fill(batch, frames, config.in_channels, rows, columns)

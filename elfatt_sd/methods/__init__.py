@@ -58,7 +58,6 @@ def attentions() -> dict[str, type[Attention]]:
 
 
 def is_own(kind: type[Attention]) -> bool:
-    """Tell whether an attention is one of the package's own."""
     return kind in _OWN
 
 
@@ -82,11 +81,7 @@ def register(kind: Kind) -> Kind:
 
 
 def attention_named(name: object) -> type[Attention]:
-    """Return an attention by its name; `package.module:Class` is imported and registered first.
-
-    Raises:
-        ElfattError: there is none of that name.
-    """
+    """Return an attention by its name; `package.module:Class` is imported and registered first."""
     if isinstance(name, str) and ":" in name:
         return _imported(name)
     if not isinstance(name, str) or name not in _known:
@@ -98,11 +93,7 @@ def attention_named(name: object) -> type[Attention]:
 
 
 def check_declaration(kind: type[Attention]) -> None:
-    """Check what a class declares, before any of it is run.
-
-    Raises:
-        ElfattError: the rule that it breaks.
-    """
+    """Check what a class declares, before any of it is run."""
     if not (isinstance(kind, type) and issubclass(kind, Attention)):
         raise ElfattError(f"{kind!r} cannot be registered; give a class derived from elfatt_sd.methods.Attention.")
     where = f"{kind.__module__}:{kind.__qualname__} cannot be registered"
@@ -157,7 +148,6 @@ def _check_field(where: str, field: dataclasses.Field[object]) -> None:
 
 
 def _imported(name: str) -> type[Attention]:
-    """Import `package.module:Class` and register it."""
     module, _, attribute = name.partition(":")
     try:
         kind = getattr(importlib.import_module(module), attribute)

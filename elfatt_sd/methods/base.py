@@ -2,7 +2,6 @@
 
 Shapes: `tokens` is `[batch, tokens, channels]`; q, k, v and what `attend` returns are
 `[batch, tokens, heads, head_dim]`.
-PyTorch is imported where tensors are made, so that settings can be checked without it.
 """
 
 from __future__ import annotations
@@ -12,18 +11,15 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
-from elfatt_sd import errors as checks
+import torch
+from torch import Tensor
+
+from elfatt_sd import errors
+from elfatt_sd.attention.joint import Keys
 from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.errors import ElfattError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from elfatt_sd.attention.joint import Keys
-
 
 LEAST_KEYS = 32  # of a query, in what `elfatt_sd.tune` tries
 
@@ -43,13 +39,8 @@ class Merge:
     stride: int = 2
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ElfattError: a field is out of range.
-        """
-        checks.real("ratio", self.ratio, 0.0, 1.0, open_high=True)
-        checks.whole("stride", self.stride, 2, 64)
+        errors.real("ratio", self.ratio, 0.0, 1.0, open_high=True)
+        errors.whole("stride", self.stride, 2, 64)
 
     def most(self, grid: Grid) -> int:
         """Return how many tokens can be merged at most: all but the destinations; none where there is none."""
@@ -70,19 +61,12 @@ class Merge:
 
 
 class Size(NamedTuple):
-    """A layer's size, for its cost.
+    """A layer's size, for its cost."""
 
-    Attributes:
-        grid: of all its tokens.
-        tokens: those that attention sees, after merging.
-        channels: over all heads.
-        context: tokens of text or of reference images that are attended to as well.
-    """
-
-    grid: Grid
-    tokens: int
-    channels: int
-    context: int = 0
+    grid: Grid  # of all its tokens
+    tokens: int  # those that attention sees, after merging
+    channels: int  # over all heads
+    context: int = 0  # tokens of text or of reference images that are attended to as well
 
     def projections(self, queries: float, keys: float) -> float:
         """Return the multiply-adds of four projections: of queries and outputs, of keys and values."""
@@ -97,16 +81,7 @@ class Ahead(Protocol):
 
 
 class Draws:
-    """Random numbers of one layer in one step. They depend on `(seed, step, layer)` alone and move no global state.
-
-    Args:
-        seed: of the method.
-        step: of the run.
-        layer: the layer's number.
-        device: where the layer works.
-        shared: number of steps that draw the same; 0 is all of them.
-        ahead: where what is drawn for later steps too is kept; None draws for this step alone.
-    """
+    """Random numbers of one layer in one step. They depend on `(seed, step, layer)` alone and move no global state."""
 
     def __init__(
         self,
@@ -114,8 +89,8 @@ class Draws:
         step: int,
         layer: int,
         device: torch.device,
-        shared: int = 1,
-        ahead: Ahead | None = None,
+        shared: int = 1,  # number of steps that draw the same; 0 is all of them
+        ahead: Ahead | None = None,  # where what is drawn for later steps too is kept; None draws for this step alone
     ) -> None:
         self.seed = seed
         self.step = step // shared * shared if shared else 0
@@ -135,14 +110,7 @@ class Draws:
         return Draws(self.seed, step, self.layer, self.device, self.shared)
 
     def uniform(self, what: str, count: int) -> Tensor:
-        """Return `count` numbers in [0, 1), on the CPU.
-
-        Args:
-            what: what they are for; other words give other numbers.
-            count: how many.
-        """
-        import torch
-
+        """Return `count` numbers in [0, 1), on the CPU; other words in `what` give other numbers."""
         key = f"{self.seed}/{self.step}/{self.layer}/{what}".encode()
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
         generator = torch.Generator().manual_seed(seed)

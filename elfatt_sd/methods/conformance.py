@@ -16,7 +16,7 @@ from torch import Tensor
 from elfatt_sd.attention.joint import Keys
 from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.devices import standard_normal
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, is_out_of_memory
 from elfatt_sd.methods.base import Attention, Draws, Merge, Prepared, Size
 
 _GRIDS = (Grid.image(8, 8), Grid.image(5, 7))
@@ -94,11 +94,7 @@ def _check(attention: Attention) -> None:
 
 
 def check_result(attention: Attention, result: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Check what `attend` returned.
-
-    Raises:
-        ElfattError: it has another shape or dtype.
-    """
+    """Check what `attend` returned."""
     if not isinstance(result, Tensor):
         raise broken(attention, f"returns {type(result).__name__}; return a tensor")
     if tuple(result.shape) != shape:
@@ -110,8 +106,6 @@ def check_result(attention: Attention, result: object, shape: tuple[int, ...], d
 @contextmanager
 def raises_in_one_line(attention: Attention, what: str) -> Iterator[None]:
     """Turn what a class raises, but ours and what memory raises, into an error that names it."""
-    from elfatt_sd.errors import is_out_of_memory
-
     try:
         yield
     except ElfattError:

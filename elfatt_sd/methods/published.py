@@ -5,17 +5,35 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
-from elfatt_sd import errors as checks
-from elfatt_sd.attention.ordering import BLOCK_ORDERS, BlockOrder, Grid, partition
+import torch
+from torch import Tensor
+
+from elfatt_sd import errors
+from elfatt_sd.attention.joint import Keys, elfatt_joint_attention, exact_attention
+from elfatt_sd.attention.ordering import (
+    BLOCK_ORDERS,
+    BlockOrder,
+    Grid,
+    block_permutation,
+    inverse_permutation,
+    partition,
+)
+from elfatt_sd.attention.softmax import (
+    agent_attention,
+    block_attention,
+    elfatt_attention,
+    pool_agents,
+    softmax_attention,
+)
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from elfatt_sd.attention.joint import Keys
+AgentSource = Literal["pooled", "merged"]
+AGENT_SOURCES: tuple[AgentSource, ...] = get_args(AgentSource)
+Split = Literal["auto", "heads", "channels"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass(frozen=True)
@@ -28,9 +46,6 @@ class Softmax(Attention):
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         """Attend through a fused kernel."""
-        from elfatt_sd.attention.joint import Keys, exact_attention
-        from elfatt_sd.attention.softmax import softmax_attention
-
         q, k, v = layer.project(tokens)
         if layer.context is None:
             return softmax_attention(q, k, v, **layer.kernel)
@@ -54,13 +69,6 @@ class Softmax(Attention):
     def family(self) -> str:
         """What is left when tokens are merged before it."""
         return "merging (ToMe)"
-
-
-pass  # MOVED
-
-
-AgentSource = Literal["pooled", "merged"]
-AGENT_SOURCES: tuple[AgentSource, ...] = get_args(AgentSource)
 
 
 @dataclass(frozen=True)
@@ -90,17 +98,12 @@ class Agents(Attention):
     block_order: BlockOrder = "sequence"
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ElfattError: a field is out of range.
-        """
-        checks.whole("agents", self.agents, 1)
-        checks.choice("agent_source", self.agent_source, AGENT_SOURCES)
-        checks.real("agent_ratio", self.agent_ratio, 0.0, 1.0, open_high=True)
-        checks.real("agent_scale", self.agent_scale, 0.0, 2.0)
-        checks.real("value_shortcut", self.value_shortcut, 0.0, 1.0)
-        check_order("block_order", self.block_order)
+        errors.whole("agents", self.agents, 1)
+        errors.choice("agent_source", self.agent_source, AGENT_SOURCES)
+        errors.real("agent_ratio", self.agent_ratio, 0.0, 1.0, open_high=True)
+        errors.real("agent_scale", self.agent_scale, 0.0, 2.0)
+        errors.real("value_shortcut", self.value_shortcut, 0.0, 1.0)
+        errors.choice("block_order", self.block_order, BLOCK_ORDERS)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Order the tokens so that those of one pool lie together."""
@@ -109,8 +112,6 @@ class Agents(Attention):
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
         """Attend through agents."""
-        from elfatt_sd.attention.softmax import agent_attention, pool_agents
-
         q, k, v = layer.project(tokens)
         if layer.context is not None:
             return self.attend_joint(q, k, v, layer.context, q.shape[2])
@@ -173,8 +174,6 @@ class Agents(Attention):
         Raises:
             ElfattError: agents are merged tokens, which have no rotary position; or every head's channels are split.
         """
-        from elfatt_sd.attention.joint import elfatt_joint_attention
-
         if self.matches:
             raise ElfattError("agent_source='merged' is not accepted where there is text; give agent_source='pooled'.")
         return elfatt_joint_attention(
@@ -239,16 +238,11 @@ class Blocks(Attention):
     redraw: bool = True
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ElfattError: a field is out of range.
-        """
-        checks.whole("block_size", self.block_size, 1)
-        check_order("block_order", self.block_order)
-        checks.flag("redraw", self.redraw)
+        errors.whole("block_size", self.block_size, 1)
+        errors.choice("block_order", self.block_order, BLOCK_ORDERS)
+        errors.flag("redraw", self.redraw)
         if self.second_order is not None:
-            check_order("second_order", self.second_order)
+            errors.choice("second_order", self.second_order, BLOCK_ORDERS)
 
     def accepts(self, merge: Merge) -> None:
         """Check what is merged before it.
@@ -265,10 +259,6 @@ class Blocks(Attention):
         first = order_tokens(self.block_order, grid, self.block_size, draws)
         if self.second_order is None:
             return first
-        import torch
-
-        from elfatt_sd.attention.ordering import inverse_permutation
-
         second = order_tokens(self.second_order, grid, self.block_size, draws, "second blocks").order
         second = torch.arange(grid.tokens, device=draws.device) if second is None else second
         there = second if first.inverse is None else first.inverse[second]
@@ -276,8 +266,6 @@ class Blocks(Attention):
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
         """Attend inside blocks; the second half of the heads in blocks of its own order if it has one."""
-        import torch
-
         q, k, v = layer.project(tokens)
         if not isinstance(prepared, _Halves):
             return self._inside(q, k, v, layer, slice(None))
@@ -291,9 +279,6 @@ class Blocks(Attention):
 
     def _inside(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, heads: slice) -> Tensor:
         """Attend inside blocks and to those heads' context."""
-        from elfatt_sd.attention.joint import elfatt_joint_attention
-        from elfatt_sd.attention.softmax import block_attention
-
         context = layer.context
         if context is None:
             return block_attention(q, k, v, self.block_size, **layer.kernel)
@@ -331,23 +316,8 @@ class Blocks(Attention):
         return "spread blocks" if orders == {"spread"} else "other blocks"
 
 
-def check_order(name: str, order: object) -> None:
-    """Check the name of an order."""
-    checks.choice(name, order, BLOCK_ORDERS)
-
-
 def order_tokens(order: BlockOrder, grid: Grid, size: int, draws: Draws, what: str = "blocks") -> Prepared:
-    """Order the tokens of a grid so that those of one block lie together; see `ordering.block_permutation`.
-
-    Args:
-        order: its name.
-        grid: of the tokens.
-        size: wanted tokens in a block.
-        draws: for `spread`.
-        what: the blocks are for; other words give other draws.
-    """
-    from elfatt_sd.attention.ordering import block_permutation, inverse_permutation
-
+    """Order the tokens of a grid so that those of one block lie together; other words in `what` give other draws."""
     noise = draws.made(what, grid.tokens, lambda drawn: drawn) if order == "spread" else None
     draws.anew = draws.anew or noise is not None  # sorted on the device, which is faster at it
     places = block_permutation(order, grid, size, noise=noise, device=draws.device)
@@ -359,14 +329,6 @@ def fitted_block_size(wanted: int, tokens: int) -> int:
     """Return the tokens of the largest block of a sequence."""
     _, base, larger = partition(tokens, wanted)
     return wanted if base <= wanted <= base + (larger > 0) else base + (larger > 0)
-
-
-pass  # MOVED
-pass  # MOVED
-
-
-Split = Literal["auto", "heads", "channels"]
-SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass(frozen=True)
@@ -397,16 +359,11 @@ class Elfatt(Agents):
     split: Split = "auto"
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ElfattError: a field is out of range.
-        """
         super().__post_init__()
-        checks.whole("block_size", self.block_size, 1)
-        checks.flag("redraw", self.redraw)
-        checks.real("agent_share", self.agent_share, 0.0, 1.0)
-        checks.choice("split", self.split, SPLITS)
+        errors.whole("block_size", self.block_size, 1)
+        errors.flag("redraw", self.redraw)
+        errors.real("agent_share", self.agent_share, 0.0, 1.0)
+        errors.choice("split", self.split, SPLITS)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Order the tokens block by block; without blocks, pool by pool."""
@@ -417,8 +374,6 @@ class Elfatt(Agents):
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
         """Attend in both ways."""
-        from elfatt_sd.attention.softmax import elfatt_attention
-
         q, k, v = layer.project(tokens)
         if layer.context is not None:
             heads = round(q.shape[2] * self.agent_share)

@@ -6,17 +6,27 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from elfatt_sd import errors as checks
+import torch
+from torch import Tensor
+
+from elfatt_sd import errors
 from elfatt_sd.attention import triton as kernels
-from elfatt_sd.attention.ordering import Grid, cell_blocks, sample_counts
-from elfatt_sd.attention.triton import BACKEND
+from elfatt_sd.attention.joint import cell_joint_attention, sampled_joint_attention
+from elfatt_sd.attention.ordering import (
+    Grid,
+    cell_blocks,
+    cell_counts,
+    cell_order,
+    inverse_permutation,
+    lattice_order,
+    sample_counts,
+    stratified_samples,
+)
+from elfatt_sd.attention.softmax import sampled_attention
 from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size, span
 from elfatt_sd.methods.published import order_tokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass
@@ -28,7 +38,7 @@ class _Sample(Prepared):
 
     def order_for(self, backend: str) -> Tensor | None:
         """Triton's kernel reads queries where they are."""
-        return None if backend == BACKEND else self.order
+        return None if backend == kernels.BACKEND else self.order
 
 
 @dataclass(frozen=True)
@@ -60,23 +70,14 @@ class Sampled(Attention):
     weighted: bool = True
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ElfattError: a field is out of range.
-        """
-        checks.whole("keys", self.keys, 1)
-        checks.whole("groups", self.groups, 1)
-        checks.flag("lattice", self.lattice)
-        checks.flag("redraw", self.redraw)
-        checks.flag("weighted", self.weighted)
+        errors.whole("keys", self.keys, 1)
+        errors.whole("groups", self.groups, 1)
+        errors.flag("lattice", self.lattice)
+        errors.flag("redraw", self.redraw)
+        errors.flag("weighted", self.weighted)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Draw the keys of every group, and put the queries in the order of their groups."""
-        import torch
-
-        from elfatt_sd.attention.ordering import lattice_order, stratified_samples
-
         count, groups = sample_counts(grid.tokens, self.keys, self.groups)
         draws = draws if self.redraw else draws.once
         on_host = lattice_order(grid, groups, torch.device("cpu")) if self.lattice else None
@@ -97,7 +98,7 @@ class Sampled(Attention):
         q, k, v = layer.project(tokens, order[prepared.keys] if in_place else prepared.keys)
         stands_for = tokens.shape[1] * prepared.groups / k.shape[1] if self.weighted else 1.0
         if kernels.take(backend, q, k, v):
-            from elfatt_sd.attention.triton.sampled import sampled
+            from elfatt_sd.attention.triton.sampled import sampled  # Triton is there for Linux alone
 
             return sampled(q, k, v, prepared.groups, order=order, stands_for=stands_for, context=layer.context)
         if not in_place:
@@ -106,9 +107,6 @@ class Sampled(Attention):
         return mixed.index_select(1, prepared.inverse)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, groups: int, stands_for: float, layer: Layer) -> Tensor:
-        from elfatt_sd.attention.joint import sampled_joint_attention
-        from elfatt_sd.attention.softmax import sampled_attention
-
         if layer.context is None:
             return sampled_attention(q, k, v, groups, **layer.kernel)
         return sampled_joint_attention(q, k, v, groups, stands_for=stands_for, context=layer.context)
@@ -179,16 +177,11 @@ class CellSpread(Attention):
     redraw: bool = True
 
     def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            ElfattError: a field is out of range.
-        """
-        checks.whole("block_size", self.block_size, 1)
+        errors.whole("block_size", self.block_size, 1)
         if self.cell is not None:
-            checks.whole("cell", self.cell, 1)
-        checks.flag("weighted", self.weighted)
-        checks.flag("redraw", self.redraw)
+            errors.whole("cell", self.cell, 1)
+        errors.flag("weighted", self.weighted)
+        errors.flag("redraw", self.redraw)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Deal the tokens of every cell to the groups."""
@@ -197,9 +190,6 @@ class CellSpread(Attention):
         if self.cell is None:
             order = order_tokens("spread", grid, cells, draws)
             return _Cells(order.order, order.inverse, order.sorts_merged, cells, groups)
-        import torch
-
-        from elfatt_sd.attention.ordering import cell_order, inverse_permutation
 
         def both(noise: Tensor) -> Tensor:
             places = cell_order(grid, cells, groups, noise)
@@ -210,14 +200,12 @@ class CellSpread(Attention):
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         """Attend to cell and sample, joined by their log-sum-exps, and to the context."""
-        from elfatt_sd.attention.joint import cell_joint_attention
-
         q, k, v = layer.project(tokens)
         given: dict[str, Any] = {"weighted": self.weighted, "context": layer.context}
         if 1 not in (prepared.cells, prepared.groups) and kernels.take(layer.kernel["backend"], q, k, v):
-            from elfatt_sd.attention.triton import sampled as sampled_launch
+            from elfatt_sd.attention.triton.sampled import cells
 
-            return sampled_launch.cells(q, k, v, prepared.cells, prepared.groups, **given)
+            return cells(q, k, v, prepared.cells, prepared.groups, **given)
         given["fp32_logits"] = layer.kernel["fp32_logits"]
         return cell_joint_attention(q, k, v, prepared.cells, prepared.groups, **given)
 
@@ -256,8 +244,6 @@ class CellSpread(Attention):
         if self.cell is None:
             groups = cell_blocks(grid.tokens, self.block_size)
             return grid.tokens // groups, groups
-        from elfatt_sd.attention.ordering import cell_counts
-
         return cell_counts(grid.tokens, self.cell, self.block_size)
 
 

@@ -1,5 +1,6 @@
-"""The launch of the kernel of `sampled`: what it is given, and its sizes."""
+"""Sampled keys, and cells with samples, in one kernel: queries are read and written where they are."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import math
@@ -13,8 +14,6 @@ from torch import Tensor
 from elfatt_sd.attention.joint import Keys, near_cells
 from elfatt_sd.attention.softmax import Part, key_bias
 from elfatt_sd.attention.triton.arrangement import Arrangement
-
-# mypy: disable-error-code="no-untyped-def"
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -86,8 +85,6 @@ def kernel(q, k, v, out, order, seen, seen_total, text_k, text_v, text_bias,
             BD)  # fmt: skip
     tl.store(out + at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
 
-
-pass  # MOVED
 
 # By the channels that a head is padded to: keys in a block, warps and stages, such that nothing spills on sm_80, sm_89,
 # sm_90 and sm_120 (`python benchmarks/kernels.py`).

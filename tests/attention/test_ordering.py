@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -216,12 +217,6 @@ def test_cell_order_is_a_matrix_of_places_and_cells(grid: Grid, cells: int, grou
     assert ((gaps >= groups) & (gaps <= groups + 1)).all(), "a group's tokens are spaced evenly along a cell"
 
 
-def test_cell_order_follows_its_noise() -> None:
-    first, again, other = (cell_order(Grid(2, 8, 8), 16, 2, noise(16, seed)) for seed in (0, 0, 1))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 def test_merged_tokens_follow_their_positions() -> None:
     permutation = order("curve", Grid(3, 6, 6), 9)
     positions = torch.stack([torch.randperm(108, generator=torch.Generator().manual_seed(b))[:20] for b in range(3)])
@@ -286,8 +281,16 @@ def test_spread_cells_are_compact() -> None:
         assert torch.equal(quarter.bincount(), torch.full((4,), 32))
 
 
-def test_spread_follows_its_noise() -> None:
-    first, again, other = (order("spread", Grid.image(16, 16), 32, seed) for seed in (0, 0, 1))
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda seed: order("spread", Grid.image(16, 16), 32, seed),
+        lambda seed: cell_order(Grid(2, 8, 8), 16, 2, noise(16, seed)),
+        lambda seed: stratified_samples(Grid.image(64, 64), 128, 8, noise(128, seed)),
+    ],
+)
+def test_draws_follow_their_noise_alone(draw: Callable[[int], Tensor]) -> None:
+    first, again, other = map(draw, (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -336,5 +339,5 @@ def test_tokens_stay_where_columns_are_the_lattice() -> None:
 
 def test_the_picture_of_what_a_query_sees_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["what_a_query_sees.py", str(tmp_path / "seen.png")])
-    runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "what_a_query_sees.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "what_a_query_sees.py"), run_name="__main__")
     assert (tmp_path / "seen.png").read_bytes().startswith(b"\x89PNG")

@@ -1,9 +1,10 @@
-"""Every attention equals its formula, written out densely in float64."""
+"""Every attention equals its formula, written out densely in float64; parts join; backends are chosen."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from elfatt_sd.attention import softmax as attention
 from elfatt_sd.attention.ordering import partition
 from elfatt_sd.attention.softmax import (
     agent_attention,
+    attend,
     block_attention,
     elfatt_attention,
+    key_bias,
     pool_agents,
     softmax_attention,
 )
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, is_out_of_memory
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, allowed: Tensor | None = None) -> Tensor:
@@ -281,3 +284,190 @@ def test_unknown_split() -> None:
     q, k, v = qkv(8)
     with pytest.raises(ElfattError, match="split='tokens'"):
         elfatt_attention(q, k, v, agents=4, block_size=8, split="tokens")
+
+
+def tokens(count: int, seed: int, size: int = 16, heads: int = 3) -> Tensor:
+    return torch.randn(2, count, heads, size, generator=torch.Generator().manual_seed(seed))
+
+
+def logits(q: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("bqhd,bkhd->bqhk", q.double(), k.double()) * q.shape[3] ** -0.5
+
+
+@pytest.mark.parametrize("size", [40, 64, 128, 160])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_parts_are_one_softmax(size: int, dtype: torch.dtype, device: str) -> None:
+    q, k, v = (tokens(n, n, size).to(device, dtype) for n in (7, 20, 21))
+    v = v[:, :20]
+    joined = attend(q, k[:, :13], v[:, :13]).joined(attend(q, k[:, 13:], v[:, 13:]))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
+    wanted = torch.einsum("bqhk,bkhd->bqhd", logits(q, k).softmax(-1), v.double())
+    torch.testing.assert_close(joined.mixed.double(), wanted, atol=tolerance, rtol=0)
+    torch.testing.assert_close(joined.total.double(), logits(q, k).logsumexp(-1), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_masked_keys_weigh_nothing(dtype: torch.dtype, device: str) -> None:
+    """The second image's part has no key at all: it weighs nothing, and is no NaN."""
+    q, k, v = (tokens(9, seed).to(device, dtype) for seed in range(3))
+    mask = torch.tensor([[True, False] * 4 + [True], [False] * 9], device=device)
+    part = attend(q, k, v, bias=key_bias(mask, dtype))
+    assert part.mixed.isfinite().all()
+    assert part.total.isfinite().all()
+    assert torch.equal(attend(q, k, v).joined(part).mixed[1], attend(q, k, v).mixed[1])
+    wanted = attend(q[:1], k[:1, ::2], v[:1, ::2])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(part.mixed[:1], wanted.mixed, atol=tolerance, rtol=0)
+    torch.testing.assert_close(part.total[:1], wanted.total, atol=tolerance, rtol=0)
+    plain = attend(*(x.double() for x in (q, k, v)), bias=key_bias(mask, torch.float64))
+    torch.testing.assert_close(plain.mixed[0], part.mixed[0].double(), atol=tolerance, rtol=0)
+
+
+def test_weights_are_counts() -> None:
+    q, k, v = (tokens(5, seed) for seed in range(3))
+    part = attend(q, k, v)
+    twice = attend(q, torch.cat([k, k, k[:, :2]], 1), torch.cat([v, v, v[:, :2]], 1))
+    joined = part.weighted(math.log(2)).joined(attend(q, k[:, :2], v[:, :2]))
+    torch.testing.assert_close(joined.mixed, twice.mixed)
+    torch.testing.assert_close(joined.total, twice.total)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_parts_of_more_than_a_cuda_grid_takes(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images and heads beyond the kernels' limit go in several calls; it is tried here with a limit of three."""
+    q, k, v = (torch.randn(8 if dim == 0 else 1, 6, 8 if dim == 2 else 1, 4) for _ in range(3))
+    bias = key_bias(torch.rand(len(q), 6) < 0.7, q.dtype)
+    whole = attend(q, k, v, bias=bias)
+    sizes: list[int] = []
+    fused = attention._fused_cpu
+
+    def spy(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        sizes.append(q.shape[dim and 1])
+        return fused(q, *given)
+
+    monkeypatch.setattr(attention, "GRID_LIMIT", 3)
+    monkeypatch.setattr(attention, "GRID_FREE", ())
+    monkeypatch.setattr(attention, "_fused_cpu", spy)
+    torch.testing.assert_close(attend(q, k, v, bias=bias), whole)
+    assert sizes == [3, 3, 2]
+
+
+def test_any_strides() -> None:
+    """A kernel that is called directly reads channels that do not lie side by side as if they did."""
+    q, k, v = (tokens(9, seed).permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for seed in range(3))
+    torch.testing.assert_close(attend(q, k, v), attend(*(x.contiguous() for x in (q, k, v))))
+
+
+def test_gradients_take_plain_operations() -> None:
+    inputs = tuple(tokens(5, seed, size=4).double().requires_grad_() for seed in range(3))
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v).joined(attend(q, v, k)).mixed, inputs)
+    q, k, v = (x.detach().float().requires_grad_() for x in inputs)
+    attend(q, k, v).total.sum().backward()
+    assert k.grad is not None
+    assert k.grad.abs().sum() > 0
+
+
+def test_auto_on_a_cpu_is_native() -> None:
+    q, k, v = qkv(50)
+    assert torch.equal(softmax_attention(q, k, v, backend="auto"), softmax_attention(q, k, v))
+
+
+def test_auto_takes_flash_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+    def served(device: str = "cuda", dtype: torch.dtype = torch.float16, size: int = 40) -> bool:
+        tensor: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(2, 64, 8, size))
+        return attention.flash_takes(tensor)
+
+    assert served() and served(dtype=torch.bfloat16) and served(size=256)
+    assert not (served("cpu") or served(dtype=torch.float32) or served(size=320))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not served()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", False)
+    assert not served()
+
+
+def test_auto_chooses_for_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head size that flash-attn does not take, or a mask, falls back to the native kernel."""
+    served: list[tuple[int, str]] = []
+
+    def dispatch(q: Tensor, k: Tensor, v: Tensor, scale: Any, mask: Any, backend: str) -> Tensor:
+        served.append((q.shape[-1], backend))
+        return q
+
+    monkeypatch.setattr(attention, "flash_takes", lambda q: q.shape[-1] <= 8)
+    monkeypatch.setattr(attention, "_dispatch", dispatch)
+    for size in (8, 16):
+        q, k, v = qkv(50, size=size)
+        block_attention(q, k, v, 16, backend="auto")
+        softmax_attention(q, k, v, mask=torch.ones(50, 50, dtype=torch.bool), backend="auto")
+    assert served == [(8, "flash")] * 2  # blocks of 17 and of 16 tokens
+
+
+def test_dispatchers_native_backend_agrees() -> None:
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    q, k, v = qkv(50)
+    for name, out in approximations(q, k, v, backend="_native_math").items():
+        torch.testing.assert_close(out, approximations(q, k, v)[name], msg=name)
+
+
+@pytest.mark.parametrize(
+    ("backend", "package"), [("flash", "flash-attn"), ("sage", "sageattention"), ("xformers", "xformers")]
+)
+def test_missing_backend_names_the_remedy(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    monkeypatch.setitem(attention.PACKAGES, backend, ("no_such_module", f"pip install {package}"))
+    q, k, v = qkv(50)
+    with pytest.raises(ElfattError, match=f"attention_backend='{backend}' .* not installed: pip install {package}"):
+        block_attention(q, k, v, 16, backend=backend)
+
+
+def test_backend_that_rejects_the_tensors() -> None:
+    """A backend that is there and fails says for which tensors."""
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    q, k, v = qkv(50)
+    with pytest.raises(ElfattError, match=r"'_native_cudnn' does not take float32 tensors with head size 8 on cpu"):
+        softmax_attention(q, k, v, backend="_native_cudnn")
+
+
+def test_a_backend_out_of_memory_says_so() -> None:
+    """More than any machine has: the caller may try a smaller call."""
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    q = torch.zeros(1, 2**23, 1, 1)
+    with pytest.raises(RuntimeError, match="allocate memory") as raised:
+        softmax_attention(q, q, q, backend="_native_math")
+    assert is_out_of_memory(raised.value)
+
+
+def test_unknown_backend() -> None:
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    q, k, v = qkv(8)
+    with pytest.raises(ElfattError, match=r"attention_backend='quick' is not known; accepted: native, auto, "):
+        softmax_attention(q, k, v, backend="quick")
+
+
+def test_backend_without_a_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers before 0.35 has none."""
+    monkeypatch.setitem(__import__("sys").modules, "diffusers.models.attention_dispatch", None)
+    q, k, v = qkv(8)
+    with pytest.raises(ElfattError, match=r"needs diffusers 0\.35"):
+        softmax_attention(q, k, v, backend="flash")
+    assert torch.equal(softmax_attention(q, k, v, backend="auto"), softmax_attention(q, k, v))
+
+
+@pytest.mark.parametrize("approximate", ["block", "agent", "elfatt"])
+def test_masks_are_refused_where_they_have_no_meaning(approximate: str) -> None:
+    q, k, v = qkv(20)
+    mask = torch.ones(20, 20, dtype=torch.bool)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "block": lambda: block_attention(q, k, v, 8, mask=mask),
+        "agent": lambda: agent_attention(q, k, v, pool_agents(q, 4), mask=mask),
+        "elfatt": lambda: elfatt_attention(q, k, v, agents=4, block_size=8, mask=mask),
+    }
+    with pytest.raises(ElfattError, match="mask"):
+        calls[approximate]()
