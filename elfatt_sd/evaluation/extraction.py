@@ -5,13 +5,12 @@ Chunks and batches are cut at fixed places, so the numbers do not depend on inte
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
+import hashlib
 import io
 import json
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +24,11 @@ from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.run import process_state, together
-from elfatt_sd.evaluation.sources import Entry, Source, decode, pixels_of
+from elfatt_sd.evaluation.processes import process_state, together
+from elfatt_sd.evaluation.run import Row
+from elfatt_sd.evaluation.sources import Entry, Source, decode, pixels_of, quiet_pillow
 from elfatt_sd.evaluation.statistics import DAMAGED, is_finite, load_plain
-from elfatt_sd.files import atomic_file, write_file
+from elfatt_sd.files import atomic_file, read_plain, sha256_of_data, write_file
 from elfatt_sd.progress import Lines, Progress
 
 LARGE = 1 << 25  # pixels of an image of which one at a time is held: 100 MB of them, and several times that to decode
@@ -68,14 +68,6 @@ class Preprocessing:
                 crop = self.resize == "crop"
                 picture = ImageOps.fit(picture, square, method) if crop else picture.resize(square, method)
         return np.array(picture)
-
-
-@contextlib.contextmanager
-def quiet_pillow() -> Iterator[None]:
-    """Do not tell what Pillow warns of: odd EXIF data and large images. Not for generators, which may interleave."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"PIL\.")
-        yield
 
 
 def every_minute(tell: Callable[[str], None]) -> Progress:
@@ -128,6 +120,91 @@ class SourceImages:
                 ) from error
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             return f"{entry.name} ({reason})"
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a row."""
+
+    name: str  # the row's
+    paths: Sequence[Path]  # their files, in the order of their indices
+    sha256: Sequence[str]  # their hashes when they were generated
+    classes: Sequence[int]  # class index of each
+    texts: Sequence[str]  # prompt of each
+    frames: int = 1  # of each; clips have several, which lie below each other in their file
+
+    @classmethod
+    def of_row(cls, row: Row, frames: int = 1, count: int | None = None) -> Images:
+        """List the images of a finished row."""
+        made = row.made_images()
+        if count is not None and len(made) != count:
+            remedy = f"delete the file to make row {row.name!r} again"
+            raise ElfattError(f"{row.manifest} lists {len(made)} images; accepted: {count}; {remedy}.")
+        paths = [row.image_file(each.index) for each in made]
+        hashes, classes = [each.sha256 for each in made], [each.class_index for each in made]
+        return cls(row.name, paths, hashes, classes, [each.prompt for each in made], frames)
+
+    @property
+    def identity(self) -> str:
+        """Hash of all images."""
+        return sha256_of_data(list(self.sha256))
+
+    @property
+    def frame_classes(self) -> list[int]:
+        """The class of each frame of each image."""
+        return [number for number in self.classes for _ in range(self.frames)]
+
+    def stacks(self) -> Iterator[Tensor]:
+        """Yield each image as uint8 `[frames, 3, h, w]`."""
+        stack: list[Tensor] = []
+        for frame in self.pictures().load(0, len(self.paths) * self.frames):
+            if isinstance(frame, str):
+                raise ElfattError(f"image {frame} cannot be read.")
+            stack.append(torch.from_numpy(frame).permute(2, 0, 1))
+            if len(stack) == self.frames:
+                yield torch.stack(stack)
+                stack = []
+
+    def pictures(self) -> Pictures:
+        """All frames, decoded; each file is checked against its hash when it is read."""
+        entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
+        files = SourceImages(Source(entries, self.identity, _read_checked), Preprocessing(), threads=2)
+        return files if self.frames == 1 else Frames(files, self.frames)
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The frames of clips, clip after clip."""
+
+    clips: Pictures  # each has its frames below each other
+    count: int  # frames of each
+
+    def __len__(self) -> int:
+        return len(self.clips) * self.count
+
+    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
+        """Yield the frames of a range in order; of a clip that cannot be read, the reason for each."""
+        first, last = start // self.count, -(-stop // self.count)
+        for number, clip in enumerate(self.clips.load(first, last), first):
+            whole = isinstance(clip, str) or clip.shape[0] % self.count == 0
+            frames = np.split(clip, self.count) if whole and not isinstance(clip, str) else [clip] * self.count
+            for place, frame in enumerate(frames, number * self.count):
+                if start <= place < stop:
+                    yield frame if whole else f"image {number} (no {self.count} frames)"
+
+
+def _read_checked(entry: Entry) -> bytes:
+    path, digest = entry.where
+    try:
+        content = read_plain(path)
+    except FileNotFoundError as error:
+        raise ElfattError(f"{path} was deleted after generation; delete its row's manifest to remake it.") from error
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ElfattError(
+            f"{path} was altered after generation (its sha256 is not the manifest's); put it back, or delete its row's "
+            "manifest to remake it."
+        )
+    return content
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,6 @@ def _centre_crop(images: Tensor, side: int) -> Tensor:
     return images[:, :, top : top + side, left : left + side]
 
 
-pass  # MOVED
-
 EXTRACTORS = ("inception", "inception:pytorch-fid", "inception:clean-fid", "toy", "clip:DIR", "dinov2:DIR")
 # The network of the original FID, converted for PyTorch: published by pytorch-fid and torch-fidelity as the same file.
 INCEPTION_URL = (

@@ -30,8 +30,6 @@ from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
 from elfatt_sd.measure import CallTimer, PeakMeter, Spread, Stopwatch, Turn, interleave, now, ratios
 
-pass  # MOVED
-
 STAGES = ("text", "unet", "vae")
 _GIB = 2**30
 

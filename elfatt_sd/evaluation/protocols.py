@@ -311,8 +311,6 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {name: leaf for each in leaves for name, leaf in each.items()}
 
 
-pass  # MOVED
-
 QUICK_STEPS = 2  # of each call that measures memory, in a quick look
 _FOLDERS = (Path("eval"), Path(__file__).parents[2] / "eval", Path(__file__).parent / "protocols")
 

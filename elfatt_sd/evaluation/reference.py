@@ -20,9 +20,9 @@ import torch
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, SourceImages, extract
 from elfatt_sd.evaluation.features import Extractor
+from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
 from elfatt_sd.evaluation.prompts import MOST_IMAGES
 from elfatt_sd.evaluation.records import read_data
-from elfatt_sd.evaluation.run import by_first, check_shared, gathered, together
 from elfatt_sd.evaluation.sources import DECODING, left_out_words, open_source
 from elfatt_sd.evaluation.statistics import (
     KERNEL_SAMPLE,
@@ -93,8 +93,6 @@ class Renders:
                         del open_places[number]
         return labels, geometry
 
-
-pass  # MOVED
 
 FORMAT = 1
 FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number shows in the metric's name

@@ -27,6 +27,14 @@ _SCAN, _END = b"\xda", b"\xff\xd9"  # of JPEG: the mark that data follow, and th
 _DRAWINGS = ("EPS", "WMF")  # another program would draw them
 
 
+@contextlib.contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Do not tell what Pillow warns of: odd EXIF data and large images. Not for generators, which may interleave."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        yield
+
+
 def is_image(file: IO[bytes]) -> bool:
     """Tell whether a file is of a kind that Pillow knows; only its head is read."""
     from PIL import Image
@@ -91,8 +99,6 @@ def _check_end(content: bytes) -> None:
     if content.find(_END, place) < 0:
         raise OSError("image file is truncated: it has no end")
 
-
-pass  # MOVED
 
 # Of what is meant as an image, whether it can be read or not; of what never is one; and what nobody misses.
 SUFFIXES = re.compile(
@@ -184,8 +190,6 @@ def _key(name: str) -> str:
     return folder + slash + file.partition(".")[0]
 
 
-pass  # MOVED
-
 _BYTES = re.compile(r"(large_)?binary|struct<.*bytes: (large_)?binary.*>")
 _COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")  # of tables with more bytes than these
 
@@ -253,9 +257,6 @@ def _table_entries(file: Path, table: Any, column: str) -> list[Entry]:
         entries += [Entry(f"{file.name}:{start + row}", (file, number, row), str(groups[row])) for row in range(count)]
     return entries
 
-
-pass  # MOVED
-pass  # MOVED
 
 _MOST_PATHS = 64  # that lead to one folder; links between folders multiply
 _NAMED = 3  # names that a sentence has of what is left out

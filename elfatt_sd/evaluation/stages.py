@@ -18,6 +18,7 @@ from elfatt_sd.evaluation.generate import generate, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time, program_of
 from elfatt_sd.evaluation.metrics.base import MetricChoice
+from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.protocols import Cell, Protocol, check_packages
 from elfatt_sd.evaluation.records import SCORES_FORMAT, Scores, is_whole, read_data
 from elfatt_sd.evaluation.results import (
@@ -34,14 +35,9 @@ from elfatt_sd.evaluation.run import (
     TIME_FILE,
     Run,
     RunFailure,
-    by_first,
-    is_first,
-    leave_processes,
 )
 from elfatt_sd.files import check_writable, read_typed, sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.measure import Stopwatch
-
-pass  # MOVED
 
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat images take less
 

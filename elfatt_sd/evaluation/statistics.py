@@ -168,9 +168,6 @@ def as_list(interval: Interval | None) -> list[float] | None:
     return None if interval is None else list(interval)
 
 
-pass  # MOVED
-pass  # MOVED
-
 KERNEL_SAMPLE = 5000  # images of a block, and of the reference, at most
 ROWS_AT_ONCE = 1024  # of a piece of the kernel matrix
 WIDTH = 10.0  # of the Gaussian kernel

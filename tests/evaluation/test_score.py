@@ -18,16 +18,14 @@ from small_run import row_of
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation import frechet as scales
 from elfatt_sd.evaluation import score
-from elfatt_sd.evaluation import score as pairs
+from elfatt_sd.evaluation.extraction import Images
 from elfatt_sd.evaluation.features import ToyExtractor, load_extractor
-from elfatt_sd.evaluation.frechet import Scale, frechet_distance
-from elfatt_sd.evaluation.generate import Images
+from elfatt_sd.evaluation.frechet import frechet_distance
 from elfatt_sd.evaluation.metrics.scores import Scorer
 from elfatt_sd.evaluation.protocols import Reference
 from elfatt_sd.evaluation.run import Run
-from elfatt_sd.evaluation.score import build_references, score_run
+from elfatt_sd.evaluation.score import Scale, build_references, score_run
 from elfatt_sd.evaluation.statistics import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, FeatureStatistics, student_quantile
 
 
@@ -100,7 +98,7 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
     tome = rows["tome"]["paired"]
     assert (tome["psnr"]["identical"], tome["psnr"]["unit"]) == (COUNT - 3, "dB")
     assert rows["tome"]["most_changed"] == [2, 5, 7]
-    assert len(rows["dark"]["most_changed"]) == pairs.MOST_CHANGED
+    assert len(rows["dark"]["most_changed"]) == score.MOST_CHANGED
     assert rows["null"]["paired"]["psnr"]["median"] < 25
     assert rows["null"]["paired"]["ssim"]["median"] < 0.9 < tome["ssim"]["mean"] < 1
     assert tome["cosine"]["mean"] > rows["dark"]["paired"]["cosine"]["mean"]
@@ -132,7 +130,7 @@ def test_pairs_are_compared_on_the_cpu_where_a_device_has_no_float64(
 ) -> None:
     row, baseline = (Images.of_row(row_of(scored, cell)) for cell in (CELLS[2], CELLS[0]))
     changes = score.pair_changes(row, baseline, scored / "on a CPU", torch.device("cpu"))
-    monkeypatch.setattr(pairs, "has_float64", lambda device: False)
+    monkeypatch.setattr(score, "has_float64", lambda device: False)
     assert torch.equal(score.pair_changes(row, baseline, scored / "elsewhere", torch.device("meta")), changes)
 
 
@@ -212,13 +210,13 @@ def test_the_distances_of_a_row_are_computed_once(tmp_path: Path, monkeypatch: p
     counting(monkeypatch)
     calls: list[str] = []
     for name in ("frechet_figures", "kernel_distance"):
-        real = getattr(scales, name)
+        real = getattr(score, name)
 
         def noted(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
             calls.append(name)
             return real(*args, **options)
 
-        monkeypatch.setattr(scales, name, noted)
+        monkeypatch.setattr(score, name, noted)
     score_run(Run.open(write_run(tmp_path / "run", protocol())))
     assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, len(CELLS))
 

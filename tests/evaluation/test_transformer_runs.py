@@ -24,7 +24,7 @@ from weights import write_classifier, write_clip
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import measure as memory
-from elfatt_sd.evaluation.generate import Images
+from elfatt_sd.evaluation.extraction import Images
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, make_images
 from elfatt_sd.evaluation.protocols import Protocol, load_protocol
 from elfatt_sd.evaluation.run import Run
