@@ -124,8 +124,6 @@ class SourceImages:
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a row."""
-
     name: str  # the row's
     paths: Sequence[Path]  # their files, in the order of their indices
     sha256: Sequence[str]  # their hashes when they were generated
@@ -135,7 +133,6 @@ class Images:
 
     @classmethod
     def of_row(cls, row: Row, frames: int = 1, count: int | None = None) -> Images:
-        """List the images of a finished row."""
         made = row.made_images()
         if count is not None and len(made) != count:
             remedy = f"delete the file to make row {row.name!r} again"
@@ -146,12 +143,10 @@ class Images:
 
     @property
     def identity(self) -> str:
-        """Hash of all images."""
         return sha256_of_data(list(self.sha256))
 
     @property
     def frame_classes(self) -> list[int]:
-        """The class of each frame of each image."""
         return [number for number in self.classes for _ in range(self.frames)]
 
     def stacks(self) -> Iterator[Tensor]:
@@ -209,8 +204,6 @@ def _read_checked(entry: Entry) -> bytes:
 
 @dataclass(frozen=True)
 class Extracted:
-    """Chunks of features on disk."""
-
     chunks: Sequence[Path]  # the files, in order; each holds `features` `[k, d]` and the unreadable images' names
 
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]]:
@@ -238,12 +231,7 @@ class Extracted:
 
 
 def extract(
-    pictures: Pictures,
-    extractor: Extractor,
-    folder: Path,
-    *,
-    progress: Progress | None = None,
-    name: str = "",
+    pictures: Pictures, extractor: Extractor, folder: Path, *, progress: Progress | None = None, name: str = ""
 ) -> Extracted:
     """Compute features, chunk by chunk; chunks that are there are kept.
 
@@ -266,11 +254,7 @@ def extract(
 
 
 def _extract_range(
-    pictures: Pictures,
-    extractor: Extractor,
-    start: int,
-    stop: int,
-    tell: Callable[[int, int], None] | None,
+    pictures: Pictures, extractor: Extractor, start: int, stop: int, tell: Callable[[int, int], None] | None
 ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]:
     features: list[Tensor] = []
     unreadable: list[str] = []

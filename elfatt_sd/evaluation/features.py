@@ -87,6 +87,7 @@ def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
     clip = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
     mean, std = clip if kind == "clip" else ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     crop = _edge(path, stored.crop_size, image_size)
+    files = [file for file in visible(folder.iterdir()) if file.suffix in (".json", ".safetensors", ".bin")]
     if kind == "clip" and crop != image_size:
         raise refused(f"{path}: crop_size={crop}", f"{image_size}, the side of the model's images")
     return {
@@ -94,7 +95,7 @@ def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
         "shortest_edge": max(crop, _edge(path, stored.size, crop)),
         "mean": stored.image_mean or mean,
         "std": stored.image_std or std,
-        "sha256": sha256_of_data({file.name: sha256_of_file(file) for file in _model_files(folder)}),
+        "sha256": sha256_of_data({file.name: sha256_of_file(file) for file in files if file.is_file()}),
     }
 
 
@@ -109,18 +110,15 @@ def _edge(path: Path, size: Any, default: int) -> int:
     return size
 
 
-def _model_files(folder: Path) -> list[Path]:
-    kinds = {".json", ".safetensors", ".bin"}
-    return [path for path in visible(folder.iterdir()) if path.suffix in kinds and path.is_file()]
-
-
 def to_input(images: Tensor, kind: str, recipe: dict[str, Any]) -> Tensor:
     """Prepare uint8 images: CLIP gets the centre of ones whose shorter side is resized, DINOv2 the whole image."""
     crop = recipe["crop"]
     if kind == "clip":
         height, width = images.shape[2:]
         ratio = recipe["shortest_edge"] / min(height, width)
-        pixels = _centre_crop(resized(images, (round(height * ratio), round(width * ratio))), crop)
+        pixels = resized(images, (round(height * ratio), round(width * ratio)))
+        top, left = ((length - crop) // 2 for length in pixels.shape[2:])
+        pixels = pixels[:, :, top : top + crop, left : left + crop]
     else:
         pixels = resized(images, (crop, crop))
     mean, std = (torch.tensor(recipe[name], dtype=torch.float32, device=images.device) for name in ("mean", "std"))
@@ -131,11 +129,6 @@ def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
     if tuple(images.shape[2:]) == size:
         return images.float()
     return functional.interpolate(images.float(), size=size, mode="bicubic", antialias=True).clamp(0, 255)
-
-
-def _centre_crop(images: Tensor, side: int) -> Tensor:
-    top, left = ((length - side) // 2 for length in images.shape[2:])
-    return images[:, :, top : top + side, left : left + side]
 
 
 EXTRACTORS = ("inception", "inception:pytorch-fid", "inception:clean-fid", "toy", "clip:DIR", "dinov2:DIR")
@@ -174,12 +167,10 @@ class Extractor(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
         return next(self.network.parameters()).device
 
     @property
     def identity(self) -> str:
-        """Hash of the preprocessing and the weights."""
         return sha256_of_data(self.preprocessing)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -262,7 +253,6 @@ class VisionExtractor(Extractor):
 def load_extractor(
     spec: str, *, weights: Path | None = None, sha256: str | None = None, device: str | torch.device = "cpu"
 ) -> Extractor:
-    """Load an extractor."""
     kind, _, folder = spec.partition(":")
     if kind in ("clip", "dinov2") and folder:
         return _load_vision(kind, Path(folder)).to(device)

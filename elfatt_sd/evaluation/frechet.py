@@ -65,7 +65,6 @@ class Target:
 
     @cached_property
     def factor(self) -> Tensor:
-        """F `[d, rank]` with F F^T the covariance."""
         return _factor(self.covariance)
 
     @property

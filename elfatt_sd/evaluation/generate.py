@@ -196,7 +196,6 @@ def image_progress(total: int, *, shares: int = 1, shown: bool) -> Iterator[Call
 
 
 def write_cost(run: Run, pipe: Any = None) -> None:
-    """Write the cost of all rows, unless it is there."""
     path, identity = run.folder / COST_FILE, run.record.identity
     if not is_whole(path, Cost, identity):
         rows = row_costs(run.protocol, load_protocol_pipeline(run.protocol) if pipe is None else pipe)
@@ -208,7 +207,6 @@ def row_costs(protocol: Protocol, pipe: Any) -> dict[str, Any]:
 
 
 def row_cost(pipe: Any, protocol: Protocol, cell: Cell) -> dict[str, Any]:
-    """Return what an image of a row takes."""
     frames = protocol.frames if protocol.frames > 1 else None
     try:
         found = plan(pipe, cell.config(), height=protocol.height, width=protocol.width, frames=frames)

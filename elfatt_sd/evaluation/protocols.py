@@ -94,7 +94,6 @@ class Cell:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Settings of the peer."""
         return {**(self.settings if self.peer == _IN_PLACE else {}), **self.peer_settings}
 
     @property
@@ -115,8 +114,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class Reference:
-    """The images that the generated ones are compared with."""
-
     source: str = ""  # folder, tar, zip, shards, parquet, `.npz` of statistics, or `toy` (renders)
     count: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 50_000  # number of images that there must be
     allow_count: bool = False  # accept another number, which the metric's name then says
@@ -128,8 +125,6 @@ class Reference:
 
 @dataclass(frozen=True)
 class Time:
-    """How time is measured."""
-
     # rounds over all rows; the results name fewer than `FEW_REPEATS`. A file may say 0 to measure none.
     repeats: Count = 5
     warmup: Maybe = 1  # untimed calls of every row before the first round, of a few steps each
@@ -226,7 +221,6 @@ class Protocol:
         return frozenset(cell.peer for cell in self.cells if cell.peer)
 
     def cell(self, name: str) -> Cell:
-        """Return a row by its name."""
         for cell in self.cells:
             if cell.name == name:
                 return cell
@@ -240,7 +234,6 @@ class Protocol:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Protocol:
-        """Build a protocol from what `to_dict` gave."""
         rows = data.get("cells")
         cells = [_without_config(row) for row in rows] if isinstance(rows, list | tuple) else rows
         return checked({**data, "cells": cells}, cls)

@@ -123,8 +123,6 @@ class Reference:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which reference there must be."""
-
     # images (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT` (`toy` for
     # `expected` ones): held-out images of the toy's renderer
     source: str
@@ -144,7 +142,6 @@ class Wanted:
         return self.source == "toy" or self.source.partition(":")[0] == "renders"
 
     def check_given(self) -> None:
-        """Refuse a reference that is not named."""
         if not self.source:
             accepted = "a folder, .parquet or .npz"
             raise ElfattError(f"reference.source is missing; give --reference with {accepted}.")
@@ -180,8 +177,9 @@ def build_reference(
     pictures, identity = together(lambda: _pictures(wanted, extractor))
     _check_same(wanted.source, identity)
     check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
-    folder = _place(cache_dir, extractor, identity)
-    with _one_launch_at_a_time(folder):
+    folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
+    with contextlib.ExitStack() as held:
+        by_first(lambda: held.enter_context(folder_lock(folder, wait=True)))  # the other processes wait for the first
         if not by_first(lambda: _parts(folder, extractor.dimension) is not None):
             chunks = extract(pictures, extractor, folder / "chunks", progress=progress, name="reference")
             description = {"source": wanted.source, "identity": identity, **dataclasses.asdict(wanted.preprocessing)}
@@ -194,10 +192,6 @@ def build_reference(
 def check_reference(wanted: Wanted, extractor: Extractor) -> str:
     """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives."""
     return _from_moments(wanted, extractor).identity if wanted.moments else _pictures(wanted, extractor)[1]
-
-
-def _place(cache_dir: Path, extractor: Extractor, identity: str) -> Path:
-    return cache_dir / f"reference-{extractor.name}-{identity[:16]}"
 
 
 def _check_moments(path: Path) -> None:
@@ -215,14 +209,6 @@ def _check_same(source: str, identity: str) -> None:
                 "its files, the extractor, or the versions of torch and Pillow); give a folder that all machines "
                 "share, or copies that keep the times (rsync -a)."
             )
-
-
-@contextlib.contextmanager
-def _one_launch_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, in the first process; the others start when it has it."""
-    with contextlib.ExitStack() as held:
-        by_first(lambda: held.enter_context(folder_lock(folder, wait=True)))
-        yield
 
 
 def _pictures(wanted: Wanted, extractor: Extractor) -> tuple[SourceImages | Renders, str]:

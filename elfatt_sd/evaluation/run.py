@@ -50,7 +50,6 @@ class RowFolder:
 
     @property
     def images_folder(self) -> Path:
-        """Where the images are."""
         return self.folder / "images"
 
     def image_file(self, index: int) -> Path:
@@ -101,14 +100,11 @@ class RowFolder:
 
 @dataclass(frozen=True)
 class Row(RowFolder):
-    """A row of a run."""
-
     cell: Cell  # the method with its settings
     first_seed: int  # of the first image; the next ones count up
 
     @property
     def name(self) -> str:
-        """Of the cell."""
         return self.cell.name
 
     def batch_file(self, number: int) -> Path:
@@ -137,17 +133,14 @@ class Row(RowFolder):
         shutil.rmtree(self.batches_folder, ignore_errors=True)
 
     def fail(self, reason: str) -> None:
-        """Note why the row failed."""
         write_json(self.failure_file, {"reason": reason})
 
     @property
     def failure_file(self) -> Path:
-        """The file that says why the row failed."""
         return self.folder / "failed.json"
 
     @property
     def failure(self) -> str | None:
-        """Why the row failed, or None."""
         found = read_typed(self.failure_file, Failure, "delete it")
         return None if found is None else found.reason
 
@@ -161,7 +154,6 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path) -> Run:
-        """Return the run that a folder holds."""
         record = _read_record(folder)
         if record is None:
             raise ElfattError(f"{folder} holds no run ({RUN_FILE} is missing); give a folder that `eval run` has made.")
@@ -172,7 +164,6 @@ class Run:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """All rows, in the order of the protocol."""
         first = self.protocol.seed
         return tuple(
             Row(self.folder / "cells" / cell.name, cell, first + cell.seed_offset) for cell in self.protocol.cells
@@ -180,26 +171,21 @@ class Run:
 
     @cached_property
     def baseline(self) -> Row:
-        """The untouched pipeline."""
         return next(row for row in self.rows if row.cell.role == "baseline")
 
     @property
     def finished(self) -> list[Row]:
-        """The rows whose images are all made."""
         return [row for row in self.rows if row.finished]
 
     def row(self, name: str) -> Row:
-        """Return a row by its name."""
         return self.rows[self.protocol.cells.index(self.protocol.cell(name))]
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The prompts of each row's images, in the order of their indices."""
         return run_prompts(self.protocol)
 
     @cached_property
     def batches(self) -> list[list[Prompt]]:
-        """The prompts, batch by batch."""
         size = self.protocol.batch
         return [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
 
@@ -209,7 +195,6 @@ class Run:
 
     @property
     def record(self) -> RunRecord:
-        """What `run.json` holds."""
         found = _read_record(self.folder)
         if found is None:
             raise ElfattError(f"{self.folder} holds no run ({RUN_FILE} is missing); generate its images first.")
@@ -260,7 +245,6 @@ class Run:
 
     @property
     def _new_folder(self) -> str:
-        """How to go on where the folder cannot be gone on with."""
         return f"give a new folder, and --reuse {self.folder} to take over the rows that stay the same"
 
     @contextlib.contextmanager

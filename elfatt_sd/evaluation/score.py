@@ -104,7 +104,6 @@ def score_run(
 
 
 def load_extractors(protocol: Protocol) -> list[Extractor]:
-    """Load a protocol's extractors where its networks run."""
     device = network_device(protocol)
     weights = Path(protocol.inception_weights) if protocol.inception_weights else None
     digest = protocol.inception_sha256 or None
@@ -153,7 +152,6 @@ def wanted_reference(protocol: Protocol) -> Wanted:
 
 
 def score_cell(images: Images, baseline: Images, scorer: Scorer, toy: bool = False) -> dict[str, Any]:
-    """Score one row."""
     if list(images.classes) != list(baseline.classes):
         raise ElfattError(f"rows {images.name!r} and {baseline.name!r} are not of the same prompts.")
     other = None if images.name == baseline.name else baseline
@@ -243,7 +241,6 @@ class Scale:
         self._right: dict[str, dict[str, Tensor]] = {}
 
     def extract(self, images: Images, progress: Progress | None = None) -> None:
-        """Compute the features of a row unless they are there."""
         path = self._path(images)
         if by_first(lambda: (found := self._read(images)) is not None and is_finite(found)):
             return
@@ -323,18 +320,15 @@ def pair_changes(
     """
     path = cache / f"{images.name}-pairs-{sha256_of_data([PAIRS_FORMAT, images.identity, baseline.identity])[:16]}.npy"
     known = read_array(path, 2, dtype="float64")
-    if known is not None and len(known) == len(images.paths) and _is_possible(known):
-        return torch.from_numpy(np.array(known))
+    if known is not None and len(known) == len(images.paths):
+        decibels, similarities = known.T
+        if (decibels >= 0).all() and (np.abs(similarities) <= 1 + _ROUNDING).all():
+            return torch.from_numpy(np.array(known))
     with quiet_pillow():
         rows = torch.cat(list(_changes(images, baseline, device, progress)))
     with atomic_file(path) as file:
         np.save(file, rows.numpy())
     return rows
-
-
-def _is_possible(known: np.ndarray[Any, Any]) -> bool:
-    decibels, similarities = known.T
-    return bool((decibels >= 0).all() and (np.abs(similarities) <= 1 + _ROUNDING).all())
 
 
 def _changes(images: Images, baseline: Images, device: torch.device, progress: Progress | None) -> Iterator[Tensor]:

@@ -111,8 +111,6 @@ LARGEST = 1 << 30  # bytes of an image's file: one with holes can have more than
 
 @dataclass(frozen=True)
 class Entry:
-    """One image."""
-
     name: str  # what messages call it
     where: Any  # what `Source.read` needs to find it
     group: str = ""  # its class, as its folder or label column says; empty where nothing does
@@ -135,12 +133,6 @@ def stamp(name: str, path: Path) -> list[Any]:
     except OSError:  # such as a link to nowhere, which is named when it is read
         return [name, None, None]
     return [name, status.st_size, status.st_mtime_ns]
-
-
-def check_size(size: int) -> None:
-    """Refuse an image that has more bytes than memory should be spent on."""
-    if size > LARGEST:
-        raise OSError(f"{size / 2**30:.0f} GiB; accepted: at most {LARGEST / 2**30:.0f} GiB an image")
 
 
 def is_litter(name: str) -> bool:
@@ -178,10 +170,6 @@ def _holds_image(path: Path) -> bool:
             return is_image(file)
     except OSError:
         return False
-
-
-def parent(name: str) -> str:
-    return PurePosixPath(name).parent.name
 
 
 def _key(name: str) -> str:
@@ -267,7 +255,6 @@ ACCEPTED = (
 
 
 def open_source(source: str | Path, per_class: int = 0) -> Source:
-    """List the images of a source."""
     path = Path(source)
     found = _open(path)
     if not found.entries:
@@ -294,7 +281,11 @@ def _open(path: Path) -> Source:
     _check_exists(path)
     if not os.path.isfile(path):
         shards = visible(path.glob("*.parquet"))
-        return _shards(path, shards) if shards else _folder(path)
+        if not shards:
+            return _folder(path)
+        others = sorted(item.name for item in path.iterdir() if item not in shards)
+        left_out = [name for name in others if not is_litter(name) and not ends(name, BESIDE)]
+        return replace(tables(shards), left_out=left_out)
     if path.suffix.lower() != ".parquet":
         raise ElfattError(f"reference {path} is a file of another kind; accepted: {ACCEPTED}.")
     return tables([path])
@@ -305,25 +296,21 @@ def _check_exists(path: Path) -> None:
         raise ElfattError(f"reference {path} does not exist; accepted: {ACCEPTED}.")
 
 
-def _shards(folder: Path, shards: Sequence[Path]) -> Source:
-    """The tables of a folder; what else lies there is left out."""
-    others = sorted(item.name for item in folder.iterdir() if item not in shards)
-    return replace(tables(shards), left_out=[name for name in others if not is_litter(name) and not ends(name, BESIDE)])
-
-
 def _folder(folder: Path) -> Source:
     try:
         files = [(path.relative_to(folder).as_posix(), path) for path in _files_below(folder, Counter())]
     except OSError as error:
         raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
     images, left_out = sorted_out(files)
-    entries = [Entry(name, path, parent(name)) for name, path in images]
+    entries = [Entry(name, path, PurePosixPath(name).parent.name) for name, path in images]
     fingerprint = [stamp(name, path) for name, path in images]
     return Source(entries, fingerprint, _read_file, left_out)
 
 
 def _read_file(entry: Entry) -> bytes:
-    check_size(entry.where.stat().st_size)
+    size = entry.where.stat().st_size
+    if size > LARGEST:  # more than memory should be spent on
+        raise OSError(f"{size / 2**30:.0f} GiB; accepted: at most {LARGEST / 2**30:.0f} GiB an image")
     return read_plain(entry.where)
 
 

@@ -66,12 +66,10 @@ class Estimate:
         return Estimate(self.value - other.value, self.moves - other.moves)
 
     def times(self, factor: float) -> Estimate:
-        """The figure in another unit."""
         return Estimate(self.value * factor, self.moves * factor)
 
     @property
     def classes(self) -> int:
-        """Number of distinct classes."""
         return self.moves.shape[1]
 
     def standard_error(self) -> float | None:
@@ -149,7 +147,6 @@ def share_interval(shares: Tensor, groups: Groups, parts: int = 1) -> Interval |
 
 
 def wilson_interval(successes: float, trials: float, quantile: float | None = None) -> Interval:
-    """Interval for a share (Wilson 1927)."""
     z = NormalDist().inv_cdf(0.975) if quantile is None else quantile
     share, weight = successes / trials, z * z / trials
     centre = (share + weight / 2) / (1 + weight)
@@ -164,7 +161,6 @@ def figure_as_dict(value: float, interval: Interval | None) -> dict[str, Any]:
 
 
 def as_list(interval: Interval | None) -> list[float] | None:
-    """Plain data for an interval."""
     return None if interval is None else list(interval)
 
 
@@ -185,12 +181,7 @@ def gaussian(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def kernel_distance(
-    features: Features,
-    reference: Features,
-    groups: Groups,
-    *,
-    within: float | None = None,
-    kernel: Kernel = polynomial,
+    features: Features, reference: Features, groups: Groups, *, within: float | None = None, kernel: Kernel = polynomial
 ) -> Estimate:
     """Unbiased squared maximum mean discrepancy with a kernel, and its derivative in every image.
 
@@ -288,13 +279,11 @@ class FeatureStatistics:
 
     @property
     def covariance(self) -> Tensor:
-        """Unbiased covariance `[d, d]`."""
         if self.count < 2:
             raise ElfattError(f"{self.count} images have no covariance; a distance needs at least 2.")
         return self._scatter / (self.count - 1)
 
     def update(self, features: Tensor) -> None:
-        """Add a batch of features `[n, d]`."""
         rows = features.detach().to("cpu", torch.float64)
         if len(rows):
             mean = rows.mean(0)
@@ -312,7 +301,6 @@ class FeatureStatistics:
 
     @classmethod
     def load(cls, path: Path) -> FeatureStatistics:
-        """Read what `save` wrote."""
         mean, covariance, count = load_moments(path)
         if count is None:
             raise ElfattError(f"{path} has no count; accepted is a file with mu, sigma and count.")

@@ -9,8 +9,9 @@ import torch
 
 from elfatt_sd.attention import softmax as attention
 from elfatt_sd.devices import describe_machine
+from elfatt_sd.evaluation.measure import attention_kernels
 from elfatt_sd.evaluation.protocols import Cell
-from elfatt_sd.evaluation.records import attention_kernels, same_images
+from elfatt_sd.evaluation.records import same_images
 
 SD = Cell("sd", "SD", "sd", role="baseline")
 TOME = Cell("tome", "ToMe", "tome")

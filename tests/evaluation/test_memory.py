@@ -71,11 +71,7 @@ def test_out_of_memory_ends_a_row_and_is_named(
         asked.append((cell.name, batch))
         if batch == 4 or (cell.method == "elfatt" and batch == 2):
             return {"failed": f"out of memory at batch {batch}"}
-        return {
-            "kind": "CUDA allocated",
-            "peaks": dict.fromkeys(memory.STAGES, 1.0 + batch),
-            "reserved": {"unet": 9.0},
-        }
+        return {"kind": "CUDA allocated", "peaks": dict.fromkeys(memory.STAGES, 1.0 + batch), "reserved": {"unet": 9.0}}
 
     monkeypatch.setattr(memory, "run_worker", worker)
     rows = memory.measure_memory(Run(tmp_path, timed), lambda line: None)["rows"]
