@@ -1,6 +1,7 @@
-"""Features of many images, in chunks that are committed one by one: memory is bounded, and a killed run goes on.
+"""Images of sources and of rows, and their features, in chunks that are committed one by one.
 
-Chunks and batches are cut at fixed places, so the numbers do not depend on interruptions or on the number of processes.
+So memory is bounded, and a killed run goes on. Chunks and batches are cut at fixed places: the numbers do not depend on
+interruptions or on the number of processes.
 """
 
 from __future__ import annotations
@@ -68,10 +69,6 @@ class Preprocessing:
                 crop = self.resize == "crop"
                 picture = ImageOps.fit(picture, square, method) if crop else picture.resize(square, method)
         return np.array(picture)
-
-
-def every_minute(tell: Callable[[str], None]) -> Progress:
-    return Lines(tell, "images", title="measuring: {},", at_once=False)
 
 
 class Pictures(Protocol):
@@ -202,6 +199,29 @@ def _read_checked(entry: Entry) -> bytes:
     return content
 
 
+def extract(
+    pictures: Pictures, extractor: Extractor, folder: Path, *, progress: Progress | None = None, name: str = ""
+) -> Extracted:
+    """Compute features, chunk by chunk; chunks that are there are kept.
+
+    Under `accelerate launch` every process takes its fraction of the chunks, and all return when all are there.
+    """
+    state = process_state()
+    count = len(pictures)
+    paths = [folder / f"chunk-{number:05d}.npz" for number in range(-(-count // CHUNK))]
+    tell = functools.partial(progress, ", ".join(filter(None, (name, extractor.name)))) if progress else None
+
+    def write_share() -> None:
+        for number in range(state.process_index, len(paths), state.num_processes):
+            start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
+            if not _is_of(_read_chunk(paths[number]), extractor, stop - start):
+                _write_chunk(paths[number], *_extract_range(pictures, extractor, start, stop, tell))
+
+    with quiet_pillow():
+        together(write_share)
+    return Extracted(paths)
+
+
 @dataclass(frozen=True)
 class Extracted:
     chunks: Sequence[Path]  # the files, in order; each holds `features` `[k, d]` and the unreadable images' names
@@ -228,29 +248,6 @@ class Extracted:
                 file.write(np.ascontiguousarray(features[inside], dtype="<f4").tobytes())
                 start += len(features)
         return len(kept)
-
-
-def extract(
-    pictures: Pictures, extractor: Extractor, folder: Path, *, progress: Progress | None = None, name: str = ""
-) -> Extracted:
-    """Compute features, chunk by chunk; chunks that are there are kept.
-
-    Under `accelerate launch` every process takes its fraction of the chunks, and all return when all are there.
-    """
-    state = process_state()
-    count = len(pictures)
-    paths = [folder / f"chunk-{number:05d}.npz" for number in range(-(-count // CHUNK))]
-    tell = functools.partial(progress, ", ".join(filter(None, (name, extractor.name)))) if progress else None
-
-    def write_share() -> None:
-        for number in range(state.process_index, len(paths), state.num_processes):
-            start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
-            if not _is_of(_read_chunk(paths[number]), extractor, stop - start):
-                _write_chunk(paths[number], *_extract_range(pictures, extractor, start, stop, tell))
-
-    with quiet_pillow():
-        together(write_share)
-    return Extracted(paths)
 
 
 def _extract_range(
@@ -303,3 +300,7 @@ def _write_chunk(path: Path, features: np.ndarray[Any, Any], unreadable: list[st
     buffer = io.BytesIO()
     np.savez(buffer, features=features, unreadable=np.array(json.dumps(unreadable)))
     write_file(path, buffer.getvalue())
+
+
+def every_minute(tell: Callable[[str], None]) -> Progress:
+    return Lines(tell, "images", title="measuring: {},", at_once=False)

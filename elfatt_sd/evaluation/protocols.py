@@ -43,6 +43,9 @@ _UNGIVEN: list[tuple[str, Any]] = [
 ]  # keys that are younger than results that are published
 _LENIENT = {"reference": ("allow_count",)}  # lets a run go on; what it let pass stands in the metric's name
 NAME = "letters, digits and . _ - + =, and no name that a system keeps for itself"
+_ABSENT = object()
+QUICK_STEPS = 2  # of each call that measures memory, in a quick look
+_FOLDERS = (Path("eval"), Path(__file__).parents[2] / "eval", Path(__file__).parent / "protocols")
 
 
 @dataclass(frozen=True)
@@ -289,9 +292,6 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-_ABSENT = object()
-
-
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten nested tables; rows go by their names."""
     if isinstance(value, Mapping):
@@ -302,10 +302,6 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: value}
     leaves = (_flat(item, f"{prefix}.{key}" if prefix else key) for key, item in items)
     return {name: leaf for each in leaves for name, leaf in each.items()}
-
-
-QUICK_STEPS = 2  # of each call that measures memory, in a quick look
-_FOLDERS = (Path("eval"), Path(__file__).parents[2] / "eval", Path(__file__).parent / "protocols")
 
 
 def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit: int | None = None) -> Protocol:

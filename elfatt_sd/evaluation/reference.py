@@ -1,4 +1,4 @@
-"""Statistics of the reference images: computed once, in bounded memory, and kept in a cache."""
+"""Statistics of the reference images: computed once, in bounded memory, and kept in a cache; or renders, or moments."""
 
 from __future__ import annotations
 
@@ -36,64 +36,6 @@ from elfatt_sd.files import folder_lock, sha256_of_code, sha256_of_data, sha256_
 from elfatt_sd.progress import Progress
 
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
-
-
-class Renders:
-    """Held-out images of the toy's renderer, with the classes of the prompts."""
-
-    BLOCK = 1 << 16
-
-    def __init__(self, count: int, classes: Sequence[int]) -> None:
-        from elfatt_sd.toy import renderer
-
-        classes = list(classes) or list(range(len(renderer.CLASSES)))
-        wrong = [number for number in classes if not 0 <= number < len(renderer.CLASSES)]
-        if wrong:
-            raise ElfattError(
-                f"class {wrong[0]} is not accepted; the toy has classes 0 to {len(renderer.CLASSES) - 1}."
-            )
-        self.wanted = [classes[index % len(classes)] for index in range(count)]
-        self.left_out: Sequence[str] = ()
-        source = sha256_of_code([Path(renderer.__file__).read_text(encoding="utf-8")])
-        self.fingerprint = ["renders", count, classes[:count], RENDER_SEED, source]
-
-    def __len__(self) -> int:
-        return len(self.wanted)
-
-    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
-        from elfatt_sd.toy.renderer import render_parameters
-
-        labels, geometry = self.scenes
-        for index in range(start, stop):
-            picture = render_parameters(labels[index : index + 1], geometry[index : index + 1])[0]
-            yield (picture.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
-
-    @functools.cached_property
-    def scenes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Labels and geometry, drawn from the renderer's own distribution; those of the wanted classes are kept."""
-        from elfatt_sd.toy import renderer
-
-        numbers = {labels: number for number, labels in enumerate(renderer.CLASSES)}
-        open_places: dict[int, list[int]] = {}
-        for place in reversed(range(len(self.wanted))):
-            open_places.setdefault(self.wanted[place], []).append(place)
-        labels = torch.zeros(len(self.wanted), len(renderer.ATTRIBUTES), dtype=torch.int64, device="cpu")
-        geometry = torch.zeros(len(self.wanted), len(renderer.GEOMETRY), dtype=torch.float32, device="cpu")
-        generator = torch.Generator().manual_seed(RENDER_SEED)
-        names = list(renderer.ATTRIBUTES.values())
-        while open_places:
-            drawn, numbers_drawn = renderer.sample_parameters(self.BLOCK, generator)
-            for row, scene in enumerate(drawn.tolist()):
-                number = numbers[tuple(values[index] for values, index in zip(names, scene, strict=True))]
-                places = open_places.get(number)
-                if places:
-                    place = places.pop()
-                    labels[place], geometry[place] = drawn[row], numbers_drawn[row]
-                    if not places:
-                        del open_places[number]
-        return labels, geometry
-
-
 FORMAT = 1
 FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number shows in the metric's name
 UNKNOWN_COUNT = FULL_COUNT  # only scales sums where another tool's file gives no count; distances do not depend on it
@@ -194,11 +136,6 @@ def check_reference(wanted: Wanted, extractor: Extractor) -> str:
     return _from_moments(wanted, extractor).identity if wanted.moments else _pictures(wanted, extractor)[1]
 
 
-def _check_moments(path: Path) -> None:
-    if not os.path.isfile(path):
-        raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")
-
-
 def _check_same(source: str, identity: str) -> None:
     """Refuse to go on where the processes of a launch would compute different references."""
     first, *others = gathered(identity)
@@ -232,10 +169,60 @@ def _pictures(wanted: Wanted, extractor: Extractor) -> tuple[SourceImages | Rend
     return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
 
 
-def _pillow_version() -> str:
-    import PIL
+class Renders:
+    """Held-out images of the toy's renderer, with the classes of the prompts."""
 
-    return PIL.__version__
+    BLOCK = 1 << 16
+
+    def __init__(self, count: int, classes: Sequence[int]) -> None:
+        from elfatt_sd.toy import renderer
+
+        classes = list(classes) or list(range(len(renderer.CLASSES)))
+        wrong = [number for number in classes if not 0 <= number < len(renderer.CLASSES)]
+        if wrong:
+            raise ElfattError(
+                f"class {wrong[0]} is not accepted; the toy has classes 0 to {len(renderer.CLASSES) - 1}."
+            )
+        self.wanted = [classes[index % len(classes)] for index in range(count)]
+        self.left_out: Sequence[str] = ()
+        source = sha256_of_code([Path(renderer.__file__).read_text(encoding="utf-8")])
+        self.fingerprint = ["renders", count, classes[:count], RENDER_SEED, source]
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
+        from elfatt_sd.toy.renderer import render_parameters
+
+        labels, geometry = self.scenes
+        for index in range(start, stop):
+            picture = render_parameters(labels[index : index + 1], geometry[index : index + 1])[0]
+            yield (picture.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
+
+    @functools.cached_property
+    def scenes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Labels and geometry, drawn from the renderer's own distribution; those of the wanted classes are kept."""
+        from elfatt_sd.toy import renderer
+
+        numbers = {labels: number for number, labels in enumerate(renderer.CLASSES)}
+        open_places: dict[int, list[int]] = {}
+        for place in reversed(range(len(self.wanted))):
+            open_places.setdefault(self.wanted[place], []).append(place)
+        labels = torch.zeros(len(self.wanted), len(renderer.ATTRIBUTES), dtype=torch.int64, device="cpu")
+        geometry = torch.zeros(len(self.wanted), len(renderer.GEOMETRY), dtype=torch.float32, device="cpu")
+        generator = torch.Generator().manual_seed(RENDER_SEED)
+        names = list(renderer.ATTRIBUTES.values())
+        while open_places:
+            drawn, numbers_drawn = renderer.sample_parameters(self.BLOCK, generator)
+            for row, scene in enumerate(drawn.tolist()):
+                number = numbers[tuple(values[index] for values, index in zip(names, scene, strict=True))]
+                places = open_places.get(number)
+                if places:
+                    place = places.pop()
+                    labels[place], geometry[place] = drawn[row], numbers_drawn[row]
+                    if not places:
+                        del open_places[number]
+        return labels, geometry
 
 
 def _suffix(count: int, resize: str = "none", size: int = 0, full: int = FULL_COUNT) -> str:
@@ -266,14 +253,6 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
     shutil.rmtree(folder / "chunks", ignore_errors=True)
 
 
-class _Record(msgspec.Struct, frozen=True):
-    """What `reference.json` holds that is read back."""
-
-    count: Annotated[int, msgspec.Meta(ge=2)]
-    unreadable: list[str]
-    identity: str
-
-
 def _parts(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatistics, np.ndarray[Any, Any]] | None:
     try:
         data = read_data(folder / "reference.json", _Record, "")
@@ -287,6 +266,14 @@ def _parts(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatist
     if sample is None or (len(statistics.mean), statistics.count, len(sample)) != wanted or not is_finite(sample):
         return None
     return data, statistics, sample
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """What `reference.json` holds that is read back."""
+
+    count: Annotated[int, msgspec.Meta(ge=2)]
+    unreadable: list[str]
+    identity: str
 
 
 def _load(folder: Path, dimension: int, wanted: Wanted) -> Reference:
@@ -328,3 +315,14 @@ def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
     description: dict[str, Any] = {"source": str(path), "sha256": digest, "count": count, "identity": identity}
     description["unreadable"] = []
     return Reference(statistics, None, count, [], identity, suffix, description)
+
+
+def _check_moments(path: Path) -> None:
+    if not os.path.isfile(path):
+        raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")
+
+
+def _pillow_version() -> str:
+    import PIL
+
+    return PIL.__version__

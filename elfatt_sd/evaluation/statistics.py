@@ -1,6 +1,6 @@
-"""Moments of features that arrive in batches or lie in memory-mapped files; float64, and no scipy.
+"""Figures of features: intervals over classes, kernel distances, moments, and the files that hold them.
 
-Legend for shapes: n images, d features.
+All is float64 and without scipy; features may lie in memory-mapped files. Legend for shapes: n images, d features.
 """
 
 from __future__ import annotations
@@ -31,6 +31,32 @@ TOO_FEW = "too few classes to tell"
 # What an interval knows of damage to one image in ten, it knows from the images that are hit. Of 30 classes none is
 # hit in 0.9 ** 30 = 4 % of all runs; of 5 none in 59 %, and the interval is then short, and wrong.
 FEWEST_CLASSES = 30
+KERNEL_SAMPLE = 5000  # images of a block, and of the reference, at most
+ROWS_AT_ONCE = 1024  # of a piece of the kernel matrix
+WIDTH = 10.0  # of the Gaussian kernel
+Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
+Features = Tensor | np.ndarray[Any, Any]  # in memory, or memory-mapped
+COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
+DAMAGED = (  # what NumPy's readers raise for a file that is not whole: of zip, of zlib, of headers that are no Python
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+_SHOWN = 120  # characters of what a file holds, or of an error, that a message repeats
+_MOST = 1 << 32  # bytes of all arrays of a file of moments
+ROWS = 4096  # rows of a feature file that are in memory at once
+LARGEST = 1e15  # of a feature; the sixth power, which the kernel distance's interval takes, is still a number
 
 
 @dataclass(frozen=True)
@@ -164,13 +190,6 @@ def as_list(interval: Interval | None) -> list[float] | None:
     return None if interval is None else list(interval)
 
 
-KERNEL_SAMPLE = 5000  # images of a block, and of the reference, at most
-ROWS_AT_ONCE = 1024  # of a piece of the kernel matrix
-WIDTH = 10.0  # of the Gaussian kernel
-
-Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
-
-
 def polynomial(rows: Tensor, others: Tensor) -> Tensor:
     return (rows @ others.T).div_(rows.shape[1]).add_(1).pow_(3)
 
@@ -226,30 +245,6 @@ def _mean_to_others(images: Tensor, kernel: Kernel) -> Tensor:
                 total[columns] += values.sum(0)
             total[rows] += values.sum(1)
     return total / (len(images) - 1)
-
-
-Features = Tensor | np.ndarray[Any, Any]  # in memory, or memory-mapped
-COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
-DAMAGED = (  # what NumPy's readers raise for a file that is not whole: of zip, of zlib, of headers that are no Python
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    MemoryError,
-    RuntimeError,
-    SyntaxError,
-    struct.error,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-_SHOWN = 120  # characters of what a file holds, or of an error, that a message repeats
-_MOST = 1 << 32  # bytes of all arrays of a file of moments
-ROWS = 4096  # rows of a feature file that are in memory at once
-LARGEST = 1e15  # of a feature; the sixth power, which the kernel distance's interval takes, is still a number
 
 
 class FeatureStatistics:

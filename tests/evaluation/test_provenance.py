@@ -104,21 +104,16 @@ def test_other_code_is_no_matter_where_it_has_made_none(
 
 def test_the_hashed_modules_are_all_that_a_patch_imports() -> None:
     """A module that a patch comes to use has to be added, or named here as one that changes no image."""
-    package, idle = ROOT / "elfatt_sd", {"devices", "errors", "files", "plans", "runtime.autotune"}
-    idle.add("runtime.surroundings")
+    package, hashed = ROOT / "elfatt_sd", (*provenance._METHOD, "methods", "families", "attention.triton")
+    idle = {"devices", "errors", "files", "plans", "runtime.autotune", "runtime.surroundings"}
     for name in provenance._METHOD:
         for node in ast.walk(ast.parse((package / f"{name.replace('.', '/')}.py").read_text())):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("elfatt_sd"):
                 for part in node.names:
-                    of_name = f"{node.module}.{part.name}".removeprefix("elfatt_sd.")
-                    place = package / of_name.replace(".", "/")
-                    found = (
-                        of_name if place.with_suffix(".py").is_file() or place.is_dir() else of_name.rpartition(".")[0]
-                    )
-                    hashed = found in provenance._METHOD or found.startswith(
-                        ("methods", "families", "attention.triton")
-                    )
-                    assert hashed or found in idle, f"{name} imports {found}"
+                    place = package.joinpath(*str(node.module).split(".")[1:], part.name)
+                    module = place if place.with_suffix(".py").is_file() or place.is_dir() else place.parent
+                    found = ".".join(module.relative_to(package).parts)
+                    assert found in idle or found.startswith(hashed), f"{name} imports {found}"
 
 
 @pytest.mark.parametrize(
