@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import PIL
 import torch
 
 from elfatt_sd.errors import ElfattError
@@ -163,7 +164,7 @@ def _pictures(wanted: Wanted, extractor: Extractor) -> tuple[SourceImages | Rend
     else:
         found = open_source(source, wanted.per_class)
         pictures, plain = SourceImages(found, preprocessing), dataclasses.asdict(preprocessing)
-        fingerprint = [found.fingerprint, wanted.per_class, plain, _pillow_version(), DECODING]
+        fingerprint = [found.fingerprint, wanted.per_class, plain, PIL.__version__, DECODING]
     wanted.check_count(len(pictures), pictures.left_out)
     version = torch.__version__.partition("+")[0]
     return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
@@ -320,9 +321,3 @@ def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
 def _check_moments(path: Path) -> None:
     if not os.path.isfile(path):
         raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")
-
-
-def _pillow_version() -> str:
-    import PIL
-
-    return PIL.__version__

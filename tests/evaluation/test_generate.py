@@ -60,7 +60,6 @@ def test_rows_differ_as_their_methods_do(made: tuple[Path, Protocol]) -> None:
 def test_run_file_names_weights_and_versions(made: tuple[Path, Protocol]) -> None:
     run_dir, protocol = made
     run = run_data(run_dir)
-    assert run is not None
     assert run["identity"] == protocol.identity
     assert Run.open(run_dir).protocol == protocol
     assert run["environment"]["packages"]["torch"] == importlib.metadata.version("torch")
@@ -377,7 +376,6 @@ def test_rows_of_other_images_are_not(made: tuple[Path, Protocol], tmp_path: Pat
     there, protocol = made
     other = dataclasses.replace(protocol, **changed)  # type: ignore[arg-type]
     run = run_data(there)
-    assert run is not None
     write_json(tmp_path / RUN_FILE, {**run, "protocol": other.to_dict(), "identity": other.identity})
     assert take_over(Run(tmp_path, other), [Run.open(there)]) == {}
 
@@ -385,7 +383,6 @@ def test_rows_of_other_images_are_not(made: tuple[Path, Protocol], tmp_path: Pat
 def test_rows_of_another_machine_are_not(made: tuple[Path, Protocol], tmp_path: Path) -> None:
     there, protocol = made
     run = run_data(there)
-    assert run is not None
     elsewhere = {**run, "environment": {**run["environment"], "device": "another"}}
     write_json(tmp_path / RUN_FILE, elsewhere)
     assert take_over(Run(tmp_path, protocol), [Run.open(there)]) == {}
@@ -397,7 +394,6 @@ def test_each_row_is_told(made: tuple[Path, Protocol], tmp_path: Path) -> None:
     """Of a row that is not taken over, what it was made with; and a model counts by its weights, not by its place."""
     there, protocol = made
     run = run_data(there)
-    assert run is not None
     (tmp_path / "model").symlink_to(protocol.model)
     elsewhere = dataclasses.replace(protocol, model=str(tmp_path / "model"))
     for device, said in ((run["environment"]["device"], "reused"), ("another", "not reused: device: ")):
@@ -440,7 +436,6 @@ def test_rows_of_other_code_are_made_again_and_the_untouched_are_not(
 ) -> None:
     there, protocol = made
     run = run_data(there)
-    assert run is not None
     environment = {**run["environment"], "method_sha256": "of other code"}
     write_json(tmp_path / RUN_FILE, {**run, "environment": environment})
     assert set(take_over(Run(tmp_path, protocol), [Run.open(there)])) == {"sd", "null", "tomesd-ratio0.5"}
@@ -449,7 +444,6 @@ def test_rows_of_other_code_are_made_again_and_the_untouched_are_not(
 def test_a_row_that_failed_before_it_was_taken_over_has_not_failed(made: tuple[Path, Protocol], tmp_path: Path) -> None:
     there, protocol = made
     run = run_data(there)
-    assert run is not None
     write_json(tmp_path / RUN_FILE, run)
     cell = protocol.cells[1]
     write_json(row_of(tmp_path, cell).failure_file, {"reason": "image 0 is black"})

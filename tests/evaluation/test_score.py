@@ -49,6 +49,13 @@ def scored(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     return run_dir
 
 
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that is scored quickly."""
+    counting(monkeypatch)
+    return write_run(tmp_path / "run", protocol())
+
+
 @pytest.fixture(scope="module")
 def scores(scored: Path) -> dict[str, Any]:
     data: dict[str, Any] = json.loads((scored / "scores.json").read_text())
@@ -148,10 +155,8 @@ def test_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
     assert row["most_changed"] == []
 
 
-def test_scores_carry_the_recorded_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_carry_the_recorded_identity(run_dir: Path) -> None:
     """A run from before a field was added: its identity stays, though its protocol now gives another."""
-    counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol())
     run = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps({**run, "identity": "of an earlier version"}))
     score_run(Run.open(run_dir))
@@ -222,18 +227,14 @@ def test_the_distances_of_a_row_are_computed_once(tmp_path: Path, monkeypatch: p
     assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, len(CELLS))
 
 
-def test_other_extractors_tell_no_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol())
+def test_other_extractors_tell_no_attributes(run_dir: Path) -> None:
     score_run(Run.open(run_dir))
     row = json.loads((run_dir / "scores.json").read_text())["rows"]["dark"]
     assert row["accuracy"] is None
     assert list(row["distances"]) == ["FD-regions", "KD-regions"]
 
 
-def test_altered_and_deleted_pictures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol())
+def test_altered_and_deleted_pictures_are_named(run_dir: Path) -> None:
     victim = row_of(run_dir, CELLS[2]).image_file(7)
     Image.new("RGB", (256, 256), "red").save(victim)
     with pytest.raises(ElfattError, match=r"tome/images/00007.png was altered"):
@@ -244,11 +245,7 @@ def test_altered_and_deleted_pictures_are_named(tmp_path: Path, monkeypatch: pyt
     assert not (run_dir / "scores.json").exists()
 
 
-def test_unfinished_rows_are_left_out_and_the_baseline_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol())
+def test_unfinished_rows_are_left_out_and_the_baseline_is_needed(run_dir: Path) -> None:
     row_of(run_dir, CELLS[2]).manifest.unlink()
     score_run(Run.open(run_dir))
     assert list(json.loads((run_dir / "scores.json").read_text())["rows"]) == ["sd", "null", "dark"]
@@ -319,11 +316,7 @@ def test_features_are_computed_once_per_picture(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 2.0])
-def test_kept_changes_that_cannot_be_are_computed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: float
-) -> None:
-    counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol())
+def test_kept_changes_that_cannot_be_are_computed_again(run_dir: Path, odd: float) -> None:
     build_references(protocol())
     score_run(Run.open(run_dir))
     scores = (run_dir / "scores.json").read_bytes()

@@ -273,11 +273,6 @@ def test_what_is_left_to_do_is_counted(full_protocol: Protocol, finished_run: Pa
     assert stages.to_do(Run(finished_run, full_protocol)) == "nothing"
 
 
-def test_a_size_that_no_model_draws_is_an_obstacle(full_protocol: Protocol, tmp_path: Path) -> None:
-    (told,) = stages.obstacles(Run(tmp_path / "run", dataclasses.replace(full_protocol, height=33)))
-    assert told.startswith("height=33 is not accepted")
-
-
 def test_every_obstacle_is_named_at_once(
     full_protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,16 +292,27 @@ def test_every_obstacle_is_named_at_once(
         assert sum(part in line for line in told) == 1, (part, told)
 
 
-def test_neighbours_need_more_images(full_protocol: Protocol, tmp_path: Path) -> None:
-    few = dataclasses.replace(full_protocol, metrics=(MetricChoice("prdc"),), limit=5)
-    told = stages.obstacles(Run(tmp_path / "new", few))
-    assert told == ["metric 'prdc' needs more than 5 images and reference images; there are 5."]
-
-
-def test_a_scheduler_of_other_pipelines_is_an_obstacle(full_protocol: Protocol, tmp_path: Path) -> None:
-    other = dataclasses.replace(full_protocol, scheduler="FlowMatchEulerDiscreteScheduler")
-    (told,) = stages.obstacles(Run(tmp_path / "new", other))
-    assert told.startswith(f"scheduler={other.scheduler!r} does not fit the model's PNDMScheduler: it takes ")
+@pytest.mark.parametrize(
+    ("changes", "obstacle"),
+    [
+        ({"height": 33}, "height=33 is not accepted"),
+        (
+            {"metrics": (MetricChoice("prdc"),), "limit": 5},
+            "metric 'prdc' needs more than 5 images and reference images; there are 5.",
+        ),
+        (
+            {"scheduler": "FlowMatchEulerDiscreteScheduler"},
+            "scheduler='FlowMatchEulerDiscreteScheduler' does not fit the model's PNDMScheduler: it takes ",
+        ),
+        ({"metrics": (MetricChoice("colorsys:rgb_to_hsv", name="x"),) * 2}, "metrics give 'x' twice"),
+    ],
+    ids=str,
+)
+def test_an_obstacle_is_named_alone(
+    full_protocol: Protocol, tmp_path: Path, changes: dict[str, Any], obstacle: str
+) -> None:
+    (told,) = stages.obstacles(Run(tmp_path / "new", dataclasses.replace(full_protocol, **changes)))
+    assert told.startswith(obstacle)
 
 
 def test_images_of_the_run_are_no_reference(full_protocol: Protocol, tmp_path: Path) -> None:
@@ -314,10 +320,3 @@ def test_images_of_the_run_are_no_reference(full_protocol: Protocol, tmp_path: P
     given = dataclasses.replace(full_protocol.reference, source=str(own))
     told = stages.obstacles(Run(tmp_path / "run", dataclasses.replace(full_protocol, reference=given)))
     assert any("is of this run; give images that it is compared with" in line for line in told)
-
-
-def test_metrics_of_one_name_are_an_obstacle(full_protocol: Protocol, tmp_path: Path) -> None:
-    twice = dataclasses.replace(full_protocol, metrics=(MetricChoice("colorsys:rgb_to_hsv", name="x"),) * 2)
-    told = stages.obstacles(Run(tmp_path / "new", twice))
-    assert len(told) == 1
-    assert "'x' twice" in told[0]
