@@ -108,9 +108,9 @@ def run_command(
         check_packages(protocol)
         _check_early(protocol, out)
         others = [Run.open(other) for other in reuse or ()]
+    from elfatt_sd.evaluation.processes import is_first
     from elfatt_sd.evaluation.report import load_results
     from elfatt_sd.evaluation.report.writers import terminal_summary
-    from elfatt_sd.evaluation.run import is_first
     from elfatt_sd.evaluation.stages import evaluate
 
     quiet_libraries()
@@ -133,7 +133,7 @@ def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Q
     _check_early(protocol, out)
     others = [Run.open(other) for other in reuse or ()]
     from elfatt_sd.evaluation.generate import generate
-    from elfatt_sd.evaluation.run import is_first, leave_processes
+    from elfatt_sd.evaluation.processes import is_first, leave_processes
 
     quiet_libraries()
     run = Run(out, protocol)
@@ -168,8 +168,8 @@ def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
     opened = Run.open(run)
+    from elfatt_sd.evaluation.processes import leave_processes, scoring_device
     from elfatt_sd.evaluation.results import write_results
-    from elfatt_sd.evaluation.run import leave_processes, scoring_device
     from elfatt_sd.evaluation.stages import score
 
     quiet_libraries()
@@ -185,9 +185,9 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
     opened = Run.open(run)
+    from elfatt_sd.evaluation.processes import scoring_device
     from elfatt_sd.evaluation.report import load_results, write_report
     from elfatt_sd.evaluation.results import write_results
-    from elfatt_sd.evaluation.run import scoring_device
 
     with opened.writing(scoring_device(opened.protocol.device)):
         write_results(opened)

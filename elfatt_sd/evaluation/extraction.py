@@ -1,17 +1,17 @@
-"""Features of many images, in chunks that are committed one by one: memory is bounded, and a killed run goes on.
+"""Images of sources and of rows, and their features, in chunks that are committed one by one.
 
-Chunks and batches are cut at fixed places, so the numbers do not depend on interruptions or on the number of processes.
+So memory is bounded, and a killed run goes on. Chunks and batches are cut at fixed places: the numbers do not depend on
+interruptions or on the number of processes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
+import hashlib
 import io
 import json
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +25,11 @@ from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.run import process_state, together
-from elfatt_sd.evaluation.sources import Entry, Source, decode, pixels_of
+from elfatt_sd.evaluation.processes import process_state, together
+from elfatt_sd.evaluation.run import Row
+from elfatt_sd.evaluation.sources import Entry, Source, decode, pixels_of, quiet_pillow
 from elfatt_sd.evaluation.statistics import DAMAGED, is_finite, load_plain
-from elfatt_sd.files import atomic_file, write_file
+from elfatt_sd.files import atomic_file, read_plain, sha256_of_data, write_file
 from elfatt_sd.progress import Lines, Progress
 
 LARGE = 1 << 25  # pixels of an image of which one at a time is held: 100 MB of them, and several times that to decode
@@ -68,18 +69,6 @@ class Preprocessing:
                 crop = self.resize == "crop"
                 picture = ImageOps.fit(picture, square, method) if crop else picture.resize(square, method)
         return np.array(picture)
-
-
-@contextlib.contextmanager
-def quiet_pillow() -> Iterator[None]:
-    """Do not tell what Pillow warns of: odd EXIF data and large images. Not for generators, which may interleave."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"PIL\.")
-        yield
-
-
-def every_minute(tell: Callable[[str], None]) -> Progress:
-    return Lines(tell, "images", title="measuring: {},", at_once=False)
 
 
 class Pictures(Protocol):
@@ -131,9 +120,110 @@ class SourceImages:
 
 
 @dataclass(frozen=True)
-class Extracted:
-    """Chunks of features on disk."""
+class Images:
+    name: str  # the row's
+    paths: Sequence[Path]  # their files, in the order of their indices
+    sha256: Sequence[str]  # their hashes when they were generated
+    classes: Sequence[int]  # class index of each
+    texts: Sequence[str]  # prompt of each
+    frames: int = 1  # of each; clips have several, which lie below each other in their file
 
+    @classmethod
+    def of_row(cls, row: Row, frames: int = 1, count: int | None = None) -> Images:
+        made = row.made_images()
+        if count is not None and len(made) != count:
+            remedy = f"delete the file to make row {row.name!r} again"
+            raise ElfattError(f"{row.manifest} lists {len(made)} images; accepted: {count}; {remedy}.")
+        paths = [row.image_file(each.index) for each in made]
+        hashes, classes = [each.sha256 for each in made], [each.class_index for each in made]
+        return cls(row.name, paths, hashes, classes, [each.prompt for each in made], frames)
+
+    @property
+    def identity(self) -> str:
+        return sha256_of_data(list(self.sha256))
+
+    @property
+    def frame_classes(self) -> list[int]:
+        return [number for number in self.classes for _ in range(self.frames)]
+
+    def stacks(self) -> Iterator[Tensor]:
+        """Yield each image as uint8 `[frames, 3, h, w]`."""
+        stack: list[Tensor] = []
+        for frame in self.pictures().load(0, len(self.paths) * self.frames):
+            if isinstance(frame, str):
+                raise ElfattError(f"image {frame} cannot be read.")
+            stack.append(torch.from_numpy(frame).permute(2, 0, 1))
+            if len(stack) == self.frames:
+                yield torch.stack(stack)
+                stack = []
+
+    def pictures(self) -> Pictures:
+        """All frames, decoded; each file is checked against its hash when it is read."""
+        entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
+        files = SourceImages(Source(entries, self.identity, _read_checked), Preprocessing(), threads=2)
+        return files if self.frames == 1 else Frames(files, self.frames)
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The frames of clips, clip after clip."""
+
+    clips: Pictures  # each has its frames below each other
+    count: int  # frames of each
+
+    def __len__(self) -> int:
+        return len(self.clips) * self.count
+
+    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
+        """Yield the frames of a range in order; of a clip that cannot be read, the reason for each."""
+        first, last = start // self.count, -(-stop // self.count)
+        for number, clip in enumerate(self.clips.load(first, last), first):
+            whole = isinstance(clip, str) or clip.shape[0] % self.count == 0
+            frames = np.split(clip, self.count) if whole and not isinstance(clip, str) else [clip] * self.count
+            for place, frame in enumerate(frames, number * self.count):
+                if start <= place < stop:
+                    yield frame if whole else f"image {number} (no {self.count} frames)"
+
+
+def _read_checked(entry: Entry) -> bytes:
+    path, digest = entry.where
+    try:
+        content = read_plain(path)
+    except FileNotFoundError as error:
+        raise ElfattError(f"{path} was deleted after generation; delete its row's manifest to remake it.") from error
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ElfattError(
+            f"{path} was altered after generation (its sha256 is not the manifest's); put it back, or delete its row's "
+            "manifest to remake it."
+        )
+    return content
+
+
+def extract(
+    pictures: Pictures, extractor: Extractor, folder: Path, *, progress: Progress | None = None, name: str = ""
+) -> Extracted:
+    """Compute features, chunk by chunk; chunks that are there are kept.
+
+    Under `accelerate launch` every process takes its fraction of the chunks, and all return when all are there.
+    """
+    state = process_state()
+    count = len(pictures)
+    paths = [folder / f"chunk-{number:05d}.npz" for number in range(-(-count // CHUNK))]
+    tell = functools.partial(progress, ", ".join(filter(None, (name, extractor.name)))) if progress else None
+
+    def write_share() -> None:
+        for number in range(state.process_index, len(paths), state.num_processes):
+            start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
+            if not _is_of(_read_chunk(paths[number]), extractor, stop - start):
+                _write_chunk(paths[number], *_extract_range(pictures, extractor, start, stop, tell))
+
+    with quiet_pillow():
+        together(write_share)
+    return Extracted(paths)
+
+
+@dataclass(frozen=True)
+class Extracted:
     chunks: Sequence[Path]  # the files, in order; each holds `features` `[k, d]` and the unreadable images' names
 
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]]:
@@ -160,40 +250,8 @@ class Extracted:
         return len(kept)
 
 
-def extract(
-    pictures: Pictures,
-    extractor: Extractor,
-    folder: Path,
-    *,
-    progress: Progress | None = None,
-    name: str = "",
-) -> Extracted:
-    """Compute features, chunk by chunk; chunks that are there are kept.
-
-    Under `accelerate launch` every process takes its fraction of the chunks, and all return when all are there.
-    """
-    state = process_state()
-    count = len(pictures)
-    paths = [folder / f"chunk-{number:05d}.npz" for number in range(-(-count // CHUNK))]
-    tell = functools.partial(progress, ", ".join(filter(None, (name, extractor.name)))) if progress else None
-
-    def write_share() -> None:
-        for number in range(state.process_index, len(paths), state.num_processes):
-            start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
-            if not _is_of(_read_chunk(paths[number]), extractor, stop - start):
-                _write_chunk(paths[number], *_extract_range(pictures, extractor, start, stop, tell))
-
-    with quiet_pillow():
-        together(write_share)
-    return Extracted(paths)
-
-
 def _extract_range(
-    pictures: Pictures,
-    extractor: Extractor,
-    start: int,
-    stop: int,
-    tell: Callable[[int, int], None] | None,
+    pictures: Pictures, extractor: Extractor, start: int, stop: int, tell: Callable[[int, int], None] | None
 ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]:
     features: list[Tensor] = []
     unreadable: list[str] = []
@@ -242,3 +300,7 @@ def _write_chunk(path: Path, features: np.ndarray[Any, Any], unreadable: list[st
     buffer = io.BytesIO()
     np.savez(buffer, features=features, unreadable=np.array(json.dumps(unreadable)))
     write_file(path, buffer.getvalue())
+
+
+def every_minute(tell: Callable[[str], None]) -> Progress:
+    return Lines(tell, "images", title="measuring: {},", at_once=False)

@@ -25,121 +25,6 @@ from elfatt_sd.files import read_typed, refused, sha256_of_data, sha256_of_file,
 SIZES = {384: "S", 768: "B", 1024: "L", 1280: "H", 1536: "g", 1664: "bigG"}  # by the width
 _USUAL_EDGE, _LARGEST_EDGE = 224, 1024  # a batch of larger images fits few memories
 Colour = Annotated[list[float], Meta(min_length=3, max_length=3)]  # red, green and blue
-
-
-def read_config(folder: Path, who: str, types: Sequence[str], accepted: str) -> Any:
-    """Read a model's configuration; `who` wants it and from where, as messages tell."""
-    if not (folder / "config.json").is_file():
-        raise ElfattError(f"{who} has no config.json; give {accepted}.")
-    from transformers import AutoConfig
-
-    with loading(who):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if config.model_type not in types:
-        raise ElfattError(f"{who} is of type {config.model_type}; accepted: {', '.join(types)}.")
-    return config
-
-
-def read_model(folder: Path, who: str, loader: Any, config: Any) -> Any:
-    """Load a model's weights, all of which the folder holds, in float32."""
-    options: dict[str, Any] = {"local_files_only": True, "torch_dtype": torch.float32, "output_loading_info": True}
-    with loading(who):
-        model, report = loader.from_pretrained(folder, config=config, **options)
-    missing = sorted(report["missing_keys"])  # which transformers fills with random numbers
-    if missing:
-        raise ElfattError(f"{who} lacks {len(missing)} of its weights, first {missing[0]}.")
-    return model
-
-
-@contextlib.contextmanager
-def loading(who: str) -> Iterator[None]:
-    """Tell of what transformers raises within: it has many kinds for damaged files."""
-    try:
-        yield
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ElfattError(f"{who} cannot be loaded ({reason}).") from error
-
-
-def model_title(config: Any, edge: int) -> str:
-    """Name a vision transformer as its makers do: `ViT-L/14`, and `@336` where its images are not of 224 pixels."""
-    size = SIZES.get(config.hidden_size)
-    base = f"ViT-{size}/{config.patch_size}" if size else f"ViT of width {config.hidden_size}/{config.patch_size}"
-    registers = "-reg" if getattr(config, "num_register_tokens", 0) else ""
-    return base + registers + (f"@{edge}" if edge != _USUAL_EDGE else "")
-
-
-class _Processor(Struct, frozen=True):
-    """What `preprocessor_config.json` of transformers says."""
-
-    crop_size: Any = None
-    size: Any = None
-    image_mean: Colour | None = None
-    image_std: Annotated[list[Annotated[float, Meta(gt=0)]], Meta(min_length=3, max_length=3)] | None = None
-
-
-def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
-    """Read the directory's own preprocessing; the model's usual one where it has none."""
-    path = folder / "preprocessor_config.json"
-    stored = read_typed(path, _Processor, "download the model again") or _Processor()
-    if kind == "dinov2":
-        image_size = min(image_size, _USUAL_EDGE)  # the model takes larger ones, the metric does not
-    clip = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
-    mean, std = clip if kind == "clip" else ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    crop = _edge(path, stored.crop_size, image_size)
-    if kind == "clip" and crop != image_size:
-        raise refused(f"{path}: crop_size={crop}", f"{image_size}, the side of the model's images")
-    return {
-        "crop": crop,
-        "shortest_edge": max(crop, _edge(path, stored.size, crop)),
-        "mean": stored.image_mean or mean,
-        "std": stored.image_std or std,
-        "sha256": sha256_of_data({file.name: sha256_of_file(file) for file in _model_files(folder)}),
-    }
-
-
-def _edge(path: Path, size: Any, default: int) -> int:
-    """A side in pixels from the forms in which transformers stores it."""
-    if isinstance(size, dict):
-        size = size.get("shortest_edge", size.get("height"))
-    if size is None:
-        return default
-    if not isinstance(size, int) or not 0 < size <= _LARGEST_EDGE:
-        raise refused(f"{path}: a size of {size!r}", f"pixels from 1 to {_LARGEST_EDGE}")
-    return size
-
-
-def _model_files(folder: Path) -> list[Path]:
-    kinds = {".json", ".safetensors", ".bin"}
-    return [path for path in visible(folder.iterdir()) if path.suffix in kinds and path.is_file()]
-
-
-def to_input(images: Tensor, kind: str, recipe: dict[str, Any]) -> Tensor:
-    """Prepare uint8 images: CLIP gets the centre of ones whose shorter side is resized, DINOv2 the whole image."""
-    crop = recipe["crop"]
-    if kind == "clip":
-        height, width = images.shape[2:]
-        ratio = recipe["shortest_edge"] / min(height, width)
-        pixels = _centre_crop(resized(images, (round(height * ratio), round(width * ratio))), crop)
-    else:
-        pixels = resized(images, (crop, crop))
-    mean, std = (torch.tensor(recipe[name], dtype=torch.float32, device=images.device) for name in ("mean", "std"))
-    return (pixels / 255 - mean[:, None, None]) / std[:, None, None]
-
-
-def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
-    if tuple(images.shape[2:]) == size:
-        return images.float()
-    return functional.interpolate(images.float(), size=size, mode="bicubic", antialias=True).clamp(0, 255)
-
-
-def _centre_crop(images: Tensor, side: int) -> Tensor:
-    top, left = ((length - side) // 2 for length in images.shape[2:])
-    return images[:, :, top : top + side, left : left + side]
-
-
-pass  # MOVED
-
 EXTRACTORS = ("inception", "inception:pytorch-fid", "inception:clean-fid", "toy", "clip:DIR", "dinov2:DIR")
 # The network of the original FID, converted for PyTorch: published by pytorch-fid and torch-fidelity as the same file.
 INCEPTION_URL = (
@@ -155,6 +40,83 @@ INCEPTION_WAYS = {
 }
 _VISION_NAMES = {"clip": "FD-CLIP", "dinov2": "FD-DINOv2"}
 _MODEL_TYPES = {"clip": ("clip", "clip_vision_model"), "dinov2": ("dinov2", "dinov2_with_registers")}
+
+
+@plain_defaults()
+def load_extractor(
+    spec: str, *, weights: Path | None = None, sha256: str | None = None, device: str | torch.device = "cpu"
+) -> Extractor:
+    kind, _, folder = spec.partition(":")
+    if kind in ("clip", "dinov2") and folder:
+        return _load_vision(kind, Path(folder)).to(device)
+    if spec == "toy":
+        return _load_toy().to(device)
+    if spec == "inception" or (kind == "inception" and folder in INCEPTION_WAYS):
+        return _load_inception(folder or "torch-fidelity", weights, sha256).to(device)
+    raise ElfattError(f"extractor={spec!r} is not known; accepted: {', '.join(EXTRACTORS)}.")
+
+
+def _load_inception(way: str, weights: Path | None, sha256: str | None) -> Extractor:
+    need("extractor='inception'", "torch-fidelity", "torchmetrics")
+    from torchmetrics.image.fid import NoTrainInceptionV3
+
+    accepted = (sha256 or INCEPTION_SHA256).lower()
+    path = weights if weights is not None else _cached_inception()
+    if not os.path.isfile(path):
+        raise ElfattError(f"Inception weights {path} do not exist; give the file published at {INCEPTION_URL}.")
+    found = sha256_of_file(path)
+    if found != accepted:
+        others = "or other weights with inception_sha256, whose distance is not called FID"
+        raise ElfattError(f"Inception weights {path} have sha256 {found}; accepted is {accepted}, {others}.")
+    _check_tensors_only(path)
+    try:
+        network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(path), antialias=False)
+    except RuntimeError as error:
+        raise ElfattError(f"Inception weights {path} do not fit the network ({str(error).splitlines()[0]}).") from error
+    return InceptionExtractor(network, way, found)
+
+
+def _cached_inception() -> Path:
+    """The published file in torch's cache, downloaded at the first use."""
+    path = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_URL.rpartition("/")[2]
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.hub.download_url_to_file(INCEPTION_URL, str(path), hash_prefix=INCEPTION_SHA256, progress=False)
+        except (OSError, RuntimeError) as error:
+            remedy = f"get {INCEPTION_URL} and give --inception-weights FILE"
+            raise ElfattError(f"Inception weights cannot be fetched ({error}); {remedy}.") from error
+    return path
+
+
+def _check_tensors_only(path: Path) -> None:
+    """Refuse a pickle that holds anything but tensors, before another package loads it without that check."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ElfattError(f"Inception weights {path} are not a file of tensors ({type(error).__name__}).") from error
+
+
+def _load_toy() -> Extractor:
+    from elfatt_sd.toy import features
+
+    path = features.CLASSIFIER_FILE
+    network = features.load_feature_extractor(path=path)
+    return ToyExtractor(network, sha256_of_file(path))
+
+
+def _load_vision(kind: str, folder: Path) -> Extractor:
+    from transformers import AutoModel, CLIPVisionModelWithProjection
+
+    who = f"extractor {kind}:{folder}"
+    config = read_config(folder, who, _MODEL_TYPES[kind], "a local directory of a transformers model")
+    if config.model_type == "clip":  # text and images, which share the size of the projection
+        config.vision_config.projection_dim = config.projection_dim
+        config = config.vision_config
+    network = read_model(folder, who, CLIPVisionModelWithProjection if kind == "clip" else AutoModel, config)
+    dimension = config.projection_dim if kind == "clip" else config.hidden_size
+    recipe = read_recipe(kind, folder, config.image_size)
+    return VisionExtractor(kind, network, dimension, {"model": model_title(config, recipe["crop"]), **recipe})
 
 
 class Extractor(nn.Module):
@@ -176,12 +138,10 @@ class Extractor(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
         return next(self.network.parameters()).device
 
     @property
     def identity(self) -> str:
-        """Hash of the preprocessing and the weights."""
         return sha256_of_data(self.preprocessing)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -260,84 +220,6 @@ class VisionExtractor(Extractor):
         return features
 
 
-@plain_defaults()
-def load_extractor(
-    spec: str, *, weights: Path | None = None, sha256: str | None = None, device: str | torch.device = "cpu"
-) -> Extractor:
-    """Load an extractor."""
-    kind, _, folder = spec.partition(":")
-    if kind in ("clip", "dinov2") and folder:
-        return _load_vision(kind, Path(folder)).to(device)
-    if spec == "toy":
-        return _load_toy().to(device)
-    if spec == "inception" or (kind == "inception" and folder in INCEPTION_WAYS):
-        return _load_inception(folder or "torch-fidelity", weights, sha256).to(device)
-    raise ElfattError(f"extractor={spec!r} is not known; accepted: {', '.join(EXTRACTORS)}.")
-
-
-def _load_inception(way: str, weights: Path | None, sha256: str | None) -> Extractor:
-    need("extractor='inception'", "torch-fidelity", "torchmetrics")
-    from torchmetrics.image.fid import NoTrainInceptionV3
-
-    accepted = (sha256 or INCEPTION_SHA256).lower()
-    path = weights if weights is not None else _cached_inception()
-    if not os.path.isfile(path):
-        raise ElfattError(f"Inception weights {path} do not exist; give the file published at {INCEPTION_URL}.")
-    found = sha256_of_file(path)
-    if found != accepted:
-        others = "or other weights with inception_sha256, whose distance is not called FID"
-        raise ElfattError(f"Inception weights {path} have sha256 {found}; accepted is {accepted}, {others}.")
-    _check_tensors_only(path)
-    try:
-        network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(path), antialias=False)
-    except RuntimeError as error:
-        raise ElfattError(f"Inception weights {path} do not fit the network ({str(error).splitlines()[0]}).") from error
-    return InceptionExtractor(network, way, found)
-
-
-def _cached_inception() -> Path:
-    """The published file in torch's cache, downloaded at the first use."""
-    path = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_URL.rpartition("/")[2]
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            torch.hub.download_url_to_file(INCEPTION_URL, str(path), hash_prefix=INCEPTION_SHA256, progress=False)
-        except (OSError, RuntimeError) as error:
-            remedy = f"get {INCEPTION_URL} and give --inception-weights FILE"
-            raise ElfattError(f"Inception weights cannot be fetched ({error}); {remedy}.") from error
-    return path
-
-
-def _check_tensors_only(path: Path) -> None:
-    """Refuse a pickle that holds anything but tensors, before another package loads it without that check."""
-    try:
-        torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ElfattError(f"Inception weights {path} are not a file of tensors ({type(error).__name__}).") from error
-
-
-def _load_toy() -> Extractor:
-    from elfatt_sd.toy import features
-
-    path = features.CLASSIFIER_FILE
-    network = features.load_feature_extractor(path=path)
-    return ToyExtractor(network, sha256_of_file(path))
-
-
-def _load_vision(kind: str, folder: Path) -> Extractor:
-    from transformers import AutoModel, CLIPVisionModelWithProjection
-
-    who = f"extractor {kind}:{folder}"
-    config = read_config(folder, who, _MODEL_TYPES[kind], "a local directory of a transformers model")
-    if config.model_type == "clip":  # text and images, which share the size of the projection
-        config.vision_config.projection_dim = config.projection_dim
-        config = config.vision_config
-    network = read_model(folder, who, CLIPVisionModelWithProjection if kind == "clip" else AutoModel, config)
-    dimension = config.projection_dim if kind == "clip" else config.hidden_size
-    recipe = read_recipe(kind, folder, config.image_size)
-    return VisionExtractor(kind, network, dimension, {"model": model_title(config, recipe["crop"]), **recipe})
-
-
 @contextlib.contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
     """Full float32 inside, whatever the surroundings have switched on."""
@@ -351,3 +233,107 @@ def exact_float32(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = matmul
+
+
+def resized(images: Tensor, size: tuple[int, int]) -> Tensor:
+    if tuple(images.shape[2:]) == size:
+        return images.float()
+    return functional.interpolate(images.float(), size=size, mode="bicubic", antialias=True).clamp(0, 255)
+
+
+def to_input(images: Tensor, kind: str, recipe: dict[str, Any]) -> Tensor:
+    """Prepare uint8 images: CLIP gets the centre of ones whose shorter side is resized, DINOv2 the whole image."""
+    crop = recipe["crop"]
+    if kind == "clip":
+        height, width = images.shape[2:]
+        ratio = recipe["shortest_edge"] / min(height, width)
+        pixels = resized(images, (round(height * ratio), round(width * ratio)))
+        top, left = ((length - crop) // 2 for length in pixels.shape[2:])
+        pixels = pixels[:, :, top : top + crop, left : left + crop]
+    else:
+        pixels = resized(images, (crop, crop))
+    mean, std = (torch.tensor(recipe[name], dtype=torch.float32, device=images.device) for name in ("mean", "std"))
+    return (pixels / 255 - mean[:, None, None]) / std[:, None, None]
+
+
+def model_title(config: Any, edge: int) -> str:
+    """Name a vision transformer as its makers do: `ViT-L/14`, and `@336` where its images are not of 224 pixels."""
+    size = SIZES.get(config.hidden_size)
+    base = f"ViT-{size}/{config.patch_size}" if size else f"ViT of width {config.hidden_size}/{config.patch_size}"
+    registers = "-reg" if getattr(config, "num_register_tokens", 0) else ""
+    return base + registers + (f"@{edge}" if edge != _USUAL_EDGE else "")
+
+
+def read_config(folder: Path, who: str, types: Sequence[str], accepted: str) -> Any:
+    """Read a model's configuration; `who` wants it and from where, as messages tell."""
+    if not (folder / "config.json").is_file():
+        raise ElfattError(f"{who} has no config.json; give {accepted}.")
+    from transformers import AutoConfig
+
+    with loading(who):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if config.model_type not in types:
+        raise ElfattError(f"{who} is of type {config.model_type}; accepted: {', '.join(types)}.")
+    return config
+
+
+def read_model(folder: Path, who: str, loader: Any, config: Any) -> Any:
+    """Load a model's weights, all of which the folder holds, in float32."""
+    options: dict[str, Any] = {"local_files_only": True, "torch_dtype": torch.float32, "output_loading_info": True}
+    with loading(who):
+        model, report = loader.from_pretrained(folder, config=config, **options)
+    missing = sorted(report["missing_keys"])  # which transformers fills with random numbers
+    if missing:
+        raise ElfattError(f"{who} lacks {len(missing)} of its weights, first {missing[0]}.")
+    return model
+
+
+@contextlib.contextmanager
+def loading(who: str) -> Iterator[None]:
+    """Tell of what transformers raises within: it has many kinds for damaged files."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ElfattError(f"{who} cannot be loaded ({reason}).") from error
+
+
+def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
+    """Read the directory's own preprocessing; the model's usual one where it has none."""
+    path = folder / "preprocessor_config.json"
+    stored = read_typed(path, _Processor, "download the model again") or _Processor()
+    if kind == "dinov2":
+        image_size = min(image_size, _USUAL_EDGE)  # the model takes larger ones, the metric does not
+    clip = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
+    mean, std = clip if kind == "clip" else ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    crop = _edge(path, stored.crop_size, image_size)
+    files = [file for file in visible(folder.iterdir()) if file.suffix in (".json", ".safetensors", ".bin")]
+    if kind == "clip" and crop != image_size:
+        raise refused(f"{path}: crop_size={crop}", f"{image_size}, the side of the model's images")
+    return {
+        "crop": crop,
+        "shortest_edge": max(crop, _edge(path, stored.size, crop)),
+        "mean": stored.image_mean or mean,
+        "std": stored.image_std or std,
+        "sha256": sha256_of_data({file.name: sha256_of_file(file) for file in files if file.is_file()}),
+    }
+
+
+class _Processor(Struct, frozen=True):
+    """What `preprocessor_config.json` of transformers says."""
+
+    crop_size: Any = None
+    size: Any = None
+    image_mean: Colour | None = None
+    image_std: Annotated[list[Annotated[float, Meta(gt=0)]], Meta(min_length=3, max_length=3)] | None = None
+
+
+def _edge(path: Path, size: Any, default: int) -> int:
+    """A side in pixels from the forms in which transformers stores it."""
+    if isinstance(size, dict):
+        size = size.get("shortest_edge", size.get("height"))
+    if size is None:
+        return default
+    if not isinstance(size, int) or not 0 < size <= _LARGEST_EDGE:
+        raise refused(f"{path}: a size of {size!r}", f"pixels from 1 to {_LARGEST_EDGE}")
+    return size

@@ -1,25 +1,16 @@
-"""An extractor with its reference: what rows are measured on, and what was measured of each row."""
+"""The Frechet distance of images to a reference, its limit for infinitely many images, and intervals by class."""
 
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.extraction import extract
-from elfatt_sd.evaluation.features import Extractor, ToyExtractor
-from elfatt_sd.evaluation.generate import Images
-from elfatt_sd.evaluation.reference import Reference
-from elfatt_sd.evaluation.run import by_first
 from elfatt_sd.evaluation.statistics import (
     ROWS,
     Estimate,
@@ -28,21 +19,170 @@ from elfatt_sd.evaluation.statistics import (
     Groups,
     Interval,
     batches,
-    is_finite,
-    kernel_distance,
-    kernel_within,
     left_out,
-    read_array,
     take,
 )
-from elfatt_sd.files import sha256_of_data
-from elfatt_sd.progress import Progress
 
 # With a step of 1 the trapezoidal rule has an error of 1e-8; 9 steps beyond the spectrum leave 1e-4 of a correction.
 MARGIN, RANGE = 9.0, 40.0
 # Directions of smaller eigenvalues, by the largest one, are lost to rounding; their roots still count.
 RESOLVED = 1e-9
 ELEMENTS = 2**24  # of the largest tensors, at most
+HEAVY = 8.0  # kurtosis of a feature, 3 where it is normal: beyond it, a few images may make the standard error
+EPS = torch.finfo(torch.float64).eps
+
+
+def frechet_distance(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covariance2: Tensor) -> float:
+    """Squared Frechet distance of two Gaussians, from symmetric eigenvalues only (Dowson and Landau 1982).
+
+    |mu1 - mu2|^2 + tr(S1 + S2) - 2 tr (F^T S2 F)^(1/2) with S1 = F F^T. F leaves out the directions in which the
+    covariance of lower rank is zero: with fewer samples than features these would add noise.
+    """
+    mean1, covariance1, mean2, covariance2 = (x.to(torch.float64) for x in (mean1, covariance1, mean2, covariance2))
+    first, second = _factor(covariance1), _factor(covariance2)
+    factor, other = (first, covariance2) if first.shape[1] <= second.shape[1] else (second, covariance1)
+    roots = torch.linalg.eigvalsh(_symmetric(factor.T @ other @ factor)).clamp_min(0).sqrt()
+    return float((mean1 - mean2).square().sum() + covariance1.trace() + covariance2.trace() - 2 * roots.sum())
+
+
+def _factor(covariance: Tensor) -> Tensor:
+    """F `[d, rank]` with F F^T the covariance."""
+    values, vectors = torch.linalg.eigh(_symmetric(covariance))
+    kept = values > values.abs().max() * len(values) * torch.finfo(torch.float64).eps
+    factor: Tensor = vectors[:, kept] * values[kept].sqrt()
+    return factor
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.T) / 2
+
+
+class Target:
+    """The Gaussian of a reference, whose factor is computed once for many rows."""
+
+    def __init__(self, mean: Tensor, covariance: Tensor) -> None:
+        self.mean, self.covariance = mean.to(torch.float64), covariance.to(torch.float64)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        return _factor(self.covariance)
+
+    @property
+    def rank(self) -> int:
+        """Directions in which the reference varies."""
+        return self.factor.shape[1]
+
+
+@dataclass(frozen=True)
+class FrechetFigures:
+    """What n images say of their squared Frechet distance to a reference."""
+
+    published: Estimate  # the distance of these n images, D_n, as it is published
+    # the distance of infinitely many images, where the scales below those that the images resolve hold as many
+    # directions as they can. Equal to `most` with more images than features.
+    least: Estimate
+    most: Estimate  # the same, where these scales hold no direction more
+    # `[2, g]`, what each class moves `least` and `most` if the relation of scales is found again without it
+    refits: Tensor
+    kurtosis: float  # of a feature, the largest of all
+
+    def limit_difference(self, other: FrechetFigures) -> tuple[float, Interval | None]:
+        """The paired difference with infinitely many images, and its interval of 95 %; both ends hold for all scales.
+
+        With heavy tails a few images say how scales relate, which must then be found again without each class. They
+        make the standard error, too: `Estimate.interval` then has few degrees of freedom.
+        """
+        ends = [self.least - other.least, self.most - other.most]
+        heavy = max(self.kurtosis, other.kurtosis) > HEAVY
+        if heavy:
+            refits = (self.refits - other.refits)[:, None]
+            ends = [Estimate(end.value, torch.cat((end.moves, moves))) for end, moves in zip(ends, refits, strict=True)]
+        intervals = [end.interval(heavy=heavy) for end in ends]
+        known = [interval for interval in intervals if interval is not None]
+        value = (ends[0].value + ends[1].value) / 2
+        return value, (min(low for low, _ in known), max(high for _, high in known)) if known else None
+
+
+def frechet_figures(features: Features, target: Target, groups: Groups) -> FrechetFigures:
+    """Measure images against a reference, with what every class of images does to the figures.
+
+    D_n follows the definition. D of infinitely many images needs tr S^(1/2) of the images' distribution; its mean and
+    variance enter as the mean of |x - mu|^2, which has no bias. Where n images show phi(t), their distribution has that
+    at the larger scale k(t), and the root is the integral over k in place of t / (n - 1). k(t) is known from how far an
+    image lies from images of other classes: k = t phi_out / phi, phi_out the mean of x^T (S_(-g) + t)^(-1) x over
+    images x of class g. For independent light-tailed images this is t / (n - 1 - phi), the equation of Marcenko and
+    Pastur (1967) that Tiomoko and Couillet (2019) use for this distance; the mean over classes left out also holds for
+    heavy tails and for images of a class that resemble each other. Chong and Forsyth (2020) extrapolate in 1 / n; that
+    needs n far above d, this does not. Scales below k(0), of n images with n below d, are not seen: there are between
+    none and all directions that the images leave, and both ends are given.
+    """
+    count, dimension = features.shape
+    if dimension != len(target.mean):
+        known = len(target.mean)
+        message = f"features have {dimension} columns, the reference {known}; give a reference of the same extractor."
+        raise ElfattError(message)
+    statistics = FeatureStatistics.of(features)
+    trace, shift = statistics.covariance.trace(), statistics.mean - target.mean
+    constant, length, free = (
+        target.covariance.trace(),
+        shift.square().sum(),
+        torch.tensor(count - 1, dtype=torch.float64, device="cpu"),
+    )
+    spectrum = Spectrum(features, statistics, target.factor)
+    left = by_class(features, statistics.mean, shift, spectrum, groups)
+
+    # the derivative of D_n in the weight of each class, with the diagonal of a root (Jaeckel's infinitesimal jackknife)
+    slope = 2 * left.along / count + left.squares / free - left.roots / free.sqrt()
+    slope = slope - left.sizes / count * slope.sum()
+    near = left.squares + 2 * left.along + left.sizes * length  # sum of |x - mu|^2 over the images of each class
+    alone = count - left.sizes.max() < 2  # no distance is left without a class
+    published = length + trace + constant - 2 * spectrum.root / free.sqrt()
+    alike = not len(spectrum.values)  # as far as the reference varies, too
+    one = torch.ones_like(spectrum.scales)
+    ratio = one if alone or alike else left.outside.sum(0) / count * (free - spectrum.phi) / spectrum.phi
+    roots = _limit_roots(spectrum, spectrum.root, spectrum.phi, spectrum.slope, ratio, free, target.rank)
+    limits = near.sum() / count + constant - 2 * roots
+    if alone:
+        whole, least, most = (Estimate(value.item(), slope[None]) for value in (published, *limits))
+        return FrechetFigures(whole, least, most, slope.expand(2, -1), left.kurtosis)
+
+    rest = count - left.sizes
+    root = spectrum.root - integral(spectrum.scales, spectrum.slope - left.slope)
+    moved = length - 2 * left.along / rest + left.sums / rest.square()
+    spread = (trace * free - left.squares - left.sums / rest) / (rest - 1)
+    published_without = moved + spread + constant - 2 * root / (rest - 1).sqrt()
+    near_without = (near.sum() - near) / rest + constant
+
+    def limits_without(ratio: Tensor) -> Tensor:
+        return near_without - 2 * _limit_roots(spectrum, root, left.phi, left.slope, ratio, rest - 1, target.rank)
+
+    withouts = (published_without, *limits_without(ratio))
+    whole, least, most = (
+        Estimate.jackknife(value.item(), without, slope)
+        for value, without in zip((published, *limits), withouts, strict=True)
+    )
+    refits = left_out(limits_without(_ratio_without(left, spectrum.phi, rest)))
+    return FrechetFigures(whole, least, most, refits, left.kurtosis)
+
+
+def _ratio_without(left: ByClass, phi: Tensor, rest: Tensor) -> Tensor:
+    joint = (left.inside - (phi - left.phi)).clamp_min(0)
+    inverse = 1 + left.outside / left.sizes[:, None]  # P
+    raised = (inverse * joint).sum(0) / (joint / inverse).sum(0).clamp_min(EPS) * joint
+    outside = (left.outside.sum(0) - left.outside + raised) / rest[:, None]
+    return outside * (rest[:, None] - 1 - left.phi) / left.phi.clamp_min(EPS)
+
+
+def _limit_roots(
+    spectrum: Spectrum, root: Tensor, phi: Tensor, slope: Tensor, ratio: Tensor, free: Tensor, rank: int
+) -> Tensor:
+    """Roots of the distribution `[2, ...]`, with all directions below the scales that are seen, and with none."""
+    free = free[..., None]
+    scales = ratio * spectrum.scales / (free - phi).clamp_min(EPS)
+    sampled = spectrum.scales / free
+    seen = root / free[..., 0].sqrt() + integral(scales, slope) - integral(sampled, slope)
+    below = 2 / math.pi * scales[..., 0].sqrt() * (rank - phi[..., 0]).clamp_min(0)
+    return torch.stack((seen + below, seen))
 
 
 class Spectrum:
@@ -186,250 +326,3 @@ def _anew(seen: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor, Tensor]:
         far = ((added @ vectors) * vectors).sum(0)
         outside.append((far / (values.clamp_min(0) + spectrum.scales[:, None])).sum(1))
     return torch.stack(phi), torch.stack(slope), torch.stack(outside)
-
-
-pass  # MOVED
-
-HEAVY = 8.0  # kurtosis of a feature, 3 where it is normal: beyond it, a few images may make the standard error
-EPS = torch.finfo(torch.float64).eps
-
-
-def frechet_distance(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covariance2: Tensor) -> float:
-    """Squared Frechet distance of two Gaussians, from symmetric eigenvalues only (Dowson and Landau 1982).
-
-    |mu1 - mu2|^2 + tr(S1 + S2) - 2 tr (F^T S2 F)^(1/2) with S1 = F F^T. F leaves out the directions in which the
-    covariance of lower rank is zero: with fewer samples than features these would add noise.
-    """
-    mean1, covariance1, mean2, covariance2 = (x.to(torch.float64) for x in (mean1, covariance1, mean2, covariance2))
-    first, second = _factor(covariance1), _factor(covariance2)
-    factor, other = (first, covariance2) if first.shape[1] <= second.shape[1] else (second, covariance1)
-    roots = torch.linalg.eigvalsh(_symmetric(factor.T @ other @ factor)).clamp_min(0).sqrt()
-    return float((mean1 - mean2).square().sum() + covariance1.trace() + covariance2.trace() - 2 * roots.sum())
-
-
-def _factor(covariance: Tensor) -> Tensor:
-    """F `[d, rank]` with F F^T the covariance."""
-    values, vectors = torch.linalg.eigh(_symmetric(covariance))
-    kept = values > values.abs().max() * len(values) * torch.finfo(torch.float64).eps
-    factor: Tensor = vectors[:, kept] * values[kept].sqrt()
-    return factor
-
-
-def _symmetric(matrix: Tensor) -> Tensor:
-    return (matrix + matrix.T) / 2
-
-
-class Target:
-    """The Gaussian of a reference, whose factor is computed once for many rows."""
-
-    def __init__(self, mean: Tensor, covariance: Tensor) -> None:
-        self.mean, self.covariance = mean.to(torch.float64), covariance.to(torch.float64)
-
-    @cached_property
-    def factor(self) -> Tensor:
-        """F `[d, rank]` with F F^T the covariance."""
-        return _factor(self.covariance)
-
-    @property
-    def rank(self) -> int:
-        """Directions in which the reference varies."""
-        return self.factor.shape[1]
-
-
-@dataclass(frozen=True)
-class FrechetFigures:
-    """What n images say of their squared Frechet distance to a reference."""
-
-    published: Estimate  # the distance of these n images, D_n, as it is published
-    # the distance of infinitely many images, where the scales below those that the images resolve hold as many
-    # directions as they can. Equal to `most` with more images than features.
-    least: Estimate
-    most: Estimate  # the same, where these scales hold no direction more
-    # `[2, g]`, what each class moves `least` and `most` if the relation of scales is found again without it
-    refits: Tensor
-    kurtosis: float  # of a feature, the largest of all
-
-    def limit_difference(self, other: FrechetFigures) -> tuple[float, Interval | None]:
-        """The paired difference with infinitely many images, and its interval of 95 %; both ends hold for all scales.
-
-        With heavy tails a few images say how scales relate, which must then be found again without each class. They
-        make the standard error, too: `Estimate.interval` then has few degrees of freedom.
-        """
-        ends = [self.least - other.least, self.most - other.most]
-        heavy = max(self.kurtosis, other.kurtosis) > HEAVY
-        if heavy:
-            refits = (self.refits - other.refits)[:, None]
-            ends = [Estimate(end.value, torch.cat((end.moves, moves))) for end, moves in zip(ends, refits, strict=True)]
-        intervals = [end.interval(heavy=heavy) for end in ends]
-        known = [interval for interval in intervals if interval is not None]
-        value = (ends[0].value + ends[1].value) / 2
-        return value, (min(low for low, _ in known), max(high for _, high in known)) if known else None
-
-
-def frechet_figures(features: Features, target: Target, groups: Groups) -> FrechetFigures:
-    """Measure images against a reference, with what every class of images does to the figures.
-
-    D_n follows the definition. D of infinitely many images needs tr S^(1/2) of the images' distribution; its mean and
-    variance enter as the mean of |x - mu|^2, which has no bias. Where n images show phi(t), their distribution has that
-    at the larger scale k(t), and the root is the integral over k in place of t / (n - 1). k(t) is known from how far an
-    image lies from images of other classes: k = t phi_out / phi, phi_out the mean of x^T (S_(-g) + t)^(-1) x over
-    images x of class g. For independent light-tailed images this is t / (n - 1 - phi), the equation of Marcenko and
-    Pastur (1967) that Tiomoko and Couillet (2019) use for this distance; the mean over classes left out also holds for
-    heavy tails and for images of a class that resemble each other. Chong and Forsyth (2020) extrapolate in 1 / n; that
-    needs n far above d, this does not. Scales below k(0), of n images with n below d, are not seen: there are between
-    none and all directions that the images leave, and both ends are given.
-    """
-    count, dimension = features.shape
-    if dimension != len(target.mean):
-        known = len(target.mean)
-        message = f"features have {dimension} columns, the reference {known}; give a reference of the same extractor."
-        raise ElfattError(message)
-    statistics = FeatureStatistics.of(features)
-    trace, shift = statistics.covariance.trace(), statistics.mean - target.mean
-    constant, length, free = (
-        target.covariance.trace(),
-        shift.square().sum(),
-        torch.tensor(count - 1, dtype=torch.float64, device="cpu"),
-    )
-    spectrum = Spectrum(features, statistics, target.factor)
-    left = by_class(features, statistics.mean, shift, spectrum, groups)
-
-    # the derivative of D_n in the weight of each class, with the diagonal of a root (Jaeckel's infinitesimal jackknife)
-    slope = 2 * left.along / count + left.squares / free - left.roots / free.sqrt()
-    slope = slope - left.sizes / count * slope.sum()
-    near = left.squares + 2 * left.along + left.sizes * length  # sum of |x - mu|^2 over the images of each class
-    alone = count - left.sizes.max() < 2  # no distance is left without a class
-    published = length + trace + constant - 2 * spectrum.root / free.sqrt()
-    alike = not len(spectrum.values)  # as far as the reference varies, too
-    one = torch.ones_like(spectrum.scales)
-    ratio = one if alone or alike else left.outside.sum(0) / count * (free - spectrum.phi) / spectrum.phi
-    roots = _limit_roots(spectrum, spectrum.root, spectrum.phi, spectrum.slope, ratio, free, target.rank)
-    limits = near.sum() / count + constant - 2 * roots
-    if alone:
-        whole, least, most = (Estimate(value.item(), slope[None]) for value in (published, *limits))
-        return FrechetFigures(whole, least, most, slope.expand(2, -1), left.kurtosis)
-
-    rest = count - left.sizes
-    root = spectrum.root - integral(spectrum.scales, spectrum.slope - left.slope)
-    moved = length - 2 * left.along / rest + left.sums / rest.square()
-    spread = (trace * free - left.squares - left.sums / rest) / (rest - 1)
-    published_without = moved + spread + constant - 2 * root / (rest - 1).sqrt()
-    near_without = (near.sum() - near) / rest + constant
-
-    def limits_without(ratio: Tensor) -> Tensor:
-        return near_without - 2 * _limit_roots(spectrum, root, left.phi, left.slope, ratio, rest - 1, target.rank)
-
-    withouts = (published_without, *limits_without(ratio))
-    whole, least, most = (
-        Estimate.jackknife(value.item(), without, slope)
-        for value, without in zip((published, *limits), withouts, strict=True)
-    )
-    refits = left_out(limits_without(_ratio_without(left, spectrum.phi, rest)))
-    return FrechetFigures(whole, least, most, refits, left.kurtosis)
-
-
-def _ratio_without(left: ByClass, phi: Tensor, rest: Tensor) -> Tensor:
-    joint = (left.inside - (phi - left.phi)).clamp_min(0)
-    inverse = 1 + left.outside / left.sizes[:, None]  # P
-    raised = (inverse * joint).sum(0) / (joint / inverse).sum(0).clamp_min(EPS) * joint
-    outside = (left.outside.sum(0) - left.outside + raised) / rest[:, None]
-    return outside * (rest[:, None] - 1 - left.phi) / left.phi.clamp_min(EPS)
-
-
-def _limit_roots(
-    spectrum: Spectrum, root: Tensor, phi: Tensor, slope: Tensor, ratio: Tensor, free: Tensor, rank: int
-) -> Tensor:
-    """Roots of the distribution `[2, ...]`, with all directions below the scales that are seen, and with none."""
-    free = free[..., None]
-    scales = ratio * spectrum.scales / (free - phi).clamp_min(EPS)
-    sampled = spectrum.scales / free
-    seen = root / free[..., 0].sqrt() + integral(scales, slope) - integral(sampled, slope)
-    below = 2 / math.pi * scales[..., 0].sqrt() * (rank - phi[..., 0]).clamp_min(0)
-    return torch.stack((seen + below, seen))
-
-
-pass  # MOVED
-
-Array = np.ndarray[Any, Any]
-Distance = FrechetFigures | Estimate  # of Frechet, or of a kernel
-
-
-class Scale:
-    """An extractor with its reference: what rows are measured on."""
-
-    def __init__(self, extractor: Extractor, reference: Reference, cache: Path) -> None:
-        self.extractor, self.reference, self.cache = extractor, reference, cache
-        self.distance_name = extractor.distance_name + reference.metric_suffix
-        self.kernel_name = extractor.kernel_name + reference.metric_suffix
-        self._known: dict[str, dict[str, Distance]] = {}
-        self._right: dict[str, dict[str, Tensor]] = {}
-
-    def extract(self, images: Images, progress: Progress | None = None) -> None:
-        """Compute the features of a row unless they are there."""
-        path = self._path(images)
-        if by_first(lambda: (found := self._read(images)) is not None and is_finite(found)):
-            return
-        parts = path.with_suffix(".parts")
-        chunks = extract(images.pictures(), self.extractor, parts, progress=progress, name=images.name)
-
-        def join() -> None:
-            unreadable = [name for _, names in chunks for name in names]
-            if not unreadable:
-                chunks.join(path)
-            shutil.rmtree(parts, ignore_errors=True)  # with what a killed process left half-written there
-            if unreadable:  # which is not kept, as it can be put back
-                raise ElfattError(f"row {images.name!r}: image {unreadable[0]} cannot be read; put it back.")
-
-        by_first(join)
-
-    def features(self, images: Images) -> Array:
-        """Features `[n * frames, d]` of a row, memory-mapped float32."""
-        found = self._read(images)
-        if found is None:
-            raise ElfattError(f"{self._path(images)} is damaged; score the run again.")
-        return found
-
-    def _read(self, images: Images) -> Array | None:
-        found = read_array(self._path(images), self.extractor.dimension)
-        return found if found is not None and len(found) == len(images.frame_classes) else None
-
-    def _path(self, images: Images) -> Path:
-        key = sha256_of_data([images.identity, self.extractor.identity])
-        return self.cache / f"{images.name}-{self.extractor.name}-{key[:16]}.npy"
-
-    def distances(self, images: Images) -> dict[str, Distance]:
-        """The Frechet distance and, where the reference has features, the kernel distance; computed once per row."""
-        if images.name not in self._known:
-            features = self.features(images)
-            classes = images.frame_classes
-            self._known[images.name] = {self.distance_name: frechet_figures(features, self._target, classes)}
-            if self.reference.sample is not None:
-                self._known[images.name][self.kernel_name] = kernel_distance(
-                    features, self.reference.sample, classes, within=self._within
-                )
-        return self._known[images.name]
-
-    @cached_property
-    def _target(self) -> Target:
-        return Target(self.reference.statistics.mean, self.reference.statistics.covariance)
-
-    @cached_property
-    def _within(self) -> float | None:
-        return None if self.reference.sample is None else kernel_within(self.reference.sample)
-
-    def right(self, images: Images) -> dict[str, Tensor]:
-        """Whether each image shows its prompt's attributes: `[n]` of 0 or 1, per attribute; computed once per row.
-
-        Empty where the extractor does not read attributes.
-        """
-        if images.name not in self._right and isinstance(self.extractor, ToyExtractor):
-            self._right[images.name] = _right(self.extractor, self.features(images), images.classes)
-        return self._right.get(images.name, {})
-
-
-def _right(extractor: ToyExtractor, features: Array, classes: Sequence[int]) -> dict[str, Tensor]:
-    from elfatt_sd.toy.renderer import CLASSES, class_labels
-
-    seen = extractor.classify(torch.from_numpy(np.array(features)))
-    wanted = class_labels([CLASSES[number] for number in classes])
-    return {name: (found == wanted[:, place]).to(torch.float64) for place, (name, found) in enumerate(seen.items())}

@@ -7,6 +7,7 @@ would have made.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -17,13 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from elfatt_sd.drawing.running import rows_of, tell_cut_prompts
 from elfatt_sd.errors import ElfattError, is_out_of_memory, need
-from elfatt_sd.evaluation.extraction import Pictures, Preprocessing, SourceImages
 from elfatt_sd.evaluation.images import (
     check_images,
     check_size,
@@ -32,179 +31,18 @@ from elfatt_sd.evaluation.images import (
     row_patch,
     to_uint8,
 )
+from elfatt_sd.evaluation.processes import check_shared, gathered, process_state
 from elfatt_sd.evaluation.prompts import Prompt
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.provenance import image_environment
 from elfatt_sd.evaluation.records import Cost, MadeImage, is_whole, same_images
-from elfatt_sd.evaluation.run import COST_FILE, Row, Run, check_shared, gathered, image_progress, process_state
-from elfatt_sd.evaluation.sources import Entry, Source
-from elfatt_sd.files import read_plain, sha256_of_data, write_file, write_json
+from elfatt_sd.evaluation.run import COST_FILE, Row, Run
+from elfatt_sd.files import read_plain, write_file, write_json
 from elfatt_sd.patch import plan
 from elfatt_sd.peers import packages_of
-
-
-@dataclass(frozen=True)
-class Images:
-    """The images of a row."""
-
-    name: str  # the row's
-    paths: Sequence[Path]  # their files, in the order of their indices
-    sha256: Sequence[str]  # their hashes when they were generated
-    classes: Sequence[int]  # class index of each
-    texts: Sequence[str]  # prompt of each
-    frames: int = 1  # of each; clips have several, which lie below each other in their file
-
-    @classmethod
-    def of_row(cls, row: Row, frames: int = 1, count: int | None = None) -> Images:
-        """List the images of a finished row."""
-        made = row.made_images()
-        if count is not None and len(made) != count:
-            remedy = f"delete the file to make row {row.name!r} again"
-            raise ElfattError(f"{row.manifest} lists {len(made)} images; accepted: {count}; {remedy}.")
-        paths = [row.image_file(each.index) for each in made]
-        hashes, classes = [each.sha256 for each in made], [each.class_index for each in made]
-        return cls(row.name, paths, hashes, classes, [each.prompt for each in made], frames)
-
-    @property
-    def identity(self) -> str:
-        """Hash of all images."""
-        return sha256_of_data(list(self.sha256))
-
-    @property
-    def frame_classes(self) -> list[int]:
-        """The class of each frame of each image."""
-        return [number for number in self.classes for _ in range(self.frames)]
-
-    def stacks(self) -> Iterator[Tensor]:
-        """Yield each image as uint8 `[frames, 3, h, w]`."""
-        stack: list[Tensor] = []
-        for frame in self.pictures().load(0, len(self.paths) * self.frames):
-            if isinstance(frame, str):
-                raise ElfattError(f"image {frame} cannot be read.")
-            stack.append(torch.from_numpy(frame).permute(2, 0, 1))
-            if len(stack) == self.frames:
-                yield torch.stack(stack)
-                stack = []
-
-    def pictures(self) -> Pictures:
-        """All frames, decoded; each file is checked against its hash when it is read."""
-        entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
-        files = SourceImages(Source(entries, self.identity, _read_checked), Preprocessing(), threads=2)
-        return files if self.frames == 1 else Frames(files, self.frames)
-
-
-@dataclass(frozen=True)
-class Frames:
-    """The frames of clips, clip after clip."""
-
-    clips: Pictures  # each has its frames below each other
-    count: int  # frames of each
-
-    def __len__(self) -> int:
-        return len(self.clips) * self.count
-
-    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
-        """Yield the frames of a range in order; of a clip that cannot be read, the reason for each."""
-        first, last = start // self.count, -(-stop // self.count)
-        for number, clip in enumerate(self.clips.load(first, last), first):
-            whole = isinstance(clip, str) or clip.shape[0] % self.count == 0
-            frames = np.split(clip, self.count) if whole and not isinstance(clip, str) else [clip] * self.count
-            for place, frame in enumerate(frames, number * self.count):
-                if start <= place < stop:
-                    yield frame if whole else f"image {number} (no {self.count} frames)"
-
-
-def _read_checked(entry: Entry) -> bytes:
-    path, digest = entry.where
-    try:
-        content = read_plain(path)
-    except FileNotFoundError as error:
-        raise ElfattError(f"{path} was deleted after generation; delete its row's manifest to remake it.") from error
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise ElfattError(
-            f"{path} was altered after generation (its sha256 is not the manifest's); put it back, or delete its row's "
-            "manifest to remake it."
-        )
-    return content
-
+from elfatt_sd.progress import progress_of
 
 _DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "frames", "negative_prompt", "dtype", "batch", "seed")
-
-
-def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None] | None = None) -> dict[str, Path]:
-    """Copy the finished rows of other runs that this run would make again with the same bytes.
-
-    Weights, prompts, code, versions and device must be those of this run, whose `run.json` is there, as far as they
-    count for the row: rows of the untouched pipeline stay when a method's code changes.
-    """
-    taken: dict[str, Path] = {}
-    for other in others:
-        made = {_made(other.protocol, row.cell): row for row in other.finished}
-        for row in run.rows:
-            source = made.get(_made(run.protocol, row.cell))
-            if source is None or row.finished:
-                continue
-            different = same_images(other.record.environment, run.record.environment, [row.cell])
-            if not different and not run.shows_its_prompts(row, source.made_images()):
-                different = [f"{source.manifest} does not list this run's images"]
-            if not different:
-                _copy_row(source, row)
-                taken[row.name] = other.folder
-            if tell is not None:
-                said = f"not reused: {'; '.join(different)}" if different else "reused"
-                tell(f"generate: row {row.name} of {other.folder} is {said}")
-    return taken
-
-
-def _made(protocol: Protocol, cell: Cell) -> str:
-    config: dict[str, Any] = cell.config().to_dict()
-    del config["method"]  # a name
-    return repr([[getattr(protocol, name) for name in _DECISIVE], config, cell.peer, cell.options, cell.seed_offset])
-
-
-def _copy_row(source: Row, row: Row) -> None:
-    for made in source.made_images():
-        path = source.image_file(made.index)
-        try:
-            content = read_plain(path)
-        except OSError as error:
-            raise ElfattError(
-                f"{path} cannot be read ({error.strerror}); row {row.name!r} cannot be reused."
-            ) from error
-        if hashlib.sha256(content).hexdigest() != made.sha256:
-            raise ElfattError(f"{path} is not the image that was generated; row {row.name!r} cannot be reused.")
-        write_file(row.image_file(made.index), content)
-    row.finish(source.manifest.read_bytes())
-
-
-def write_cost(run: Run, pipe: Any = None) -> None:
-    """Write the cost of all rows, unless it is there."""
-    path, identity = run.folder / COST_FILE, run.record.identity
-    if not is_whole(path, Cost, identity):
-        rows = row_costs(run.protocol, load_protocol_pipeline(run.protocol) if pipe is None else pipe)
-        write_json(path, {"identity": identity, "rows": rows})
-
-
-def row_costs(protocol: Protocol, pipe: Any) -> dict[str, Any]:
-    return {cell.name: row_cost(pipe, protocol, cell) for cell in protocol.cells if not cell.peer}
-
-
-def row_cost(pipe: Any, protocol: Protocol, cell: Cell) -> dict[str, Any]:
-    """Return what an image of a row takes."""
-    frames = protocol.frames if protocol.frames > 1 else None
-    try:
-        found = plan(pipe, cell.config(), height=protocol.height, width=protocol.width, frames=frames)
-        call = found.call
-    except ElfattError as error:
-        return {"density": None, "multiply_adds": None, "reason": str(error)}
-    calls = protocol.steps * rows_of(pipe, protocol.guidance)
-    density = found.multiply_adds_after / found.multiply_adds_before if found.multiply_adds_before else 1.0
-    return {"density": density, "multiply_adds": None if call.after is None else call.after * calls, "reason": None}
-
-
-pass  # MOVED
-pass  # MOVED
-
 Batches = Sequence[tuple[int, list[Prompt]]]  # with their numbers
 
 
@@ -338,3 +176,89 @@ def _check_processes(environment: Mapping[str, Any], cells: Sequence[Cell]) -> N
                 f"processes 0 and {number} would make different images ({'; '.join(changed)}); "
                 "launch on machines that are alike."
             )
+
+
+@contextlib.contextmanager
+def image_progress(total: int, *, shares: int = 1, shown: bool) -> Iterator[Callable[[int, str], None]]:
+    """Show progress over all rows; yields a function that takes the number of new images and the row's name.
+
+    Of several processes only one shows it, and knows of its own share alone.
+    """
+    unit, made = "images" if shares == 1 else f"images of process 1 of {shares}", 0
+    with progress_of(unit, every=60, title="generate: {},", shown=shown) as tell:
+
+        def advance(images: int, row: str) -> None:
+            nonlocal made
+            made += images
+            tell(row, made, total)
+
+        yield advance
+
+
+def write_cost(run: Run, pipe: Any = None) -> None:
+    path, identity = run.folder / COST_FILE, run.record.identity
+    if not is_whole(path, Cost, identity):
+        rows = row_costs(run.protocol, load_protocol_pipeline(run.protocol) if pipe is None else pipe)
+        write_json(path, {"identity": identity, "rows": rows})
+
+
+def row_costs(protocol: Protocol, pipe: Any) -> dict[str, Any]:
+    return {cell.name: row_cost(pipe, protocol, cell) for cell in protocol.cells if not cell.peer}
+
+
+def row_cost(pipe: Any, protocol: Protocol, cell: Cell) -> dict[str, Any]:
+    frames = protocol.frames if protocol.frames > 1 else None
+    try:
+        found = plan(pipe, cell.config(), height=protocol.height, width=protocol.width, frames=frames)
+        call = found.call
+    except ElfattError as error:
+        return {"density": None, "multiply_adds": None, "reason": str(error)}
+    calls = protocol.steps * rows_of(pipe, protocol.guidance)
+    density = found.multiply_adds_after / found.multiply_adds_before if found.multiply_adds_before else 1.0
+    return {"density": density, "multiply_adds": None if call.after is None else call.after * calls, "reason": None}
+
+
+def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None] | None = None) -> dict[str, Path]:
+    """Copy the finished rows of other runs that this run would make again with the same bytes.
+
+    Weights, prompts, code, versions and device must be those of this run, whose `run.json` is there, as far as they
+    count for the row: rows of the untouched pipeline stay when a method's code changes.
+    """
+    taken: dict[str, Path] = {}
+    for other in others:
+        made = {_made(other.protocol, row.cell): row for row in other.finished}
+        for row in run.rows:
+            source = made.get(_made(run.protocol, row.cell))
+            if source is None or row.finished:
+                continue
+            different = same_images(other.record.environment, run.record.environment, [row.cell])
+            if not different and not run.shows_its_prompts(row, source.made_images()):
+                different = [f"{source.manifest} does not list this run's images"]
+            if not different:
+                _copy_row(source, row)
+                taken[row.name] = other.folder
+            if tell is not None:
+                said = f"not reused: {'; '.join(different)}" if different else "reused"
+                tell(f"generate: row {row.name} of {other.folder} is {said}")
+    return taken
+
+
+def _made(protocol: Protocol, cell: Cell) -> str:
+    config: dict[str, Any] = cell.config().to_dict()
+    del config["method"]  # a name
+    return repr([[getattr(protocol, name) for name in _DECISIVE], config, cell.peer, cell.options, cell.seed_offset])
+
+
+def _copy_row(source: Row, row: Row) -> None:
+    for made in source.made_images():
+        path = source.image_file(made.index)
+        try:
+            content = read_plain(path)
+        except OSError as error:
+            raise ElfattError(
+                f"{path} cannot be read ({error.strerror}); row {row.name!r} cannot be reused."
+            ) from error
+        if hashlib.sha256(content).hexdigest() != made.sha256:
+            raise ElfattError(f"{path} is not the image that was generated; row {row.name!r} cannot be reused.")
+        write_file(row.image_file(made.index), content)
+    row.finish(source.manifest.read_bytes())

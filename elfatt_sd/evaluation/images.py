@@ -134,7 +134,6 @@ def makes_clips(pipe: Any) -> bool:
 
 
 def make_images(pipe: Any, protocol: Protocol, prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
-    """Run the pipeline on a batch."""
     negative = [protocol.negative_prompt] * len(prompts) if protocol.negative_prompt else None
     clips = {"num_frames": protocol.frames} if makes_clips(pipe) else {}
     output = pipe(

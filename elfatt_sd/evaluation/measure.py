@@ -1,4 +1,7 @@
-"""Measure the time of every row: all are interleaved, and each round gives one ratio to the untouched pipeline."""
+"""Measure the time of every row, interleaved, and the memory of every row, in a fresh process for each batch size.
+
+Each round of the timing gives one ratio to the untouched pipeline.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,163 @@ from typing import Any
 
 import torch
 
+from elfatt_sd.attention import softmax as attention
 from elfatt_sd.devices import empty_caches, read_clocks
 from elfatt_sd.errors import ElfattError, is_out_of_memory
 from elfatt_sd.evaluation.images import denoiser, image_seed, load_protocol_pipeline, make_images, row_patch, to_uint8
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Memory, Protocol, Time
 from elfatt_sd.evaluation.provenance import code_hashes, image_environment
-from elfatt_sd.evaluation.records import Peaks, attention_kernels, read_data, same_images
+from elfatt_sd.evaluation.records import Peaks, read_data, same_images
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Run, RunFailure
 from elfatt_sd.evaluation.statistics import student_quantile
-from elfatt_sd.families import step_denoisers
+from elfatt_sd.families import find_denoisers, step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
 from elfatt_sd.measure import CallTimer, PeakMeter, Spread, Stopwatch, Turn, interleave, now, ratios
+from elfatt_sd.runtime.call import rounded
+from elfatt_sd.runtime.choosing import choose_layers
 
-pass  # MOVED
-
+WARMUP_STEPS = 5  # enough for every phase of the presets
 STAGES = ("text", "unet", "vae")
 _GIB = 2**30
+Report = Callable[[str], None]
+
+
+def measure_time(run: Run, report: Report = print) -> dict[str, Any]:
+    """Time all rows and write `time.json` as a whole; nothing is taken over from an earlier attempt."""
+    protocol, settings = run.protocol, run.protocol.time or Time()
+    pipe = load_protocol_pipeline(protocol)
+    environment = image_environment(protocol, pipe)
+    run.check_environment(environment)
+    timing = _Timing(pipe, protocol, settings, report)
+    clocks = timing.run()
+    data = {
+        "format": 1,
+        "identity": protocol.identity,
+        "measured": now(),
+        "batch": timing.batch,
+        "repeats": settings.repeats,
+        "warmup": settings.warmup,
+        "note": f"only {settings.repeats} repeats; take {FEW_REPEATS} or more"
+        if settings.repeats < FEW_REPEATS
+        else None,
+        "ratio": "seconds of the baseline / seconds of the row, in the same round",
+        "environment": environment,
+        "clocks": clocks,
+        "rows": {cell.name: timing.row(cell) for cell in protocol.cells},
+        "errors": timing.errors,
+    }
+    write_json(run.folder / TIME_FILE, data)
+    return data
+
+
+class _Timing:
+    def __init__(self, pipe: Any, protocol: Protocol, settings: Time, report: Report) -> None:
+        self.pipe, self.protocol, self.settings, self.report = pipe, protocol, settings, report
+        self.batch = settings.batch or protocol.batch
+        self.prompts = cycled_prompts(protocol, self.batch)
+        self.rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
+        self.failed: dict[str, str] = {}  # also those that ran out of memory, which is a result
+        self.errors: dict[str, str] = {}
+
+    def run(self) -> list[dict[str, Any]]:
+        """Time all rows, interleaved, and return the device's clocks before and after each round."""
+        device, numbers = denoiser(self.pipe).device, range(-self.settings.warmup, self.settings.repeats)
+        clocks = [read_clocks(device)]
+        for turns in interleave([*self.rounds], self._take, numbers, lose=self._lose):
+            for turn, seconds in turns:
+                if turn.number >= 0:
+                    self.rounds[turn.name].append(seconds)
+            clocks.append(read_clocks(device))
+        return clocks
+
+    def _take(self, turn: Turn) -> dict[str, float]:
+        measured = turn.number >= 0
+        label = f"round {turn.number + 1} of {self.settings.repeats}" if measured else "warm-up"
+        self.report(f"time: {label}, row {turn.place} of {len(self.rounds)}, {turn.name}")
+        cell, steps = self.protocol.cell(turn.name), self.protocol.steps
+        seeds = [image_seed(self.protocol, cell, index) for index in range(self.batch)]
+        protocol = dataclasses.replace(self.protocol, steps=steps if measured else min(WARMUP_STEPS, steps))
+        return timed_call(self.pipe, protocol, cell, self.prompts, seeds)
+
+    def _lose(self, turn: Turn, error: Exception) -> None:
+        if is_out_of_memory(error):
+            self.failed[turn.name] = f"out of memory at batch {self.batch}"
+        else:
+            self.errors[turn.name] = self.failed[turn.name] = reason("time not measured", error)
+
+    def row(self, cell: Cell) -> dict[str, Any]:
+        if cell.name in self.failed:
+            return {"failed": self.failed[cell.name]}
+        baseline = self.protocol.baseline.name
+        untouched = [] if baseline in self.failed else self.rounds[baseline]
+        summary = summarize_time(self.rounds[cell.name], untouched, self.settings.scopes)
+        return {**summary, "attention_kernels": attention_kernels(self.pipe, cell)}
+
+
+@torch.no_grad()
+def timed_call(
+    pipe: Any, protocol: Protocol, cell: Cell, prompts: Sequence[str], seeds: Sequence[int]
+) -> dict[str, float]:
+    """Run a row once, from the prompts to uint8 images in main memory."""
+    device = denoiser(pipe).device
+    with row_patch(pipe, cell, seeds[0]), CallTimer(step_denoisers(pipe).values(), device) as calls:
+        gc.collect()
+        with Stopwatch(device) as watch:
+            to_uint8(make_images(pipe, protocol, prompts, seeds))
+        return {"end_to_end": watch.seconds / len(seeds), "unet": calls.seconds() / len(seeds)}
+
+
+def summarize_time(
+    own: Sequence[Mapping[str, float]], baseline: Sequence[Mapping[str, float]], scopes: Sequence[str]
+) -> dict[str, Any]:
+    """Return median, spread and all values of each scope, and the speed-up round by round."""
+    return {scope: _scope(*([seconds[scope] for seconds in each] for each in (own, baseline))) for scope in scopes}
+
+
+def _scope(values: Sequence[float], untouched: Sequence[float]) -> dict[str, Any]:
+    spread, speeds = Spread.over(values), ratios(untouched, values)
+    ratio = Spread.over(speeds) if speeds else None
+    return {
+        "seconds_per_image": spread.median,
+        "spread": [spread.min, spread.max],
+        "values": [*values],
+        "ratio": {"median": ratio.median, "low": ratio.min, "high": ratio.max, "values": [*speeds]} if ratio else None,
+    }
+
+
+def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
+    """Return what a row's layers attend with: `native` (torch's fused attention), `flash-attn` or another backend.
+
+    A row without a patch, and a peer's, has torch's; of a patch, what its approximations use.
+    """
+    config = cell.config()
+    if not cell.patched:
+        return ["native"]
+    if config.attention_backend != "auto":
+        return ["flash-attn" if config.attention_backend == "flash" else config.attention_backend]
+    if all(phase.exact or phase.attention.needs_sums for phase in config.all_phases):
+        return ["native"]
+    dtype = torch.float32 if config.fp32_logits else denoiser(pipe).dtype
+    phases = [phase for phase in config.all_phases if not phase.exact]
+    layers = [layer.attention for _, chosen in choose_layers(find_denoisers(pipe), config).values() for layer in chosen]
+    sizes = {layer.inner_dim // layer.heads for layer in layers}
+    queries = [torch.empty(0, size, device=pipe.device, dtype=dtype) for size in sizes]
+    taken = {attention.flash_takes(rounded(query, phase)) for query in queries for phase in phases}
+    return sorted({"flash-attn" if each else "native" for each in taken})
+
+
+def reason(what: str, error: Exception) -> str:
+    """Say in one line why a row has no figures; what a user can mend says so itself."""
+    if isinstance(error, ElfattError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return ": ".join([what, type(error).__name__, *lines[:1]])
+
+
+def cycled_prompts(protocol: Protocol, count: int) -> list[str]:
+    prompts = run_prompts(protocol)
+    return [prompts[index % len(prompts)].text for index in range(count)]
 
 
 def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
@@ -155,6 +298,12 @@ def _slope_interval(batches: Sequence[int], slope: float, error: float) -> list[
     return [slope - half, slope + half]
 
 
+def free_memory() -> None:
+    """Give back what is no longer used, so that what comes next finds the device empty."""
+    gc.collect()
+    empty_caches()
+
+
 def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     """Measure one batch size in a fresh process."""
     order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch, "code": code_hashes()})
@@ -220,7 +369,6 @@ class _Stages:
         self.meter.restart()
 
     def finish(self) -> dict[str, Any]:
-        """Close the last stage, and return all that was read."""
         self.close("vae" if self.restarts else "all")
         reserved = {"reserved": self.reserved} if self.reserved else {}
         return {"kind": self.meter.kind, "peaks": self.peaks, **self.loading, **reserved}
@@ -245,133 +393,3 @@ def _worker() -> None:
 
 if __name__ == "__main__":
     _worker()
-
-
-WARMUP_STEPS = 5  # enough for every phase of the presets
-Report = Callable[[str], None]
-
-
-@torch.no_grad()
-def timed_call(
-    pipe: Any, protocol: Protocol, cell: Cell, prompts: Sequence[str], seeds: Sequence[int]
-) -> dict[str, float]:
-    """Run a row once, from the prompts to uint8 images in main memory."""
-    device = denoiser(pipe).device
-    with row_patch(pipe, cell, seeds[0]), CallTimer(step_denoisers(pipe).values(), device) as calls:
-        gc.collect()
-        with Stopwatch(device) as watch:
-            to_uint8(make_images(pipe, protocol, prompts, seeds))
-        return {"end_to_end": watch.seconds / len(seeds), "unet": calls.seconds() / len(seeds)}
-
-
-def measure_time(run: Run, report: Report = print) -> dict[str, Any]:
-    """Time all rows and write `time.json` as a whole; nothing is taken over from an earlier attempt."""
-    protocol, settings = run.protocol, run.protocol.time or Time()
-    pipe = load_protocol_pipeline(protocol)
-    environment = image_environment(protocol, pipe)
-    run.check_environment(environment)
-    timing = _Timing(pipe, protocol, settings, report)
-    clocks = timing.run()
-    data = {
-        "format": 1,
-        "identity": protocol.identity,
-        "measured": now(),
-        "batch": timing.batch,
-        "repeats": settings.repeats,
-        "warmup": settings.warmup,
-        "note": few_repeats(settings.repeats),
-        "ratio": "seconds of the baseline / seconds of the row, in the same round",
-        "environment": environment,
-        "clocks": clocks,
-        "rows": {cell.name: timing.row(cell) for cell in protocol.cells},
-        "errors": timing.errors,
-    }
-    write_json(run.folder / TIME_FILE, data)
-    return data
-
-
-class _Timing:
-    """The rounds over all rows, and what they gave."""
-
-    def __init__(self, pipe: Any, protocol: Protocol, settings: Time, report: Report) -> None:
-        self.pipe, self.protocol, self.settings, self.report = pipe, protocol, settings, report
-        self.batch = settings.batch or protocol.batch
-        self.prompts = cycled_prompts(protocol, self.batch)
-        self.rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
-        self.failed: dict[str, str] = {}  # also those that ran out of memory, which is a result
-        self.errors: dict[str, str] = {}
-
-    def run(self) -> list[dict[str, Any]]:
-        """Time all rows, interleaved, and return the device's clocks before and after each round."""
-        device, numbers = denoiser(self.pipe).device, range(-self.settings.warmup, self.settings.repeats)
-        clocks = [read_clocks(device)]
-        for turns in interleave([*self.rounds], self._take, numbers, lose=self._lose):
-            for turn, seconds in turns:
-                if turn.number >= 0:
-                    self.rounds[turn.name].append(seconds)
-            clocks.append(read_clocks(device))
-        return clocks
-
-    def _take(self, turn: Turn) -> dict[str, float]:
-        measured = turn.number >= 0
-        label = f"round {turn.number + 1} of {self.settings.repeats}" if measured else "warm-up"
-        self.report(f"time: {label}, row {turn.place} of {len(self.rounds)}, {turn.name}")
-        cell, steps = self.protocol.cell(turn.name), self.protocol.steps
-        seeds = [image_seed(self.protocol, cell, index) for index in range(self.batch)]
-        protocol = dataclasses.replace(self.protocol, steps=steps if measured else min(WARMUP_STEPS, steps))
-        return timed_call(self.pipe, protocol, cell, self.prompts, seeds)
-
-    def _lose(self, turn: Turn, error: Exception) -> None:
-        if is_out_of_memory(error):
-            self.failed[turn.name] = f"out of memory at batch {self.batch}"
-        else:
-            self.errors[turn.name] = self.failed[turn.name] = reason("time not measured", error)
-
-    def row(self, cell: Cell) -> dict[str, Any]:
-        if cell.name in self.failed:
-            return {"failed": self.failed[cell.name]}
-        baseline = self.protocol.baseline.name
-        untouched = [] if baseline in self.failed else self.rounds[baseline]
-        summary = summarize_time(self.rounds[cell.name], untouched, self.settings.scopes)
-        return {**summary, "attention_kernels": attention_kernels(self.pipe, cell)}
-
-
-def reason(what: str, error: Exception) -> str:
-    """Say in one line why a row has no figures; what a user can mend says so itself."""
-    if isinstance(error, ElfattError):
-        return str(error)
-    lines = str(error).strip().splitlines()
-    return ": ".join([what, type(error).__name__, *lines[:1]])
-
-
-def few_repeats(repeats: int) -> str | None:
-    return f"only {repeats} repeats; take {FEW_REPEATS} or more" if repeats < FEW_REPEATS else None
-
-
-def summarize_time(
-    own: Sequence[Mapping[str, float]], baseline: Sequence[Mapping[str, float]], scopes: Sequence[str]
-) -> dict[str, Any]:
-    """Return median, spread and all values of each scope, and the speed-up round by round."""
-    return {scope: _scope(*([seconds[scope] for seconds in each] for each in (own, baseline))) for scope in scopes}
-
-
-def _scope(values: Sequence[float], untouched: Sequence[float]) -> dict[str, Any]:
-    spread, speeds = Spread.over(values), ratios(untouched, values)
-    ratio = Spread.over(speeds) if speeds else None
-    return {
-        "seconds_per_image": spread.median,
-        "spread": [spread.min, spread.max],
-        "values": [*values],
-        "ratio": {"median": ratio.median, "low": ratio.min, "high": ratio.max, "values": [*speeds]} if ratio else None,
-    }
-
-
-def cycled_prompts(protocol: Protocol, count: int) -> list[str]:
-    prompts = run_prompts(protocol)
-    return [prompts[index % len(prompts)].text for index in range(count)]
-
-
-def free_memory() -> None:
-    """Give back what is no longer used, so that what comes next finds the device empty."""
-    gc.collect()
-    empty_caches()

@@ -22,8 +22,6 @@ _SHOWN = 40  # characters of a value that a message repeats
 
 @dataclass(frozen=True)
 class PromptFile:
-    """Where a protocol's prompts are."""
-
     # `.csv` or `.tsv` with a header; any other file with one prompt a line; or the name of a list in the package
     file: str
     column: str = ""  # that holds the prompts of a table; empty takes `prompt`, `prompts`, `caption` or `text`
@@ -34,7 +32,6 @@ class PromptFile:
 
     @property
     def path(self) -> Path:
-        """The file itself."""
         return PROMPT_LISTS.get(self.file, Path(self.file))
 
 
@@ -81,11 +78,8 @@ def _pairs(path: Path, text: str, source: PromptFile) -> Iterator[tuple[str, str
         rows = ((f"{path}, line {number}", {"prompt": line}) for number, line in lines if line.strip())
     for place, row in rows:
         prompt = _value(place, row, _column(place, row, source.column))
-        yield prompt, _value(place, row, source.cluster) if source.cluster else _likeness(prompt)
-
-
-def _likeness(prompt: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
+        likeness = " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
+        yield prompt, _value(place, row, source.cluster) if source.cluster else likeness
 
 
 def table_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -63,12 +63,6 @@ def imagenet_labels() -> list[Label]:
     return [Label(index, row["wnid"], TOLD_APART.get(index, row["short_name"])) for index, row in indexed]
 
 
-def toy_labels() -> list[Label]:
-    from elfatt_sd.toy.renderer import CLASS_PROMPTS
-
-    return [Label(index, "", name) for index, name in enumerate(CLASS_PROMPTS)]
-
-
 def read_labels(path: Path) -> list[Label]:
     """Read labels from a text file (one per line) or a `.csv` with a column `name` (or `label`), optionally `wnid`."""
     try:
@@ -104,7 +98,9 @@ def load_labels(name: str) -> list[Label]:
     if name == "imagenet1k":
         return imagenet_labels()
     if name == "toy":
-        return toy_labels()
+        from elfatt_sd.toy.renderer import CLASS_PROMPTS
+
+        return [Label(index, "", text) for index, text in enumerate(CLASS_PROMPTS)]
     path = Path(name)
     if not os.path.isfile(path):  # which takes any name
         raise ElfattError(f"labels={name!r} is not known; accepted: imagenet1k, toy, or a .txt or .csv file.")
@@ -119,9 +115,10 @@ def build_prompts(labels: Sequence[Label], template: str, images_per_class: int)
         raise ElfattError(f"images_per_class={images_per_class} is not accepted; give a whole number of at least 1.")
     _check_template(template)
     _check_count(len(labels), images_per_class)
+    articles = ["an" if label.name[:1].lower() in set("aeiou") else "a" for label in labels]
     texts = [
-        template.format(label=label.name, wnid=label.wnid, index=label.index, article=_article(label.name))
-        for label in labels
+        template.format(label=label.name, wnid=label.wnid, index=label.index, article=article)
+        for label, article in zip(labels, articles, strict=True)
     ]
     return [
         Prompt(position * images_per_class + copy, label.index, text)
@@ -148,10 +145,6 @@ def _check_template(template: str) -> None:
         raise ElfattError(f"template={template!r} has {what}; accepted: {{label}}, {{wnid}}, {{index}}, {{article}}.")
 
 
-def _article(name: str) -> str:
-    return "an" if name[:1].lower() in set("aeiou") else "a"
-
-
 def run_prompts(protocol: Protocol) -> list[Prompt]:
     """Return the prompts of each row's images, in the order of their indices."""
     prompts = spread(_all_prompts(protocol), protocol.limit)
@@ -173,7 +166,6 @@ def _all_prompts(protocol: Protocol) -> list[Prompt]:
 
 
 def prompts_of_file(source: PromptFile, count: int, images_each: int) -> list[Prompt]:
-    """Make the prompts of a run from a file's."""
     chosen = spread(read_prompts(source), count)
     _check_count(len(chosen), images_each)
     repeated = [each for each in chosen for _ in range(images_each)]

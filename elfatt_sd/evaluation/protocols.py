@@ -43,6 +43,9 @@ _UNGIVEN: list[tuple[str, Any]] = [
 ]  # keys that are younger than results that are published
 _LENIENT = {"reference": ("allow_count",)}  # lets a run go on; what it let pass stands in the metric's name
 NAME = "letters, digits and . _ - + =, and no name that a system keeps for itself"
+_ABSENT = object()
+QUICK_STEPS = 2  # of each call that measures memory, in a quick look
+_FOLDERS = (Path("eval"), Path(__file__).parents[2] / "eval", Path(__file__).parent / "protocols")
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,6 @@ class Cell:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Settings of the peer."""
         return {**(self.settings if self.peer == _IN_PLACE else {}), **self.peer_settings}
 
     @property
@@ -115,8 +117,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class Reference:
-    """The images that the generated ones are compared with."""
-
     source: str = ""  # folder, tar, zip, shards, parquet, `.npz` of statistics, or `toy` (renders)
     count: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 50_000  # number of images that there must be
     allow_count: bool = False  # accept another number, which the metric's name then says
@@ -128,8 +128,6 @@ class Reference:
 
 @dataclass(frozen=True)
 class Time:
-    """How time is measured."""
-
     # rounds over all rows; the results name fewer than `FEW_REPEATS`. A file may say 0 to measure none.
     repeats: Count = 5
     warmup: Maybe = 1  # untimed calls of every row before the first round, of a few steps each
@@ -226,7 +224,6 @@ class Protocol:
         return frozenset(cell.peer for cell in self.cells if cell.peer)
 
     def cell(self, name: str) -> Cell:
-        """Return a row by its name."""
         for cell in self.cells:
             if cell.name == name:
                 return cell
@@ -240,7 +237,6 @@ class Protocol:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Protocol:
-        """Build a protocol from what `to_dict` gave."""
         rows = data.get("cells")
         cells = [_without_config(row) for row in rows] if isinstance(rows, list | tuple) else rows
         return checked({**data, "cells": cells}, cls)
@@ -296,9 +292,6 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-_ABSENT = object()
-
-
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten nested tables; rows go by their names."""
     if isinstance(value, Mapping):
@@ -309,12 +302,6 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: value}
     leaves = (_flat(item, f"{prefix}.{key}" if prefix else key) for key, item in items)
     return {name: leaf for each in leaves for name, leaf in each.items()}
-
-
-pass  # MOVED
-
-QUICK_STEPS = 2  # of each call that measures memory, in a quick look
-_FOLDERS = (Path("eval"), Path(__file__).parents[2] / "eval", Path(__file__).parent / "protocols")
 
 
 def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit: int | None = None) -> Protocol:

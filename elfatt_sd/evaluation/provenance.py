@@ -84,14 +84,11 @@ def code_hashes() -> dict[str, str]:
     kinds = {kind.__module__ for kind in methods.attentions().values()}  # also those that others registered
     names = sorted({f"elfatt_sd.{name}" for name in _METHOD}.union(packages, kinds))
     method = [importlib.import_module(name) for name in names]
+    sources = [path.read_text(encoding="utf-8") for path in visible(Path(kernels.__file__).parent.glob("*.py"))]
     return {
         "code_sha256": sha256_of_code(inspect.getsource(part) for part in _IMAGE_CODE),
-        "method_sha256": sha256_of_code([*map(inspect.getsource, method), *_kernel_sources()]),
+        "method_sha256": sha256_of_code([*map(inspect.getsource, method), *sources]),
     }
-
-
-def _kernel_sources() -> list[str]:
-    return [path.read_text(encoding="utf-8") for path in visible(Path(kernels.__file__).parent.glob("*.py"))]
 
 
 def _tokens(pipe: Any, texts: Sequence[str]) -> list[Any]:

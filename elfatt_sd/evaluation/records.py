@@ -47,35 +47,6 @@ def _decisive(environment: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
     return found | {name: installed.get(name) for name in packages}
 
 
-def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
-    """Return what a row's layers attend with: `native` (torch's fused attention), `flash-attn` or another backend.
-
-    A row without a patch, and a peer's, has torch's; of a patch, what its approximations use.
-    """
-    import torch
-
-    from elfatt_sd.attention import softmax as attention
-    from elfatt_sd.evaluation.images import denoiser
-    from elfatt_sd.families import find_denoisers
-    from elfatt_sd.runtime.call import rounded
-    from elfatt_sd.runtime.choosing import choose_layers
-
-    config = cell.config()
-    if not cell.patched:
-        return ["native"]
-    if config.attention_backend != "auto":
-        return ["flash-attn" if config.attention_backend == "flash" else config.attention_backend]
-    if all(phase.exact or phase.attention.needs_sums for phase in config.all_phases):
-        return ["native"]
-    dtype = torch.float32 if config.fp32_logits else denoiser(pipe).dtype
-    phases = [phase for phase in config.all_phases if not phase.exact]
-    layers = [layer.attention for _, chosen in choose_layers(find_denoisers(pipe), config).values() for layer in chosen]
-    sizes = {layer.inner_dim // layer.heads for layer in layers}
-    queries = [torch.empty(0, size, device=pipe.device, dtype=dtype) for size in sizes]
-    taken = {attention.flash_takes(rounded(query, phase)) for query in queries for phase in phases}
-    return sorted({"flash-attn" if each else "native" for each in taken})
-
-
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Index = Annotated[int, Meta(ge=0, le=2**53)]
 SCORES_FORMAT = 5  # of `scores.json`; what earlier versions wrote can still be shown

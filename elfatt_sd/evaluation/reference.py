@@ -1,4 +1,4 @@
-"""Statistics of the reference images: computed once, in bounded memory, and kept in a cache."""
+"""Statistics of the reference images: computed once, in bounded memory, and kept in a cache; or renders, or moments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import PIL
 import torch
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, SourceImages, extract
 from elfatt_sd.evaluation.features import Extractor
+from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
 from elfatt_sd.evaluation.prompts import MOST_IMAGES
 from elfatt_sd.evaluation.records import read_data
-from elfatt_sd.evaluation.run import by_first, check_shared, gathered, together
 from elfatt_sd.evaluation.sources import DECODING, left_out_words, open_source
 from elfatt_sd.evaluation.statistics import (
     KERNEL_SAMPLE,
@@ -36,6 +37,137 @@ from elfatt_sd.files import folder_lock, sha256_of_code, sha256_of_data, sha256_
 from elfatt_sd.progress import Progress
 
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
+FORMAT = 1
+FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number shows in the metric's name
+UNKNOWN_COUNT = FULL_COUNT  # only scales sums where another tool's file gives no count; distances do not depend on it
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What images are compared with."""
+
+    statistics: FeatureStatistics  # mean and covariance of the features
+    # float32 features `[m, d]` of evenly spaced images, memory-mapped, for the kernel distance; None where only moments
+    # are known
+    sample: np.ndarray[Any, Any] | None
+    count: int | None  # number of images; None where another tool's file does not tell
+    unreadable: list[str]  # name and reason of each image that could not be read
+    identity: str  # hash of the files and of all preprocessing
+    # what distances to it carry in their name, such as " (12 reference images)"; empty for `FULL_COUNT` images, and for
+    # as many renders as the protocol names
+    metric_suffix: str
+    description: dict[str, Any] = field(default_factory=dict)  # where it comes from, as plain data for the report
+
+    def __post_init__(self) -> None:
+        if not self.statistics.covariance.any():
+            source = self.description.get("source", "")
+            raise ElfattError(f"reference {source} has one image over and over; accepted are images that differ.")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    # images (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT` (`toy` for
+    # `expected` ones): held-out images of the toy's renderer
+    source: str
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)  # what happens before the extractor
+    expected: int = FULL_COUNT  # the number of images that there must be
+    allow_count: bool = False  # accept another number
+    per_class: int = 0  # take only the first so many images of each class; 0 takes all
+    # for renders, classes of the toy's list in proportion to which they are drawn; all by default
+    classes: Sequence[int] = ()
+
+    @property
+    def moments(self) -> bool:
+        return Path(self.source).suffix.lower() == ".npz"
+
+    @property
+    def rendered(self) -> bool:
+        return self.source == "toy" or self.source.partition(":")[0] == "renders"
+
+    def check_given(self) -> None:
+        if not self.source:
+            accepted = "a folder, .parquet or .npz"
+            raise ElfattError(f"reference.source is missing; give --reference with {accepted}.")
+
+    def check(self) -> None:
+        """Check what can be checked without an extractor."""
+        self.check_given()
+        if self.moments:
+            _check_moments(Path(self.source))
+        elif not self.rendered:
+            found = open_source(self.source, self.per_class)
+            self.check_count(len(found.entries), found.left_out)
+
+    def check_count(self, count: int, left_out: Sequence[str] = ()) -> None:
+        """Refuse another number of images than the expected one, unless that is allowed."""
+        if count != self.expected and not self.allow_count:
+            remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
+            words = left_out_words(left_out)
+            said = f"{count} images{words and f' ({words})'}"
+            raise ElfattError(f"reference {self.source} has {said}; accepted are {self.expected}, or {remedy}.")
+
+
+def build_reference(
+    wanted: Wanted, extractor: Extractor, *, cache_dir: Path, progress: Progress | None = None
+) -> Reference:
+    """Compute the statistics of a reference, or take them from the cache.
+
+    A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
+    work, and the first one decides; two runs that need the same reference wait for each other.
+    """
+    if wanted.moments:
+        return together(lambda: _from_moments(wanted, extractor))
+    pictures, identity = together(lambda: _pictures(wanted, extractor))
+    _check_same(wanted.source, identity)
+    check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
+    folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
+    with contextlib.ExitStack() as held:
+        by_first(lambda: held.enter_context(folder_lock(folder, wait=True)))  # the other processes wait for the first
+        if not by_first(lambda: _parts(folder, extractor.dimension) is not None):
+            chunks = extract(pictures, extractor, folder / "chunks", progress=progress, name="reference")
+            description = {"source": wanted.source, "identity": identity, **dataclasses.asdict(wanted.preprocessing)}
+            by_first(lambda: _finish(folder, chunks, extractor, description))
+    found = _load(folder, extractor.dimension, wanted)
+    words = left_out_words(pictures.left_out)  # not in the cache: these files are no part of the identity
+    return dataclasses.replace(found, description={**found.description, "left_out": words}) if words else found
+
+
+def check_reference(wanted: Wanted, extractor: Extractor) -> str:
+    """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives."""
+    return _from_moments(wanted, extractor).identity if wanted.moments else _pictures(wanted, extractor)[1]
+
+
+def _check_same(source: str, identity: str) -> None:
+    """Refuse to go on where the processes of a launch would compute different references."""
+    first, *others = gathered(identity)
+    for number, other in enumerate(others, 1):
+        if other != first:
+            raise ElfattError(
+                f"reference {source} is not the same in process {number} as in process 0 (names, sizes or times of "
+                "its files, the extractor, or the versions of torch and Pillow); give a folder that all machines "
+                "share, or copies that keep the times (rsync -a)."
+            )
+
+
+def _pictures(wanted: Wanted, extractor: Extractor) -> tuple[SourceImages | Renders, str]:
+    """The images, of which there are as many as there must be, and the identity of the reference that they make."""
+    wanted.check_given()
+    source, preprocessing = wanted.source, wanted.preprocessing
+    pictures: SourceImages | Renders
+    if wanted.rendered:
+        number = source.partition(":")[2]
+        if number and not (re.fullmatch(r"[0-9]{1,8}", number) and 1 < int(number) <= MOST_IMAGES):
+            accepted = f"give renders:COUNT with a whole number from 2 to {MOST_IMAGES}"
+            raise ElfattError(f"reference {source!r} is not accepted; {accepted}.")
+        pictures = Renders(int(number) if number else wanted.expected, wanted.classes)
+        fingerprint = pictures.fingerprint
+    else:
+        found = open_source(source, wanted.per_class)
+        pictures, plain = SourceImages(found, preprocessing), dataclasses.asdict(preprocessing)
+        fingerprint = [found.fingerprint, wanted.per_class, plain, PIL.__version__, DECODING]
+    wanted.check_count(len(pictures), pictures.left_out)
+    version = torch.__version__.partition("+")[0]
+    return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
 
 
 class Renders:
@@ -94,166 +226,6 @@ class Renders:
         return labels, geometry
 
 
-pass  # MOVED
-
-FORMAT = 1
-FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number shows in the metric's name
-UNKNOWN_COUNT = FULL_COUNT  # only scales sums where another tool's file gives no count; distances do not depend on it
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What images are compared with."""
-
-    statistics: FeatureStatistics  # mean and covariance of the features
-    # float32 features `[m, d]` of evenly spaced images, memory-mapped, for the kernel distance; None where only moments
-    # are known
-    sample: np.ndarray[Any, Any] | None
-    count: int | None  # number of images; None where another tool's file does not tell
-    unreadable: list[str]  # name and reason of each image that could not be read
-    identity: str  # hash of the files and of all preprocessing
-    # what distances to it carry in their name, such as " (12 reference images)"; empty for `FULL_COUNT` images, and for
-    # as many renders as the protocol names
-    metric_suffix: str
-    description: dict[str, Any] = field(default_factory=dict)  # where it comes from, as plain data for the report
-
-    def __post_init__(self) -> None:
-        if not self.statistics.covariance.any():
-            source = self.description.get("source", "")
-            raise ElfattError(f"reference {source} has one image over and over; accepted are images that differ.")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which reference there must be."""
-
-    # images (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT` (`toy` for
-    # `expected` ones): held-out images of the toy's renderer
-    source: str
-    preprocessing: Preprocessing = field(default_factory=Preprocessing)  # what happens before the extractor
-    expected: int = FULL_COUNT  # the number of images that there must be
-    allow_count: bool = False  # accept another number
-    per_class: int = 0  # take only the first so many images of each class; 0 takes all
-    # for renders, classes of the toy's list in proportion to which they are drawn; all by default
-    classes: Sequence[int] = ()
-
-    @property
-    def moments(self) -> bool:
-        return Path(self.source).suffix.lower() == ".npz"
-
-    @property
-    def rendered(self) -> bool:
-        return self.source == "toy" or self.source.partition(":")[0] == "renders"
-
-    def check_given(self) -> None:
-        """Refuse a reference that is not named."""
-        if not self.source:
-            accepted = "a folder, .parquet or .npz"
-            raise ElfattError(f"reference.source is missing; give --reference with {accepted}.")
-
-    def check(self) -> None:
-        """Check what can be checked without an extractor."""
-        self.check_given()
-        if self.moments:
-            _check_moments(Path(self.source))
-        elif not self.rendered:
-            found = open_source(self.source, self.per_class)
-            self.check_count(len(found.entries), found.left_out)
-
-    def check_count(self, count: int, left_out: Sequence[str] = ()) -> None:
-        """Refuse another number of images than the expected one, unless that is allowed."""
-        if count != self.expected and not self.allow_count:
-            remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
-            words = left_out_words(left_out)
-            said = f"{count} images{words and f' ({words})'}"
-            raise ElfattError(f"reference {self.source} has {said}; accepted are {self.expected}, or {remedy}.")
-
-
-def build_reference(
-    wanted: Wanted, extractor: Extractor, *, cache_dir: Path, progress: Progress | None = None
-) -> Reference:
-    """Compute the statistics of a reference, or take them from the cache.
-
-    A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
-    work, and the first one decides; two runs that need the same reference wait for each other.
-    """
-    if wanted.moments:
-        return together(lambda: _from_moments(wanted, extractor))
-    pictures, identity = together(lambda: _pictures(wanted, extractor))
-    _check_same(wanted.source, identity)
-    check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
-    folder = _place(cache_dir, extractor, identity)
-    with _one_launch_at_a_time(folder):
-        if not by_first(lambda: _parts(folder, extractor.dimension) is not None):
-            chunks = extract(pictures, extractor, folder / "chunks", progress=progress, name="reference")
-            description = {"source": wanted.source, "identity": identity, **dataclasses.asdict(wanted.preprocessing)}
-            by_first(lambda: _finish(folder, chunks, extractor, description))
-    found = _load(folder, extractor.dimension, wanted)
-    words = left_out_words(pictures.left_out)  # not in the cache: these files are no part of the identity
-    return dataclasses.replace(found, description={**found.description, "left_out": words}) if words else found
-
-
-def check_reference(wanted: Wanted, extractor: Extractor) -> str:
-    """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives."""
-    return _from_moments(wanted, extractor).identity if wanted.moments else _pictures(wanted, extractor)[1]
-
-
-def _place(cache_dir: Path, extractor: Extractor, identity: str) -> Path:
-    return cache_dir / f"reference-{extractor.name}-{identity[:16]}"
-
-
-def _check_moments(path: Path) -> None:
-    if not os.path.isfile(path):
-        raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")
-
-
-def _check_same(source: str, identity: str) -> None:
-    """Refuse to go on where the processes of a launch would compute different references."""
-    first, *others = gathered(identity)
-    for number, other in enumerate(others, 1):
-        if other != first:
-            raise ElfattError(
-                f"reference {source} is not the same in process {number} as in process 0 (names, sizes or times of "
-                "its files, the extractor, or the versions of torch and Pillow); give a folder that all machines "
-                "share, or copies that keep the times (rsync -a)."
-            )
-
-
-@contextlib.contextmanager
-def _one_launch_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, in the first process; the others start when it has it."""
-    with contextlib.ExitStack() as held:
-        by_first(lambda: held.enter_context(folder_lock(folder, wait=True)))
-        yield
-
-
-def _pictures(wanted: Wanted, extractor: Extractor) -> tuple[SourceImages | Renders, str]:
-    """The images, of which there are as many as there must be, and the identity of the reference that they make."""
-    wanted.check_given()
-    source, preprocessing = wanted.source, wanted.preprocessing
-    pictures: SourceImages | Renders
-    if wanted.rendered:
-        number = source.partition(":")[2]
-        if number and not (re.fullmatch(r"[0-9]{1,8}", number) and 1 < int(number) <= MOST_IMAGES):
-            accepted = f"give renders:COUNT with a whole number from 2 to {MOST_IMAGES}"
-            raise ElfattError(f"reference {source!r} is not accepted; {accepted}.")
-        pictures = Renders(int(number) if number else wanted.expected, wanted.classes)
-        fingerprint = pictures.fingerprint
-    else:
-        found = open_source(source, wanted.per_class)
-        pictures, plain = SourceImages(found, preprocessing), dataclasses.asdict(preprocessing)
-        fingerprint = [found.fingerprint, wanted.per_class, plain, _pillow_version(), DECODING]
-    wanted.check_count(len(pictures), pictures.left_out)
-    version = torch.__version__.partition("+")[0]
-    return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
-
-
-def _pillow_version() -> str:
-    import PIL
-
-    return PIL.__version__
-
-
 def _suffix(count: int, resize: str = "none", size: int = 0, full: int = FULL_COUNT) -> str:
     """Say in a metric's name what of its reference is not as usual: the number of images, or a resize before."""
     parts = [] if count == full else [f"{count} reference images"]
@@ -282,14 +254,6 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
     shutil.rmtree(folder / "chunks", ignore_errors=True)
 
 
-class _Record(msgspec.Struct, frozen=True):
-    """What `reference.json` holds that is read back."""
-
-    count: Annotated[int, msgspec.Meta(ge=2)]
-    unreadable: list[str]
-    identity: str
-
-
 def _parts(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatistics, np.ndarray[Any, Any]] | None:
     try:
         data = read_data(folder / "reference.json", _Record, "")
@@ -303,6 +267,14 @@ def _parts(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatist
     if sample is None or (len(statistics.mean), statistics.count, len(sample)) != wanted or not is_finite(sample):
         return None
     return data, statistics, sample
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """What `reference.json` holds that is read back."""
+
+    count: Annotated[int, msgspec.Meta(ge=2)]
+    unreadable: list[str]
+    identity: str
 
 
 def _load(folder: Path, dimension: int, wanted: Wanted) -> Reference:
@@ -344,3 +316,8 @@ def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
     description: dict[str, Any] = {"source": str(path), "sha256": digest, "count": count, "identity": identity}
     description["unreadable"] = []
     return Reference(statistics, None, count, [], identity, suffix, description)
+
+
+def _check_moments(path: Path) -> None:
+    if not os.path.isfile(path):
+        raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")

@@ -45,7 +45,6 @@ def join_results(run: Run) -> dict[str, Any]:
 
 
 def write_results(run: Run) -> dict[str, Any]:
-    """Write `results.json` and return its content."""
     results = join_results(run)
     write_json(run.folder / RESULTS_FILE, results)
     return results
@@ -76,12 +75,11 @@ def _verdicts(data: object) -> Iterator[object]:
 def _without_intervals(row: Mapping[str, Any]) -> Mapping[str, Any]:
     shown = {part: _bare(row[part]) for part in _OVER_CLASSES if part in row}
     if isinstance(row.get("accuracy"), Mapping):
-        shown["accuracy"] = {name: _with_own(shown["accuracy"][name], each) for name, each in row["accuracy"].items()}
+        shown["accuracy"] = {
+            name: {**shown["accuracy"][name], "interval": each.get("interval")} if isinstance(each, Mapping) else each
+            for name, each in row["accuracy"].items()
+        }
     return {**row, **shown}
-
-
-def _with_own(bare: Any, figure: Any) -> Any:
-    return {**bare, "interval": figure.get("interval")} if isinstance(figure, Mapping) else figure
 
 
 def _bare(data: Any) -> Any:
@@ -95,12 +93,6 @@ def unreadable_references(references: object) -> list[str]:
     parts = references.values() if isinstance(references, Mapping) else ()
     found = [part.get("unreadable") for part in parts if isinstance(part, Mapping)]
     return list(dict.fromkeys(str(name) for names in found if isinstance(names, list) for name in names))
-
-
-def left_out_of_references(references: object) -> list[str]:
-    parts = references.values() if isinstance(references, Mapping) else ()
-    found = [part.get("left_out") for part in parts if isinstance(part, Mapping)]
-    return list(dict.fromkeys(str(words) for words in found if words))
 
 
 def _stage(run: Run, name: str) -> dict[str, Any]:

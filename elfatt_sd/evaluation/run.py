@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
-import platform
-import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.processes import process_state
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, differences
 from elfatt_sd.evaluation.records import Environment, Failure, MadeImage, RunRecord, same_images
@@ -34,127 +32,6 @@ from elfatt_sd.files import (
     write_file,
     write_json,
 )
-from elfatt_sd.progress import progress_of
-
-Value = TypeVar("Value")
-
-
-def process_state(device: str = "auto") -> Any:
-    from accelerate import PartialState
-
-    from elfatt_sd.loading import pick_device
-
-    # The first process scores alone at the end, while the others wait: far longer than the usual ten minutes.
-    return PartialState(cpu=pick_device(device).type == "cpu", timeout=datetime.timedelta(days=1))
-
-
-def scoring_device(device: str) -> str:
-    """Return the device that a run was made on, or `auto` where this machine has none: scores need not that one."""
-    from elfatt_sd.loading import pick_device
-
-    try:
-        pick_device(device)
-    except ElfattError:
-        return "auto"
-    return device
-
-
-def is_first() -> bool:
-    return bool(process_state().is_main_process)
-
-
-def among_others() -> bool:
-    import torch
-
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def leave_processes() -> None:
-    """Wait for the other processes of a launch and part from them."""
-    if among_others():
-        import torch
-
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-def gathered(value: Value) -> list[Value]:
-    if not among_others():
-        return [value]
-    from accelerate.utils import gather_object
-
-    found: list[Value] = gather_object([value])
-    return found
-
-
-def together(action: Callable[[], Value]) -> Value:
-    """Do something in every process; where it fails in one, it fails in all. All processes must call this."""
-    try:
-        value = action()
-    except Exception as error:
-        gathered(str(error))
-        raise
-    reasons = [reason for reason in gathered(None) if reason is not None]
-    if reasons:
-        raise ElfattError(reasons[0])
-    return value
-
-
-def check_shared(folder: Path, what: str, remedy: str) -> None:
-    """Refuse to go on where the processes of a launch do not all see the same folder; all of them must call this."""
-    if not among_others():
-        return
-    marker = folder / by_first(lambda: _new_marker(folder, what, remedy))
-    try:
-        places = gathered((platform.node(), str(folder), os.path.isfile(marker)))
-    finally:
-        if is_first():
-            marker.unlink(missing_ok=True)
-    for number, (machine, place, shared) in enumerate(places):
-        if not shared:
-            raise ElfattError(
-                f"{what} {places[0][1]} of process 0 ({places[0][0]}) is not that of process {number} ({place} on "
-                f"{machine}); {remedy}."
-            )
-
-
-def _new_marker(folder: Path, what: str, remedy: str) -> str:
-    """Write a file of a name that no file system can have noted as absent, and return the name."""
-    name = f".seen-{secrets.token_hex(8)}.part"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    except OSError as error:
-        raise ElfattError(f"{what} {folder} cannot be written: {error.strerror}; {remedy}.") from error
-    return name
-
-
-def by_first(action: Callable[[], Value]) -> Value:
-    """Do something in the first process alone and return in all what it returns there; see `together`."""
-    first = is_first()
-    value: Any = gathered(together(lambda: action() if first else None))[0]
-    found: Value = value
-    return found
-
-
-@contextlib.contextmanager
-def image_progress(total: int, *, shares: int = 1, shown: bool) -> Iterator[Callable[[int, str], None]]:
-    """Show progress over all rows; yields a function that takes the number of new images and the row's name.
-
-    Of several processes only one shows it, and knows of its own share alone.
-    """
-    unit, made = "images" if shares == 1 else f"images of process 1 of {shares}", 0
-    with progress_of(unit, every=60, title="generate: {},", shown=shown) as tell:
-
-        def advance(images: int, row: str) -> None:
-            nonlocal made
-            made += images
-            tell(row, made, total)
-
-        yield advance
-
-
-pass  # MOVED
 
 RUN_FILE, SCORES_FILE, TIME_FILE, MEMORY_FILE = "run.json", "scores.json", "time.json", "memory.json"
 STAGES_FILE, COST_FILE = "stages.json", "cost.json"
@@ -173,7 +50,6 @@ class RowFolder:
 
     @property
     def images_folder(self) -> Path:
-        """Where the images are."""
         return self.folder / "images"
 
     def image_file(self, index: int) -> Path:
@@ -224,14 +100,11 @@ class RowFolder:
 
 @dataclass(frozen=True)
 class Row(RowFolder):
-    """A row of a run."""
-
     cell: Cell  # the method with its settings
     first_seed: int  # of the first image; the next ones count up
 
     @property
     def name(self) -> str:
-        """Of the cell."""
         return self.cell.name
 
     def batch_file(self, number: int) -> Path:
@@ -260,17 +133,14 @@ class Row(RowFolder):
         shutil.rmtree(self.batches_folder, ignore_errors=True)
 
     def fail(self, reason: str) -> None:
-        """Note why the row failed."""
         write_json(self.failure_file, {"reason": reason})
 
     @property
     def failure_file(self) -> Path:
-        """The file that says why the row failed."""
         return self.folder / "failed.json"
 
     @property
     def failure(self) -> str | None:
-        """Why the row failed, or None."""
         found = read_typed(self.failure_file, Failure, "delete it")
         return None if found is None else found.reason
 
@@ -284,7 +154,6 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path) -> Run:
-        """Return the run that a folder holds."""
         record = _read_record(folder)
         if record is None:
             raise ElfattError(f"{folder} holds no run ({RUN_FILE} is missing); give a folder that `eval run` has made.")
@@ -295,7 +164,6 @@ class Run:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """All rows, in the order of the protocol."""
         first = self.protocol.seed
         return tuple(
             Row(self.folder / "cells" / cell.name, cell, first + cell.seed_offset) for cell in self.protocol.cells
@@ -303,26 +171,21 @@ class Run:
 
     @cached_property
     def baseline(self) -> Row:
-        """The untouched pipeline."""
         return next(row for row in self.rows if row.cell.role == "baseline")
 
     @property
     def finished(self) -> list[Row]:
-        """The rows whose images are all made."""
         return [row for row in self.rows if row.finished]
 
     def row(self, name: str) -> Row:
-        """Return a row by its name."""
         return self.rows[self.protocol.cells.index(self.protocol.cell(name))]
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The prompts of each row's images, in the order of their indices."""
         return run_prompts(self.protocol)
 
     @cached_property
     def batches(self) -> list[list[Prompt]]:
-        """The prompts, batch by batch."""
         size = self.protocol.batch
         return [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
 
@@ -332,7 +195,6 @@ class Run:
 
     @property
     def record(self) -> RunRecord:
-        """What `run.json` holds."""
         found = _read_record(self.folder)
         if found is None:
             raise ElfattError(f"{self.folder} holds no run ({RUN_FILE} is missing); generate its images first.")
@@ -383,7 +245,6 @@ class Run:
 
     @property
     def _new_folder(self) -> str:
-        """How to go on where the folder cannot be gone on with."""
         return f"give a new folder, and --reuse {self.folder} to take over the rows that stay the same"
 
     @contextlib.contextmanager

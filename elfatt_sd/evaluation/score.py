@@ -7,7 +7,9 @@ was computed once is kept under `RUN/scores`, named by the hash of what it was c
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,17 @@ from torch.nn import functional
 
 from elfatt_sd.devices import accelerators, has_float64
 from elfatt_sd.errors import ElfattError, need
-from elfatt_sd.evaluation.extraction import Preprocessing, quiet_pillow
-from elfatt_sd.evaluation.features import Extractor, load_extractor
-from elfatt_sd.evaluation.frechet import Distance, FrechetFigures, Scale
-from elfatt_sd.evaluation.generate import Images
+from elfatt_sd.evaluation.extraction import Images, Preprocessing, extract
+from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
+from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
 from elfatt_sd.evaluation.metrics.scores import Scorer, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import SCORES_FORMAT
 from elfatt_sd.evaluation.reference import Reference, Wanted, build_reference, check_reference
-from elfatt_sd.evaluation.run import SCORES_FILE, Run, by_first, clear_disk_errors, process_state, scoring_device
+from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
+from elfatt_sd.evaluation.sources import quiet_pillow
 from elfatt_sd.evaluation.statistics import (
     Estimate,
     Interval,
@@ -35,6 +38,9 @@ from elfatt_sd.evaluation.statistics import (
     batches,
     even_classes,
     figure_as_dict,
+    is_finite,
+    kernel_distance,
+    kernel_within,
     read_array,
     share_interval,
     verdict,
@@ -42,133 +48,16 @@ from elfatt_sd.evaluation.statistics import (
 from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_json
 from elfatt_sd.progress import Progress
 
-SIGMA = 1.5  # pixels
-REACH = 5  # pixels from the middle of the window to its edge
-K1, K2 = 0.01, 0.03
-
-
-def structural_similarity(first: Tensor, second: Tensor, data_range: float) -> Tensor:
-    """Return the SSIM of each pair of images, the mean over pixels and channels; edges are reflected."""
-    c1, c2 = (K1 * data_range) ** 2, (K2 * data_range) ** 2
-    x, y = (functional.pad(pictures, (REACH,) * 4, mode="reflect") for pictures in (first, second))
-    mean_x, mean_y, square_x, square_y, product = (_blurred(part) for part in (x, y, x * x, y * y, x * y))
-    variances = (square_x - mean_x**2).clamp(min=0) + (square_y - mean_y**2).clamp(min=0)
-    covariance = product - mean_x * mean_y
-    luminance = (2 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
-    return (luminance * (2 * covariance + c2) / (variances + c2)).mean((1, 2, 3))
-
-
-def _blurred(pictures: Tensor) -> Tensor:
-    """Average under a Gaussian window, where the whole of it lies inside."""
-    taps = [math.exp(-0.5 * (place / SIGMA) ** 2) for place in range(-REACH, REACH + 1)]
-    middle, *sides = (tap / sum(taps) for tap in taps[REACH:])
-    for axis in (-1, -2):
-        size = pictures.shape[axis] - 2 * REACH
-        blurred = pictures.narrow(axis, REACH, size) * middle
-        for place, tap in enumerate(sides, 1):
-            pair = pictures.narrow(axis, REACH - place, size) + pictures.narrow(axis, REACH + place, size)
-            blurred = blurred.add_(pair, alpha=tap)
-        pictures = blurred
-    return pictures
-
-
-pass  # MOVED
-
-FORMAT = 4  # of what is kept
+Array = np.ndarray[Any, Any]
+Distance = FrechetFigures | Estimate  # of Frechet, or of a kernel
+PAIRS_FORMAT = 4  # of what is kept of pairs
 MOST_CHANGED = 16
 DIGITS = 6  # of what is kept of each image
 PAIR_BATCH = 8
 _ROUNDING = 1e-6
-
-
-def pair_changes(
-    images: Images, baseline: Images, cache: Path, device: torch.device, progress: Progress | None = None
-) -> Tensor:
-    """PSNR (dB) and SSIM `[n, 2]` of each image to the baseline's of the same index; kept in the cache.
-
-    The PSNR is infinite where an image equals the baseline's in every pixel, and only there. That of a clip is over
-    all its frames at once; its SSIM is the mean over frames.
-    """
-    path = cache / f"{images.name}-pairs-{sha256_of_data([FORMAT, images.identity, baseline.identity])[:16]}.npy"
-    known = read_array(path, 2, dtype="float64")
-    if known is not None and len(known) == len(images.paths) and _is_possible(known):
-        return torch.from_numpy(np.array(known))
-    with quiet_pillow():
-        rows = torch.cat(list(_changes(images, baseline, device, progress)))
-    with atomic_file(path) as file:
-        np.save(file, rows.numpy())
-    return rows
-
-
-def _is_possible(known: np.ndarray[Any, Any]) -> bool:
-    decibels, similarities = known.T
-    return bool((decibels >= 0).all() and (np.abs(similarities) <= 1 + _ROUNDING).all())
-
-
-def _changes(images: Images, baseline: Images, device: torch.device, progress: Progress | None) -> Iterator[Tensor]:
-    from torchmetrics.functional.image import peak_signal_noise_ratio
-
-    count, device = len(images.paths), device if has_float64(device) else torch.device("cpu")
-    ours, theirs = (side.stacks() for side in (images, baseline))
-    for start in range(0, count, PAIR_BATCH):
-        size = min(PAIR_BATCH, count - start)
-        mine, other = (torch.stack([next(side) for _ in range(size)]).to(device).double() for side in (ours, theirs))
-        decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3, 4))
-        frames = structural_similarity(mine.flatten(0, 1), other.flatten(0, 1), data_range=255.0)
-        similarity = frames.view(size, -1).mean(1)  # in float32, equal flat images would be 0.999 alike
-        yield torch.stack((decibels, similarity), 1).to("cpu", torch.float64)
-        if progress:
-            progress(f"{images.name}, PSNR and SSIM", start + size, count)
-
-
-def paired(images: Images, changes: Tensor) -> dict[str, Any]:
-    """Summaries of the changes, and PSNR and SSIM of each image, by which rows can be compared with each other.
-
-    PSNR is over the images that differ.
-    """
-    differing = changes[:, 0].isfinite()
-    classes = torch.as_tensor(images.classes, device="cpu")
-    decibels, similarities = ([round(value, DIGITS) for value in each] for each in changes.t().tolist())
-    return {
-        "classes": list(images.classes),
-        "psnr": {
-            **_summary(changes[differing, 0], classes[differing], 0.0, math.inf),
-            "unit": "dB",
-            "identical": int((~differing).sum()),
-            "pictures": [value if math.isfinite(value) else None for value in decibels],
-        },
-        "ssim": {**_summary(changes[:, 1], classes, -1.0, 1.0), "pictures": similarities},
-    }
-
-
-def cosines(images: Images, cosine: Tensor, extractor: str) -> dict[str, Any]:
-    """Summary of the cosine `[n]` between each image's features and the untouched one's."""
-    return {**_summary(cosine, torch.as_tensor(images.classes, device="cpu"), -1.0, 1.0), "extractor": extractor}
-
-
-def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:
-    """The mean of one number per image with its 95 % interval, median, quartiles and lowest; None without images."""
-    if not len(values):
-        return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
-    mean = Estimate.mean(values, classes)
-    ends = mean.interval(least=low)
-    quartiles = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
-    return {
-        "mean": mean.value,
-        "interval": None if ends is None else [ends[0], min(ends[1], high)],
-        "median": quartiles[1],
-        "quartiles": [quartiles[0], quartiles[2]],
-        "lowest": values.min().item(),
-    }
-
-
-def most_changed(changes: Tensor) -> list[int]:
-    """Indices of the images with the lowest PSNR, lowest first; identical ones are left out."""
-    order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
-    return [index for index in order if changes[index, 0].isfinite()]
-
-
-pass  # MOVED
+SIGMA = 1.5  # pixels
+REACH = 5  # pixels from the middle of the window to its edge
+K1, K2 = 0.01, 0.03
 
 
 def score_run(
@@ -215,7 +104,6 @@ def score_run(
 
 
 def load_extractors(protocol: Protocol) -> list[Extractor]:
-    """Load a protocol's extractors where its networks run."""
     device = network_device(protocol)
     weights = Path(protocol.inception_weights) if protocol.inception_weights else None
     digest = protocol.inception_sha256 or None
@@ -264,7 +152,6 @@ def wanted_reference(protocol: Protocol) -> Wanted:
 
 
 def score_cell(images: Images, baseline: Images, scorer: Scorer, toy: bool = False) -> dict[str, Any]:
-    """Score one row."""
     if list(images.classes) != list(baseline.classes):
         raise ElfattError(f"rows {images.name!r} and {baseline.name!r} are not of the same prompts.")
     other = None if images.name == baseline.name else baseline
@@ -341,3 +228,192 @@ def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) 
             before = Estimate.mean(known, images.classes)
             rows[name]["difference"] = _difference(figure, before, classes, lower_is_better=False)
     return rows
+
+
+class Scale:
+    """An extractor with its reference: what rows are measured on."""
+
+    def __init__(self, extractor: Extractor, reference: Reference, cache: Path) -> None:
+        self.extractor, self.reference, self.cache = extractor, reference, cache
+        self.distance_name = extractor.distance_name + reference.metric_suffix
+        self.kernel_name = extractor.kernel_name + reference.metric_suffix
+        self._known: dict[str, dict[str, Distance]] = {}
+        self._right: dict[str, dict[str, Tensor]] = {}
+
+    def extract(self, images: Images, progress: Progress | None = None) -> None:
+        path = self._path(images)
+        if by_first(lambda: (found := self._read(images)) is not None and is_finite(found)):
+            return
+        parts = path.with_suffix(".parts")
+        chunks = extract(images.pictures(), self.extractor, parts, progress=progress, name=images.name)
+
+        def join() -> None:
+            unreadable = [name for _, names in chunks for name in names]
+            if not unreadable:
+                chunks.join(path)
+            shutil.rmtree(parts, ignore_errors=True)  # with what a killed process left half-written there
+            if unreadable:  # which is not kept, as it can be put back
+                raise ElfattError(f"row {images.name!r}: image {unreadable[0]} cannot be read; put it back.")
+
+        by_first(join)
+
+    def features(self, images: Images) -> Array:
+        """Features `[n * frames, d]` of a row, memory-mapped float32."""
+        found = self._read(images)
+        if found is None:
+            raise ElfattError(f"{self._path(images)} is damaged; score the run again.")
+        return found
+
+    def _read(self, images: Images) -> Array | None:
+        found = read_array(self._path(images), self.extractor.dimension)
+        return found if found is not None and len(found) == len(images.frame_classes) else None
+
+    def _path(self, images: Images) -> Path:
+        key = sha256_of_data([images.identity, self.extractor.identity])
+        return self.cache / f"{images.name}-{self.extractor.name}-{key[:16]}.npy"
+
+    def distances(self, images: Images) -> dict[str, Distance]:
+        """The Frechet distance and, where the reference has features, the kernel distance; computed once per row."""
+        if images.name not in self._known:
+            features = self.features(images)
+            classes = images.frame_classes
+            self._known[images.name] = {self.distance_name: frechet_figures(features, self._target, classes)}
+            if self.reference.sample is not None:
+                self._known[images.name][self.kernel_name] = kernel_distance(
+                    features, self.reference.sample, classes, within=self._within
+                )
+        return self._known[images.name]
+
+    @cached_property
+    def _target(self) -> Target:
+        return Target(self.reference.statistics.mean, self.reference.statistics.covariance)
+
+    @cached_property
+    def _within(self) -> float | None:
+        return None if self.reference.sample is None else kernel_within(self.reference.sample)
+
+    def right(self, images: Images) -> dict[str, Tensor]:
+        """Whether each image shows its prompt's attributes: `[n]` of 0 or 1, per attribute; computed once per row.
+
+        Empty where the extractor does not read attributes.
+        """
+        if images.name not in self._right and isinstance(self.extractor, ToyExtractor):
+            self._right[images.name] = _right(self.extractor, self.features(images), images.classes)
+        return self._right.get(images.name, {})
+
+
+def _right(extractor: ToyExtractor, features: Array, classes: Sequence[int]) -> dict[str, Tensor]:
+    from elfatt_sd.toy.renderer import CLASSES, class_labels
+
+    seen = extractor.classify(torch.from_numpy(np.array(features)))
+    wanted = class_labels([CLASSES[number] for number in classes])
+    return {name: (found == wanted[:, place]).to(torch.float64) for place, (name, found) in enumerate(seen.items())}
+
+
+def pair_changes(
+    images: Images, baseline: Images, cache: Path, device: torch.device, progress: Progress | None = None
+) -> Tensor:
+    """PSNR (dB) and SSIM `[n, 2]` of each image to the baseline's of the same index; kept in the cache.
+
+    The PSNR is infinite where an image equals the baseline's in every pixel, and only there. That of a clip is over
+    all its frames at once; its SSIM is the mean over frames.
+    """
+    path = cache / f"{images.name}-pairs-{sha256_of_data([PAIRS_FORMAT, images.identity, baseline.identity])[:16]}.npy"
+    known = read_array(path, 2, dtype="float64")
+    if known is not None and len(known) == len(images.paths):
+        decibels, similarities = known.T
+        if (decibels >= 0).all() and (np.abs(similarities) <= 1 + _ROUNDING).all():
+            return torch.from_numpy(np.array(known))
+    with quiet_pillow():
+        rows = torch.cat(list(_changes(images, baseline, device, progress)))
+    with atomic_file(path) as file:
+        np.save(file, rows.numpy())
+    return rows
+
+
+def _changes(images: Images, baseline: Images, device: torch.device, progress: Progress | None) -> Iterator[Tensor]:
+    from torchmetrics.functional.image import peak_signal_noise_ratio
+
+    count, device = len(images.paths), device if has_float64(device) else torch.device("cpu")
+    ours, theirs = (side.stacks() for side in (images, baseline))
+    for start in range(0, count, PAIR_BATCH):
+        size = min(PAIR_BATCH, count - start)
+        mine, other = (torch.stack([next(side) for _ in range(size)]).to(device).double() for side in (ours, theirs))
+        decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3, 4))
+        frames = structural_similarity(mine.flatten(0, 1), other.flatten(0, 1), data_range=255.0)
+        similarity = frames.view(size, -1).mean(1)  # in float32, equal flat images would be 0.999 alike
+        yield torch.stack((decibels, similarity), 1).to("cpu", torch.float64)
+        if progress:
+            progress(f"{images.name}, PSNR and SSIM", start + size, count)
+
+
+def paired(images: Images, changes: Tensor) -> dict[str, Any]:
+    """Summaries of the changes, and PSNR and SSIM of each image, by which rows can be compared with each other.
+
+    PSNR is over the images that differ.
+    """
+    differing = changes[:, 0].isfinite()
+    classes = torch.as_tensor(images.classes, device="cpu")
+    decibels, similarities = ([round(value, DIGITS) for value in each] for each in changes.t().tolist())
+    return {
+        "classes": list(images.classes),
+        "psnr": {
+            **_summary(changes[differing, 0], classes[differing], 0.0, math.inf),
+            "unit": "dB",
+            "identical": int((~differing).sum()),
+            "pictures": [value if math.isfinite(value) else None for value in decibels],
+        },
+        "ssim": {**_summary(changes[:, 1], classes, -1.0, 1.0), "pictures": similarities},
+    }
+
+
+def cosines(images: Images, cosine: Tensor, extractor: str) -> dict[str, Any]:
+    """Summary of the cosine `[n]` between each image's features and the untouched one's."""
+    return {**_summary(cosine, torch.as_tensor(images.classes, device="cpu"), -1.0, 1.0), "extractor": extractor}
+
+
+def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:
+    """The mean of one number per image with its 95 % interval, median, quartiles and lowest; None without images."""
+    if not len(values):
+        return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
+    mean = Estimate.mean(values, classes)
+    ends = mean.interval(least=low)
+    quartiles = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
+    return {
+        "mean": mean.value,
+        "interval": None if ends is None else [ends[0], min(ends[1], high)],
+        "median": quartiles[1],
+        "quartiles": [quartiles[0], quartiles[2]],
+        "lowest": values.min().item(),
+    }
+
+
+def most_changed(changes: Tensor) -> list[int]:
+    """Indices of the images with the lowest PSNR, lowest first; identical ones are left out."""
+    order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
+    return [index for index in order if changes[index, 0].isfinite()]
+
+
+def structural_similarity(first: Tensor, second: Tensor, data_range: float) -> Tensor:
+    """Return the SSIM of each pair of images, the mean over pixels and channels; edges are reflected."""
+    c1, c2 = (K1 * data_range) ** 2, (K2 * data_range) ** 2
+    x, y = (functional.pad(pictures, (REACH,) * 4, mode="reflect") for pictures in (first, second))
+    mean_x, mean_y, square_x, square_y, product = (_blurred(part) for part in (x, y, x * x, y * y, x * y))
+    variances = (square_x - mean_x**2).clamp(min=0) + (square_y - mean_y**2).clamp(min=0)
+    covariance = product - mean_x * mean_y
+    luminance = (2 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
+    return (luminance * (2 * covariance + c2) / (variances + c2)).mean((1, 2, 3))
+
+
+def _blurred(pictures: Tensor) -> Tensor:
+    """Average under a Gaussian window, where the whole of it lies inside."""
+    taps = [math.exp(-0.5 * (place / SIGMA) ** 2) for place in range(-REACH, REACH + 1)]
+    middle, *sides = (tap / sum(taps) for tap in taps[REACH:])
+    for axis in (-1, -2):
+        size = pictures.shape[axis] - 2 * REACH
+        blurred = pictures.narrow(axis, REACH, size) * middle
+        for place, tap in enumerate(sides, 1):
+            pair = pictures.narrow(axis, REACH - place, size) + pictures.narrow(axis, REACH + place, size)
+            blurred = blurred.add_(pair, alpha=tap)
+        pictures = blurred
+    return pictures

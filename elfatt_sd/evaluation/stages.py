@@ -14,34 +14,29 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.extraction import every_minute
 from elfatt_sd.evaluation.generate import generate, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time, program_of
 from elfatt_sd.evaluation.metrics.base import MetricChoice
+from elfatt_sd.evaluation.metrics.neighbours import check_enough
+from elfatt_sd.evaluation.metrics.scores import OF_FEATURES, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
+from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, check_packages
 from elfatt_sd.evaluation.records import SCORES_FORMAT, Scores, is_whole, read_data
+from elfatt_sd.evaluation.reference import Wanted
 from elfatt_sd.evaluation.results import (
     RESULTS_FILE,
     STAGE_FILES,
-    left_out_of_references,
     unreadable_references,
     write_results,
 )
-from elfatt_sd.evaluation.run import (
-    MEMORY_FILE,
-    SCORES_FILE,
-    STAGES_FILE,
-    TIME_FILE,
-    Run,
-    RunFailure,
-    by_first,
-    is_first,
-    leave_processes,
-)
+from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, STAGES_FILE, TIME_FILE, Run, RunFailure
+from elfatt_sd.evaluation.score import build_references, load_extractors, network_device, score_inputs, score_run
 from elfatt_sd.files import check_writable, read_typed, sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.loading import pick_device, pick_dtype
 from elfatt_sd.measure import Stopwatch
-
-pass  # MOVED
 
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat images take less
 
@@ -78,10 +73,6 @@ def disk_gib(run: Run) -> float:
 
 def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
-    from elfatt_sd.evaluation.metrics.scores import OF_FEATURES, check_feature_metrics, load_metrics
-    from elfatt_sd.evaluation.reference import Wanted
-    from elfatt_sd.evaluation.score import load_extractors, network_device, score_inputs
-
     protocol = runnable = run.protocol
     given = protocol.reference
     reference = Wanted(given.source, expected=given.count, allow_count=given.allow_count, per_class=given.per_class)
@@ -154,17 +145,14 @@ def evaluate(
 
     Under `accelerate launch` the processes share images and features, and the first one does the rest.
     """
-    from elfatt_sd.evaluation.extraction import every_minute
-    from elfatt_sd.evaluation.score import build_references
-
     with run.writing() as first:
-        by_first(lambda: _check(run))
-        tell = report if first else _say_nothing
+        by_first(run.check)
+        by_first(lambda: check_inputs(run.protocol))
+        tell = report if first else lambda line: None
         if not (run.folder / SCORES_FILE).exists():
             tell("reference: begun")
-        build_references(
-            run.protocol, progress=every_minute(tell)
-        )  # first: what is wrong with it should cost no images
+        # first: what is wrong with it should cost no images
+        build_references(run.protocol, progress=every_minute(tell))
         free_memory()
         failed = generate(run, reuse=reuse, show_progress=show_progress)
         by_first(lambda: write_cost(run))
@@ -184,15 +172,8 @@ def evaluate(
         return failed
 
 
-def _check(run: Run) -> None:
-    run.check()
-    check_inputs(run.protocol)
-
-
 def check_inputs(protocol: Protocol) -> None:
     """Try what can fail before hours of work: packages, device, prompts, extractors, and what the reference is."""
-    from elfatt_sd.evaluation.score import load_extractors, score_inputs
-
     for check in first_checks(protocol):
         check()
     score_inputs(protocol, load_extractors(protocol))
@@ -200,27 +181,16 @@ def check_inputs(protocol: Protocol) -> None:
 
 def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
     """Return what is to be tried before an extractor is fetched; each raises an `ElfattError`."""
-    from elfatt_sd.evaluation.reference import Wanted
-
-    checks = [
-        lambda: check_packages(protocol),
-        lambda: check_device(protocol),
-        lambda: _check_prompts(protocol),
-    ]
+    checks = [lambda: check_packages(protocol), lambda: check_device(protocol), lambda: _check_prompts(protocol)]
     return [*checks, Wanted(protocol.reference.source).check_given] if protocol.extractors else checks
 
 
 def check_device(protocol: Protocol) -> None:
     """Check that this machine has the device, and the device the dtype."""
-    from elfatt_sd.loading import pick_device, pick_dtype
-
     pick_dtype(protocol.dtype, pick_device(protocol.device))
 
 
 def _check_prompts(protocol: Protocol) -> None:
-    from elfatt_sd.evaluation.metrics.neighbours import check_enough
-    from elfatt_sd.evaluation.prompts import run_prompts
-
     count = len(run_prompts(protocol))
     if count < 2:
         raise ElfattError("1 image a row has no distance; give at least 2 (limit, or classes and images_per_class).")
@@ -230,9 +200,6 @@ def _check_prompts(protocol: Protocol) -> None:
 
 def score(run: Run, report: Report = print) -> None:
     """Score the images of a run, building the reference if it is not cached; skipped where nothing changed."""
-    from elfatt_sd.evaluation.extraction import every_minute
-    from elfatt_sd.evaluation.score import load_extractors, score_inputs, score_run
-
     if not run.baseline.finished:
         reason = run.baseline.failure or "it is not generated yet"
         raise RunFailure(f"row {run.baseline.name!r}, the baseline, has no images: {reason}")
@@ -244,7 +211,7 @@ def score(run: Run, report: Report = print) -> None:
     references = (read_data(run.folder / SCORES_FILE, Scores, "delete it") or {}).get("references")
     for name in unreadable_references(references):
         report(f"score: reference image not readable: {name}")
-    for words in left_out_of_references(references):
+    for words in dict.fromkeys(part["left_out"] for part in (references or {}).values() if part.get("left_out")):
         report(f"score: reference: {words}")
 
 
@@ -302,7 +269,3 @@ def _joined(failed: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str
     """Join the reasons of rows that failed in several stages."""
     names = dict.fromkeys([*failed, *more])
     return {name: "; ".join(dict.fromkeys(part[name] for part in (failed, more) if name in part)) for name in names}
-
-
-def _say_nothing(line: str) -> None:
-    """Print nothing, in all processes but the first."""

@@ -1,6 +1,6 @@
-"""Moments of features that arrive in batches or lie in memory-mapped files; float64, and no scipy.
+"""Figures of features: intervals over classes, kernel distances, moments, and the files that hold them.
 
-Legend for shapes: n images, d features.
+All is float64 and without scipy; features may lie in memory-mapped files. Legend for shapes: n images, d features.
 """
 
 from __future__ import annotations
@@ -31,6 +31,32 @@ TOO_FEW = "too few classes to tell"
 # What an interval knows of damage to one image in ten, it knows from the images that are hit. Of 30 classes none is
 # hit in 0.9 ** 30 = 4 % of all runs; of 5 none in 59 %, and the interval is then short, and wrong.
 FEWEST_CLASSES = 30
+KERNEL_SAMPLE = 5000  # images of a block, and of the reference, at most
+ROWS_AT_ONCE = 1024  # of a piece of the kernel matrix
+WIDTH = 10.0  # of the Gaussian kernel
+Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
+Features = Tensor | np.ndarray[Any, Any]  # in memory, or memory-mapped
+COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
+DAMAGED = (  # what NumPy's readers raise for a file that is not whole: of zip, of zlib, of headers that are no Python
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+_SHOWN = 120  # characters of what a file holds, or of an error, that a message repeats
+_MOST = 1 << 32  # bytes of all arrays of a file of moments
+ROWS = 4096  # rows of a feature file that are in memory at once
+LARGEST = 1e15  # of a feature; the sixth power, which the kernel distance's interval takes, is still a number
 
 
 @dataclass(frozen=True)
@@ -66,12 +92,10 @@ class Estimate:
         return Estimate(self.value - other.value, self.moves - other.moves)
 
     def times(self, factor: float) -> Estimate:
-        """The figure in another unit."""
         return Estimate(self.value * factor, self.moves * factor)
 
     @property
     def classes(self) -> int:
-        """Number of distinct classes."""
         return self.moves.shape[1]
 
     def standard_error(self) -> float | None:
@@ -149,7 +173,6 @@ def share_interval(shares: Tensor, groups: Groups, parts: int = 1) -> Interval |
 
 
 def wilson_interval(successes: float, trials: float, quantile: float | None = None) -> Interval:
-    """Interval for a share (Wilson 1927)."""
     z = NormalDist().inv_cdf(0.975) if quantile is None else quantile
     share, weight = successes / trials, z * z / trials
     centre = (share + weight / 2) / (1 + weight)
@@ -164,18 +187,7 @@ def figure_as_dict(value: float, interval: Interval | None) -> dict[str, Any]:
 
 
 def as_list(interval: Interval | None) -> list[float] | None:
-    """Plain data for an interval."""
     return None if interval is None else list(interval)
-
-
-pass  # MOVED
-pass  # MOVED
-
-KERNEL_SAMPLE = 5000  # images of a block, and of the reference, at most
-ROWS_AT_ONCE = 1024  # of a piece of the kernel matrix
-WIDTH = 10.0  # of the Gaussian kernel
-
-Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
 
 
 def polynomial(rows: Tensor, others: Tensor) -> Tensor:
@@ -188,12 +200,7 @@ def gaussian(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def kernel_distance(
-    features: Features,
-    reference: Features,
-    groups: Groups,
-    *,
-    within: float | None = None,
-    kernel: Kernel = polynomial,
+    features: Features, reference: Features, groups: Groups, *, within: float | None = None, kernel: Kernel = polynomial
 ) -> Estimate:
     """Unbiased squared maximum mean discrepancy with a kernel, and its derivative in every image.
 
@@ -240,30 +247,6 @@ def _mean_to_others(images: Tensor, kernel: Kernel) -> Tensor:
     return total / (len(images) - 1)
 
 
-Features = Tensor | np.ndarray[Any, Any]  # in memory, or memory-mapped
-COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
-DAMAGED = (  # what NumPy's readers raise for a file that is not whole: of zip, of zlib, of headers that are no Python
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    MemoryError,
-    RuntimeError,
-    SyntaxError,
-    struct.error,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-_SHOWN = 120  # characters of what a file holds, or of an error, that a message repeats
-_MOST = 1 << 32  # bytes of all arrays of a file of moments
-ROWS = 4096  # rows of a feature file that are in memory at once
-LARGEST = 1e15  # of a feature; the sixth power, which the kernel distance's interval takes, is still a number
-
-
 class FeatureStatistics:
     """Mean and covariance of features that arrive in batches (Chan, Golub and LeVeque 1979)."""
 
@@ -291,13 +274,11 @@ class FeatureStatistics:
 
     @property
     def covariance(self) -> Tensor:
-        """Unbiased covariance `[d, d]`."""
         if self.count < 2:
             raise ElfattError(f"{self.count} images have no covariance; a distance needs at least 2.")
         return self._scatter / (self.count - 1)
 
     def update(self, features: Tensor) -> None:
-        """Add a batch of features `[n, d]`."""
         rows = features.detach().to("cpu", torch.float64)
         if len(rows):
             mean = rows.mean(0)
@@ -315,7 +296,6 @@ class FeatureStatistics:
 
     @classmethod
     def load(cls, path: Path) -> FeatureStatistics:
-        """Read what `save` wrote."""
         mean, covariance, count = load_moments(path)
         if count is None:
             raise ElfattError(f"{path} has no count; accepted is a file with mu, sigma and count.")

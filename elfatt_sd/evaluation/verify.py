@@ -13,14 +13,8 @@ from elfatt_sd.evaluation.images import load_protocol_pipeline
 from elfatt_sd.evaluation.protocols import decisive
 from elfatt_sd.evaluation.records import MadeImage, ResultsRecord, read_data
 from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, join_results
-from elfatt_sd.evaluation.run import (
-    COST_FILE,
-    RUN_FILE,
-    SCORES_FILE,
-    Row,
-    Run,
-    clear_disk_errors,
-)
+from elfatt_sd.evaluation.run import COST_FILE, RUN_FILE, SCORES_FILE, Row, Run, clear_disk_errors
+from elfatt_sd.evaluation.score import score_run
 from elfatt_sd.files import cache_folder, read_json, sha256_of_data, sha256_of_file, visible
 from elfatt_sd.progress import Progress
 
@@ -29,19 +23,15 @@ _ROUNDING = 1e-9
 
 
 def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
-    """Check a run."""
-    problems = [*_check_identity(run), *_check_images(run)]
+    problems = [*_check_images(run)]
+    if sha256_of_data(decisive(run.record.protocol)) != run.record.identity:
+        place = run.folder / RUN_FILE
+        problems.insert(0, f"{place}: the protocol does not have the identity that is given; it was edited")
     if problems:
         return problems
     if recompute:
         problems += [*_check_scores(run, progress), *_check_cost(run)]
     return [*problems, *_check_results(run)]
-
-
-def _check_identity(run: Run) -> Iterator[str]:
-    record = run.record
-    if sha256_of_data(decisive(record.protocol)) != record.identity:
-        yield f"{run.folder / RUN_FILE}: the protocol does not have the identity that is given; it was edited"
 
 
 def _check_images(run: Run) -> Iterator[str]:
@@ -75,8 +65,6 @@ def _check_files(row: Row, made: list[MadeImage]) -> Iterator[str]:
 
 def _check_scores(run: Run, progress: Progress | None) -> Iterator[str]:
     """Score the images again, in a folder that has nothing of what was computed before."""
-    from elfatt_sd.evaluation.score import score_run
-
     path = run.folder / SCORES_FILE
     recorded = yield from _recorded(run, SCORES_FILE)
     if recorded is None:

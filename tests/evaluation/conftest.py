@@ -12,7 +12,7 @@ import small_run
 import torch
 from torch import nn
 
-from elfatt_sd.evaluation import measure as memory
+from elfatt_sd.evaluation import measure
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.report import charts, plots
 from elfatt_sd.evaluation.run import Run
@@ -71,7 +71,7 @@ def finished_run(workplace: Path, full_protocol: Protocol) -> Path:
     """The folder of a finished run; memory was measured in this process in place of fresh ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-        patch.setattr(memory, "run_worker", memory.measure_peaks)
+        patch.setattr(measure, "run_worker", measure.measure_peaks)
         draw_few_plots(patch)
         evaluate(Run(workplace / "run", full_protocol), lambda line: None, show_progress=False)
     return workplace / "run"
@@ -86,7 +86,7 @@ def shared_cache(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is measured in this process in place of fresh ones."""
-    monkeypatch.setattr(memory, "run_worker", memory.measure_peaks)
+    monkeypatch.setattr(measure, "run_worker", measure.measure_peaks)
 
 
 @pytest.fixture

@@ -94,11 +94,7 @@ KINDS = (flat, classes, linked_classes, parquet, tables)
 
 
 def build(
-    source: Path | str,
-    cache: Path,
-    extractor: Extractor | None = None,
-    progress: Progress | None = None,
-    **wanted: Any,
+    source: Path | str, cache: Path, extractor: Extractor | None = None, progress: Progress | None = None, **wanted: Any
 ) -> Reference:
     asked = Wanted(str(source), **{"expected": COUNT, **wanted})
     return build_reference(asked, extractor or regions(), cache_dir=cache, progress=progress)

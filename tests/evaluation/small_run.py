@@ -120,10 +120,11 @@ def full_overrides(workplace: Path) -> list[str]:
     ]
 
 
-def make(run_dir: Path, protocol: Protocol) -> dict[str, str]:
+def make(run_dir: Path, protocol: Protocol, *reuse: Path) -> dict[str, str]:
     """Make the images of a run, and return the rows that failed."""
     with clear_disk_errors(run_dir), folder_lock(run_dir):
-        return generate.generate(Run(run_dir, protocol), show_progress=False)
+        others = [Run.open(folder) for folder in reuse]
+        return generate.generate(Run(run_dir, protocol), reuse=others, show_progress=False)
 
 
 def row_of(run_dir: Path, cell: Cell) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from small_run import full_overrides, row_of
 
 from elfatt_sd.cli import app
 from elfatt_sd.cli.evaluation import build_protocol
-from elfatt_sd.evaluation import generate
+from elfatt_sd.evaluation import extraction, generate
 from elfatt_sd.evaluation.protocols import load_protocol
 from elfatt_sd.evaluation.run import Run
 
@@ -36,6 +37,11 @@ def call(capsys: pytest.CaptureFixture[str], workplace: Path, monkeypatch: pytes
     return run
 
 
+@pytest.fixture
+def protocol(tmp_path: Path, workplace: Path) -> Path:
+    return small_run.write_protocol(tmp_path, workplace / "sd15")
+
+
 def sets(overrides: list[str]) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
@@ -49,9 +55,8 @@ def test_help_lists_every_command(call: Any) -> None:
 
 
 def test_run_prints_the_page_and_the_other_commands_work_on_it(
-    call: Any, workplace: Path, in_process: None, tmp_path: Path
+    call: Any, workplace: Path, protocol: Path, in_process: None, tmp_path: Path
 ) -> None:
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     run_dir = tmp_path / "run"
     done = call("run", protocol, "--out", run_dir, "--limit", 3, "--quiet", *sets(full_overrides(workplace)))
     assert done.code == 0, done.err
@@ -76,8 +81,7 @@ def test_run_prints_the_page_and_the_other_commands_work_on_it(
     assert len(done.err.splitlines()) == 1
 
 
-def test_dry_run_prints_and_makes_nothing(call: Any, workplace: Path, tmp_path: Path) -> None:
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+def test_dry_run_prints_and_makes_nothing(call: Any, workplace: Path, protocol: Path, tmp_path: Path) -> None:
     done = call("run", protocol, "--out", tmp_path / "run", "--dry-run", *sets(full_overrides(workplace)))
     assert done.code == 0, done.err
     for word in (
@@ -120,8 +124,7 @@ def test_dry_run_names_folders_that_will_not_do(call: Any, tmp_path: Path, optio
     assert said in " ".join(done.err.split())
 
 
-def test_reference_says_what_it_found(call: Any, workplace: Path, tmp_path: Path) -> None:
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+def test_reference_says_what_it_found(call: Any, workplace: Path, protocol: Path) -> None:
     overrides = sets([line for line in full_overrides(workplace) if "reference" not in line])
     done = call("reference", protocol, "--reference", workplace / "val", "--allow-count", *overrides)
     assert done.code == 0, done.err
@@ -146,9 +149,8 @@ def test_reference_says_what_it_found(call: Any, workplace: Path, tmp_path: Path
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(
-    call: Any, workplace: Path, tmp_path: Path, words: tuple[str, ...], parts: tuple[str, ...]
+    call: Any, workplace: Path, protocol: Path, tmp_path: Path, words: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     overrides = sets(full_overrides(workplace))
     done = call("run", protocol, "--out", tmp_path / "run", "--quiet", *overrides, "--limit", 2, *words)
     assert done.code == 2
@@ -158,8 +160,9 @@ def test_wrong_use_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.filterwarnings("default::UserWarning")
-def test_a_batch_that_fits_nowhere_is_warned_of_and_fails_its_row(call: Any, workplace: Path, tmp_path: Path) -> None:
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+def test_a_batch_that_fits_nowhere_is_warned_of_and_fails_its_row(
+    call: Any, workplace: Path, protocol: Path, tmp_path: Path
+) -> None:
     side = 2**23
     sizes = [f"height={side}", f"width={side}"]
     done = call("generate", protocol, "--out", tmp_path / "run", "--quiet", *sets([*full_overrides(workplace), *sizes]))
@@ -169,8 +172,7 @@ def test_a_batch_that_fits_nowhere_is_warned_of_and_fails_its_row(call: Any, wor
     assert failed.startswith("error: row sd failed: out of memory at batch")
 
 
-def test_wrong_inception_weights_are_refused(call: Any, workplace: Path, tmp_path: Path) -> None:
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
+def test_wrong_inception_weights_are_refused(call: Any, workplace: Path, protocol: Path, tmp_path: Path) -> None:
     weights = tmp_path / "weights.pth"
     weights.write_bytes(b"not the published file")
     done = call(
@@ -193,7 +195,7 @@ def test_folders_that_hold_no_run_are_named(call: Any, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_one_line_and_keeps_finished_work(
-    call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Any, protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = generate.make_images, [0]
 
@@ -204,7 +206,6 @@ def test_ctrl_c_is_one_line_and_keeps_finished_work(
         return real(*args)
 
     monkeypatch.setattr(generate, "make_images", interrupted)
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     done = call("generate", protocol, "--out", tmp_path / "run", "--quiet")
     assert done.code == 130
     assert len(done.err.splitlines()) == 1
@@ -214,56 +215,48 @@ def test_ctrl_c_is_one_line_and_keeps_finished_work(
     assert len(row_of(tmp_path / "run", cell).made_images()) == 5
 
 
-def test_a_full_disk_is_a_failure(call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-
-    def full(path: Path, pixels: Any) -> str:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(generate, "_write_png", full)
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
-    done = call("generate", protocol, "--out", tmp_path / "run", "--quiet")
-    assert done.code == 1
-    assert "no space left on the disk" in done.err
-    assert len(done.err.splitlines()) == 1
-
-
-def test_a_full_disk_of_the_cache_is_a_failure_too(
-    call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("command", "module", "writes"), [("generate", generate, "_write_png"), ("reference", extraction, "_write_chunk")]
+)
+def test_a_full_disk_is_a_failure(
+    call: Any,
+    workplace: Path,
+    protocol: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    module: Any,
+    writes: str,
 ) -> None:
-    import errno
-
-    from elfatt_sd.evaluation import extraction
+    """That of the run, and that of the cache."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "full"))
-    monkeypatch.setattr(extraction, "_write_chunk", full)
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
-    done = call("reference", protocol, *sets(full_overrides(workplace)))
+    monkeypatch.setattr(module, writes, full)
+    out = [] if command == "reference" else ["--out", tmp_path / "full", "--quiet"]
+    done = call(command, protocol, *out, *sets(full_overrides(workplace)))
     assert done.code == 1
     assert f"no space left on the disk of {tmp_path / 'full'}" in done.err
     assert len(done.err.splitlines()) == 1
 
 
 def test_a_failed_row_is_named_with_exit_code_1(
-    call: Any, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Any, protocol: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generate, "to_uint8", generate.to_uint8)
     check = generate.check_images
     monkeypatch.setattr(generate, "check_images", lambda images, indices: check(images * 0, indices))
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     done = call("generate", protocol, "--out", tmp_path / "run", "--quiet")
     assert done.code == 1
     assert done.err == "error: row sd failed: image 0 is black\n", "without the baseline the others are not begun"
 
 
 def test_another_specification_in_the_folder_is_refused(
-    call: Any, finished_run: Path, workplace: Path, tmp_path: Path
+    call: Any, finished_run: Path, workplace: Path, protocol: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished_run, tmp_path / "run")
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     done = call("generate", protocol, "--out", tmp_path / "run", *sets(full_overrides(workplace)), "--set", "steps=6")
     assert done.code == 2
     assert "steps: 4 there, 6 here" in done.err
@@ -271,9 +264,8 @@ def test_another_specification_in_the_folder_is_refused(
 
 @pytest.mark.parametrize("words", [["run"], ["run", "--dry-run"], ["generate"]])
 def test_more_steps_than_the_scheduler_has_are_refused(
-    call: Any, workplace: Path, tmp_path: Path, words: list[str]
+    call: Any, protocol: Path, tmp_path: Path, words: list[str]
 ) -> None:
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15")
     done = call(words[0], protocol, "--out", tmp_path / "run", *words[1:], "--set", "steps=5000")
     assert done.code == 2
     assert "steps=5000 is not accepted; give a whole number from 1 to 1000" in done.err

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import features
-from elfatt_sd.evaluation import features as vision
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.files import sha256_of_file
 
@@ -260,7 +259,7 @@ def test_clean_fid_resizes_in_the_same_way(inception_file: Path, size: tuple[int
     images = pictures(1, *size)
     resized = torch.from_numpy(package.build_resizer("clean")(images[0].permute(1, 2, 0).numpy())).permute(2, 0, 1)
     extractor = inception("inception:clean-fid", inception_file)
-    ours = vision.resized(images, (299, 299))[0]
+    ours = features.resized(images, (299, 299))[0]
     torch.testing.assert_close(ours, resized, rtol=0, atol=1e-2)  # of 255: torch weighs in single precision
     pixels = (resized[None] - 128) / 128
     with torch.no_grad():

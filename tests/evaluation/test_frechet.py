@@ -17,8 +17,6 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import frechet, statistics
-from elfatt_sd.evaluation import frechet as spectrum
-from elfatt_sd.evaluation import statistics as kernel
 from elfatt_sd.evaluation.frechet import Target, frechet_distance, frechet_figures
 from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, kernel_distance, left_out
 
@@ -98,9 +96,9 @@ def test_memory_mapped_features_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
     np.save(tmp_path / "features.npy", features.numpy())
     target, classes = Target(*moments(normal(100, 6, 12))), torch.arange(50) // 2
     whole = frechet_figures(features, target, classes)
-    for module in (statistics, spectrum):
+    for module in (statistics, frechet):
         monkeypatch.setattr(module, "ROWS", 16)
-    monkeypatch.setattr(spectrum, "ELEMENTS", 16)
+    monkeypatch.setattr(frechet, "ELEMENTS", 16)
     pieces = frechet_figures(np.load(tmp_path / "features.npy", mmap_mode="r"), target, classes)
     for part in FIGURES:
         torch.testing.assert_close(getattr(pieces, part).moves, getattr(whole, part).moves, rtol=1e-7, atol=1e-10)
@@ -370,10 +368,10 @@ def test_no_matrix_grows_with_the_number_of_pictures(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One number for each picture; apart from that nothing is larger than a piece of the file and its kernel."""
-    for module in (statistics, spectrum):
+    for module in (statistics, frechet):
         monkeypatch.setattr(module, "ROWS", 64)
-    monkeypatch.setattr(spectrum, "ELEMENTS", 2048)
-    monkeypatch.setattr(kernel, "KERNEL_SAMPLE", 32)
+    monkeypatch.setattr(frechet, "ELEMENTS", 2048)
+    monkeypatch.setattr(statistics, "KERNEL_SAMPLE", 32)
     np.save(tmp_path / "features.npy", normal(count, 16, 28).float().numpy())
     features = np.load(tmp_path / "features.npy", mmap_mode="r")
     reference = normal(32, 16, 29)

@@ -14,10 +14,11 @@ from diffusers.image_processor import VaeImageProcessor
 import elfatt_sd
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate
+from elfatt_sd.evaluation.generate import image_progress
 from elfatt_sd.evaluation.images import check_images, row_patch, start_noise, to_uint8
 from elfatt_sd.evaluation.prompts import run_prompts, spread
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.run import Run, image_progress
+from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.stages import obstacles
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elfatt_sd.evaluation import run as processes
+from elfatt_sd.evaluation import processes
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run
 

@@ -126,7 +126,7 @@ from pathlib import Path
 from extractors import regions
 from reference_files import build
 from elfatt_sd.evaluation import extraction
-from elfatt_sd.evaluation.run import leave_processes, process_state
+from elfatt_sd.evaluation.processes import leave_processes, process_state
 
 process_state("cpu")
 extraction.CHUNK = 5

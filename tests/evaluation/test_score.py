@@ -1,4 +1,4 @@
-"""Scores of a run whose pictures are renders: what changed is known."""
+"""Scores of a run whose pictures are renders, so that what changed is known; what is kept of them, and SSIM."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from PIL import Image
 from scored_runs import CELLS, COUNT, counting, protocol, write_run
 from small_run import row_of
 from torch import Tensor
+from torchmetrics.functional.image import structural_similarity_index_measure
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation import frechet as scales
-from elfatt_sd.evaluation import score
-from elfatt_sd.evaluation import score as pairs
-from elfatt_sd.evaluation.features import ToyExtractor, load_extractor
-from elfatt_sd.evaluation.frechet import Scale, frechet_distance
-from elfatt_sd.evaluation.generate import Images
+from elfatt_sd.evaluation import extraction, score
+from elfatt_sd.evaluation.extraction import Images
+from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
+from elfatt_sd.evaluation.frechet import frechet_distance
 from elfatt_sd.evaluation.metrics.scores import Scorer
-from elfatt_sd.evaluation.protocols import Reference
+from elfatt_sd.evaluation.protocols import Protocol, Reference
 from elfatt_sd.evaluation.run import Run
-from elfatt_sd.evaluation.score import build_references, score_run
+from elfatt_sd.evaluation.score import Scale, build_references, score_run, structural_similarity
 from elfatt_sd.evaluation.statistics import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE, FeatureStatistics, student_quantile
 
 
@@ -48,6 +47,13 @@ def scored(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
         run_dir = write_run(tmp_path_factory.mktemp("runs") / "run", protocol(), stride=1)
         score_run(Run.open(run_dir))
     return run_dir
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that is scored quickly."""
+    counting(monkeypatch)
+    return write_run(tmp_path / "run", protocol())
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +106,7 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
     tome = rows["tome"]["paired"]
     assert (tome["psnr"]["identical"], tome["psnr"]["unit"]) == (COUNT - 3, "dB")
     assert rows["tome"]["most_changed"] == [2, 5, 7]
-    assert len(rows["dark"]["most_changed"]) == pairs.MOST_CHANGED
+    assert len(rows["dark"]["most_changed"]) == score.MOST_CHANGED
     assert rows["null"]["paired"]["psnr"]["median"] < 25
     assert rows["null"]["paired"]["ssim"]["median"] < 0.9 < tome["ssim"]["mean"] < 1
     assert tome["cosine"]["mean"] > rows["dark"]["paired"]["cosine"]["mean"]
@@ -132,7 +138,7 @@ def test_pairs_are_compared_on_the_cpu_where_a_device_has_no_float64(
 ) -> None:
     row, baseline = (Images.of_row(row_of(scored, cell)) for cell in (CELLS[2], CELLS[0]))
     changes = score.pair_changes(row, baseline, scored / "on a CPU", torch.device("cpu"))
-    monkeypatch.setattr(pairs, "has_float64", lambda device: False)
+    monkeypatch.setattr(score, "has_float64", lambda device: False)
     assert torch.equal(score.pair_changes(row, baseline, scored / "elsewhere", torch.device("meta")), changes)
 
 
@@ -149,10 +155,8 @@ def test_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
     assert row["most_changed"] == []
 
 
-def test_scores_carry_the_recorded_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_carry_the_recorded_identity(run_dir: Path) -> None:
     """A run from before a field was added: its identity stays, though its protocol now gives another."""
-    counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol())
     run = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps({**run, "identity": "of an earlier version"}))
     score_run(Run.open(run_dir))
@@ -212,29 +216,25 @@ def test_the_distances_of_a_row_are_computed_once(tmp_path: Path, monkeypatch: p
     counting(monkeypatch)
     calls: list[str] = []
     for name in ("frechet_figures", "kernel_distance"):
-        real = getattr(scales, name)
+        real = getattr(score, name)
 
         def noted(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
             calls.append(name)
             return real(*args, **options)
 
-        monkeypatch.setattr(scales, name, noted)
+        monkeypatch.setattr(score, name, noted)
     score_run(Run.open(write_run(tmp_path / "run", protocol())))
     assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, len(CELLS))
 
 
-def test_other_extractors_tell_no_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol())
+def test_other_extractors_tell_no_attributes(run_dir: Path) -> None:
     score_run(Run.open(run_dir))
     row = json.loads((run_dir / "scores.json").read_text())["rows"]["dark"]
     assert row["accuracy"] is None
     assert list(row["distances"]) == ["FD-regions", "KD-regions"]
 
 
-def test_altered_and_deleted_pictures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol())
+def test_altered_and_deleted_pictures_are_named(run_dir: Path) -> None:
     victim = row_of(run_dir, CELLS[2]).image_file(7)
     Image.new("RGB", (256, 256), "red").save(victim)
     with pytest.raises(ElfattError, match=r"tome/images/00007.png was altered"):
@@ -245,11 +245,7 @@ def test_altered_and_deleted_pictures_are_named(tmp_path: Path, monkeypatch: pyt
     assert not (run_dir / "scores.json").exists()
 
 
-def test_unfinished_rows_are_left_out_and_the_baseline_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol())
+def test_unfinished_rows_are_left_out_and_the_baseline_is_needed(run_dir: Path) -> None:
     row_of(run_dir, CELLS[2]).manifest.unlink()
     score_run(Run.open(run_dir))
     assert list(json.loads((run_dir / "scores.json").read_text())["rows"]) == ["sd", "null", "dark"]
@@ -272,3 +268,121 @@ def test_two_extractors_of_one_kind_are_refused(monkeypatch: pytest.MonkeyPatch)
     counting(monkeypatch)
     with pytest.raises(ElfattError, match=r"\['clip:a', 'clip:b'\] give FD-regions twice; give one of each kind"):
         score.load_extractors(protocol(extractors=("clip:a", "clip:b")))
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def test_a_killed_scoring_goes_on_and_gives_the_same_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counting(monkeypatch)
+    monkeypatch.setattr(extraction, "CHUNK", 16)
+    monkeypatch.setattr(extraction, "BATCH", 8)
+    run_dir = write_run(tmp_path / "run", protocol())
+    score_run(Run.open(run_dir))
+    whole = (run_dir / "scores.json").read_bytes()
+    for path in (run_dir / "scores").iterdir():
+        path.unlink()
+    (run_dir / "scores.json").unlink()
+    seen: list[int] = []
+
+    def kill(_: str, done: int, __: int) -> None:
+        seen.append(done)
+        if len(seen) == 8:
+            raise Killed
+
+    with pytest.raises(Killed):
+        score_run(Run.open(run_dir), progress=kill)
+    (parts,) = (run_dir / "scores").glob("*.parts")
+    (parts / ".chunk-00001.npz.123.part").write_bytes(b"half")  # as SIGKILL leaves it, which no `finally` follows
+    before = len(made)
+    score_run(Run.open(run_dir))
+    assert 0 < int(made[before].network.calls) < 4 * COUNT  # type: ignore[arg-type]
+    assert (run_dir / "scores.json").read_bytes() == whole
+    assert not list((run_dir / "scores").rglob("*.part*"))
+
+
+def test_features_are_computed_once_per_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counting(monkeypatch)
+    run_dir = write_run(tmp_path / "run", protocol())
+    build_references(protocol())
+    told: list[list[tuple[str, int, int]]] = [[], []]
+    for calls in told:
+        score_run(Run.open(run_dir), progress=lambda *call, calls=calls: calls.append(call))  # type: ignore[misc]
+    compared = [(f"{cell.name}, PSNR and SSIM", COUNT, COUNT) for cell in CELLS[1:]]
+    assert [call for call in told[0] if "PSNR" in call[0] and call[1] == call[2]] == compared
+    assert not told[1], "nothing is looked at twice"
+    assert [int(extractor.network.calls) for extractor in made[1:]] == [4 * COUNT, 0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 2.0])
+def test_kept_changes_that_cannot_be_are_computed_again(run_dir: Path, odd: float) -> None:
+    build_references(protocol())
+    score_run(Run.open(run_dir))
+    scores = (run_dir / "scores.json").read_bytes()
+    (kept,) = (run_dir / "scores").glob("tome-pairs-*.npy")
+    changes = np.load(kept)
+    changes[3, 1] = odd
+    np.save(kept, changes)
+    score_run(Run.open(run_dir))
+    assert (run_dir / "scores.json").read_bytes() == scores
+
+
+def test_what_scores_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extractor and the reference, neither of which the run's own folder shows."""
+    made = counting(monkeypatch)
+
+    def inputs(specification: Protocol) -> dict[str, str]:
+        return score.score_inputs(specification, score.load_extractors(specification))
+
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    Image.fromarray(~pixels).save(tmp_path / "b.png")
+    specification = protocol(reference=Reference(str(tmp_path), count=2))
+    before = inputs(specification)
+    assert inputs(specification) == before
+    assert before == {"FD-regions": build_references(specification)[0].identity}
+    Image.fromarray(pixels[:4]).save(tmp_path / "b.png")
+    replaced = inputs(specification)
+    assert replaced != before
+    load = score.load_extractor
+
+    def retrained(spec: str, **options: Any) -> Extractor:
+        extractor = load(spec, **options)
+        extractor.preprocessing["sha256"] = "of other weights"
+        return extractor
+
+    monkeypatch.setattr(score, "load_extractor", retrained)
+    assert inputs(specification) not in (before, replaced)
+    assert [int(extractor.network.calls) for extractor in made].count(0) == len(made) - 1  # type: ignore[arg-type]
+    np.savez(tmp_path / "other.npz", mu=np.zeros(12), sigma=np.eye(12))
+    moments = protocol(reference=Reference(str(tmp_path / "other.npz")))
+    assert inputs(moments) == {"FD-regions": build_references(moments)[0].identity}
+
+
+def pictures(seed: int, *shape: int) -> Tensor:
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 255).round().double()
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 24, 40), (1, 3, 6, 7), (2, 1, 33, 16)], ids=str)
+@pytest.mark.parametrize("noise", [1.0, 30.0, 255.0])
+def test_values_are_those_of_torchmetrics(shape: tuple[int, ...], noise: float) -> None:
+    first = pictures(0, *shape)
+    first[..., : shape[-1] // 2] = 200  # flat in one half
+    second = (first + noise / 255 * pictures(1, *shape)).clamp(max=255).round()
+    expected = structural_similarity_index_measure(first, second, data_range=255.0, reduction="none")
+    ours = structural_similarity(first, second, data_range=255.0)
+    assert ours.shape == shape[:1]
+    torch.testing.assert_close(ours, torch.as_tensor(expected).reshape(-1), rtol=0, atol=1e-10)
+
+
+def test_unlike_pictures_are_less_alike_than_like_ones() -> None:
+    first, other = pictures(0, 1, 3, 32, 32), pictures(1, 1, 3, 32, 32)
+    near = structural_similarity(first, (first + 3).clamp(max=255), 255.0)
+    assert structural_similarity(first, other, 255.0) < 0.1 < 0.9 < near < 1
+
+
+def test_equal_flat_pictures_are_alike() -> None:
+    for level in (0.0, 17.0, 255.0):
+        flat = torch.full((1, 3, 16, 16), level, dtype=torch.float64)
+        torch.testing.assert_close(structural_similarity(flat, flat, 255.0), torch.ones(1, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""The stages of a run: what is done once, what is done again, and what is told before any work."""
+"""The stages of a run: what is done once, what is done again, and what is told before any work, as by a dry run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import small_run
 from small_run import row_of
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation import generate, sources, stages
-from elfatt_sd.evaluation import score as scoring
+from elfatt_sd.evaluation import generate, score, sources, stages
 from elfatt_sd.evaluation.features import load_extractor
+from elfatt_sd.evaluation.measure import program_of
+from elfatt_sd.evaluation.metrics.base import MetricChoice
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run, RunFailure
 
@@ -255,7 +256,67 @@ def test_scoring_loads_each_extractor_once(
         loaded.append(spec)
         return load_extractor(spec, **options)
 
-    monkeypatch.setattr(scoring, "load_extractor", load)
+    monkeypatch.setattr(score, "load_extractor", load)
     stages.score(Run(copy, full_protocol), lambda line: None)
     assert loaded == list(full_protocol.extractors)
     assert (copy / "scores.json").read_bytes() == (finished_run / "scores.json").read_bytes()
+
+
+def test_what_is_left_to_do_is_counted(full_protocol: Protocol, finished_run: Path, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", full_protocol)
+    assert stages.count_images(run) == 5 * 4
+    assert stages.disk_gib(run) == pytest.approx(20 * 32 * 32 * 1.6 / 2**30)
+    assert len({program_of(cell) for cell in full_protocol.cells}) == 3  # the untouched one for baseline and null row
+    assert stages.to_do(run) == (
+        "20 images of 4 steps, 2 rounds of 4 rows to time, 6 processes to measure the memory, the scores"
+    )
+    assert stages.to_do(Run(finished_run, full_protocol)) == "nothing"
+
+
+def test_every_obstacle_is_named_at_once(
+    full_protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stages.obstacles(Run(tmp_path / "new", full_protocol)) == []
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(Run, "free_gib", 0.0)
+    wrong = dataclasses.replace(
+        full_protocol,
+        model="/nowhere/sd",
+        extractors=("clip:/nowhere/clip", "dinov2:/nowhere/dino"),
+        reference=dataclasses.replace(full_protocol.reference, source="/nowhere/val"),
+        metrics=(MetricChoice("lpips", "/nowhere/alex.pth"), MetricChoice("no_module:f"), MetricChoice("cmmd")),
+    )
+    told = stages.obstacles(Run(tmp_path / "new", wrong), [tmp_path / "lost"])
+    parts = ["/nowhere/sd", "/nowhere/clip", "/nowhere/dino", "/nowhere/val", "lost", "GiB of disk are needed"]
+    for part in (*parts, "/nowhere/alex.pth", "no_module:f"):
+        assert sum(part in line for line in told) == 1, (part, told)
+
+
+@pytest.mark.parametrize(
+    ("changes", "obstacle"),
+    [
+        ({"height": 33}, "height=33 is not accepted"),
+        (
+            {"metrics": (MetricChoice("prdc"),), "limit": 5},
+            "metric 'prdc' needs more than 5 images and reference images; there are 5.",
+        ),
+        (
+            {"scheduler": "FlowMatchEulerDiscreteScheduler"},
+            "scheduler='FlowMatchEulerDiscreteScheduler' does not fit the model's PNDMScheduler: it takes ",
+        ),
+        ({"metrics": (MetricChoice("colorsys:rgb_to_hsv", name="x"),) * 2}, "metrics give 'x' twice"),
+    ],
+    ids=str,
+)
+def test_an_obstacle_is_named_alone(
+    full_protocol: Protocol, tmp_path: Path, changes: dict[str, Any], obstacle: str
+) -> None:
+    (told,) = stages.obstacles(Run(tmp_path / "new", dataclasses.replace(full_protocol, **changes)))
+    assert told.startswith(obstacle)
+
+
+def test_images_of_the_run_are_no_reference(full_protocol: Protocol, tmp_path: Path) -> None:
+    (own := tmp_path / "run" / "cells" / "sd" / "images").mkdir(parents=True)
+    given = dataclasses.replace(full_protocol.reference, source=str(own))
+    told = stages.obstacles(Run(tmp_path / "run", dataclasses.replace(full_protocol, reference=given)))
+    assert any("is of this run; give images that it is compared with" in line for line in told)

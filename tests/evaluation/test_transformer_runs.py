@@ -23,8 +23,8 @@ from PIL import Image
 from weights import write_classifier, write_clip
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation import measure as memory
-from elfatt_sd.evaluation.generate import Images
+from elfatt_sd.evaluation import measure
+from elfatt_sd.evaluation.extraction import Images
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, make_images
 from elfatt_sd.evaluation.protocols import Protocol, load_protocol
 from elfatt_sd.evaluation.run import Run
@@ -92,7 +92,7 @@ def finished(request: pytest.FixtureRequest, folder: Path, weights: list[str]) -
     run = Run(folder / f"run-{request.param}", specification(request.param, case.write(folder), weights))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ELFATT_SD_CACHE", str(folder / "cache"))
-        patch.setattr(memory, "run_worker", memory.measure_peaks)
+        patch.setattr(measure, "run_worker", measure.measure_peaks)
         assert evaluate(run, lambda line: None, show_progress=False) == {}
     results = json.loads((run.folder / "results.json").read_text())
     return Finished(case, run, {row["cell"]: row for row in results["rows"]})

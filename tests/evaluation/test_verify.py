@@ -31,50 +31,40 @@ def _alter(run_dir: Path, image: Path) -> None:
     flipped.save(image)
 
 
-def _delete(run_dir: Path, image: Path) -> None:
-    image.unlink()
+def _replace(place: str, before: str, now: str) -> Callable[[Path, Path], None]:
+    """Return what puts one text in place of another in a file of the run."""
 
+    def damage(run_dir: Path, image: Path) -> None:
+        text = (run_dir / place).read_text()
+        assert before in text
+        (run_dir / place).write_text(text.replace(before, now))
 
-def _add(run_dir: Path, image: Path) -> None:
-    shutil.copy(image, image.with_name("00009.png"))
-
-
-def _swap_prompt(run_dir: Path, image: Path) -> None:
-    manifest = image.parents[1] / "manifest.jsonl"
-    manifest.write_text(manifest.read_text().replace('"owl"', '"eagle"'))
-
-
-def _swap_class(run_dir: Path, image: Path) -> None:
-    manifest = image.parents[1] / "manifest.jsonl"
-    manifest.write_text(manifest.read_text().replace('"class_index": 2', '"class_index": 1'))
-
-
-def _point_elsewhere(run_dir: Path, image: Path) -> None:
-    manifest = image.parents[1] / "manifest.jsonl"
-    manifest.write_text(manifest.read_text().replace("images/00002.png", "../other.png"))
+    return damage
 
 
 def _cut_manifest(run_dir: Path, image: Path) -> None:
-    manifest = image.parents[1] / "manifest.jsonl"
+    manifest = run_dir / MANIFEST
     manifest.write_text("".join(manifest.read_text().splitlines(keepends=True)[:-1]))
 
 
-def _edit_protocol(run_dir: Path, image: Path) -> None:
-    path = run_dir / RUN_FILE
-    path.write_text(path.read_text().replace('"guidance": 7.5', '"guidance": 5.0'))
+MANIFEST = "cells/null/manifest.jsonl"
+UNLIKE = f"{MANIFEST}: images, prompts, classes or seeds are not"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (_alter, "cells/null/images/00002.png: altered"),
-        (_delete, "cells/null/images/00002.png: deleted"),
-        (_add, "cells/null/images/00009.png: not an image of this run"),
-        (_swap_prompt, "cells/null/manifest.jsonl: images, prompts, classes or seeds are not"),
-        (_swap_class, "cells/null/manifest.jsonl: images, prompts, classes or seeds are not"),
-        (_point_elsewhere, "cells/null/manifest.jsonl: file='../other.png' is not where image 2 lies"),
-        (_cut_manifest, "cells/null/manifest.jsonl: images, prompts, classes or seeds are not"),
-        (_edit_protocol, "run.json: the protocol does not have the identity"),
+        (lambda _, image: image.unlink(), "cells/null/images/00002.png: deleted"),
+        (lambda _, image: shutil.copy(image, image.with_name("00009.png")), "00009.png: not an image of this run"),
+        (_replace(MANIFEST, '"owl"', '"eagle"'), UNLIKE),
+        (_replace(MANIFEST, '"class_index": 2', '"class_index": 1'), UNLIKE),
+        (
+            _replace(MANIFEST, "images/00002.png", "../other.png"),
+            f"{MANIFEST}: file='../other.png' is not where image 2 lies",
+        ),
+        (_cut_manifest, UNLIKE),
+        (_replace(RUN_FILE, '"guidance": 7.5', '"guidance": 5.0'), "run.json: the protocol does not have the identity"),
     ],
 )
 def test_damage_is_named(
@@ -91,27 +81,20 @@ def _edit(path: Path, change: Callable[[Any], None]) -> None:
     path.write_text(json.dumps(data))
 
 
-def test_edited_scores_are_found_by_computing_them_anew(copy: Path) -> None:
-    def improve(data: Any) -> None:
-        data["rows"]["null"]["distances"]["FD-CLIP (ViT of width 32/8@32) (12 reference images)"]["value"] *= 0.9
+FD = "FD-CLIP (ViT of width 32/8@32) (12 reference images)"
 
-    _edit(copy / "scores.json", improve)
-    (problem, *rest) = verify_run(Run.open(copy))
-    assert "scores.json: rows.null.distances.FD-CLIP (ViT of width 32/8@32) (12 reference images).value is" in problem
+
+def test_edited_scores_are_found_by_computing_them_anew(copy: Path) -> None:
+    def edit(data: Any) -> None:
+        data["rows"]["null"]["distances"][FD]["value"] *= 0.9
+        data["references"][FD]["count"] = 50_000
+
+    _edit(copy / "scores.json", edit)
+    reference, distance, *rest = verify_run(Run.open(copy))
+    assert f"scores.json: references.{FD}.count is 50000, computed again 12" in reference
+    assert f"scores.json: rows.null.distances.{FD}.value is" in distance
     assert any("results.json" in line for line in rest)
     assert all("results.json" in line for line in verify_run(Run.open(copy), recompute=False))
-
-
-def test_an_edited_reference_is_found_by_computing_it_anew(copy: Path) -> None:
-    def enlarge(data: Any) -> None:
-        data["references"]["FD-CLIP (ViT of width 32/8@32) (12 reference images)"]["count"] = 50_000
-
-    _edit(copy / "scores.json", enlarge)
-    (problem, _) = verify_run(Run.open(copy))
-    assert (
-        "scores.json: references.FD-CLIP (ViT of width 32/8@32) (12 reference images).count is 50000, computed again 12"
-        in problem
-    )
 
 
 @pytest.mark.parametrize("change", ["halve", "drop"])
@@ -136,38 +119,29 @@ def test_a_cost_that_cannot_be_worked_out_is_named(copy: Path) -> None:
     assert "cost.json: it cannot be worked out again" in problem
 
 
-def _halve_time(data: Any) -> None:
-    data["rows"][2]["time"]["unet"]["seconds_per_image"] /= 2
-
-
-def _change_little(data: Any) -> None:
-    data["rows"][2]["distances"]["FD-CLIP (ViT of width 32/8@32) (12 reference images)"]["value"] *= 1 - 1e-6
-
-
-def _count_more(data: Any) -> None:
-    data["rows"][2]["paired"]["psnr"]["identical"] += 1
-
-
-def _change_steps(data: Any) -> None:
-    data["protocol"]["steps"] = 50
-
-
-def _change_machine(data: Any) -> None:
-    data["environment"]["timing"]["environment"]["device"] = "Abacus"
-
-
 @pytest.mark.parametrize(
-    ("change", "place"),
+    ("keys", "change", "place"),
     [
-        (_halve_time, "rows[elfatt-ratio0.5-block_size16-agents8].time.unet.seconds_per_image"),
-        (_change_little, "distances.FD-CLIP (ViT of width 32/8@32) (12 reference images).value"),
-        (_count_more, "paired.psnr.identical is 1,"),
-        (_change_steps, "protocol.steps is 50, in the files of the stages 4"),
-        (_change_machine, "environment.timing.environment.device is Abacus"),
+        (("rows", 2, "time", "unet", "seconds_per_image"), 0.5, f"rows[{ELFATT}].time.unet.seconds_per_image"),
+        (("rows", 2, "distances", FD, "value"), 1 - 1e-6, f"distances.{FD}.value"),
+        (("rows", 2, "paired", "psnr", "identical"), 1, "paired.psnr.identical is 1,"),
+        (("protocol", "steps"), 50, "protocol.steps is 50, in the files of the stages 4"),
+        (
+            ("environment", "timing", "environment", "device"),
+            "Abacus",
+            "environment.timing.environment.device is Abacus",
+        ),
     ],
 )
-def test_edited_results_are_found(copy: Path, change: Callable[[Any], None], place: str) -> None:
-    _edit(copy / "results.json", change)
+def test_edited_results_are_found(copy: Path, keys: tuple[Any, ...], change: Any, place: str) -> None:
+    """A figure is multiplied, anything else replaced."""
+
+    def edit(data: Any) -> None:
+        for key in keys[:-1]:
+            data = data[key]
+        data[keys[-1]] = data[keys[-1]] * change if isinstance(change, float) else change
+
+    _edit(copy / "results.json", edit)
     (problem,) = verify_run(Run.open(copy), recompute=False)
     assert "results.json: " in problem
     assert place in problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,12 +16,10 @@ from elfatt_sd.devices import plain_defaults
 from elfatt_sd.drawing.running import tell_cut
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import features as vision
-from elfatt_sd.evaluation.extraction import quiet_pillow
 from elfatt_sd.evaluation.features import Extractor, exact_float32
-from elfatt_sd.evaluation.frechet import Scale
-from elfatt_sd.evaluation.generate import Images
 from elfatt_sd.evaluation.metrics.base import Batch, Better, ImageMetric, MetricChoice
 from elfatt_sd.evaluation.metrics.neighbours import neighbour_figures
+from elfatt_sd.evaluation.sources import quiet_pillow
 from elfatt_sd.evaluation.statistics import (
     Estimate,
     even_classes,
@@ -35,6 +33,10 @@ from elfatt_sd.evaluation.statistics import (
 )
 from elfatt_sd.files import atomic_file, sha256_of_data
 from elfatt_sd.progress import Progress
+
+if TYPE_CHECKING:
+    from elfatt_sd.evaluation.extraction import Images
+    from elfatt_sd.evaluation.score import Scale
 
 _TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"}
 

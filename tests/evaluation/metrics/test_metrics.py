@@ -14,7 +14,7 @@ from torch import Tensor
 from weights import write_classifier, write_clip
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.generate import Images
+from elfatt_sd.evaluation.extraction import Images
 from elfatt_sd.evaluation.metrics import closeness
 from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric, MetricChoice
 from elfatt_sd.evaluation.metrics.scores import Scorer, _cmmd, check_feature_metrics, load_metrics

@@ -1,0 +1,113 @@
+"""The processes of one launch: what one of them does for all, and where they must agree."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elfatt_sd.errors import ElfattError
+
+Value = TypeVar("Value")
+
+
+def process_state(device: str = "auto") -> Any:
+    from accelerate import PartialState
+
+    from elfatt_sd.loading import pick_device
+
+    # The first process scores alone at the end, while the others wait: far longer than the usual ten minutes.
+    return PartialState(cpu=pick_device(device).type == "cpu", timeout=datetime.timedelta(days=1))
+
+
+def scoring_device(device: str) -> str:
+    """Return the device that a run was made on, or `auto` where this machine has none: scores need not that one."""
+    from elfatt_sd.loading import pick_device
+
+    try:
+        pick_device(device)
+    except ElfattError:
+        return "auto"
+    return device
+
+
+def is_first() -> bool:
+    return bool(process_state().is_main_process)
+
+
+def among_others() -> bool:
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def leave_processes() -> None:
+    """Wait for the other processes of a launch and part from them."""
+    if among_others():
+        import torch
+
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def gathered(value: Value) -> list[Value]:
+    if not among_others():
+        return [value]
+    from accelerate.utils import gather_object
+
+    found: list[Value] = gather_object([value])
+    return found
+
+
+def together(action: Callable[[], Value]) -> Value:
+    """Do something in every process; where it fails in one, it fails in all. All processes must call this."""
+    try:
+        value = action()
+    except Exception as error:
+        gathered(str(error))
+        raise
+    reasons = [reason for reason in gathered(None) if reason is not None]
+    if reasons:
+        raise ElfattError(reasons[0])
+    return value
+
+
+def check_shared(folder: Path, what: str, remedy: str) -> None:
+    """Refuse to go on where the processes of a launch do not all see the same folder; all of them must call this."""
+    if not among_others():
+        return
+    marker = folder / by_first(lambda: _new_marker(folder, what, remedy))
+    try:
+        places = gathered((platform.node(), str(folder), os.path.isfile(marker)))
+    finally:
+        if is_first():
+            marker.unlink(missing_ok=True)
+    for number, (machine, place, shared) in enumerate(places):
+        if not shared:
+            raise ElfattError(
+                f"{what} {places[0][1]} of process 0 ({places[0][0]}) is not that of process {number} ({place} on "
+                f"{machine}); {remedy}."
+            )
+
+
+def _new_marker(folder: Path, what: str, remedy: str) -> str:
+    """Write a file of a name that no file system can have noted as absent, and return the name."""
+    name = f".seen-{secrets.token_hex(8)}.part"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    except OSError as error:
+        raise ElfattError(f"{what} {folder} cannot be written: {error.strerror}; {remedy}.") from error
+    return name
+
+
+def by_first(action: Callable[[], Value]) -> Value:
+    """Do something in the first process alone and return in all what it returns there; see `together`."""
+    first = is_first()
+    value: Any = gathered(together(lambda: action() if first else None))[0]
+    found: Value = value
+    return found
