@@ -104,6 +104,13 @@ class Figure(Struct, frozen=True):
     difference: Difference | None = None
 
 
+class MetricFigure(Figure, frozen=True):
+    """A further metric."""
+
+    better: str = ""  # `higher`, `lower` or neither
+    compares: bool = False  # with the untouched images
+
+
 class Changes(Struct, frozen=True):
     """A measure of each image against the untouched pipeline's, summed up."""
 
@@ -134,7 +141,7 @@ class ScoredRow(Struct, frozen=True):
     paired: Paired | None = None
     accuracy: dict[str, Figure] | None = None
     most_changed: list[Index] | None = None
-    metrics: dict[str, Figure] | None = None
+    metrics: dict[str, MetricFigure] | None = None
 
 
 class Scores(Struct, frozen=True):

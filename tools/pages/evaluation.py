@@ -134,7 +134,7 @@ def _origin(results: Results) -> str:
     """Say in a sentence where the figures come from."""
     packages = results.environment.get("packages") or {}
     images = max((row.images or 0 for row in results.rows), default=0)
-    settings = [f"{plural(images, 'image')} a row", f"{results.from_protocol('steps')} steps"]
+    settings = [f"{plural(images, 'image')} a row", f"{results.protocol.get('steps')} steps"]
     versions = [f"{name} {packages[name]}" for name in ("torch", "diffusers") if name in packages]
     identity = str(results.data.get("identity") or "")[:12]
     said = ", ".join([*settings, results.hardware or "unknown hardware", *versions])

@@ -13,7 +13,7 @@ from elfatt_sd.config import METHODS
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.charts import INK, PAPER, Chart, figure_and_axes, legend_above
 from elfatt_sd.evaluation.report.charts import METHODS as COLOURS
-from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, dig, number, setting_text
+from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, setting_text
 from elfatt_sd.evaluation.report.plots import CROWDED_HEIGHT, Spot, draw_front, front, write_beside
 from elfatt_sd.evaluation.report.tables import TIMES, decimals_for, fixed, interval, span
 from elfatt_sd.evaluation.report.writers import md_table
@@ -50,9 +50,9 @@ class _Entrant:
     def phases(self) -> list[Phase]:
         """The phases of the row's method that approximate; empty where the run does not tell them."""
         cells = self.run.protocol.get("cells") or []
-        config = next((dig(cell, "config") for cell in cells if dig(cell, "name") == self.spot.row.cell), None)
+        config = next((cell.get("config") for cell in cells if cell["name"] == self.spot.row.cell), None) or {}
         try:
-            phases = [Phase.from_dict(each) for each in dig(config, "phases") or []]
+            phases = [Phase.from_dict(each) for each in config.get("phases") or []]
         except ElfattError:  # an attention of somebody else's, which is not registered here
             return []
         return [phase for phase in phases if not phase.exact]
@@ -145,7 +145,7 @@ def _threads(runs: Sequence[Results]) -> str:
     """Say which runs were timed with how many threads, where they differ."""
     by_count: dict[str, list[str]] = {}
     for run in runs:
-        by_count.setdefault(setting_text(number(run.machine, "cpu_threads")), []).append(run.name)
+        by_count.setdefault(setting_text(run.machine.get("cpu_threads")), []).append(run.name)
     if len(by_count) < 2:
         return ""
     *few, (most, _) = sorted(by_count.items(), key=lambda item: len(item[1]))

@@ -193,7 +193,7 @@ def memory_regression(results: Results, palette: Palette) -> Chart | str:
     for row in rows:
         style, measured = palette.style(row), row.memory_points()
         axes.plot(*zip(*measured, strict=True), style.marker, color=style.colour, label=legend_name(row), markersize=4)
-        slope, start = row.memory(), row.memory("intercept_gib")
+        slope, start = row.memory.gib_per_image, row.memory.intercept_gib
         if slope is not None and start is not None:
             ends = [0.0, max(batch for batch, _ in measured)]
             axes.plot(ends, [start + slope * batch for batch in ends], color=style.colour, linewidth=1)

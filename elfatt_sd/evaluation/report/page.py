@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.report.charts import METHODS, METHODS_DARK, Palette
-from elfatt_sd.evaluation.report.data import NULL, PARTS, Results, Row, is_kernel, number
+from elfatt_sd.evaluation.report.data import NULL, PARTS, Results, Row, is_kernel
 from elfatt_sd.evaluation.report.plots import Plot
 from elfatt_sd.evaluation.report.published import comparability, comparable_words, published_source
 from elfatt_sd.evaluation.report.summary import findings, headline, recommended
@@ -120,8 +120,8 @@ class Pictures:
     @property
     def _clip(self) -> tuple[int, float]:
         """Frames of each image, and how many are shown a second."""
-        frames, rate = (number(self.results.protocol, key) for key in ("frames", "frame_rate"))
-        return max(int(frames or 1), 1), rate if rate and 0.01 <= rate <= 1000 else 16.0
+        frames, rate = (self.results.protocol.get(key) for key in ("frames", "frame_rate"))
+        return max(frames or 1, 1), rate if rate and 0.01 <= rate <= 1000 else 16.0
 
     def _folder(self, row: Row) -> RowFolder:
         return RowFolder(self.results.folder / "cells" / row.cell)

@@ -8,7 +8,7 @@ from typing import Any
 from elfatt_sd.config import PatchConfig, known_method
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.protocols import PRINTED
-from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row, dig, setting_text
+from elfatt_sd.evaluation.report.data import BASELINE, NULL, Results, Row, setting_text
 
 FIGURES = dict(zip(PRINTED, (("FID ↓", 1), ("s/img", 3), ("GB/img", 2)), strict=True))
 
@@ -52,13 +52,13 @@ _USUAL = "FID (pytorch-fid)"  # published tables are pytorch-fid's, as this harn
 _DISTANCES = {"Token Merging for Fast Stable Diffusion": f"{_USUAL} (5000 reference images, cropped to 512)"}
 
 
-def published_rows(results: Results) -> list[Mapping[str, Any]]:
-    rows = dig(results.data, "published", "rows")
-    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, Sequence) else []
+def published_rows(results: Results) -> Sequence[Mapping[str, Any]]:
+    rows: Sequence[Mapping[str, Any]] = results.published.get("rows") or []
+    return rows
 
 
 def published_source(results: Results) -> str:
-    return str(dig(results.data, "published", "source") or "published")
+    return str(results.published.get("source") or "published")
 
 
 def published_for(results: Results, row: Row) -> Mapping[str, Any] | None:
@@ -80,9 +80,10 @@ def departures(results: Results) -> list[str]:
     asked = ASKED.get(source, {})
     if not asked:
         return []
+    labels = "those of the labels"
     counts = sorted({row.images for row in results.rows if row.images} - {_PICTURES})
     found = [(name, results.protocol.get(name, wanted), wanted) for name, wanted in asked.items()]
-    found += [("prompts", dig(results.protocol, "prompts", "file") or "those of the labels", "those of the labels")]
+    found += [("prompts", (results.protocol.get("prompts") or {}).get("file") or labels, labels)]
     found += [("images per row", counts[0] if counts else _PICTURES, _PICTURES)]
     found += [("distance", results.distance, _DISTANCES.get(source, _USUAL))]
     told = [(name, here, wanted) for name, here, wanted in found if here != wanted]
@@ -103,24 +104,25 @@ def comparable_words(results: Results) -> str:
 
 def _conditions(results: Results) -> dict[str, str]:
     """Describe the run in the terms of the published setup, from whatever the protocol and environment record."""
+    protocol = results.protocol
 
     def told(key: str, pattern: str = "{}") -> str:
-        value = results.from_protocol(key)
+        value = protocol.get(key)
         return "" if value in (None, "") else pattern.format(setting_text(value))
 
-    timed = dig(results.protocol, "time", "batch") or results.from_protocol("batch")
+    timed = (protocol.get("time") or {}).get("batch") or protocol.get("batch")
     counts = sorted({row.images for row in results.rows if row.images})
     size = " x ".join(filter(None, (told("width"), told("height"))))
     sampling = [told("steps", "{} steps"), told("guidance", "guidance {}"), size]
     if told("scheduler") != "stored":  # the model's own
         sampling.append(told("scheduler", "scheduler {}"))
-    kinds = {str(dig(row.data, "memory", "kind")) for row in results.rows if dig(row.data, "memory", "kind")}
+    kinds = {row.memory.kind for row in results.rows if row.memory.kind}
     found = {
         "Model": told("model"),
         "Sampling": ", ".join(part for part in sampling if part),
         "Precision": _PRECISIONS.get(told("dtype"), told("dtype")),
         "Images per row": " to ".join(str(count) for count in dict.fromkeys([*counts[:1], *counts[-1:]])),
-        "Reference": _reference(results.from_protocol("reference")),
+        "Reference": _reference(protocol.get("reference")),
         "Distance": results.distance or "",
         "Hardware": results.hardware,
         "Time": f"batch of {timed}" if timed else "",
@@ -142,7 +144,7 @@ def _reference(value: Any) -> str:
 def _same(published: Mapping[str, Any], row: Row) -> bool:
     settings = {key: value for key, value in published.items() if key != "label" and key not in FIGURES}
     wanted = {key: setting_text(value) for key, value in settings.items() if value is not None}
-    if _bare(published) != _bare(row.data):
+    if _bare(str(published.get("label", ""))) != _bare(row.record.label or ""):
         return False
     if row.role == BASELINE:
         return not wanted
@@ -155,11 +157,11 @@ def _same_program(row: Row, named: Mapping[str, Any]) -> bool:
     if named == row.settings:
         return True
     try:
-        method = known_method(row.data.get("method"))
+        method = known_method(row.record.method)
         return PatchConfig.preset(method, **row.settings) == PatchConfig.preset(method, **named)
     except ElfattError:  # phases of its own, whose settings are not known
         return False
 
 
-def _bare(row: Mapping[str, Any]) -> str:
-    return str(row.get("label", "")).replace("(Baseline)", "").replace("(baseline)", "").strip().lower()
+def _bare(label: str) -> str:
+    return label.replace("(Baseline)", "").replace("(baseline)", "").strip().lower()

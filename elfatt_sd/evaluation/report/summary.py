@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
-from elfatt_sd.evaluation.report.data import PARTS, Estimate, Results, Row, dig, number, numbers
-from elfatt_sd.evaluation.report.tables import decimals_for, fixed, interval, join_names, metric_names, plural, span
+from elfatt_sd.evaluation.report.data import PARTS, Estimate, Results, Row
+from elfatt_sd.evaluation.report.tables import decimals_for, fixed, interval, join_names, plural, span
 from elfatt_sd.evaluation.results import unreadable_references
 from elfatt_sd.evaluation.statistics import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 
@@ -38,7 +38,7 @@ def judges(results: Results) -> list[Judge]:
     distances = sorted(results.distances, key=lambda name: name != results.distance)
     found = [Judge(name, name, "distances") for name in distances]
     found += [Judge("accuracy", "mean", "accuracy")] if "mean" in results.attributes else []
-    found += [Judge(name, name, "metrics") for name in metric_names(results)]
+    found += [Judge(name, name, "metrics") for name in results.metrics]
     return [judge for judge in found if any(judge.verdict(row) for row in results.rows)]
 
 
@@ -66,8 +66,6 @@ def _listed(word: str, names: Sequence[str]) -> str:
         return join_names(names)
     return join_names([*names[: _NAMED - 1], plural(len(names) - _NAMED + 1, "other figure")])
 
-
-pass  # MOVED
 
 _MANY = 10  # comparisons from which on chance verdicts are worth a word
 _ERROR_RATE = 0.05  # of a 95 % interval
@@ -107,13 +105,14 @@ def recommended(results: Results) -> Row | None:
 
 def limits(results: Results) -> str:
     """Say what a quick look limited; empty for a whole run."""
-    limit = number(results.protocol, "limit")
-    if not limit:
+    protocol = results.protocol
+    if not protocol.get("limit"):
         return ""
-    rounds, batches = number(results.protocol, "time", "repeats"), numbers(results.protocol.get("memory"), "batches")
-    parts = [f"every row was limited to {plural(int(limit), 'image')}"]
-    parts += [f"time to {plural(int(rounds), 'round')}"] if rounds else []
-    parts += [f"memory to batches of {join_names(f'{batch:g}' for batch in batches)}"] if batches else []
+    rounds = (protocol.get("time") or {}).get("repeats")
+    batches = (protocol.get("memory") or {}).get("batches")
+    parts = [f"every row was limited to {plural(protocol['limit'], 'image')}"]
+    parts += [f"time to {plural(rounds, 'round')}"] if rounds else []
+    parts += [f"memory to batches of {join_names(map(str, batches))}"] if batches else []
     return f"A quick look: {join_names(parts)}."
 
 
@@ -208,7 +207,7 @@ def _speed(results: Results) -> str:
     start = "Fastest by the median" if _is_faster(results, best) else "None is shown to be faster; highest median"
     again = results.null.speedup(part) if results.null else None
     noise = f"; the null row, untouched again: {_times(again)}" if again else ""
-    kernels = {str(name) for row in results.rows for name in dig(row.data, "time", "attention_kernels") or ()}
+    kernels = {name for row in results.rows for name in row.timed.attention_kernels or ()}
     mixed = f" Rows attend with different kernels: {join_names(sorted(kernels))}." if len(kernels) > 1 else ""
     figure = f"{best.name}, {_times(best.speedup(part) or Estimate(1.0))} as fast"
     return f"{start}, {PARTS[part]}{place}: {figure}{noise}.{mixed}"
@@ -216,7 +215,7 @@ def _speed(results: Results) -> str:
 
 def _gaps(results: Results) -> str:
     """Name what limits the run: a limit on the images, few rounds of timing, what could not be read, failed rows."""
-    note, unreadable = dig(results.environment, "timing", "note"), unreadable_references(results.data.get("reference"))
+    note, unreadable = results.timing.get("note"), unreadable_references(results.data.get("reference"))
     failed = [row.name for row in results.rows if row.failed]
     parts = [
         limits(results),

@@ -1,15 +1,14 @@
-"""The table as Markdown and LaTeX (booktabs), and every figure of the run as CSV."""
+"""The table as Markdown, LaTeX (booktabs) and lines of a terminal, and every figure of the run as CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from elfatt_sd.evaluation.report.data import BASELINE, NULL, STAGES, Estimate, Results, Row, dig, number, setting_text
+from elfatt_sd.evaluation.report.data import BASELINE, NULL, PARTS, STAGES, Estimate, Results, Row, setting_text
 from elfatt_sd.evaluation.report.published import FIGURES, published_for
 from elfatt_sd.evaluation.report.summary import headline, limits
 from elfatt_sd.evaluation.report.tables import (
@@ -18,13 +17,11 @@ from elfatt_sd.evaluation.report.tables import (
     THIS_RUN,
     TIMES,
     TO,
-    Column,
     Entry,
     Line,
     Table,
     decimals_for,
     fixed,
-    metric_names,
     shown,
 )
 from elfatt_sd.evaluation.statistics import BETTER, NO_DIFFERENCE, TOO_FEW, WORSE
@@ -35,8 +32,7 @@ _GAP, _LEAST = 2, 12  # characters between columns, and of a row's name
 
 def terminal_summary(results: Results, width: int = 80) -> str:
     """Write the headline and a table in lines of at most so many characters."""
-    paragraphs = [headline(results), *([words] if (words := limits(results)) else [])]
-    lines = [line for text in paragraphs for line in textwrap.wrap(text, width)]
+    lines = [line for text in (headline(results), limits(results)) for line in textwrap.wrap(text, width)]
     return shown("\n".join([*lines, "", *_table(results, width)]))
 
 
@@ -46,14 +42,14 @@ def _table(results: Results, width: int) -> list[str]:
     decimals = max(decimals_for(row.distance(distance) for row in results.rows), 1) if distance else 0
     texts = [_texts(results, row, decimals) for row in results.rows]
     widths = [max(map(len, column)) for column in zip(titles[1:], *(line for line in texts if line), strict=True)]
-    room = max(width - sum(widths) - _GAP * len(widths), _LEAST)
-    room = min(room, max(len(row.name) for row in results.rows) if results.rows else _LEAST)
-    lines = [_line(titles[0], titles[1:], room, widths)]
+    left = max(width - sum(widths) - _GAP * len(widths), _LEAST)
+    first = min(left, max((len(row.name) for row in results.rows), default=_LEAST))
+    lines = [_line(titles[0], titles[1:], first, widths)]
     for row, line in zip(results.rows, texts, strict=True):
         if row.failed:
-            lines.append(textwrap.shorten(f"{row.short(room)}  failed: {row.failed}", width, placeholder="…"))
+            lines.append(textwrap.shorten(f"{row.short(first)}  failed: {row.failed}", width, placeholder="…"))
         else:
-            lines.append(_line(row.short(room), line, room, widths))
+            lines.append(_line(row.short(first), line, first, widths))
     return lines
 
 
@@ -74,14 +70,15 @@ def _texts(results: Results, row: Row, decimals: int) -> list[str]:
     return [*found, same if closeness is None else fixed(closeness.value, 1)]
 
 
-def _line(name: str, texts: Sequence[str], room: int, widths: Sequence[int]) -> str:
+def _line(name: str, texts: Sequence[str], first: int, widths: Sequence[int]) -> str:
     figures = (text.rjust(size) for text, size in zip(texts, widths, strict=True))
-    return (" " * _GAP).join([name.ljust(room), *figures]).rstrip()
+    return (" " * _GAP).join([name.ljust(first), *figures]).rstrip()
 
 
 def to_markdown(table: Table) -> str:
     """Write a table as GitHub Markdown."""
-    titles = [f"{column.title}{_md_group(column)}" for column in table.columns]
+    groups = (f" — {column.group}" if column.group not in ("", THIS_RUN) else "" for column in table.columns)
+    titles = [f"{column.title}{group}" for column, group in zip(table.columns, groups, strict=True)]
     lines: list[Sequence[str]] = []
     for line in table.lines:
         entries = line.entries
@@ -97,10 +94,6 @@ def md_table(titles: Sequence[str], lines: Sequence[Sequence[str]], figures: Seq
     rule = ["---:" if each else ":---" for each in figures]
     rows = [[*map(md_escape, titles)], rule, *([*map(md_escape, line)] for line in lines)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
-
-
-def _md_group(column: Column) -> str:
-    return f" — {column.group}" if column.group not in ("", THIS_RUN) else ""
 
 
 def md_escape(text: str) -> str:
@@ -129,7 +122,8 @@ def to_latex(table: Table, caption: str, label: str) -> str:
     """Write a table as LaTeX with booktabs, shaped as the paper's tables; verdicts and intervals included."""
     lines = ["% needs \\usepackage{booktabs}", "\\begin{table*}[htbp]", "  \\scriptsize", "  \\centering"]
     lines += ["  \\setlength{\\tabcolsep}{3pt}"]
-    lines += [f"  \\caption{{{tex_escape(caption)}}}", f"  \\label{{tab:{_tex_label(label)}}}"]
+    key = "".join(char if char.isascii() and (char.isalnum() or char in "-:") else "-" for char in label)
+    lines += [f"  \\caption{{{tex_escape(caption)}}}", f"  \\label{{tab:{key}}}"]
     lines += [f"  \\begin{{tabular}}{{{''.join('r' if column.figures else 'l' for column in table.columns)}}}"]
     lines += ["    \\toprule", *_tex_groups(table)]
     lines += [f"    {' & '.join(tex_escape(column.title) for column in table.columns)} \\\\", "    \\midrule"]
@@ -138,10 +132,6 @@ def to_latex(table: Table, caption: str, label: str) -> str:
         lines.append(f"    {' & '.join(_tex_cells(line))} \\\\")
     lines += ["    \\bottomrule", "  \\end{tabular}", "\\end{table*}", ""]
     return "\n".join(lines)
-
-
-def _tex_label(label: str) -> str:
-    return "".join(char if char.isascii() and (char.isalnum() or char in "-:") else "-" for char in label)
 
 
 def _tex_groups(table: Table) -> list[str]:
@@ -180,8 +170,8 @@ def to_csv(results: Results) -> str:
 
 
 def _record(results: Results, row: Row) -> dict[str, Any]:
-    record: dict[str, Any] = {"protocol": results.name, "identity": results.data.get("identity"), "cell": row.cell}
-    record |= {"label": row.label, "method": row.method, "role": row.role}
+    record: dict[str, Any] = {"protocol": results.name, "identity": results.data.get("identity")}
+    record |= {key: getattr(row, key) for key in ("cell", "label", "method", "role")}
     record |= {f"setting_{key}": setting_text(value) for key, value in row.settings.items()}
     record |= {"images": row.images, "classes": row.classes}
     for name in results.distances:
@@ -195,25 +185,23 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
         record |= _columns(measure, row.paired(measure)) | spread | {f"{measure} lowest": row.lowest(measure)}
     record["psnr identical"] = row.identical
     figures = [(f"accuracy {name}", row.accuracy(name), name, "accuracy") for name in results.attributes]
-    figures += [(name, row.metric(name), name, "metrics") for name in metric_names(results)]
+    figures += [(name, row.metric(name), name, "metrics") for name in results.metrics]
     for title, figure, name, of in figures:
         record |= _columns(title, figure) | _columns(f"{title} difference", row.difference(name, of))
         record[f"{title} verdict"] = row.verdict(name, of)
-    for part in ("end_to_end", "unet"):
+    for part in PARTS:
         record[f"{part} seconds_per_image"] = row.seconds(part)
         record |= _columns(f"{part} speedup", row.speedup(part))
     record |= _columns("gib_per_image", row.slope)
-    record |= {key: row.memory(key) for key in ("intercept_gib", "fit_error_gib")}
+    record |= {"intercept_gib": row.memory.intercept_gib, "fit_error_gib": row.memory.fit_error_gib}
     record |= {f"{stage} gib_per_image": row.stage_slope(stage) for stage in STAGES}
-    record |= {key: number(row.data, "cost", key) for key in ("density", "multiply_adds")}
-    record |= {f"memory {key}": dig(row.data, "memory", key) for key in ("kind", "note")}
-    record["failed"] = row.failed
+    multiply_adds = row.cost.multiply_adds
+    record |= {"density": row.cost.density, "multiply_adds": multiply_adds and float(multiply_adds)}
+    record |= {"memory kind": row.memory.kind, "memory note": row.memory.note, "failed": row.failed}
     published = published_for(results, row) or {}
     return record | {f"published {key}": published.get(key) for key in FIGURES}
 
 
 def _columns(name: str, value: Estimate | None, ends: tuple[str, ...] = ()) -> dict[str, Any]:
-    found = value or Estimate(math.nan)
-    names = (name, *(ends or (f"{name} low", f"{name} high")))
-    figures = zip(names, (found.value, found.low, found.high), strict=True)
-    return {key: None if figure is None or math.isnan(figure) else figure for key, figure in figures}
+    figures = (value.value, value.low, value.high) if value else (None, None, None)
+    return dict(zip((name, *(ends or (f"{name} low", f"{name} high"))), figures, strict=True))
