@@ -1,6 +1,7 @@
-"""The clock: things run one after the other in each round, and ratios are taken within a round.
+"""Time and memory of calls.
 
-A machine whose clock drifts slows all of them alike.
+Things that are compared run interleaved, and ratios are taken within a round: a machine whose clock drifts slows all of
+them alike.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -28,134 +28,11 @@ from torch.profiler import ProfilerActivity, profile
 from elfatt_sd.devices import memory_counters, proc_value, synchronize
 from elfatt_sd.errors import is_out_of_memory
 
-pass  # MOVED
-
-_PROCESS_KINDS = {"linux": "VmHWM", "win32": "peak working set", "darwin": "maximum resident set"}
-
-
-def process_peak() -> int | None:
-    if sys.platform == "darwin":
-        return _resident_on_macos()
-    if value := proc_value("/proc/self/status", "VmHWM"):  # ru_maxrss would include the parent's before `exec`
-        return int(value.split()[0]) * 1024
-    peak: int | None = getattr(psutil.Process().memory_info(), "peak_wset", None)  # on Windows
-    return peak
-
-
-def _resident_on_macos() -> int | None:
-    try:
-        import resource
-    except ImportError:
-        return None
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # in bytes there
-
-
-class PeakMeter:
-    """Reads the highest memory use of a device: PyTorch's on CUDA, ROCm and XPU, on a CPU that of the process."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.kind: str | None = None  # what is counted; None where it cannot be measured
-        self._counters = memory_counters(device)
-        if self._counters is not None:
-            self.kind = f"{device.type.upper()} allocated"
-            self.restart()
-        elif device.type == "cpu" and process_peak() is not None:
-            self.kind = _PROCESS_KINDS.get(sys.platform, sys.platform)
-
-    def restart(self) -> bool:
-        """Start again from the present use; tell whether that was possible."""
-        if self._counters is not None:
-            synchronize(self.device)
-            self._counters.reset_peak_memory_stats(self.device)
-            return True
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return False
-        return True
-
-    def read(self) -> int | None:
-        """Wait for the device, and return the highest use in bytes; None where it cannot be measured."""
-        synchronize(self.device)
-        if self._counters is not None:
-            return int(self._counters.max_memory_allocated(self.device))
-        return process_peak() if self.device.type == "cpu" else None
-
-    def read_reserved(self) -> int | None:
-        return None if self._counters is None else int(self._counters.max_memory_reserved(self.device))
-
-
-@contextmanager
-def little_garbage() -> Iterator[None]:
-    """Look for garbage once, and pass over what is there: copies of a model take seconds at every `gc.collect`."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def peak_memory(call: Call, device: torch.device) -> int | None:
-    """Return the bytes that tensors hold at the highest point of a call, beyond what they hold before it.
-
-    On a CPU this is the running sum of what PyTorch's profiler sees allocated and freed. What libraries take without
-    PyTorch's allocator, and the pages of the code that runs, is not in it.
-    """
-    counters = memory_counters(device)
-    if counters is None and device.type != "cpu":
-        return None
-    gc.collect()
-    try:
-        return _tensors_on_cpu(call) if counters is None else _tensors_on_gpu(call, device, counters)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
-
-
-def _tensors_on_gpu(call: Call, device: torch.device, counters: Any) -> int:
-    meter, before = PeakMeter(device), int(counters.memory_allocated(device))
-    call()
-    return (meter.read() or 0) - before
-
-
-def _tensors_on_cpu(call: Call) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        call()
-    profiler: Any = profiled.profiler
-    events = profiler.kineto_results.events()
-    changes: list[tuple[int, int]] = sorted(
-        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
-    )
-    return max(itertools.accumulate((size for _, size in changes), initial=0))
-
-
-pass  # MOVED
-
-
-def replayed(call: Call, device: torch.device) -> Call:
-    """Return a call that replays a CUDA graph of another one, which leaves out the host's time; on a CPU that one."""
-    if device.type != "cuda":
-        return call
-
-    @cache
-    def capture() -> torch.cuda.CUDAGraph:
-        call()
-        synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(graph):
-            call()
-        return graph
-
-    return lambda: capture().replay()
-
-
 Reading = TypeVar("Reading")
 Call = Callable[[], Any]
-_CPU = torch.device("cpu")
 BUSY = 1.2  # longest over shortest time of equal runs, above which something else took the machine
+_CPU = torch.device("cpu")
+_PROCESS_KINDS = {"linux": "VmHWM", "win32": "peak working set", "darwin": "maximum resident set"}
 
 
 @dataclass(frozen=True)
@@ -206,10 +83,6 @@ def _round(
             yield turn, reading
 
 
-def _keep_on(done: int, total: int) -> None:
-    """Tell nobody."""
-
-
 @dataclass
 class Comparison:
     """Things that are timed against each other: a warm-up, then interleaved rounds."""
@@ -217,7 +90,8 @@ class Comparison:
     names: list[str]  # of the things; without those that were lost
     take: Callable[[Turn], float]  # runs one of them once, and returns its seconds
     rounds: int = 1  # that count
-    tell: Callable[[int, int], None] = _keep_on  # called after every turn, with the number of turns so far and in all
+    # called after every turn, with the number of turns so far and in all
+    tell: Callable[[int, int], None] = lambda done, total: None
     # told what a turn raised; the thing is then left out. Without it, the exception goes on to the caller.
     lose: Callable[[str, Exception], None] | None = None
     times: dict[str, list[float]] = field(default_factory=dict)  # seconds of each turn that counts, by name
@@ -363,7 +237,6 @@ class Spread(NamedTuple):
 
     @classmethod
     def over(cls, values: Iterable[float]) -> Self:
-        """Work it out."""
         values = list(values)
         return cls(statistics.median(values), min(values), max(values))
 
@@ -379,3 +252,100 @@ class Spread(NamedTuple):
 
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def process_peak() -> int | None:
+    if sys.platform == "darwin":
+        return _resident_on_macos()
+    if value := proc_value("/proc/self/status", "VmHWM"):  # ru_maxrss would include the parent's before `exec`
+        return int(value.split()[0]) * 1024
+    peak: int | None = getattr(psutil.Process().memory_info(), "peak_wset", None)  # on Windows
+    return peak
+
+
+def _resident_on_macos() -> int | None:
+    try:
+        import resource
+    except ImportError:
+        return None
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # in bytes there
+
+
+class PeakMeter:
+    """Reads the highest memory use of a device: PyTorch's on CUDA, ROCm and XPU, on a CPU that of the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.kind: str | None = None  # what is counted; None where it cannot be measured
+        self._counters = memory_counters(device)
+        if self._counters is not None:
+            self.kind = f"{device.type.upper()} allocated"
+            self.restart()
+        elif device.type == "cpu" and process_peak() is not None:
+            self.kind = _PROCESS_KINDS.get(sys.platform, sys.platform)
+
+    def restart(self) -> bool:
+        """Start again from the present use; tell whether that was possible."""
+        if self._counters is not None:
+            synchronize(self.device)
+            self._counters.reset_peak_memory_stats(self.device)
+            return True
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> int | None:
+        """Wait for the device, and return the highest use in bytes; None where it cannot be measured."""
+        synchronize(self.device)
+        if self._counters is not None:
+            return int(self._counters.max_memory_allocated(self.device))
+        return process_peak() if self.device.type == "cpu" else None
+
+    def read_reserved(self) -> int | None:
+        return None if self._counters is None else int(self._counters.max_memory_reserved(self.device))
+
+
+@contextmanager
+def little_garbage() -> Iterator[None]:
+    """Look for garbage once, and pass over what is there: copies of a model take seconds at every `gc.collect`."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def peak_memory(call: Call, device: torch.device) -> int | None:
+    """Return the bytes that tensors hold at the highest point of a call, beyond what they hold before it.
+
+    On a CPU this is the running sum of what PyTorch's profiler sees allocated and freed. What libraries take without
+    PyTorch's allocator, and the pages of the code that runs, is not in it.
+    """
+    counters = memory_counters(device)
+    if counters is None and device.type != "cpu":
+        return None
+    gc.collect()
+    try:
+        if counters is None:
+            return _tensors_on_cpu(call)
+        meter, before = PeakMeter(device), int(counters.memory_allocated(device))
+        call()
+        return (meter.read() or 0) - before
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _tensors_on_cpu(call: Call) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    profiler: Any = profiled.profiler
+    events = profiler.kineto_results.events()
+    changes: list[tuple[int, int]] = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
+    return max(itertools.accumulate((size for _, size in changes), initial=0))

@@ -1,4 +1,4 @@
-"""Names of what is timed, as tables and results show them."""
+"""Names of what is timed, as tables and results show them, and what they stand for."""
 
 from __future__ import annotations
 
@@ -6,42 +6,14 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from elfatt_sd.attention.ordering import BLOCK_ORDERS, BlockOrder
 from elfatt_sd.config import Method, PatchConfig
-from elfatt_sd.families import SelfAttention
-from elfatt_sd.families.joint import with_attention
 from elfatt_sd.methods import AttentionName, Softmax, attentions, is_own
 from elfatt_sd.peers import PEERS
 from elfatt_sd.phases import Phase
-from elfatt_sd.runtime.joint_processor import JointProcessor, joint_processor_for
 
-
-class NoAttention:
-    """A processor that leaves the layer out."""
-
-    def __call__(self, attn: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return torch.zeros_like(hidden_states)
-
-
-def leave_out(layer: SelfAttention) -> None:
-    """Let a layer that is as it was made give zeros."""
-    layer.attention.set_processor(_no_joint_attention(layer.processor) if layer.joint else NoAttention())
-
-
-def _no_joint_attention(original: Any) -> JointProcessor:
-    processor = joint_processor_for(original)
-    zeros = with_attention(type(original), _zeros)
-    processor.apply = lambda attn, *args, **kwargs: zeros(original, attn, *args, **kwargs)  # type: ignore[method-assign]
-    return processor
-
-
-def _zeros(exact: Any, query: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.zeros_like(query)
-
-
+UNPATCHED, PEER, FLOOR, EXACT_THROUGH = "untouched", "tomesd", "floor", "exact, "
+COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  # at the end of a name
 MERGING: Method = "tome"  # the preset that does what the package tomesd does
 AGENTS = 64
 # Attentions that no preset has as they are, after exact early steps.
@@ -92,12 +64,6 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
 
 def blocks(attention: AttentionName, size: int, order: BlockOrder) -> Phase:
     return Phase(1.0, attention, block_size=size, block_order=order)
-
-
-pass  # MOVED
-
-UNPATCHED, PEER, FLOOR, EXACT_THROUGH = "untouched", "tomesd", "floor", "exact, "
-COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  # at the end of a name
 
 
 def plain_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Results for people at a terminal: tables that fit 80 columns, what is noise, and a conclusion."""
+"""Results for people: tables that fit a terminal, a conclusion, and files of results as pages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,56 @@ from elfatt_sd.benchmarking.tables import clock, groups, lost, markdown, parts, 
 from elfatt_sd.devices import short_commit
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
-from elfatt_sd.files import atomic_file, link, place_of, read_typed
+from elfatt_sd.files import atomic_file, link, place_of, read_typed, write_file
 
 Row = Mapping[str, Any]
+WIDE = 110  # columns from which on every figure is shown
 MOST_GROUPS = 3  # that have sentences: the last ones, which are the largest
+
+
+def show(results: Results, console: Console) -> None:
+    """Print results, and at the end what they say."""
+    rows = results["rows"]
+    for name, own in groups(rows).items():
+        console.print(_speeds(name, own, results["bases"], console.width >= WIDE))
+    for line in _remarks(results):
+        console.print(Text(line))
+    for line in conclude(results) if rows else ():
+        console.print(Text(line, style="bold"))
+
+
+def _speeds(name: str, rows: Sequence[Row], bases: Sequence[str], wide: bool) -> Table:
+    bases = [base for base in bases if any(base in row["speed"] for row in rows)][: None if wide else 1]
+    floors = any(row["floor"] for row in rows)
+    peaks = any(row["peak_bytes"] is not None for row in rows)
+    growth = wide and any(row["bytes_per_picture"] is not None for row in rows)
+    table = Table(title=name, title_justify="left", box=SIMPLE)
+    table.add_column("method", overflow="fold")
+    for head in ["time", *(f"times as fast\nas {base}" for base in bases)]:
+        table.add_column(head, justify="right", no_wrap=True)
+    heads = ["times\nits floor"] * floors + ["peak\nMiB"] * peaks + ["GB for\n+1 image"] * growth
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        several = parts(row, indent="  ")
+        for each in (row, *several * (len(several) > 1)):
+            cells = [clock(each["seconds"]), *(spread(each["speed"].get(base)) for base in bases)]
+            floor = "" if each["floor"] is None else f"{each['floor']['median']:.2f}{'*' * beats_its_floor(each)}"
+            cells += [floor] * floors
+            cells += [scaled(each.get("peak_bytes"), 2**20, 0)] * peaks
+            cells += [scaled(each.get("bytes_per_picture"), 1e9, 3)] * growth
+            style = "yellow" if beats_its_floor(each) else "" if each is row else "dim"
+            table.add_row(*map(Text, [each["method"], *cells]), style=style)
+    return table
+
+
+def _remarks(results: Results) -> Iterator[str]:
+    rows = results["rows"]
+    if any(beats_its_floor(each) for row in rows for each in (row, *row.get("parts", ()))):
+        yield "* faster than its floor: noise, repeat with more rounds."
+    if named := legend({row["method"] for row in rows}):
+        yield named.replace("`", "")
+    yield from lost(results)
 
 
 def conclude(results: Results) -> list[str]:
@@ -66,7 +112,11 @@ def write_report(path: Path) -> list[Path]:
     if data is None:
         raise ElfattError(f"{path} does not exist; give a file of `elfatt-sd bench` or benchmarks/gpu_suite.py.")
     try:
-        return save(data, path) if "groups" in data else _save_suite(data, path)
+        if "groups" in data:
+            return save(data, path)
+        table, pictures = path.with_suffix(".md"), draw_parts(data, path)
+        write_file(table, describe_suite(data, path, path.parent).encode())
+        return [path, table, *pictures]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise _no_results(path, error) from error
 
@@ -74,14 +124,6 @@ def write_report(path: Path) -> list[Path]:
 def read_results(path: Path) -> dict[str, Any] | None:
     """Return what a file of results holds, None where there is no file."""
     return read_typed(path, dict[str, Any], "`elfatt-sd bench` makes it again")
-
-
-def _save_suite(suite: Results, path: Path) -> list[Path]:
-    table = path.with_suffix(".md")
-    pictures = draw_parts(suite, path)
-    with atomic_file(table) as file:
-        file.write(describe_suite(suite, path, path.parent).encode())
-    return [path, table, *pictures]
 
 
 def draw_parts(suite: Results, path: Path) -> list[Path]:
@@ -150,12 +192,10 @@ def _concluded(suite: Results) -> str:
 
 
 def verdict(met: bool, rounds: int = FEW_REPEATS) -> str:
-    """Say whether a goal is met, or that too few rounds were run to tell."""
     return few_rounds(rounds) or ("met" if met else "**missed**")
 
 
 def few_rounds(rounds: int) -> str:
-    """Say that there are too few rounds, or nothing."""
     return f"only {rounds} round{'s' * (rounds > 1)}" if rounds < FEW_REPEATS else ""
 
 
@@ -177,7 +217,8 @@ def origin(results: Results) -> str:
     said = ", ".join(filter(None, [machine["device"], threads, *versions, _precision(results), memory]))
     rounds = [row["rounds"] for row in results["rows"] if "rounds" in row]
     if rounds:
-        several = f"medians of {_span(rounds)} interleaved rounds, in brackets the least and greatest ratio"
+        span = str(max(rounds)) if len({*rounds}) == 1 else f"{min(rounds)} to {max(rounds)}"
+        several = f"medians of {span} interleaved rounds, in brackets the least and greatest ratio"
         said += "; one round" if max(rounds) == 1 else f"; {several}"
     sittings = [sitting for group in results["groups"] for sitting in group["sittings"]]
     shares = [sitting["bystanders"] for sitting in sittings if sitting["bystanders"] is not None]
@@ -192,60 +233,3 @@ def _precision(results: Results) -> str:
     of_rows = ", ".join(dict.fromkeys(row["dtype"] for row in results["rows"] if "dtype" in row))
     always = "float32" if results["kind"] in ("host", "orders") else ""
     return str(results["settings"].get("dtype") or of_rows or always)
-
-
-def _span(counts: Sequence[int]) -> str:
-    return str(counts[0]) if len({*counts}) == 1 else f"{min(counts)} to {max(counts)}"
-
-
-pass  # MOVED
-
-WIDE = 110  # columns from which on every figure is shown
-
-
-def show(results: Results, console: Console) -> None:
-    """Print results, and at the end what they say."""
-    rows = results["rows"]
-    for name, own in groups(rows).items():
-        console.print(_speeds(name, own, results["bases"], console.width >= WIDE))
-    for line in _remarks(results):
-        console.print(Text(line))
-    for line in conclude(results) if rows else ():
-        console.print(Text(line, style="bold"))
-
-
-def _speeds(name: str, rows: Sequence[Mapping[str, Any]], bases: Sequence[str], wide: bool) -> Table:
-    bases = [base for base in bases if any(base in row["speed"] for row in rows)][: None if wide else 1]
-    floors = any(row["floor"] for row in rows)
-    peaks = any(row["peak_bytes"] is not None for row in rows)
-    growth = wide and any(row["bytes_per_picture"] is not None for row in rows)
-    table = Table(title=name, title_justify="left", box=SIMPLE)
-    table.add_column("method", overflow="fold")
-    for head in ["time", *(f"times as fast\nas {base}" for base in bases)]:
-        table.add_column(head, justify="right", no_wrap=True)
-    heads = ["times\nits floor"] * floors + ["peak\nMiB"] * peaks + ["GB for\n+1 image"] * growth
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in rows:
-        several = parts(row, indent="  ")
-        for each in (row, *several * (len(several) > 1)):
-            cells = [clock(each["seconds"]), *(spread(each["speed"].get(base)) for base in bases)]
-            cells += [_floor(each)] * floors
-            cells += [scaled(each.get("peak_bytes"), 2**20, 0)] * peaks
-            cells += [scaled(each.get("bytes_per_picture"), 1e9, 3)] * growth
-            style = "yellow" if beats_its_floor(each) else "" if each is row else "dim"
-            table.add_row(*map(Text, [each["method"], *cells]), style=style)
-    return table
-
-
-def _floor(row: Mapping[str, Any]) -> str:
-    return "" if row["floor"] is None else f"{row['floor']['median']:.2f}{'*' * beats_its_floor(row)}"
-
-
-def _remarks(results: Results) -> Iterator[str]:
-    rows = results["rows"]
-    if any(beats_its_floor(each) for row in rows for each in (row, *row.get("parts", ()))):
-        yield "* faster than its floor: noise, repeat with more rounds."
-    if named := legend({row["method"] for row in rows}):
-        yield named.replace("`", "")
-    yield from lost(results)

@@ -86,8 +86,11 @@ def unet(
     measured = [name for name, variant in lineup.variants.items() if name in units and variant.kind != FLOOR]
     record.announce(len(keys) * (repeats * len(units) + len(measured) * len(batches)))
     for key in keys:
-        inputs, make = made.inputs(key["size"], batch), _graphed_call if graphs else _plain_call
-        calls = {name: make(unit, inputs, lineup.variants[name]) for name, unit in units.items()}
+        inputs = made.inputs(key["size"], batch)
+        calls = {
+            name: _graphed_call(unit, inputs, lineup.variants[name]) if graphs else unet_call(unit, inputs)
+            for name, unit in units.items()
+        }
         small = made.inputs(min(*height_and_width(key["size"]), made.least_size), batch)
         shrinks = place.type == "cpu" and not (session and session.keep_going)  # then what fails is told by its name
         warm_up = _warm_up(units, lineup.variants, calls, small) if shrinks else None
@@ -156,10 +159,6 @@ def _peak(unet: Any, call: Call, variant: Variant, device: torch.device) -> int 
     forget_residuals(unet)
     forget_matchings(unet)
     return peak_memory(call, device)
-
-
-def _plain_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Call:
-    return unet_call(unet, inputs)
 
 
 def _graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Call:

@@ -1,4 +1,4 @@
-"""What a benchmark is asked for, checked without PyTorch: methods with their settings, and sizes of grids."""
+"""What a benchmark times: methods with their settings, the variants that their runs are made of, and sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from elfatt_sd import errors as checks
 from elfatt_sd.benchmarking.names import (
@@ -28,7 +29,6 @@ from elfatt_sd.benchmarking.names import (
     VARIATIONS,
     differs_by_step,
     is_peer,
-    leave_out,
 )
 from elfatt_sd.config import METHODS, PatchConfig, method_named, method_names
 from elfatt_sd.errors import ElfattError, need
@@ -41,6 +41,7 @@ from elfatt_sd.families import (
     select_layers,
     step_denoisers,
 )
+from elfatt_sd.families.joint import with_attention
 from elfatt_sd.families.unet import UNet
 from elfatt_sd.methods import attention_named
 from elfatt_sd.patch import apply_patch
@@ -49,7 +50,14 @@ from elfatt_sd.phases import EXACT, Backend
 from elfatt_sd.plans import describe
 from elfatt_sd.runtime.call import STATE, Call
 from elfatt_sd.runtime.choosing import fits, fitted, tell_without_effect
+from elfatt_sd.runtime.joint_processor import joint_processor_for
 from elfatt_sd.runtime.processor import PatchedLayer
+
+ALL_LEVELS = 100
+STEPS = 50  # of the run that the phases of a method are added up to
+SAVED = ".json"  # the end of a saved configuration's name
+Size = int | str  # of an image in pixels: the side of a square, or `WIDTHxHEIGHT`
+PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 
 
 def patched_layers(unet: nn.Module) -> list[PatchedLayer]:
@@ -95,11 +103,26 @@ def forget_matchings(unet: nn.Module) -> None:
         call.matchings.clear()
 
 
-pass  # MOVED
-pass  # MOVED
+class NoAttention:
+    """A processor that leaves the layer out."""
 
-ALL_LEVELS = 100
-STEPS = 50  # of the run that the phases of a method are added up to
+    def __call__(self, attn: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros_like(hidden_states)
+
+
+def _zeros(exact: Any, query: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.zeros_like(query)
+
+
+def leave_out(layer: SelfAttention) -> None:
+    """Let a layer that is as it was made give zeros."""
+    processor: Any = NoAttention()
+    if layer.joint:
+        original = layer.processor
+        zeros = with_attention(type(original), _zeros)
+        processor = joint_processor_for(original)
+        processor.apply = lambda attn, *args, **kwargs: zeros(original, attn, *args, **kwargs)
+    layer.attention.set_processor(processor)
 
 
 @dataclass(frozen=True)
@@ -152,7 +175,6 @@ class Variant:
         return alike and same_work(self.config, other.config)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, ready for JSON."""
         phases = list(dict.fromkeys(self.config.all_phases)) or [EXACT]
         what = "by layer: " * bool(self.config.per_layer) + ", then ".join(map(describe, phases))
         what += f", matching kept for {self.config.reuse_steps} steps" * (self.config.reuse_steps > 1)
@@ -377,11 +399,6 @@ def floor_name(config: PatchConfig) -> str:
     if config.max_downsample is not None:
         return f"{FLOOR} to 1/{config.max_downsample}"
     return FLOOR if config.levels == 1 else f"{FLOOR} of {config.levels} levels"
-
-
-SAVED = ".json"  # the end of a saved configuration's name
-Size = int | str  # of an image in pixels: the side of a square, or `WIDTHxHEIGHT`
-PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 
 
 def check_method(name: str) -> None:

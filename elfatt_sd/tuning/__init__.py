@@ -87,7 +87,7 @@ def tune(
     from elfatt_sd.families import main_denoiser
     from elfatt_sd.patch import patches_of, remove_patch, restored
     from elfatt_sd.tuning.budget import Budget, check_closeness, check_images, measure_named
-    from elfatt_sd.tuning.runs import Runs, Settings, Store
+    from elfatt_sd.tuning.runs import Runs, Sample, Settings, Store
     from elfatt_sd.tuning.search import Search
 
     main_denoiser(pipe)
@@ -99,7 +99,8 @@ def tune(
     check_closeness(metric, closeness)
     measure = measure_named(metric, weights, str(getattr(pipe, "device", "cpu")))
     own_steps, own_guidance, own_prompts = _own(pipe)
-    samples = _samples(own_prompts if prompts is None else prompts, images, seed)
+    words = own_prompts if prompts is None else prompts
+    samples = [Sample(words[number % len(words)], seed + number) for number in range(images)]
     settings = Settings(
         own_steps if steps is None else steps,
         own_guidance if guidance is None else guidance,
@@ -134,7 +135,10 @@ def _tuned(search: Any, known: Sequence[tuple[str, PatchConfig]], record: dict[s
     search.measure_layers()
     search.check_reachable()
     for name, config in known:
-        _run_known(search, name, config)
+        try:
+            search.run_config(name, config, _COMPARED)
+        except ElfattError as error:  # it does not go with this pipeline
+            warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=3)
     choice = search.settle()
     proving = Proving(search)
     proof = proving.prove(choice)
@@ -153,14 +157,6 @@ def _tuned(search: Any, known: Sequence[tuple[str, PatchConfig]], record: dict[s
         (time.monotonic() - start) / seconds,
         record,
     )
-
-
-def _run_known(search: Any, name: str, config: PatchConfig) -> None:
-    """Run a configuration that was not chosen here."""
-    try:
-        search.run_config(name, config, _COMPARED)
-    except ElfattError as error:  # it does not go with this pipeline
-        warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=4)
 
 
 def _teller(runs: Any, progress: Tell | None) -> Callable[[str, float], None]:
@@ -191,19 +187,10 @@ def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
     return (*own_settings(pipe, ""), prompts[:: len(prompts) // 16])
 
 
-def _samples(prompts: Sequence[str], images: int, seed: int) -> list[Any]:
-    from elfatt_sd.tuning.runs import Sample
-
-    return [Sample(prompts[number % len(prompts)], seed + number) for number in range(images)]
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if not name.startswith("_")}
-
-
 def _record(runs: Any) -> dict[str, Any]:
     import dataclasses
 
+    import torch
     from torch import nn
 
     from elfatt_sd.devices import device_name
@@ -213,15 +200,16 @@ def _record(runs: Any) -> dict[str, Any]:
 
     pipe, settings = runs.pipe, dataclasses.asdict(runs.settings)
     settings["inputs"] = {name: str(type(value)) for name, value in settings["inputs"].items()}
+    scheduler = {name: value for name, value in pipe.scheduler.config.items() if not name.startswith("_")}
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     return {
         "pipeline": type(pipe).__name__,
         "model": str(getattr(pipe.config, "_name_or_path", "")),
         "weights": {name: fingerprint(part) for name, part in parts.items()},
-        "scheduler": {"class": type(pipe.scheduler).__name__, **_plain(pipe.scheduler.config)},
+        "scheduler": {"class": type(pipe.scheduler).__name__, **scheduler},
         "settings": settings,
         "device": device_name(runs.device),
-        "threads": runs.threads,
+        "threads": torch.get_num_threads(),
         "dtype": str(pipe.dtype).removeprefix("torch."),
         "attentions": sorted(attentions()),
         "versions": versions(),

@@ -158,7 +158,9 @@ class Model:
         if phase.residual_steps == 1:
             return [[error()] * len(steps)]
         groups, guided = steps.groups(phase.residual_steps), phase.residual_guidance
-        measured = own.rounding(stretch, phase)  # what the step that measures leaves, in rows that it measures
+        dense = own.dense(phase)
+        # what the step that measures leaves, in rows that it measures
+        measured = 0.0 if dense is None else own.error(stretch, dense)
         squares = [measured + (error(since, guided=guided) if since or guided else 0.0) for since in range(max(groups))]
         return [squares[:size] for size in groups]
 
@@ -183,7 +185,9 @@ class Model:
         steps = self._stretches[stretch]
         measured = len(steps.groups(shared)) / len(steps) if shared > 1 else 0.0
         rows = 1 / own.copies if candidate.phase.residual_guidance else 1.0
-        return exact * (own.ratio(candidate.base) + measured * rows * own.dense_ratio(candidate.phase))
+        dense = own.dense(candidate.phase)
+        measuring = 1.0 if dense is None else own.ratio(dense)
+        return exact * (own.ratio(candidate.base) + measured * rows * measuring)
 
     def options(self, layer: str, stretch: int, calls: float) -> list[Option]:
         """Return what a layer can do in a stretch, without what is slower and farther than another option."""

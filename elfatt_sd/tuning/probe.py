@@ -33,6 +33,15 @@ from elfatt_sd.runtime.memory import copies_of
 
 RATIOS = (0.5, 0.7)  # of tokens that are merged before exact attention
 SHARED = (1, 2, 4, 8)  # steps that share a difference to exact attention, or a whole output
+SINCE = (0, 1, 3, 7)  # steps since the difference to exact attention was measured; in between, errors are interpolated
+ALIGNED = 4  # stretches begin at multiples of it, where differences that steps share are measured
+LEAST_PART = 0.03  # of the slowest layer's time; faster layers stay exact
+KEPT = 2**16  # values of a difference that are kept, so that memory stays bounded however large the model is
+REUSED = -1  # in place of an approximation's number: the output of an earlier step
+_FASTER = 0.95  # of the time of something else, from which on a dtype counts as faster
+_TIMED = 3  # times that a dtype is timed
+_MORE_PRECISE_FIRST: tuple[Narrower, ...] = ("float16", "bfloat16")
+_Key = tuple[str, tuple[int, int], int]  # a layer, which of its calls in the step, and an approximation
 
 
 @dataclass(frozen=True)
@@ -43,10 +52,6 @@ class Candidate:
     # number of the approximation among those that are measured; -1 computes nothing (the output of an earlier step is
     # used again)
     base: int
-
-    @property
-    def shares(self) -> bool:
-        return self.phase.residual_steps > 1
 
 
 EXACTLY = Candidate(EXACT, -2)
@@ -79,7 +84,8 @@ def candidates(measured: Sequence[Phase], steps: int, *, share: bool = True, gui
                 found.append(Candidate(dataclasses.replace(shared, residual_guidance=True), number))
         if count > 1:
             reused = [kind() for kind in attentions().values() if kind.empty]
-            found += [Candidate(Phase(1.0, kind, residual_steps=count, attention_dtype=dtype), -1) for kind in reused]
+            phases = [Phase(1.0, kind, residual_steps=count, attention_dtype=dtype) for kind in reused]
+            found += [Candidate(phase, REUSED) for phase in phases]
     return found
 
 
@@ -123,20 +129,6 @@ def _tensors(output: Any) -> list[Tensor]:
     if isinstance(output, tuple | list):
         return [tensor for each in output if each is not None for tensor in _tensors(each)]
     return _tensors(output.sample)
-
-
-pass  # MOVED
-pass  # MOVED
-
-SINCE = (0, 1, 3, 7)  # steps since the difference to exact attention was measured; in between, errors are interpolated
-ALIGNED = 4  # stretches begin at multiples of it, where differences that steps share are measured
-LEAST_PART = 0.03  # of the slowest layer's time; faster layers stay exact
-KEPT = 2**16  # values of a difference that are kept, so that memory stays bounded however large the model is
-_FASTER = 0.95  # of the time of something else, from which on a dtype counts as faster
-_TIMED = 3  # times that a dtype is timed
-_MORE_PRECISE_FIRST: tuple[Narrower, ...] = ("float16", "bfloat16")
-REUSED = -1  # in place of an approximation's number: the output of an earlier step
-_Key = tuple[str, tuple[int, int], int]  # a layer, which of its calls in the step, and an approximation
 
 
 @dataclass
@@ -188,16 +180,10 @@ class LayerFigures:
         errors = [statistics.fmean(table[stretch, base, each]) for each in known]
         return float(np.interp(since, known, errors)) if known else math.inf
 
-    @property
-    def dense(self) -> int | None:
-        """Number of exact attention in a narrower dtype, where approximations have one; None otherwise."""
-        return next((number for number, phase in enumerate(self.bases) if phase.dense), None)
-
-    def rounding(self, stretch: int, phase: Phase) -> float:
-        return 0.0 if phase.attention_dtype is None or self.dense is None else self.error(stretch, self.dense)
-
-    def dense_ratio(self, phase: Phase) -> float:
-        return 1.0 if phase.attention_dtype is None or self.dense is None else self.ratio(self.dense)
+    def dense(self, phase: Phase) -> int | None:
+        """Return the number of exact attention in a phase's narrower dtype; None where there is none."""
+        narrower = (number for number, each in enumerate(self.bases) if each.dense)
+        return None if phase.attention_dtype is None else next(narrower, None)
 
     def middle(self, stretch: int) -> int | None:
         errors = {number: self.error(stretch, number) for number in self.ratios}
@@ -236,14 +222,7 @@ class Stretch:
 class Probe:
     """Measures within a `with` block, while the pipeline runs."""
 
-    def __init__(
-        self,
-        pipe: Any,
-        stretches: list[Stretch],
-        *,
-        effects: int = 0,
-        scale: float | None = None,
-    ) -> None:
+    def __init__(self, pipe: Any, stretches: list[Stretch], *, effects: int = 0, scale: float | None = None) -> None:
         self._denoisers = find_denoisers(pipe)
         self._run = ExactRun(pipe, self._denoisers, self._after_layer, self._after_call)
         self._stretches = stretches
@@ -273,7 +252,8 @@ class Probe:
             return
         name, turn = state.layer.name, (state.call.place, state.calls)
         self._latest.pop(name, None)
-        exact = _Output(output, guidance := self._guidance(state.call))
+        guidance = Guidance(self._scale, copies_of(state.call.given.sample))
+        exact = _Output(output, guidance)
         if name not in self.figures:
             dtype = self._faster_dtype(state, again, image_of(output, state))
             self.figures[name] = LayerFigures(bases(state.grid.tokens, self._denoisers, dtype))
@@ -305,13 +285,6 @@ class Probe:
                 if ratio < limit:
                     best, limit = dtype, ratio * _FASTER
         return best
-
-    def _guidance(self, call: Call) -> Guidance:
-        return Guidance(self._scale, copies_of(call.given.sample))
-
-    def _affects(self, place: tuple[int, int]) -> bool:
-        count = min(len(self._stretches), self._effects // max(1, len(slow_layers(self.figures))))
-        return place[1] == 0 and place[0] in map(round, np.linspace(0, len(self._stretches) - 1, count))
 
     def _measure(
         self,
@@ -357,10 +330,11 @@ class Probe:
     def _after_call(self, call: Call, again: Callable[[], Any], output: Any) -> None:
         """Measure what an error of each layer does to the denoiser's output."""
         place = self._place(call.step)
-        if place is None or not self._affects(place):
+        slow, stretches = slow_layers(self.figures), len(self._stretches)
+        measured = np.linspace(0, stretches - 1, min(stretches, self._effects // max(1, len(slow))))
+        if place is None or place[1] or place[0] not in map(round, measured):
             return
-        exact = _Output(output, self._guidance(call))
-        slow = slow_layers(self.figures)
+        exact = _Output(output, Guidance(self._scale, copies_of(call.given.sample)))
         for state in call.states.values():
             if state.layer.name not in self._latest or state.layer.name not in slow:
                 continue
@@ -408,7 +382,6 @@ class _Seen:
         self.fresh = False
 
     def made(self, draws: Draws, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Make what is drawn in one step."""
         self.fresh = self.fresh or draws.shared > 0
         return draws.upload(make(draws.uniform(what, count)))
 

@@ -1,4 +1,4 @@
-"""Configurations that were run, and what held-out images say of one."""
+"""Runs of a pipeline and what is kept of them: playback, files, images with their time, and what they say."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ from elfatt_sd.plans import input_grid
 from elfatt_sd.runtime.surroundings import around_forward
 from elfatt_sd.tuning.budget import Measure
 
+OnStep = Callable[[int, int], None]
+Read = TypeVar("Read")
+
 
 class Playback:
     """The denoiser's outputs in one run, kept on the host."""
@@ -40,20 +43,14 @@ class Playback:
         self._pipe = pipe
         self._modules = list(step_denoisers(pipe).values())
         self._outputs: list[Any] = []
-        self._ends: list[int] = []  # after each step, the number of calls so far
+        self.ends: list[int] = []  # after each step, the number of calls so far
 
     @property
     def possible(self) -> bool:
         return not any(module._compiled_call_impl for module in self._modules)
 
-    @property
-    def steps(self) -> int:
-        """Number of steps of the run that was recorded."""
-        return len(self._ends)
-
     def end_step(self) -> None:
-        """Take note that a step of the run is done."""
-        self._ends.append(len(self._outputs))
+        self.ends.append(len(self._outputs))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -70,7 +67,7 @@ class Playback:
     @contextlib.contextmanager
     def playing(self, steps: int) -> Iterator[None]:
         """Give the kept outputs in the first steps of the run within the `with` block, and compute the others."""
-        calls, known = itertools.count(), self._ends[steps - 1] if steps else 0
+        calls, known = itertools.count(), self.ends[steps - 1] if steps else 0
         device = self._pipe._execution_device
 
         def play(compute: Callable[[], Any]) -> Any:
@@ -90,11 +87,6 @@ class Playback:
 
 def _copied(output: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda each: each.detach().to(device, copy=True), output)
-
-
-pass  # MOVED
-
-Read = TypeVar("Read")
 
 
 class Store:
@@ -145,7 +137,6 @@ class Store:
         return made
 
     def clear(self) -> None:
-        """Forget everything."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -164,11 +155,6 @@ def fingerprint(module: nn.Module) -> str:
             some = weight.detach().flatten()[:: max(1, weight.numel() // 8)][:8]
             digest.update(str(some.float().tolist()).encode())
     return digest.hexdigest()[:20]
-
-
-pass  # MOVED
-
-OnStep = Callable[[int, int], None]
 
 
 class Sample(NamedTuple):
@@ -238,7 +224,6 @@ class Runs:
         self._pixels: dict[Sample, Pixels] = {}  # of the images that were recorded
 
     def draw(self, sample: Sample, config: PatchConfig | None = None) -> Drawn:
-        """Draw one image."""
         return _kept(self._shot(sample, config))
 
     def draw_as_is(self, sample: Sample) -> Drawn:
@@ -271,7 +256,7 @@ class Runs:
         """
         for sample, playback in self._playbacks.items():
             if playback is not None:
-                return self._played(playback, playback.steps - 1, sample, None).seconds
+                return self._played(playback, len(playback.ends) - 1, sample, None).seconds
         return 1.0
 
     def _shot(
@@ -293,7 +278,8 @@ class Runs:
     def _played(self, playback: Playback, step: int, sample: Sample, config: PatchConfig | None) -> Shot:
         """Draw an image of which some steps are not computed, and do not count as done."""
         self.steps_done -= step
-        with _eager(), playback.playing(step):
+        eager = torch.compiler.set_stance("force_eager")  # compiling would take longer than it saves
+        with eager, playback.playing(step):
             return self._shot(sample, config)
 
     def _shot_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> Shot:
@@ -305,35 +291,18 @@ class Runs:
             end_step()
             self.on_step(step, steps)
 
-        with _memory():
+        try:
             shot = draw(self.pipe, *sample, settings.steps, settings.arguments(self.pipe), tell)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ElfattFailure(
+                "memory ran out while an image was drawn; give a smaller height and width, or memory=GiB, with which "
+                "steps share nothing."
+            ) from error
         if shot.fault:
             raise ElfattError(f"the image of {sample.prompt!r}, seed {sample.seed}, {shot.fault}.")
         return shot
-
-    @property
-    def threads(self) -> int:
-        """Threads that a CPU computes with."""
-        return torch.get_num_threads()
-
-
-def _eager() -> contextlib.AbstractContextManager[None]:
-    """Compile nothing for a run whose time does not matter."""
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _memory() -> Iterator[None]:
-    """Say in one line that memory ran out."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ElfattFailure(
-            "memory ran out while an image was drawn; give a smaller height and width, or memory=GiB, with which "
-            "steps share nothing."
-        ) from error
 
 
 def _kept(shot: Shot) -> Drawn:
@@ -343,9 +312,6 @@ def _kept(shot: Shot) -> Drawn:
 def closeness(measure: Measure, untouched: Drawn, other: Drawn) -> float:
     values = [measure.between(one, two) for one, two in zip(untouched.frames, other.frames, strict=True)]
     return float(np.mean(values))
-
-
-pass  # MOVED
 
 
 @dataclass(frozen=True)
@@ -361,12 +327,10 @@ class Point:
 
     @property
     def mean(self) -> float:
-        """Mean closeness."""
         return statistics.fmean(self.closeness)
 
     @property
     def times(self) -> float:
-        """Median speed."""
         return statistics.median(self.speed)
 
 

@@ -1,4 +1,4 @@
-"""Prove a choice on held-out images, in turn with the untouched pipeline, and correct it until it holds there."""
+"""Search for a choice that keeps to the budget, and prove it on held-out images, interleaved with untouched ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattFailure
 from elfatt_sd.families import find_denoisers
-from elfatt_sd.measure import busy
+from elfatt_sd.measure import Comparison, Turn, busy, ratios
 from elfatt_sd.runtime.choosing import fitted
 from elfatt_sd.tuning.budget import Budget, Measure
 from elfatt_sd.tuning.model import Choice, Model
@@ -31,6 +31,10 @@ WORTH = 1.03  # times as fast as something else, below which nothing is worth it
 AIMED = 1.02  # times the speed that was asked for, as times differ by some percent
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
+PROOFS = 3  # choices that are run with the held-out prompts
+LEAST_SLOPE = 0.3  # dB of held-out images for each that is predicted, of which corrections make use
+NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
+RETIMED = 2  # held-out images of which the untouched one is drawn again to time a corrected choice
 
 Say = Callable[[str, float], None]
 
@@ -71,23 +75,23 @@ class Search:
         self._again = None if drawn is again else again
         drawn = drawn if drawn is again else self._first(again)
         self.floor = closeness(self.measure, drawn, again)  # which a metric that fails does not pass
-        self.untouched = [drawn, *map(self._untouched, others)]
+        self.untouched = [drawn, *map(self._draw_untouched, others)]
         self._seconds = [each.seconds for each in self.untouched[1:]]  # the first run warms up
         if drawn is not again or not others:  # seconds that are kept are those of another time
             self._seconds = [self.runs.draw(first).seconds]
         self._pace = self.runs.pace()
         self.calls = len(self.runs.pipe.scheduler.timesteps)
 
-    def _untouched(self, sample: Sample) -> Drawn:
+    def _draw_untouched(self, sample: Sample) -> Drawn:
         return self.store.drawn(sample, functools.partial(self.runs.draw_recorded, sample))
 
     def _first(self, again: Drawn) -> Drawn:
         sample = self.samples[0]
-        drawn = self._untouched(sample)
+        drawn = self._draw_untouched(sample)
         if drawn.same(again) or not self.runs.draw(sample).same(again):  # the model does not repeat itself
             return drawn
         self.store.clear()
-        return self._untouched(sample)
+        return self._draw_untouched(sample)
 
     @property
     def seconds(self) -> float:
@@ -101,7 +105,8 @@ class Search:
         figures = self.store.known("layers", self._probe, read_figures)
         self.floor = self._noise()
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
-        self.layer_calls = {name: own.calls / self._probed for name, own in figures.items()}
+        probed = sum(len(stretch.probed) for stretch in self.stretches)  # steps
+        self.layer_calls = {name: own.calls / probed for name, own in figures.items()}
         self._calibrate("stretches", 0, map(self.model.reference, range(len(self.stretches))))
 
     def _calibrate(self, what: str, image: int, parts: Iterable[Mapping[str, Candidate]]) -> None:
@@ -122,10 +127,6 @@ class Search:
         if again is None or not again.same(drawn):  # measuring layers may compute otherwise, where models are compiled
             again = self.runs.draw(self.samples[0])
         return closeness(self.measure, drawn, again)
-
-    @property
-    def _probed(self) -> int:
-        return sum(len(stretch.probed) for stretch in self.stretches)
 
     def _probe(self) -> Any:
         effects, scale = round(_EFFECTS * self.calls), self.runs.settings.guidance
@@ -152,13 +153,10 @@ class Search:
             self.points.append(point)
             self.learn_speed(point, choice)
             choice = self._next()
-            if self._is_behind(choice):
+            fastest = max((rival.times for rival in self.rivals()), default=0.0)
+            if self.budget.closeness is not None and fastest * WORTH >= self.times(choice):
                 break
         return self._next()
-
-    def _is_behind(self, choice: Choice) -> bool:
-        fastest = max((rival.times for rival in self.rivals()), default=0.0)
-        return self.budget.closeness is not None and fastest * WORTH >= self.times(choice)
 
     def _start(self) -> Choice:
         asked = self.budget.closeness
@@ -185,7 +183,8 @@ class Search:
         if len(known) == 1:
             one, mean = known[0]
             return one + (10 if self._too_far(mean) else -5)
-        (low, worse), (high, better) = _around(known, asked)
+        pairs = itertools.pairwise(known)
+        (low, worse), (high, better) = min(pairs, key=lambda pair: min(abs(mean - asked) for _, mean in pair))
         if better == worse:
             return high if self._too_far(better) else low
         return low + (high - low) * (asked - worse) / (better - worse)
@@ -271,19 +270,6 @@ def read_figures(data: Mapping[str, Any]) -> dict[str, LayerFigures]:
     return {name: LayerFigures.from_dict(own) for name, own in data.items()}
 
 
-def _around(known: Sequence[tuple[float, float]], asked: float) -> tuple[tuple[float, float], tuple[float, float]]:
-    pairs = list(itertools.pairwise(known))
-    return min(pairs, key=lambda pair: min(abs(pair[0][1] - asked), abs(pair[1][1] - asked)))
-
-
-pass  # MOVED
-
-PROOFS = 3  # choices that are run with the held-out prompts
-LEAST_SLOPE = 0.3  # dB of held-out images for each that is predicted, of which corrections make use
-NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
-RETIMED = 2  # held-out images of which the untouched one is drawn again to time a corrected choice
-
-
 class Proving:
     """Proves what a search has found."""
 
@@ -301,14 +287,16 @@ class Proving:
             if following is not None and (not left or following.saved <= 0):
                 following = None
             rival = self._rival(best)
-            if rival is not None and (following is None or self._is_ahead(rival, following)):
+            by_speed = self.budget.closeness is not None  # otherwise the choice comes first
+            if rival and (not following or (by_speed and rival.times >= self.search.times(following))):
                 proof = self._proof(rival.name, fitted(rival.config, find_denoisers(self.runs.pipe)), None)
             elif following is not None and (best is None or self.search.times(following) > best.point.times):
                 proof = self._proof("tuned", self.search.model.config(following), following.psnr)
                 following = self._corrected(following, proof)
             else:
                 break
-            best = self._better(best, proof)
+            if self._holds(proof) and (best is None or self._betters(proof.point, best.point)):
+                best = proof
         return best if best is not None and best.point.times >= WORTH else None
 
     def _rival(self, best: Proof | None) -> Point | None:
@@ -319,30 +307,27 @@ class Proving:
             rival = each if rival is None or self._betters(each, rival) else rival
         return None if best is not None and rival is best.point else rival
 
-    def _is_ahead(self, rival: Point, choice: Choice) -> bool:
-        return self.budget.closeness is not None and rival.times >= self.search.times(choice)
-
     def _proof(self, name: str, config: PatchConfig, predicted: float | None) -> Proof:
-        """Draw the held-out images; the untouched ones in turn with the others, the first time."""
-        samples, untouched = self.search.held_out, self._untouched
-        timed = RETIMED if untouched else len(samples)
+        """Draw the held-out images; the untouched ones interleaved with the others, all of them the first time."""
+        samples, configs = self.search.held_out, {"untouched": None, "tuned": config}
+        timed = min(RETIMED if self._untouched else len(samples), len(samples))
+        drawn: dict[str, list[Drawn]] = {each: [] for each in configs}
         self.search.say(f"proving {name}", len(samples) + timed)
-        tuned, speed = [], []
-        for number, sample in enumerate(samples):
-            if number < timed:
-                untouched[number : number + 1] = [self.runs.draw(sample)]
-            tuned.append(self.runs.draw(sample, config))
-            if number < timed:
-                speed.append(untouched[number].seconds / tuned[-1].seconds)
-        close = [closeness(self.measure, before, after) for before, after in zip(untouched, tuned, strict=True)]
-        told = busy([each.seconds for each in drawn[:timed]] for drawn in (untouched, tuned))
-        point = Point(name, config, predicted, tuple(close), tuple(speed), told)
-        self.search.points.append(point)
-        self.proofs.append(Proof(point, samples, list(untouched), tuned, self.measure.higher))
-        return self.proofs[-1]
 
-    def _better(self, best: Proof | None, proof: Proof) -> Proof | None:
-        return proof if self._holds(proof) and (best is None or self._betters(proof.point, best.point)) else best
+        def take(turn: Turn) -> float:
+            drawn[turn.name].append(self.runs.draw(samples[turn.number], configs[turn.name]))
+            return drawn[turn.name][-1].seconds
+
+        compared = Comparison([*configs], take, timed)
+        compared.run()
+        self._untouched = untouched = drawn["untouched"] + self._untouched[timed:]
+        tuned = drawn["tuned"] + [self.runs.draw(sample, config) for sample in samples[timed:]]
+        close = tuple(closeness(self.measure, before, after) for before, after in zip(untouched, tuned, strict=True))
+        speed = ratios(compared.times["untouched"], compared.times["tuned"])
+        point = Point(name, config, predicted, close, speed, compared.busy())
+        self.search.points.append(point)
+        self.proofs.append(Proof(point, samples, untouched, tuned, self.measure.higher))
+        return self.proofs[-1]
 
     def _betters(self, point: Point, other: Point) -> bool:
         """Tell which of two is better: the faster one or, where speed alone is asked for, the closer one."""

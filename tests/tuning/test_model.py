@@ -237,7 +237,7 @@ def test_exact_attention_in_a_narrower_dtype_costs_less_and_rounds(model: Model)
             for since in (1, 3):
                 own.shared[stretch, number, since] = known.shared[stretch, number - 1, since]
     narrow, alone = Model({"a": own}, STRETCHES), Candidate(rounded[0], 0)
-    assert (own.dense, figures().dense) == (0, None)
+    assert (own.dense(DENSE["bfloat16"]), figures().dense(DENSE["bfloat16"])) == (0, None)
     assert narrow.seconds("a", 0, alone) == 0.6
     assert narrow.error("a", 0, alone) == 1e-4, "rounding of two steps is independent"
     shared = Candidate(dataclasses.replace(rounded[1], residual_steps=4), 1)

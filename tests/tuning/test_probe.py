@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checks
@@ -21,8 +22,11 @@ from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.methods import Attention
 from elfatt_sd.patch import patched
 from elfatt_sd.tuning import probe as probing
-from elfatt_sd.tuning.probe import REUSED, Guidance, Probe, Stretch, stretches_of
+from elfatt_sd.tuning.probe import REUSED, Guidance, Probe, Stretch, flat, stretches_of
 from elfatt_sd.tuning.runs import Runs, Sample, Settings
+
+WITHOUT, GIVEN = torch.arange(6.0).reshape(1, 2, 3), torch.ones(1, 2, 3)
+BOTH = torch.cat([WITHOUT, GIVEN])
 
 
 @pytest.mark.parametrize("family", ["sd3", "qwen_image", "z_image", "wan", "ltx_video", "hunyuan_video", "cogvideox"])
@@ -197,8 +201,9 @@ def test_what_a_shared_difference_leaves_is_measured(pipe: Any, guided: bool) ->
         player.remove()
         for since in (0, 1, 3, 7):
             error = joined(outputs[since] - exact[since]).square().sum() / joined(exact[since]).square().sum()
-            left = own.rounding(0, phase) + (own.error(0, number, since, guided=guided) if since or guided else 0.0)
-            assert float(error) == pytest.approx(left, rel=0.02, abs=1e-9 if own.dense is None else 1e-5)
+            rounding = 0.0 if (dense := own.dense(phase)) is None else own.error(0, dense)
+            left = rounding + (own.error(0, number, since, guided=guided) if since or guided else 0.0)
+            assert float(error) == pytest.approx(left, rel=0.02, abs=1e-9 if dense is None else 1e-5)
     handle.remove()
 
 
@@ -259,3 +264,27 @@ def test_calls_of_a_step_keep_differences_of_their_own() -> None:
             kept[guidance] = set(probe._kept)
     assert {call for _, (call, _), _ in kept[5.0]} == {0, 1}
     assert len(kept[5.0]) == 2 * len(kept[1.0])
+
+
+def test_rows_are_joined_as_guidance_does() -> None:
+    guidance = Guidance(3.0, 2)
+    assert torch.equal(guidance.joined(BOTH), (WITHOUT + 3.0 * (GIVEN - WITHOUT)).flatten())
+    assert torch.equal(guidance.given(BOTH), GIVEN.flatten())
+    shared = torch.randn(1, 2, 3, generator=torch.Generator().manual_seed(0))
+    changed = guidance.joined(BOTH + shared) - guidance.joined(BOTH)
+    torch.testing.assert_close(changed, shared.flatten())  # what both rows have in common counts once
+
+
+def test_all_that_was_given_counts() -> None:
+    output = SimpleNamespace(sample=(BOTH, None, BOTH[:, :1].half()))
+    joined = Guidance(3.0, 2).joined(output)
+    assert joined.shape == (6 + 3,)
+    assert joined.dtype == torch.float32
+    assert flat(output).shape == (12 + 6,)
+
+
+@pytest.mark.parametrize("guidance", [Guidance(), Guidance(3.0, 1), Guidance(None, 2), Guidance(3.0, 3)])
+def test_other_rows_stay_as_they_are(guidance: Guidance) -> None:
+    assert not guidance.joins
+    assert torch.equal(guidance.joined(BOTH), flat(BOTH))
+    assert torch.equal(guidance.given(BOTH), flat(BOTH))

@@ -1,16 +1,36 @@
-"""Things take turns, ratios are taken within rounds; no time is asserted from above."""
+"""Things run interleaved, ratios are taken within rounds; memory is None where a system does not tell.
+
+No time is asserted from above.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from elfatt_sd import measure as clock
-from elfatt_sd.measure import CallTimer, Comparison, Spread, Stopwatch, Turn, interleave, ratios, timed
+from elfatt_sd import measure
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.measure import (
+    CallTimer,
+    Comparison,
+    PeakMeter,
+    Spread,
+    Stopwatch,
+    Turn,
+    interleave,
+    peak_memory,
+    process_peak,
+    ratios,
+    timed,
+)
 
 CPU = torch.device("cpu")
+MIB = 2**20
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def test_things_take_turns_and_every_round_starts_with_another() -> None:
@@ -105,7 +125,7 @@ def test_the_spread_of_rounds() -> None:
 
 def test_the_clock_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
-    monkeypatch.setattr(clock, "synchronize", waited.append)
+    monkeypatch.setattr(measure, "synchronize", waited.append)
     with Stopwatch(torch.device("cuda:1")) as watch:
         time.sleep(0.02)
     assert waited == [torch.device("cuda:1")] * 2
@@ -114,7 +134,7 @@ def test_the_clock_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_call_has_the_mean_of_its_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
 
     def call() -> None:
         now[0] += 6 if now[0] else 2
@@ -124,7 +144,7 @@ def test_a_call_has_the_mean_of_its_repetitions(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_modules_time_is_the_sum_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
 
     class Network(torch.nn.Module):
         def forward(self, seconds: float) -> None:
@@ -138,3 +158,93 @@ def test_a_modules_time_is_the_sum_of_its_calls(monkeypatch: pytest.MonkeyPatch)
         second(4.0)
     network(50.0)
     assert timer.seconds() == 9.0
+
+
+def test_peak_memory_is_what_the_call_needs() -> None:
+    """Two tensors at the highest point; what was there before does not count, nor what comes after it."""
+    kept = torch.ones(64 * MIB, dtype=torch.uint8)
+
+    def call() -> None:
+        first = torch.ones(20 * MIB, dtype=torch.uint8)
+        second = first + kept[: 20 * MIB]
+        del first
+        second[:MIB] + 1
+
+    peak = peak_memory(call, CPU)
+    assert peak is not None
+    assert 40 * MIB <= peak < 40 * MIB + 4096
+    assert peak_memory(call, CPU) == peak
+
+
+def test_a_call_without_tensors_needs_nothing() -> None:
+    assert peak_memory(lambda: None, CPU) == 0
+
+
+def test_a_device_that_does_not_tell() -> None:
+    assert peak_memory(lambda: None, torch.device("meta")) is None
+
+
+def test_a_call_that_does_not_fit_has_no_peak() -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    assert peak_memory(lambda: fail(torch.OutOfMemoryError("CUDA out of memory")), CPU) is None
+    with pytest.raises(ElfattError, match="other"):
+        peak_memory(lambda: fail(ElfattError("other")), CPU)
+
+
+def test_the_high_water_mark_counts_what_was_held() -> None:
+    before = process_peak()
+    if before is None:
+        pytest.skip("this system does not tell")
+    size = before + 2**26
+    block = bytearray(size)
+    block[::4096] = b"1" * len(range(0, size, 4096))
+    after = process_peak()
+    assert after is not None
+    assert after > size
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_meter_sees_an_allocation_and_starts_anew(device: str) -> None:
+    meter = PeakMeter(torch.device(device))
+    before = meter.read() if meter.restart() else None
+    if before is None:
+        pytest.skip("the peak cannot start anew here")
+    block = torch.ones(2**26, device=device)  # 256 MiB
+    del block
+    assert meter.kind and (meter.read() or 0) > before + 200 * MIB
+    meter.restart()
+    assert (meter.read() or 0) < before + 100 * MIB
+
+
+def no_proc(file: str, key: str) -> None:
+    """A system without `/proc`."""
+
+
+def test_windows_tells_the_peak_working_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=1, peak_wset=7))
+    monkeypatch.setattr(measure, "proc_value", no_proc)
+    monkeypatch.setattr(measure.sys, "platform", "win32")
+    monkeypatch.setattr(measure.psutil, "Process", lambda: process)
+    meter = PeakMeter(CPU)
+    assert (meter.kind, meter.read(), meter.read_reserved()) == ("peak working set", 7, None)
+
+
+def test_macos_tells_the_maximum_resident_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(getrusage=lambda who: SimpleNamespace(ru_maxrss=9), RUSAGE_SELF=0)
+    monkeypatch.setattr(measure.sys, "platform", "darwin")
+    monkeypatch.setitem(sys.modules, "resource", usage)
+    meter = PeakMeter(CPU)
+    assert (meter.kind, meter.read()) == ("maximum resident set", 9)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert PeakMeter(CPU).read() is None
+
+
+def test_where_no_system_tells_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "proc_value", no_proc)
+    monkeypatch.setattr(measure.sys, "platform", "other")
+    meter = PeakMeter(CPU)
+    assert (meter.kind, meter.read()) == (None, None)
+    monkeypatch.setattr(measure, "synchronize", lambda device: None)
+    assert PeakMeter(torch.device("mps")).kind is PeakMeter(torch.device("mps")).read() is None
