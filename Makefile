@@ -7,9 +7,9 @@ JOBS ?= auto
 # What pip puts on the disk; nearly all of it is PyTorch.
 SIZE := 6 GB on Linux, of which 4.3 GB are CUDA libraries for PyTorch; 1 GB on macOS
 # What touches diffusers: models, pipelines, schedulers, compilation. Mathematics, reports and docs are the same everywhere.
-OLDEST := families compatibility gpu methods peers toy cli/test_generate.py cli/test_patch.py benchmarking/test_unet.py \
+OLDEST := families compatibility gpu methods toy cli/test_generate.py cli/test_patch.py benchmarking/test_unet.py \
   benchmarking/test_pipeline.py benchmarking/test_transformers.py $(addprefix test_,$(addsuffix .py,ahead attention_dtype autotune \
-  backends budget calls conformance exact_run flow_timesteps identity installed optional patch per_layer pipelines planning \
+  backends budget calls conformance exact_run flow_timesteps identity installed optional patch peers per_layer pipelines planning \
   processor residuals running schedule schedulers shapes standalone timesteps trial))
 APART := tests/test_demo.py tests/compatibility/test_transformers.py
 OLDEST_TESTS ?= $(addprefix tests/,$(OLDEST))

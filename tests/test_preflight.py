@@ -12,7 +12,7 @@ from elfatt_sd.cli import preflight
 from elfatt_sd.cli.preflight import check_steps
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.shapes import TRANSFORMERS
-from elfatt_sd.sizes import TRANSFORMER_NAMES
+from elfatt_sd.families.sizes import TRANSFORMER_NAMES
 
 
 def test_a_machine_that_surely_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

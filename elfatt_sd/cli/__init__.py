@@ -18,8 +18,8 @@ from elfatt_sd.config import METHODS, PatchConfig, known_method
 from elfatt_sd.devices import keep_freed_memory
 from elfatt_sd.drawing.studio import Request, check_quoted, check_sizes, read_prompts
 from elfatt_sd.errors import ElfattError, need
+from elfatt_sd.families.sizes import SHAPE_NAMES
 from elfatt_sd.files import check_writable
-from elfatt_sd.sizes import SHAPE_NAMES
 from elfatt_sd.toy import EMBEDDED, PROMPT
 from elfatt_sd.visualize.looks import Asked
 

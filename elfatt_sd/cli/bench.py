@@ -19,10 +19,10 @@ from elfatt_sd.cli.options import MODELS, Device, Dtype, Variant
 from elfatt_sd.cli.preflight import check_device, check_sizes, check_steps
 from elfatt_sd.config import METHODS, PatchConfig
 from elfatt_sd.errors import ElfattError, need
+from elfatt_sd.families.sizes import SHAPE_NAMES, UNET_NAMES
 from elfatt_sd.loading import check_model, check_names
 from elfatt_sd.peers import PEERS
 from elfatt_sd.progress import Forecast, progress_of
-from elfatt_sd.sizes import SHAPE_NAMES, UNET_NAMES
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session

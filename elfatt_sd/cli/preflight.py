@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.families.sizes import SHAPE_VAE, SHAPES, TRANSFORMER_NAMES, Dimensions, dimensions_in
 from elfatt_sd.loading import check_names
-from elfatt_sd.sizes import SHAPE_VAE, SHAPES, TRANSFORMER_NAMES, Dimensions, dimensions_in
 from elfatt_sd.toy import EMBEDDED
 
 
