@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elfatt_sd.cli.console import complain, one_line, output
-from elfatt_sd.families.sizes import SHAPE_NAMES
+from elfatt_sd.cli.names import SHAPE_NAMES
 from elfatt_sd.progress import progress_of
 
 if TYPE_CHECKING:
