@@ -34,12 +34,12 @@ from elfatt_sd.benchmarking.variants import (
 from elfatt_sd.config import METHODS, PatchConfig
 from elfatt_sd.families import find_layers, levels_of, main_denoiser, select_layers
 from elfatt_sd.families.shapes import call_arguments, empty_unet
+from elfatt_sd.families.sizes import UNET_NAMES
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.plans import describe
 from elfatt_sd.runtime.choosing import fitted
-from elfatt_sd.sizes import UNET_NAMES
 
 COUNTED = 4  # steps of a phase whose operations are counted: as many as share a difference by default
 _VIEWS = {

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.families.sizes import SHAPE_NAMES
 from elfatt_sd.files import visible
-from elfatt_sd.sizes import SHAPE_NAMES
 from elfatt_sd.toy import EMBEDDED
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.sizes import Dimensions
+from elfatt_sd.families.sizes import Dimensions
 
 WAN_VAE = {"base_dim": 96, "dim_mult": [1, 2, 4, 4], "z_dim": 16}
 SD15 = Dimensions.of(

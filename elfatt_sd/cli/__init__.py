@@ -10,21 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elfatt_sd import __version__
-from elfatt_sd.cli.console import Chosen, OneLineErrors, from_file, lazy_group, quiet_libraries, takes_patch
+from elfatt_sd.cli.console import Chosen, OneLineErrors, from_file, lazy_group, process, quiet_libraries, takes_patch
+from elfatt_sd.cli.names import METHODS, SHAPE_NAMES
 from elfatt_sd.cli.options import MODELS, Height, Json, Model, Source, Width, takes_drawing, takes_source
 from elfatt_sd.cli.output import print_findings, print_plan, print_summary, print_trial, progress, python_lines
 from elfatt_sd.cli.tune import tune
-from elfatt_sd.config import METHODS, PatchConfig, known_method
-from elfatt_sd.devices import keep_freed_memory
-from elfatt_sd.drawing.studio import Request, check_quoted, check_sizes, read_prompts
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable
-from elfatt_sd.sizes import SHAPE_NAMES
 from elfatt_sd.toy import EMBEDDED, PROMPT
-from elfatt_sd.visualize.looks import Asked
 
 if TYPE_CHECKING:
-    from elfatt_sd.drawing.studio import Result, Studio
+    from elfatt_sd.drawing.studio import Result
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(
@@ -33,14 +29,13 @@ app.add_typer(
 app.add_typer(lazy_group("elfatt_sd.cli.bench:app"), name="bench", help="Time and memory, side by side in one run.")
 
 EXPLAIN = "Draw once more and show what a layer does: merged tokens, keys of a query, agents, blocks, error."
-MEASURED_CALLS = 20  # of every layer, by --autotune
 
 
 def main() -> None:
     """Run the command line."""
     for variable, level in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "99")):
         os.environ.setdefault(variable, level)  # of PyTorch's libraries, which read it when they are loaded
-    keep_freed_memory()
+    process["own"] = True
     app(prog_name="elfatt-sd")
 
 
@@ -90,6 +85,9 @@ def generate(
     ] = "0.5,0.5",
 ) -> None:
     """Draw images, each a PNG with its settings inside and a JSON file next to it."""
+    from elfatt_sd.drawing.studio import Request, Studio, check_quoted, read_prompts
+    from elfatt_sd.visualize.looks import Asked
+
     words = list(prompts or ())
     if not each:
         check_quoted(words, "elfatt-sd generate")
@@ -99,12 +97,13 @@ def generate(
     asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
     request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
-    looking = _explaining(explain, chosen, layer, step, at)
+    looking = Asked.read(layer, step, at)
+    if explain and not chosen.config.active:
+        raise ElfattError(f"method={chosen.config.method!r} changes nothing to explain; give another method.")
+    if explain:
+        need("--explain", "matplotlib")
     pipe = source(model).load_for(request)
-
-    from elfatt_sd.drawing.studio import Studio
-
-    results = []
+    results: list[Result] = []
     studio = Studio(pipe, request, out)
     images = request.num_images * len(prompts)
     with progress(images, 2 * images + 1 if compare else images) as (studio.on_step, on_image):
@@ -113,26 +112,11 @@ def generate(
             on_image(result)
     print_summary(results)
     if explain:
-        _explain(studio, results, looking)
+        from elfatt_sd.visualize.drawing import explain as draw_again
 
-
-def _explaining(explain: bool, chosen: Chosen, layer: str | None, step: int | None, at: str) -> Asked:
-    """Check what to look at, before anything is drawn."""
-    asked = Asked.read(layer, step, at)
-    if explain and not chosen.config.active:
-        raise ElfattError(f"method={chosen.config.method!r} changes nothing to explain; give another method.")
-    if explain:
-        need("--explain", "matplotlib")
-    return asked
-
-
-def _explain(studio: Studio, results: list[Result], asked: Asked) -> None:
-    """Draw each image once more, watched, and print where what was seen lies."""
-    from elfatt_sd.visualize.drawing import explain
-
-    studio.on_step = lambda step, steps: None
-    for path in explain(studio, results, asked):
-        print(path)
+        studio.on_step = lambda step, steps: None
+        for path in draw_again(studio, results, looking):
+            print(path)
 
 
 @app.command(name="try")
@@ -161,6 +145,10 @@ def try_methods(
 
     Of several prompts or models, a sheet: untouched, the fastest method and the closest one, as the first prompt shows.
     """
+    from elfatt_sd.config import PatchConfig, known_method
+    from elfatt_sd.drawing.compare import Trial
+    from elfatt_sd.drawing.studio import Request
+
     words = [" ".join(prompt)] if prompt else []
     all_prompts, all_models = [*words, *(prompts or ())] or [PROMPT], [*([model] if model else []), *(models or ())]
     sources = {name: source(name) for name in all_models or ["toy"]}
@@ -173,9 +161,6 @@ def try_methods(
         _draw_sheet(sources, all_prompts, chosen, rounds, {"seed": seed, **drawing}, out)
         return
     pipe = sources[request.model].load_for(request)
-
-    from elfatt_sd.drawing.compare import Trial
-
     trial = Trial(pipe, request, chosen, rounds)
     interrupted = False
     with progress(trial.images) as (on_step, on_image):
@@ -224,20 +209,28 @@ def patch(
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the configuration as JSON.")] = None,
 ) -> None:
     """Show what would be patched, layer by layer, and the Python lines that do it."""
+    from elfatt_sd.drawing.studio import check_sizes
+    from elfatt_sd.patch import plan
+
     check_sizes(height, width)
     if save is not None:
         if save.exists():
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
     from_where: Source = source(model)
+    if model in SHAPE_NAMES and chosen.autotune:
+        raise ElfattError(
+            f"model={model!r} is a shape without weights, which --autotune cannot measure; give a model, or time the "
+            f"shape with elfatt-sd bench denoiser --model {model} --autotune."
+        )
     if model in SHAPE_NAMES:
-        pipe = _sketch(from_where, chosen.autotune)
+        from elfatt_sd.families.shapes import sketch
+
+        quiet_libraries()
+        pipe = sketch(model)
     else:
         from_where.check()
         pipe = from_where.load()
-
-    from elfatt_sd.patch import plan
-
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
     if save is not None:
         chosen.config.save(save)
@@ -265,14 +258,14 @@ def demo(
 ) -> None:
     """Serve a page that draws untouched and patched images side by side; Ctrl-C ends it."""
     need("elfatt-sd demo", "gradio")
-    known_method(method)
+    from elfatt_sd.config import known_method
+    from elfatt_sd.drawing.demo import Demo, make_page
     from elfatt_sd.loading import check_model, load_pipeline
 
+    known_method(method)
     for name in model or ():
         check_model(name)
     quiet_libraries()
-    from elfatt_sd.drawing.demo import Demo, make_page
-
     page = make_page(Demo(load_pipeline), model or list(EMBEDDED), method, steps)
     print(f"http://127.0.0.1:{port}  (Ctrl-C ends it)")
     try:
@@ -294,16 +287,3 @@ def doctor(as_json: Json = False) -> None:
         print_findings(sections)
     if not healthy(sections):
         raise typer.Exit(1)
-
-
-def _sketch(source: Source, autotune: bool) -> Any:
-    from elfatt_sd.families.shapes import sketch
-
-    model = source.model
-    if autotune:
-        raise ElfattError(
-            f"model={model!r} is a shape without weights, which --autotune cannot measure; give a model, or time the "
-            f"shape with elfatt-sd bench denoiser --model {model} --autotune."
-        )
-    quiet_libraries()
-    return sketch(model)

@@ -12,20 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elfatt_sd import errors as checks
-from elfatt_sd.benchmarking.names import ALONE, PEER
-from elfatt_sd.benchmarking.variants import Size, check_method, height_and_width, read_size, varied
 from elfatt_sd.cli.console import FAILURE, adds_options, name_and_value, optional, output, quiet_libraries
+from elfatt_sd.cli.names import ALONE, METHODS, PEER, PEERS, SHAPE_NAMES, UNET_NAMES
 from elfatt_sd.cli.options import MODELS, Device, Dtype, Variant
-from elfatt_sd.cli.preflight import check_device, check_sizes, check_steps
-from elfatt_sd.config import METHODS, PatchConfig
 from elfatt_sd.errors import ElfattError, need
-from elfatt_sd.loading import check_model, check_names
-from elfatt_sd.peers import PEERS
+from elfatt_sd.files import check_writable
 from elfatt_sd.progress import Forecast, progress_of
-from elfatt_sd.sizes import SHAPE_NAMES, UNET_NAMES
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
+    from elfatt_sd.benchmarking.variants import Size
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -80,8 +76,6 @@ def build_session(out: Path | None, name: str | None, as_markdown: bool | None) 
     Raises:
         ElfattError: the folder cannot be written, or the name is not a file name.
     """
-    from elfatt_sd.files import check_writable
-
     if name is not None and (out is None or Path(name).name != name):
         raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
     if out is not None:
@@ -136,8 +130,7 @@ def denoiser(
     variant: Variant = None,
 ) -> None:
     """One call of a UNet or transformer in every phase of every method, added up over a run."""
-    chosen = [*map(read_size, sizes)]
-    _check(model, variant, device, dtype, chosen)
+    chosen = _check(model, variant, device, dtype, sizes)
     if memory_batch and not memory:
         raise ElfattError("--memory-batch is not accepted with --no-memory; leave one of them out.")
     if compile and autotune:
@@ -169,9 +162,10 @@ def pipeline(
     variant: Variant = None,
 ) -> None:
     """A whole pipeline with guidance, from prompt to image."""
-    chosen = [*map(read_size, sizes)]
+    from elfatt_sd.cli.preflight import check_steps
+
     check_steps(model, steps)
-    _check(model, variant, device, dtype, chosen)
+    chosen = _check(model, variant, device, dtype, sizes)
     options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory}
     options |= _given(ratio=ratio, variant=variant)
     _run("pipeline", session, model=model, sizes=chosen, methods=methods, device=device, dtype=dtype, **options)
@@ -194,21 +188,21 @@ def _given(**settings: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _check(
-    model: str,
-    variant: str | None,
-    device: str,
-    dtype: str = "auto",
-    sizes: Sequence[Size] = (),
-) -> None:
-    """Check what can be checked before PyTorch is imported: the model, the device and the sizes of images."""
+def _check(model: str, variant: str | None, device: str, dtype: str, sizes: Sequence[str]) -> list[Size]:
+    """Check what can be checked before anything is loaded, and return the sizes of images."""
+    from elfatt_sd.benchmarking.variants import height_and_width, read_size
+    from elfatt_sd.cli.preflight import check_sizes
+    from elfatt_sd.loading import check_model, check_names, pick_device
+
+    chosen = [*map(read_size, sizes)]
     check_names(device, dtype)
-    check_device(device)
+    pick_device(device)
     if model not in SHAPE_NAMES:
         check_model(model, variant=variant)
     elif variant is not None:
         raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
-    check_sizes(model, map(height_and_width, sizes))
+    check_sizes(model, map(height_and_width, chosen))
+    return chosen
 
 
 def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None:
@@ -219,8 +213,11 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
     for option in ("seconds", "max_seconds"):
         if not options.get(option, 1.0) > 0:
             raise ElfattError(f"{option}={options[option]:g} is not accepted; give a number above 0.")
+    from elfatt_sd.config import PatchConfig
+    from elfatt_sd.loading import check_names, pick_device
+
     check_names(options["device"], options["dtype"])
-    check_device(options["device"])
+    pick_device(options["device"])
     if options.get("ratio") is not None:
         PatchConfig.preset("tome", ratio=options["ratio"])  # checks it
     if "block_size" in options:
@@ -242,6 +239,8 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
 
 def read_method(text: str) -> Any:
     """Return what `--method` names, with the settings that follow its name."""
+    from elfatt_sd.benchmarking.variants import check_method, varied
+
     method, _, settings = text.rpartition(":")
     if "=" not in settings:  # a name alone, or package.module:Class
         check_method(text)

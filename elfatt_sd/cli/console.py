@@ -12,16 +12,17 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from elfatt_sd.attention.ordering import BLOCK_ORDERS
-from elfatt_sd.config import DEFAULT, METHODS, PatchConfig, known_method
+from elfatt_sd.cli.names import BACKENDS, BLOCK_ORDERS, DEFAULT, METHODS
 from elfatt_sd.errors import ElfattError, ElfattFailure, in_plain_words, remedy
-from elfatt_sd.phases import BACKENDS
+
+if TYPE_CHECKING:
+    from elfatt_sd.config import PatchConfig
 
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -146,6 +147,8 @@ def choose(
     **options: Any,
 ) -> Chosen:
     """Build a configuration from options."""
+    from elfatt_sd.config import PatchConfig, known_method
+
     settings = {_NAMES.get(name, name): value for name, value in options.items() if value is not None}
     settings |= dict(name_and_value(text) for text in set or ())
     written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
@@ -192,8 +195,15 @@ def output() -> Console:
     return console if console.is_terminal else plain(width=200)
 
 
+process = {"own": False}  # whether it runs the command line alone; `main` says so
+
+
 def quiet_libraries() -> None:
     """Switch off the progress bars and chatter of diffusers and transformers; errors are still raised."""
+    if process["own"]:
+        from elfatt_sd.devices import keep_freed_memory
+
+        keep_freed_memory()
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 

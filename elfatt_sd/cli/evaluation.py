@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,14 +22,12 @@ from elfatt_sd.cli.console import (
     output,
     quiet_libraries,
 )
-from elfatt_sd.cli.preflight import check_device, check_sizes, check_steps
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.prompt_files import read_prompts
-from elfatt_sd.evaluation.protocols import Protocol, check_packages, load_protocol
-from elfatt_sd.evaluation.run import Run, RunFailure
-from elfatt_sd.evaluation.sources import check_exists
 from elfatt_sd.files import check_writable
-from elfatt_sd.loading import check_model, check_names
+
+if TYPE_CHECKING:
+    from elfatt_sd.evaluation.protocols import Protocol
+    from elfatt_sd.evaluation.run import Run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -69,6 +67,8 @@ def build_protocol(
     Raises:
         ElfattError: no such protocol, an unknown key, or a value that is not accepted.
     """
+    from elfatt_sd.evaluation.protocols import load_protocol
+
     given = {_KEYS.get(name, name): value for name, value in options.items() if value is not None}
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
     return load_protocol(protocol_file, [*(set or ()), *overrides], limit)
@@ -82,6 +82,8 @@ def reports_failure(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> Any:
+        from elfatt_sd.evaluation.run import RunFailure
+
         try:
             return command(**given)
         except RunFailure as failure:
@@ -95,7 +97,7 @@ def reports_failure(command: Callable[..., Any]) -> Callable[..., Any]:
 @takes_protocol
 @reports_failure
 def run_command(
-    protocol: Protocol,
+    protocol: Any,
     out: Out,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print rows, images, disk, what is to do and all obstacles, and stop.")
@@ -104,14 +106,17 @@ def run_command(
     quiet: Quiet = False,
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
+    from elfatt_sd.evaluation.processes import is_first
+    from elfatt_sd.evaluation.protocols import check_packages
+    from elfatt_sd.evaluation.report import load_results
+    from elfatt_sd.evaluation.report.writers import terminal_summary
+    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.stages import evaluate
+
     if not dry_run:
         check_packages(protocol)
         _check_early(protocol, out)
         others = [Run.open(other) for other in reuse or ()]
-    from elfatt_sd.evaluation.processes import is_first
-    from elfatt_sd.evaluation.report import load_results
-    from elfatt_sd.evaluation.report.writers import terminal_summary
-    from elfatt_sd.evaluation.stages import evaluate
 
     quiet_libraries()
     run = Run(out, protocol)
@@ -128,13 +133,14 @@ def run_command(
 @app.command("generate")
 @takes_protocol
 @reports_failure
-def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Quiet = False) -> None:
+def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet = False) -> None:
     """Make the images of every row. Several processes share them under `accelerate launch`."""
-    _check_early(protocol, out)
-    others = [Run.open(other) for other in reuse or ()]
     from elfatt_sd.evaluation.generate import generate
     from elfatt_sd.evaluation.processes import is_first, leave_processes
+    from elfatt_sd.evaluation.run import Run
 
+    _check_early(protocol, out)
+    others = [Run.open(other) for other in reuse or ()]
     quiet_libraries()
     run = Run(out, protocol)
     with run.writing():
@@ -148,12 +154,13 @@ def generate_command(protocol: Protocol, out: Out, reuse: Reuse = None, quiet: Q
 @app.command("reference")
 @takes_protocol
 @reports_failure
-def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
+def reference_command(protocol: Any, quiet: Quiet = False) -> None:
     """Compute the statistics of a protocol's reference, or find them in the cache."""
-    check_exists(protocol.reference.source)
     from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.score import build_references
+    from elfatt_sd.evaluation.sources import check_exists
 
+    check_exists(protocol.reference.source)
     quiet_libraries()
     for reference in build_references(protocol, progress=every_minute(_reporter(quiet))):
         typer.echo(json.dumps({**reference.description, "unreadable": len(reference.unreadable)}, ensure_ascii=False))
@@ -167,11 +174,12 @@ def reference_command(protocol: Protocol, quiet: Quiet = False) -> None:
 @reports_failure
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
-    opened = Run.open(run)
     from elfatt_sd.evaluation.processes import leave_processes, scoring_device
     from elfatt_sd.evaluation.results import write_results
+    from elfatt_sd.evaluation.run import Run
     from elfatt_sd.evaluation.stages import score
 
+    opened = Run.open(run)
     quiet_libraries()
     with opened.writing(scoring_device(opened.protocol.device)) as first:
         score(opened, _reporter(quiet))
@@ -184,11 +192,12 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 @reports_failure
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
-    opened = Run.open(run)
     from elfatt_sd.evaluation.processes import scoring_device
     from elfatt_sd.evaluation.report import load_results, write_report
     from elfatt_sd.evaluation.results import write_results
+    from elfatt_sd.evaluation.run import Run
 
+    opened = Run.open(run)
     with opened.writing(scoring_device(opened.protocol.device)):
         write_results(opened)
         typer.echo(write_report(load_results(run)))
@@ -204,10 +213,11 @@ def verify_command(
     quiet: Quiet = False,
 ) -> None:
     """Check every image of a run against its hash, and its table against one computed again."""
-    opened = Run.open(run)
     from elfatt_sd.evaluation.extraction import every_minute
+    from elfatt_sd.evaluation.run import Run
     from elfatt_sd.evaluation.verify import verify_run
 
+    opened = Run.open(run)
     quiet_libraries()
     problems = verify_run(opened, recompute=recompute, progress=every_minute(_reporter(quiet)))
     for problem in problems:
@@ -218,12 +228,17 @@ def verify_command(
 
 
 def _check_early(protocol: Protocol, out: Path) -> None:
-    """Check folder, device, model and size, before PyTorch is imported."""
+    """Check folder, device, model and size, before anything is loaded."""
+    from elfatt_sd.cli.preflight import check_sizes, check_steps
+    from elfatt_sd.evaluation.prompt_files import read_prompts
+    from elfatt_sd.evaluation.sources import check_exists
+    from elfatt_sd.loading import check_model, check_names, pick_device
+
     check_writable(out)
     if protocol.limit == 1:
         raise ElfattError("limit=1 is not accepted; 1 image a row has no distance, so give at least 2.")
     check_names(protocol.device, protocol.dtype)
-    check_device(protocol.device)
+    pick_device(protocol.device)
     check_model(protocol.model, variant=protocol.variant or None)
     if protocol.extractors:
         check_exists(protocol.reference.source)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from elfatt_sd.cli.console import adds_options, complain, quiet_libraries
-from elfatt_sd.drawing.studio import SCHEDULERS, Request
+from elfatt_sd.cli.names import SCHEDULERS
 from elfatt_sd.toy import EMBEDDED
+
+if TYPE_CHECKING:
+    from elfatt_sd.drawing.studio import Request
 
 MODELS = f"{', '.join(EMBEDDED)}, a diffusers directory, a hub id, or a .safetensors file"
 STEPS, GUIDANCE = (
@@ -62,12 +65,11 @@ class Source:
     variant: str | None = None
 
     def check(self) -> None:
-        """Check what can be checked without PyTorch."""
-        from elfatt_sd.cli.preflight import check_device
-        from elfatt_sd.loading import check_model, check_names
+        """Check what can be checked before it is loaded."""
+        from elfatt_sd.loading import check_model, check_names, pick_device
 
         check_names(self.device, self.dtype)
-        check_device(self.device)
+        pick_device(self.device)
         check_model(self.model, allow_pickle=self.allow_pickle, variant=self.variant)
 
     def load_for(self, request: Request) -> Any:

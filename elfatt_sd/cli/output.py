@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from elfatt_sd.cli.console import complain, one_line, output
+from elfatt_sd.cli.names import SHAPE_NAMES
 from elfatt_sd.progress import progress_of
-from elfatt_sd.sizes import SHAPE_NAMES
 
 if TYPE_CHECKING:
     from elfatt_sd.cli.options import Source

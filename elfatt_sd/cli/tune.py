@@ -10,13 +10,11 @@ import typer
 
 from elfatt_sd import errors as checks
 from elfatt_sd.cli.console import adds_options, complain, optional
+from elfatt_sd.cli.names import METRICS
 from elfatt_sd.cli.options import DRAWING_OPTIONS, MODELS, Json, Source, takes_source
-from elfatt_sd.cli.preflight import check_sizes, check_steps
-from elfatt_sd.drawing.studio import check_run, read_prompts
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable
 from elfatt_sd.progress import progress_of
-from elfatt_sd.tuning.budget import METRICS, Budget, check_closeness, check_images
 
 if TYPE_CHECKING:
     from elfatt_sd.tuning.tuned import Tuned
@@ -52,6 +50,12 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and prove them."""
+    from elfatt_sd.cli.preflight import check_sizes, check_steps
+    from elfatt_sd.drawing.running import warn_if_too_large
+    from elfatt_sd.drawing.studio import check_run, read_prompts
+    from elfatt_sd.tuning import tune as tune_pipeline
+    from elfatt_sd.tuning.budget import Budget, check_closeness, check_images
+
     Budget(closeness, speed, memory)
     checks.choice("metric", asked["metric"], METRICS)
     check_closeness(asked["metric"], closeness)
@@ -65,19 +69,15 @@ def tune(
         check_writable(save.parent, f"save={str(save)!r}")
     if out is not None:
         check_writable(out)
-        _check_page()
+        need("the page of a tuning (--out)", "jinja2", "matplotlib")
     from_where: Source = source(model)
     from_where.check()
     check_steps(model, steps)
     check_sizes(model, [size])
     pipe = from_where.load()
     pipe.set_progress_bar_config(disable=True)
-    from elfatt_sd.drawing.running import warn_if_too_large
-
     rows = 1 if guidance is not None and guidance <= 1 else 2
     warn_if_too_large(pipe, *size, rows=rows, frames=asked["frames"])
-    from elfatt_sd.tuning import tune as tune_pipeline
-
     with progress_of("steps") as tell:
         found = tune_pipeline(
             pipe, closeness=closeness, speed=speed, memory=memory, prompts=lines, progress=tell, **asked
@@ -89,12 +89,6 @@ def tune(
         page = found.report(out)
         if not as_json:
             print(f"page: {page}")
-
-
-def _check_page() -> None:
-    from elfatt_sd.errors import need
-
-    need("the page of a tuning (--out)", "jinja2", "matplotlib")
 
 
 def _save(found: Tuned, save: Path, as_json: bool) -> None:

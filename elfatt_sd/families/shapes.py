@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, unwrap
 from elfatt_sd.families.base import Fill
+from elfatt_sd.families.sizes import SHAPES, Dimensions
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
-from elfatt_sd.sizes import SHAPES, Dimensions
 
 
 @dataclass(frozen=True)

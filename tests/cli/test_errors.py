@@ -155,21 +155,22 @@ def told(line: str, said: str) -> str:
     return f"{line} -> {said.strip()}"
 
 
-def test_wrong_use_is_one_line_told_before_anything_heavy_is_imported(
-    tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
+def test_wrong_use_is_one_line(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     (tmp_path / "file").write_text("in the way")
     lines = EARLY.strip().splitlines()
     found = early(lines, tmp_path)
-    assert {(code, out, *heavy) for code, out, _, heavy in found} == {(2, "")}
+    assert {(code, out) for code, out, *_ in found} == {(2, "")}
     assert files(tmp_path) == ["file"]
     assert "\n".join(told(line, said) for line, (_, _, said, _) in zip(lines, found, strict=True)) == snapshot
 
 
-def test_help_and_version_import_nothing_heavy(tmp_path: Path) -> None:
-    found = early([*(f"{name} --help" for name in ("", "generate", "try", "bench", "eval")), "--version"], tmp_path)
-    assert {(code, said, *heavy) for code, _, said, heavy in found} == {(0, "")}
-    assert found[-1][1] == f"elfatt-sd {elfatt_sd.__version__}\n"
+def test_help_version_and_wrong_options_import_nothing_heavy(tmp_path: Path) -> None:
+    groups = ("", "generate", "try", "patch", "tune", "demo", "doctor", "bench", "bench denoiser", "eval", "eval run")
+    found = early(
+        [*(f"{name} --help" for name in groups), "--version", "generate --fast", "bench unet --nope"], tmp_path
+    )
+    assert [(code, *heavy) for code, *_, heavy in found] == [*[(0,)] * (len(groups) + 1), (2,), (2,)]
+    assert found[len(groups)][1] == f"elfatt-sd {elfatt_sd.__version__}\n"
     assert "--install-completion" in found[0][1]
 
 

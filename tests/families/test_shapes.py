@@ -15,8 +15,8 @@ from torch import nn
 import elfatt_sd
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.shapes import TRANSFORMERS, Blueprint, Sketch, TransformerSketch, call_arguments, sketch
+from elfatt_sd.families.sizes import SHAPES
 from elfatt_sd.methods import Grid
-from elfatt_sd.sizes import SHAPES
 
 
 def by_hand(module: Any, arguments: dict[str, Any]) -> int:
@@ -99,7 +99,7 @@ def test_a_sketch_holds_no_weights(name: str) -> None:
 
 
 def test_names_are_known_without_pytorch() -> None:
-    from elfatt_sd.sizes import TRANSFORMER_NAMES, UNET_NAMES
+    from elfatt_sd.families.sizes import TRANSFORMER_NAMES, UNET_NAMES
 
     assert tuple(SHAPES) == UNET_NAMES
     assert tuple(TRANSFORMERS) == TRANSFORMER_NAMES

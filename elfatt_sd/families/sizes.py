@@ -1,4 +1,4 @@
-"""Sizes of images that a model can draw, from its configuration: without PyTorch."""
+"""Sizes of images that a model can draw, from its configuration."""
 
 from __future__ import annotations
 
