@@ -101,8 +101,6 @@ def _only_pickles(part: Path) -> bool:
     return bool(suffixes & PICKLES) and ".safetensors" not in suffixes
 
 
-pass  # MOVED
-
 _STEPS = 10  # of a trial; with fewer, some schedulers begin far below the highest timestep
 
 
@@ -190,9 +188,6 @@ def shortened(error: BaseException) -> str:
     return textwrap.shorten(str(error), 240, placeholder=" ...") or type(error).__name__
 
 
-pass  # MOVED
-pass  # MOVED
-
 Shapes = dict[str, tuple[int, ...]]
 # The first convolution of a UNet, which tells by its input channels what the pipeline hands it.
 _FIRST = "model.diffusion_model.input_blocks.0.0.weight"
@@ -273,11 +268,6 @@ def kind_of_file(path: Path, shapes: Shapes) -> str:
             f"hands it; accepted: {accepted}."
         )
     return kinds[channels]
-
-
-pass  # MOVED
-pass  # MOVED
-pass  # MOVED
 
 
 _EMBEDDED = " or ".join(map(repr, EMBEDDED))

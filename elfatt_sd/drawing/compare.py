@@ -24,8 +24,6 @@ from elfatt_sd.measure import Spread, Turn, busy, interleave, ratios, times_as_f
 from elfatt_sd.patch import patched, remove_patch
 from elfatt_sd.runtime.choosing import fits
 
-pass  # MOVED
-
 LEAST = 20.0  # dB: unrelated images have 10 to 20
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
 BUSY_TITLE = "the machine was busy: the speeds, and which method is the fastest, are not to be trusted"

@@ -22,8 +22,6 @@ from elfatt_sd.measure import ratios
 from elfatt_sd.patch import plan
 from elfatt_sd.toy import PROMPT
 
-pass  # MOVED
-
 TITLE = "elfatt-sd: untouched and patched"
 STEPS, SHORT = 50, 12
 

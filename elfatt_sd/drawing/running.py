@@ -23,8 +23,6 @@ from elfatt_sd.measure import PeakMeter, Stopwatch
 from elfatt_sd.plans import frames_to_one
 from elfatt_sd.toy import EMBEDDED
 
-pass  # MOVED
-
 _UNET, _TRANSFORMER = 40, 12  # tensors of the first level, or of a block's width, that are held at once
 _DECODER = 4.5  # tensors of the decoder's second level, at the size of the image
 _FRAME_BYTES = 3 * 4  # of a pixel of a clip that is decoded

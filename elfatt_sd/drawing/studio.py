@@ -149,8 +149,6 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     return prompts
 
 
-pass  # MOVED
-
 OnStep = Callable[[int, int], None]
 
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from elfatt_sd.runtime.processor import PatchedLayer
 
 if TYPE_CHECKING:
-    pass  # MOVED
     from elfatt_sd.runtime.processor import PatchedLayer
 
 _BYTES = 2  # of a value in a narrower dtype
@@ -209,9 +208,6 @@ def attend(attention: Attention, layer: Any, tokens: Tensor, prepared: Prepared 
         mixed = attention.attend(layer, tokens, prepared)
     check_result(attention, mixed, (*tokens.shape[:2], *layer.heads), layer.dtype)
     return mixed
-
-
-pass  # MOVED
 
 
 _NOTHING = Given(torch.empty(0, dtype=torch.float32, device="cpu"), 0, NO_GRID)

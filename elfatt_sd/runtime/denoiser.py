@@ -123,8 +123,6 @@ class Notices:
             )
 
 
-pass  # MOVED
-
 _OUTSIDE = (
     "elfatt-sd finds the step of a call in Python, before compiled code: give torch.compile(fullgraph=True) the model "
     "itself, and not a function that calls it"

@@ -249,10 +249,6 @@ def _fixed_split(rows: int, columns: int, stride: int, device: torch.device) -> 
     return split_grid(rows, columns, stride).to(device)
 
 
-pass  # MOVED
-pass  # MOVED
-
-
 class Memory:
     """What one denoiser keeps from step to step of a run."""
 

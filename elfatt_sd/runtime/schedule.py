@@ -126,9 +126,6 @@ def address(tensor: Any) -> int:
     return tensor.untyped_storage().data_ptr()  # type: ignore[no-any-return]
 
 
-pass  # MOVED
-
-
 class Position(NamedTuple):
     """Index of a step in the schedule, and the number of steps of the whole schedule.
 

@@ -196,9 +196,6 @@ def _most(values: NDArray[np.float64]) -> float:
     return max(float(np.quantile(values, 0.99)), 1e-12)
 
 
-pass  # MOVED
-
-
 def explain(studio: Studio, results: Sequence[Result], asked: Asked) -> Iterator[Path]:
     """Draw every image of a studio once more, watched, and write what was seen next to it.
 

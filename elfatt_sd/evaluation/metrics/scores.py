@@ -135,7 +135,6 @@ def _load(choice: MetricChoice, device: str) -> ImageMetric:
         from elfatt_sd.evaluation.metrics.closeness import load_dists, load_lpips
 
         return (load_lpips if choice.metric == "lpips" else load_dists)(weights, device)
-    pass  # MOVED
 
     return load_alignment(choice.metric, weights, device)
 

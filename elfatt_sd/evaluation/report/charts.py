@@ -67,9 +67,6 @@ class Palette:
         return named | {colour: f"--m{slot}" for slot, colour in enumerate(METHODS)}
 
 
-pass  # MOVED
-
-
 WIDTH, HEIGHT = 5.2, 3.5  # inches; one column of the page
 _LINES = 20  # fitted lines that one plot can hold
 LEGEND = 32  # characters of a name in a legend of two columns

@@ -161,9 +161,6 @@ def _data_uri(path: Path, sha256: str, detail: Detail, frames: int, rate: float)
     return f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode('ascii')}", ""
 
 
-pass  # MOVED
-
-
 MAX_BYTES = 5 * 1000 * 1000
 _HERE = Path(__file__).parent
 STYLE = _HERE / "style.css"

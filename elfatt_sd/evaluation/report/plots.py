@@ -203,9 +203,6 @@ def write_beside(axes: Axes, points: Sequence[tuple[float, float, str, str]]) ->
         axes.annotate(text, (across, up), (4, 3), textcoords="offset points", fontsize=7, color=colour, zorder=4)
 
 
-pass  # MOVED
-
-
 _STYLE: Any = {
     "font.size": 9,
     "font.family": "sans-serif",
