@@ -19,7 +19,7 @@ from elfatt_sd.benchmarking.names import AGENTS, ORDERS, blocks, is_peer
 from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.variants import Size, height_and_width, named, read_size
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.drawing.running import check_fits, check_steps, own_settings, rows_of
+from elfatt_sd.drawing.running import check_steps, own_settings, rows_of, warn_if_too_large
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.provenance import weights_sha256
 from elfatt_sd.families import family_of, main_denoiser, step_denoisers
@@ -88,7 +88,7 @@ def orders(
     settings = Settings(steps, guidance, height, width, frames)
     settings.check(pipe)
     rows = len(prompts) * rows_of(pipe, guidance)
-    check_fits(pipe, height, width, steps=steps, images=len(prompts), rows=rows, frames=frames)
+    warn_if_too_large(pipe, height, width, rows=rows, frames=frames)
     calls = None if every_step else sorted(record_at or {call * steps // 25 for call in _SOME})
     asked: dict[str, Any] = {"model": model, "prompts": list(prompts), "steps": steps, "record_at": calls}
     asked |= {"guidance": guidance, "seed": seed, "draws": draws, "dtype": precision, "size": size, "frames": frames}

@@ -69,12 +69,12 @@ def draw() -> str:
     parts.append(_text(_RIGHT, 24, "The life of a call: elfatt_sd/runtime", 15, bold=True))
     step = (bottom - _TOP) // len(CALL)
     for place, (name, why) in enumerate(CALL.items()):
-        y, (file, said) = _TOP + step * place, class_of(name)
+        y, (file, text) = _TOP + step * place, class_of(name)
         length = step - 28 if place else 22  # from the box above
         parts.append(f'<path d="M{_RIGHT + 6} {y + 18 - length}v{length}" stroke="{INK}" marker-end="url(#end)"/>')
         parts += [_text(_RIGHT + 16, y + 12, why, 11), _box(_RIGHT, y + 20, name, marked=True)]
         parts.append(_text(_RIGHT + _NAME + 10, y + 30, file, 11, bold=True))
-        parts += _lines(_RIGHT + _NAME + 10, y + 30 + _LINE, textwrap.wrap(said, 38))
+        parts += _lines(_RIGHT + _NAME + 10, y + 30 + _LINE, textwrap.wrap(text, 38))
     head = '<marker id="end" orient="auto" markerWidth="8" markerHeight="8" refX="7" refY="4">'
     head += f'<path d="M0 0 8 4 0 8" fill="none" stroke="{INK}"/></marker>'
     size = f'width="{_WIDTH}" height="{bottom + 8}" viewBox="0 0 {_WIDTH} {bottom + 8}"'

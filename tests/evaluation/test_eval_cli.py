@@ -250,7 +250,8 @@ def test_a_failed_row_is_named_with_exit_code_1(
     monkeypatch.setattr(generate, "check_images", lambda images, indices: check(images * 0, indices))
     done = call("generate", protocol, "--out", tmp_path / "run", "--quiet")
     assert done.code == 1
-    assert done.err == "error: row sd failed: image 0 is black\n", "without the baseline the others are not begun"
+    said = "error: row sd failed: image 0 is black: an overflow (give dtype float32 or bfloat16), or a safety checker\n"
+    assert done.err == said, "without the baseline the others are not begun"
 
 
 def test_another_specification_in_the_folder_is_refused(

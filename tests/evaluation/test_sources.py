@@ -110,7 +110,7 @@ def test_bad_sources(tmp_path: Path) -> None:
         ("val.tar", "a file of another kind; .* unpack archives first"),
         (
             "shards",
-            r"no image \(2 files are left out as no image: val-000.tar, val-001.tar\); .* unpack archives first",
+            r"no image \(2 left out \(hidden, or no image\): val-000.tar, val-001.tar\); .* unpack archives first",
         ),
         ("bad.parquet", "bad.parquet cannot be read"),
         ("gone.npz", "does not exist"),

@@ -90,8 +90,9 @@ class Row:
         return shortened(self.name.removesuffix(self.suffix).rstrip(), self.suffix, width)
 
     def figure(self, name: str, of: str = "distances") -> Figure:
-        figures = {"distances": self.distances, "accuracy": self.accuracies, "metrics": self.metrics}[of]
-        return figures.get(name) or Figure()
+        kinds: dict[str, Mapping[str, Figure]]
+        kinds = {"distances": self.distances, "accuracy": self.accuracies, "metrics": self.metrics}
+        return kinds[of].get(name) or Figure()
 
     def distance(self, name: str) -> Estimate | None:
         """Return the distance to the reference; the interval of a Frechet distance begins at 0, as no such is below.
@@ -111,11 +112,11 @@ class Row:
     def difference(self, name: str, of: str = "distances") -> Estimate | None:
         """Return the paired difference in a figure, this row minus the baseline."""
         found = self.figure(name, of).difference
-        return found and estimate(found.value, found.interval)
+        return None if found is None else estimate(found.value, found.interval)
 
     def verdict(self, name: str, of: str = "distances") -> str | None:
         found = self.figure(name, of).difference
-        return found and found.verdict
+        return None if found is None else found.verdict
 
     def extrapolated(self, name: str) -> bool:
         found = self.figure(name).difference
@@ -157,11 +158,11 @@ class Row:
 
     def speedup(self, part: str = "end_to_end") -> Estimate | None:
         ratio = self._part(part).ratio
-        return ratio and Estimate(ratio.median, ratio.low, ratio.high)
+        return None if ratio is None else Estimate(ratio.median, ratio.low, ratio.high)
 
     def stage_slope(self, stage: str) -> float | None:
         growth = self.memory.reserved if stage == "reserved" else (self.memory.stages or {}).get(stage)
-        return growth and growth.gib_per_image
+        return None if growth is None else growth.gib_per_image
 
     def memory_points(self) -> list[tuple[float, float]]:
         """Return the batch sizes with their peaks."""

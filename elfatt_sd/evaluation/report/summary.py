@@ -220,7 +220,9 @@ def _gaps(results: Results) -> str:
     parts = [
         limits(results),
         f"Time: {note}." if note else "",
-        f"{plural(len(unreadable), 'reference image')} could not be read." if unreadable else "",
+        f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}."
+        if unreadable
+        else "",
         f"Failed: {join_names(failed)}." if failed else "",
     ]
     return " ".join(filter(None, parts))

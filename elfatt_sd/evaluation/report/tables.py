@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -119,7 +120,7 @@ def more_table(results: Results) -> Table:
             columns.append(("Accuracy verdict", _verdicts("mean", "accuracy")))
         else:
             columns.append(
-                (f"{setting_title(name)} accuracy", _estimates(results, lambda row, of=name: row.accuracy(of)))
+                (f"{setting_title(name)} accuracy", _estimates(results, functools.partial(Row.accuracy, name=name)))
             )
     columns += [(TIME_COLUMNS[part], _times(results, part)) for part in PARTS if part != results.time_part]
     plain: list[tuple[str, Callable[[Row], float | None]]] = []
@@ -129,11 +130,17 @@ def more_table(results: Results) -> Table:
         plain.append(
             ("Denoiser, 10¹² multiply-adds/img", lambda row: row.cost.multiply_adds and row.cost.multiply_adds / 1e12)
         )
-    plain += [(f"{STAGES[stage]}, GiB/img", lambda row, of=stage: row.stage_slope(of)) for stage in results.stages]
+    plain += [
+        (f"{STAGES[stage]}, GiB/img", functools.partial(Row.stage_slope, stage=stage)) for stage in results.stages
+    ]
     plain.append(("Memory at batch 0, GiB", lambda row: row.memory.intercept_gib))
     plain.append(("Fit error, GiB", lambda row: row.memory.fit_error_gib))
-    columns += [(title, _estimates(results, lambda row, get=get: estimate(get(row), None))) for title, get in plain]
+    columns += [(title, _estimates(results, _whole(get))) for title, get in plain]
     return _table(results, columns)
+
+
+def _whole(get: Callable[[Row], float | None]) -> Callable[[Row], Estimate | None]:
+    return lambda row: estimate(get(row), None)
 
 
 def study_table(results: Results) -> Table:
@@ -154,11 +161,11 @@ def metrics_table(results: Results) -> Table | None:
     columns: _Columns = []
     for name in results.metrics:
         better = next(row.metrics[name].better for row in results.rows if name in row.metrics)
-        values = _estimates(results, lambda row, of=name: row.metric(of))
+        values = _estimates(results, functools.partial(Row.metric, name=name))
         made = _where_compared(values, name) if results.compares(name) else values
         columns.append((f"{name}{_ARROWS.get(better, '')}", made))
         if any(row.difference(name, "metrics") for row in results.rows):
-            differences = _differences(results, lambda row, of=name: row.difference(of, "metrics"))
+            differences = _differences(results, functools.partial(Row.difference, name=name, of="metrics"))
             columns.append((f"{name} difference", differences))
         if any(row.verdict(name, "metrics") for row in results.rows):
             columns.append((f"{name} verdict", _verdicts(name, "metrics")))
