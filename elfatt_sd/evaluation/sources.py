@@ -163,7 +163,7 @@ def _is_folder(item: os.DirEntry[str]) -> bool:
 
 
 def sorted_out(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, Path]], list[str]]:
-    """Tell images from other files, by their suffix and otherwise by their content; what is hidden is no image."""
+    """Tell images from other files, by their suffix and otherwise by their content; what is hidden is left out."""
     images: list[tuple[str, Path]] = []
     others: list[str] = []
     for name, path in sorted(files):

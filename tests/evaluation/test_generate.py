@@ -269,10 +269,11 @@ def test_prompts_that_are_cut_off_are_counted_before_the_first_image(
 
 
 def test_a_folder_with_hidden_files_alone_is_empty(protocol: Protocol, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
     for name in (".ipynb_checkpoints", "@eaDir"):
-        (tmp_path / name).mkdir()
-    (tmp_path / ".DS_Store").write_bytes(b"")
-    Run(tmp_path, protocol).check()
+        (folder / name).mkdir(parents=True)
+    (folder / ".DS_Store").write_bytes(b"")
+    Run(folder, protocol).check()
 
 
 def test_a_strange_folder_is_refused(protocol: Protocol, tmp_path: Path) -> None:
