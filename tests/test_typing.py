@@ -125,11 +125,12 @@ def test_every_public_name_is_there_and_no_other() -> None:
         elfatt_sd.nothing  # noqa: B018
 
 
-def test_importing_the_package_or_its_configurations_loads_nothing_heavy() -> None:
+def test_importing_the_package_loads_nothing() -> None:
     lines = (
         "import sys, elfatt_sd",
         "assert not [name for name in sys.modules if name.startswith('elfatt_sd.')]",
-        "elfatt_sd.PatchConfig.preset('elfatt', ratio=0.4)",
         "assert not {'torch', 'diffusers', 'transformers', 'numpy'} & sys.modules.keys()",
+        "elfatt_sd.PatchConfig.preset('elfatt', ratio=0.4)",
+        "assert not {'diffusers', 'transformers'} & sys.modules.keys()",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=ROOT, timeout=100)

@@ -255,9 +255,9 @@ def test_a_class_can_be_named_by_its_module(module: str) -> None:
 def test_it_gets_a_row_in_a_bench(module: str, pipe: Any) -> None:
     from elfatt_sd.benchmarking.models import Model
     from elfatt_sd.benchmarking.unet import unet
-    from elfatt_sd.cli.bench import _method
+    from elfatt_sd.cli.bench import read_method
 
-    chosen = [_method(f"{module}:factor=0.5"), _method(module)]
+    chosen = [read_method(f"{module}:factor=0.5"), read_method(module)]
     model = Model(pipe.unet, pipe.vae_scale_factor)
     rows = unet(model, sizes=(32,), methods=chosen, repeats=1, memory=(), device="cpu")["rows"]
     assert {"untouched", "values:factor=0.5", "values"} <= {row["method"] for row in rows}
