@@ -314,7 +314,7 @@ def test_a_modular_pipeline(folder: Path, asked: dict[str, Any]) -> None:
     tuned = tune(pipe, closeness=30, **{**asked, "height": 32, "width": 32})
     assert tuned.proof is None or tuned.proof.point.mean >= 30
     assert not elfatt_sd.is_patched(pipe)
-    with pytest.raises(ElfattError, match="UNet2DConditionModel takes no num_inference_steps"):
+    with pytest.raises(ElfattError, match="UNet2DConditionModel cannot be tuned; give a pipeline"):
         tune(pipe.unet, closeness=30, **asked)
 
 
