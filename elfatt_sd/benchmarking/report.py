@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.benchmarking.names import COMPILED, is_reference, legend
 from elfatt_sd.benchmarking.plots import plot, save
@@ -20,6 +15,10 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.files import atomic_file, link, place_of, read_typed, write_file
 
+if TYPE_CHECKING:  # the suite for GPUs runs on machines without it
+    from rich.console import Console
+    from rich.table import Table
+
 Row = Mapping[str, Any]
 WIDE = 110  # columns from which on every figure is shown
 MOST_GROUPS = 3  # that have sentences: the last ones, which are the largest
@@ -27,6 +26,8 @@ MOST_GROUPS = 3  # that have sentences: the last ones, which are the largest
 
 def show(results: Results, console: Console) -> None:
     """Print results, and at the end what they say."""
+    from rich.text import Text
+
     rows = results["rows"]
     for name, own in groups(rows).items():
         console.print(_speeds(name, own, results["bases"], console.width >= WIDE))
@@ -37,6 +38,10 @@ def show(results: Results, console: Console) -> None:
 
 
 def _speeds(name: str, rows: Sequence[Row], bases: Sequence[str], wide: bool) -> Table:
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
     bases = [base for base in bases if any(base in row["speed"] for row in rows)][: None if wide else 1]
     floors = any(row["floor"] for row in rows)
     peaks = any(row["peak_bytes"] is not None for row in rows)

@@ -15,7 +15,6 @@ import torch
 from bench_checks import QUICK, check_saved
 from torch import Tensor
 
-from elfatt_sd.attention import softmax as sampled
 from elfatt_sd.benchmarking import record as timing
 from elfatt_sd.benchmarking.models import Model, unet_call
 from elfatt_sd.benchmarking.plots import plot
@@ -27,6 +26,7 @@ from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import copy_structure
 from elfatt_sd.measure import peak_memory
+from elfatt_sd.methods import sampled
 from elfatt_sd.runtime import call as state_module
 from elfatt_sd.runtime.autotune import Tuner
 from elfatt_sd.runtime.call import LayerState
