@@ -105,7 +105,7 @@ def test_every_import_is_declared() -> None:
     homes = importlib.metadata.packages_distributions()
     offers = {name: {home.lower().replace("_", "-") for home in homes.get(name, [name])} for name in imported}
     undeclared = {name for name, offer in offers.items() if not offer & declared}
-    assert undeclared == {"hyper_tile", "triton"}, "which no package index has, and which comes with PyTorch"
+    assert undeclared == {"triton"}, "which comes with PyTorch"
 
 
 def names(lines: list[str]) -> set[str]:
@@ -129,64 +129,6 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
             found = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
             found |= {str(node.module)} if isinstance(node, ast.ImportFrom) else set()
             assert not {name.partition(".")[0] for name in found} & optional, path
-
-
-MATHEMATICS = ("errors", "tiling", "attention", "merging", "ordering", "sampled", "log_sum_exp", "joint")
-DATA = (
-    *MATHEMATICS,
-    "files",
-    "checks",
-    "settings",
-    "methods",
-    "phases",
-    "config",
-    "presets",
-    "timesteps",
-    "runs",
-    "schedule",
-)
-CORE = (
-    *DATA,
-    "allocation",
-    "measuring",
-    "families",
-    "residuals",
-    "ahead",
-    "kept",
-    "calls",
-    "layer_state",
-    "joint_processor",
-    "processor",
-    "autotune",
-    "choosing",
-    "sizes",
-    "shapes",
-    "plans",
-    "planning",
-    "surroundings",
-    "notices",
-    "installed",
-    "patch",
-    "standalone",
-)
-
-
-def files_of(name: str) -> list[Path]:
-    """A module's file, or those of a package."""
-    own = ROOT / "elfatt_sd" / f"{name}.py"
-    return [own] if own.exists() else sorted((ROOT / "elfatt_sd" / name).glob("*.py"))
-
-
-@pytest.mark.parametrize("name", CORE)
-def test_imports_of_the_core_point_one_way(name: str) -> None:
-    """The mathematics knows no pipeline, the core nothing above it, and neither the peer that it is compared with."""
-    found = set().union(*(imports(path) for path in files_of(name)))
-    assert "tomesd" not in {module.partition(".")[0] for module in found}
-    own = {module.split(".")[1] for module in found if module.startswith("elfatt_sd.")}
-    allowed = MATHEMATICS if name in MATHEMATICS else DATA if name in DATA else CORE
-    assert own <= {*allowed, "devices", "kernels"}
-    if name in DATA and name != "attention":
-        assert not any(module.startswith("diffusers") for module in found)
 
 
 def test_the_patents_are_named_as_the_paper_does() -> None:

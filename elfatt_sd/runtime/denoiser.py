@@ -398,7 +398,10 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         patch = self._patch
-        if torch.compiler.is_compiling() or vars(self._module).get(PATCH) is not patch:
+        compiling = torch.compiler.is_compiling()
+        if compiling and patch.layers and patch.layers[0].latest is None:  # compiled by name, without the hooks
+            patch.layers[0].tell_of_bypass()
+        if compiling or vars(self._module).get(PATCH) is not patch:
             return self._compute(self._module, args, kwargs)
         call = patch._shared.call
         if begins := call is None or call.entered:

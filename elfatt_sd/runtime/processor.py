@@ -128,8 +128,6 @@ class PatchedLayer:
         if torch.compiler.is_compiling():
             if is_exporting():
                 refuse_tracing(torch.device("cpu"))
-            if self.latest is None:
-                self._tell_of_bypass()
             return self.latest
         call = self.denoiser.call or self.denoiser.repeated
         if call is not None:
@@ -141,11 +139,12 @@ class PatchedLayer:
                 "checkpoint whole transformer blocks, as enable_gradient_checkpointing does, and leave what they are "
                 "given where it is: a copy, as save_on_cpu makes one, tells nothing."
             )
-        self._tell_of_bypass()
+        if torch._C._current_graph_task_id() == -1:  # no checkpoint within one that computes without gradients
+            self.tell_of_bypass()
         return None
 
     @torch.compiler.disable(reason=_BYPASSED)  # type: ignore[untyped-decorator, no-untyped-call]
-    def _tell_of_bypass(self) -> None:
+    def tell_of_bypass(self) -> None:
         if not self.denoiser.bypassed:
             self.denoiser.bypassed = True
             warnings.warn(f"elfatt-sd: {self.layer.name} stays exact: {_BYPASSED}.", stacklevel=2)
