@@ -114,6 +114,7 @@ def test_video_unet_attends_over_frames_as_before() -> None:
     assert all(unet.attn_processors[name] is found for name, found in before.items() if "temporal" in name)
 
 
+@pytest.mark.filterwarnings("ignore:elfatt-sd. .* stays exact")
 def test_an_attention_mask_leaves_the_layer_as_it_was() -> None:
     unet = tiny.unet()
     sample = torch.randn(1, 4, 16, 16, generator=generator())
