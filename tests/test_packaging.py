@@ -131,6 +131,15 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
             assert not {name.partition(".")[0] for name in found} & optional, path
 
 
+@pytest.mark.parametrize("folder", ["attention", "methods", "families", "runtime"])
+def test_the_core_knows_no_peer(folder: str) -> None:
+    """Nor does mathematics but for backends know diffusers."""
+    for path in (ROOT / "elfatt_sd" / folder).rglob("*.py"):
+        found = {name.partition(".")[0] for name in imports(path)}
+        assert "tomesd" not in found, path
+        assert "diffusers" not in found or folder != "attention" or path.name == "softmax.py", path
+
+
 def test_the_patents_are_named_as_the_paper_does() -> None:
     for file in ("NOTICE", "README.md"):
         text = " ".join((ROOT / file).read_text().split())
